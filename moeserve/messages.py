@@ -1,0 +1,219 @@
+"""Every message between frontend and engine, and their bytes.
+
+`msgpack` reads and writes the bytes under limits; `msgspec.convert` gives them types. Each frame is
+`[incarnation, message]`: whoever receives one of another engine's life drops it. Token ids travel as int32 bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, TypeVar
+
+import msgpack
+import msgspec
+
+from moeserve.plan import TokenLogprobs
+from moeserve.request import FinishReason, SamplingParams
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+
+class DecodeError(ValueError):
+    """A frame that is no message of this protocol. It concerns its sender alone."""
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """Base of all messages: an array whose first element is the class name."""
+
+
+class Hello(Message):
+    """A frontend introduces itself. A version or model that differs is answered with `Refused`."""
+
+    protocol_version: int
+    model_hash: str
+
+
+class Generate(Message):
+    """Run one sequence. `token_ids` is the prompt as int32 bytes; `namespace` separates cached prefixes of tenants."""
+
+    request_id: str
+    token_ids: bytes
+    sampling: SamplingParams
+    namespace: str = ""
+    priority: int = 0
+
+
+class Finish(Message):
+    """The frontend found a stop string: the request ends with its first `keep_tokens` output tokens."""
+
+    request_id: str
+    keep_tokens: int
+
+
+class Abort(Message):
+    """The client left."""
+
+    request_id: str
+
+
+class Control(Message):
+    """An operator's command; answered with `ControlResult` of the same id. Commands: `reset_prefix_cache`."""
+
+    control_id: int
+    command: str
+
+
+class EngineReady(Message):
+    """The answer to `Hello`, once the model is loaded."""
+
+    pid: int
+    model_hash: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    default_sampling: dict[str, float]
+    max_num_seqs: int
+    max_num_queued_reqs: int
+    num_blocks: int
+    block_size: int
+    device: str
+    dtype: str
+    weights_bytes: int
+    kv_bytes: int
+
+
+class Refused(Message):
+    """The answer to a `Hello` that does not fit."""
+
+    reason: str
+
+
+class Admitted(Message):
+    """The request is queued or running; from here on it gets outputs and one terminal output."""
+
+    request_id: str
+
+
+class Rejected(Message):
+    """Terminal: the request never entered. `code` is `queue_full`, `context_length_exceeded`, `draining` or `invalid`."""
+
+    request_id: str
+    code: str
+    reason: str
+    retry_after_s: float | None = None
+
+
+class Output(Message):
+    """New tokens of one request; terminal when `finish_reason` is set.
+
+    `token_ids` are the tokens since the last output. In the terminal output `num_output_tokens` counts what the request
+    produced in all, `num_cached_tokens` the prompt tokens that came from the prefix cache (None until the first chunk).
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int | None = None
+    num_output_tokens: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+class Outputs(Message):
+    """What one step gave to the requests of one frontend."""
+
+    outputs: list[Output]
+
+
+class Stats(Message):
+    """The engine's counters (since its start) and gauges (now)."""
+
+    step: int
+    num_running: int
+    num_waiting: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_leased: int
+    slots_empty: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    rejections: dict[str, int]
+    step_seconds: float
+    queue_seconds: list[float] = []
+
+
+class ControlResult(Message):
+    """What a `Control` did; `error` is None on success."""
+
+    control_id: int
+    result: dict[str, int]
+    error: str | None = None
+
+
+class Heartbeat(Message):
+    """Published a few times a second by a thread of the engine: it is alive, and `step` moves while it is busy."""
+
+    pid: int
+    step: int
+    busy: bool
+
+
+ToEngine = Hello | Generate | Finish | Abort | Control
+FromEngine = EngineReady | Refused | Admitted | Rejected | Outputs | Stats | ControlResult | Heartbeat
+
+_M = TypeVar("_M")
+
+
+def encode(message: Message, incarnation: int) -> bytes:
+    """The frame of a message."""
+    packed: bytes = msgpack.packb([incarnation, msgspec.to_builtins(message, builtin_types=(bytes,))])
+    return packed
+
+
+def decode(frame: bytes, expected: Any) -> tuple[int, Any]:
+    """The incarnation and the message of a frame that must hold one of the `expected` types.
+
+    Raises DecodeError for anything else: too large, not MessagePack, extension types, deep nesting, wrong fields.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise DecodeError(f"frame of {len(frame)} bytes exceeds {MAX_FRAME_BYTES}")
+    try:
+        body = msgpack.unpackb(
+            frame,
+            use_list=True,
+            strict_map_key=False,
+            ext_hook=_refuse_extension,
+            max_ext_len=0,
+            max_array_len=1_000_000,
+            max_map_len=65_536,
+        )
+        if not isinstance(body, list) or len(body) != 2 or type(body[0]) is not int:
+            raise DecodeError("frame is not [incarnation, message]")
+        return body[0], msgspec.convert(body[1], expected)
+    except DecodeError:
+        raise
+    except (ValueError, TypeError, RecursionError, OverflowError, msgpack.exceptions.UnpackException) as error:
+        raise DecodeError(f"{type(error).__name__}: {error}") from None
+
+
+def pack_token_ids(token_ids: list[int] | array[int]) -> bytes:
+    """int32 bytes of token ids."""
+    return array("i", token_ids).tobytes()
+
+
+def unpack_token_ids(data: bytes) -> array[int]:
+    """Token ids from int32 bytes; raises DecodeError for a torn one."""
+    token_ids = array("i")
+    if len(data) % token_ids.itemsize:
+        raise DecodeError("token ids are not whole int32 values")
+    token_ids.frombytes(data)
+    return token_ids
+
+
+def _refuse_extension(code: int, _data: bytes) -> None:
+    raise DecodeError(f"extension type {code}")

@@ -1,0 +1,67 @@
+"""What one step computes, and what came of it. A plan is complete: whoever executes it needs no other state."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from moeserve.request import SamplingParams
+
+
+@dataclass(slots=True)
+class Chunk:
+    """One request's part of a step: `token_ids` enter at position `start`, their KV goes to the slots of `block_table`.
+
+    `sampling` is None for a chunk that does not reach the end of the request's tokens. `history` (prompt and output so far)
+    travels only where the draw depends on it. `banned_token_ids` may not be drawn (EOS before `min_tokens`).
+    `block_table` is the request's own array, which only grows while the plan is in flight.
+    """
+
+    request_id: str
+    token_ids: array[int]
+    start: int
+    block_table: array[int]
+    sampling: SamplingParams | None = None
+    history: array[int] | None = None
+    num_prompt_tokens: int = 0
+    banned_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The chunks of one forward, in row order. `zeroed_blocks` changed hands and are cleared before anything is written."""
+
+    step: int
+    chunks: list[Chunk]
+    zeroed_blocks: array[int] = field(default_factory=lambda: array("i"))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of one token, its rank is not kept; `top` holds (token id, logprob) of the likeliest, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class ChunkResult:
+    """What a chunk gave: the drawn token (None without sampling), or the error that makes its request fail alone."""
+
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """One `ChunkResult` per chunk of the plan, in the plan's order."""
+
+    step: int
+    chunks: list[ChunkResult]
