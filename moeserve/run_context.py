@@ -1,0 +1,49 @@
+"""What the supervisor hands to the processes of one running service, as a file in its private run directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from moeserve.config import ServeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """One life of one service. The file holds secrets; its directory is 0700.
+
+    `incarnation` numbers the engine's life: it is in every frame and in the socket paths. `secret` (hex) keys the cache
+    namespaces of API keys. `model_hash` is compared in `Hello`.
+    """
+
+    config: ServeConfig
+    model_dir: str
+    model_hash: str
+    run_dir: str
+    incarnation: int
+    secret: str
+    served_model_names: tuple[str, ...]
+
+    @property
+    def engine_address(self) -> str:
+        """Frontends' DEALER sockets connect here; the engine's ROUTER binds."""
+        return f"ipc://{self.run_dir}/engine.{self.incarnation}"
+
+    @property
+    def heartbeat_address(self) -> str:
+        """The engine's PUB binds here; frontends and the supervisor subscribe."""
+        return f"ipc://{self.run_dir}/heartbeat.{self.incarnation}"
+
+    def save(self) -> Path:
+        """Writes the file with mode 0600 and returns its path."""
+        path = Path(self.run_dir) / f"run.{self.incarnation}.json"
+        path.touch(mode=0o600)
+        path.write_bytes(msgspec.json.encode(self))
+        return path
+
+
+def load_run_context(path: str | Path) -> RunContext:
+    """The context that `save` wrote."""
+    return msgspec.json.decode(Path(path).read_bytes(), type=RunContext)
