@@ -1,0 +1,93 @@
+"""The experts of a mixture-of-experts layer applied to the rows their gate chose.
+
+Only chosen experts are computed and their weights are never gathered: rows are sorted by expert, each expert runs once
+over its rows, and every token sums its k results in the gate's order, so that its bits do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.activation import Activation, glu
+from kernels.linear import Linear, pack_linear
+
+
+class Expert:
+    """One expert's packed weights: `gate_up` [2I, H] (gate rows first) and `down` [H, I]."""
+
+    __slots__ = ("down", "gate_up")
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self.gate_up = gate_up
+        self.down = down
+
+    def __call__(self, x: Tensor, activation: Activation) -> Tensor:
+        """x [M, H] -> [M, H]."""
+        return self.down(glu(self.gate_up(x), activation))
+
+
+PackedExperts = Sequence[Expert]
+
+
+def pack_experts(
+    gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
+) -> PackedExperts:
+    """Packs gate_up [E, 2I, H] and down [E, H, I] with optional biases [E, 2I] and [E, H]."""
+    return [
+        Expert(
+            pack_linear(gate_up[e], None if gate_up_bias is None else gate_up_bias[e]),
+            pack_linear(down[e], None if down_bias is None else down_bias[e]),
+        )
+        for e in range(gate_up.shape[0])
+    ]
+
+
+def moe_experts(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: PackedExperts, activation: Activation
+) -> Tensor:
+    """Sum over k of weight * expert(x): x [T, H], expert_ids [T, k] int64, expert_weights [T, k] fp32 -> [T, H]."""
+    num_tokens, top_k = expert_ids.shape
+    weights = expert_weights.to(x.dtype)
+    if num_tokens == 1:
+        results = [experts[e](x, activation) for e in expert_ids[0].tolist()]
+        out = results[0] * weights[:, :1]
+        for k in range(1, top_k):
+            out.addcmul_(results[k], weights[:, k : k + 1])
+        return out
+    flat_ids = expert_ids.flatten()
+    order = torch.sort(flat_ids, stable=True).indices
+    counts = torch.bincount(flat_ids, minlength=len(experts)).tolist()
+    rows = x.index_select(0, order // top_k)
+    results_sorted = torch.empty_like(rows)
+    first = 0
+    for expert, count in zip(experts, counts, strict=True):
+        if count:
+            results_sorted[first : first + count] = expert(rows[first : first + count], activation)
+            first += count
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    results_of = results_sorted.index_select(0, place).view(num_tokens, top_k, -1)
+    out = results_of[:, 0] * weights[:, :1]
+    for k in range(1, top_k):
+        out.addcmul_(results_of[:, k], weights[:, k : k + 1])
+    return out
+
+
+def moe_experts_reference(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation,
+) -> Tensor:
+    """The same, token by token, from unpacked weights gate_up [E, 2I, H] and down [E, H, I] without biases."""
+    out = torch.zeros_like(x)
+    for t in range(x.shape[0]):
+        for e, weight in zip(expert_ids[t].tolist(), expert_weights[t], strict=True):
+            hidden = glu((x[t] @ gate_up[e].T)[None], activation)[0]
+            out[t] += (hidden @ down[e].T) * weight
+    return out
