@@ -96,7 +96,7 @@ class Admitted(Message):
 
 
 class Rejected(Message):
-    """Terminal: the request never entered. `code` is `queue_full`, `context_length_exceeded`, `draining` or `invalid`."""
+    """Terminal: the request never entered. `code`: `queue_full`, `context_length_exceeded`, `draining` or `invalid`."""
 
     request_id: str
     code: str

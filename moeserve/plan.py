@@ -12,8 +12,8 @@ from moeserve.request import SamplingParams
 class Chunk:
     """One request's part of a step: `token_ids` enter at position `start`, their KV goes to the slots of `block_table`.
 
-    `sampling` is None for a chunk that does not reach the end of the request's tokens. `history` (prompt and output so far)
-    travels only where the draw depends on it. `banned_token_ids` may not be drawn (EOS before `min_tokens`).
+    `sampling` is None for a chunk that does not reach the end of the request's tokens. `history` (prompt and output so
+    far) travels only where the draw depends on it. `banned_token_ids` may not be drawn (EOS before `min_tokens`).
     `block_table` is the request's own array, which only grows while the plan is in flight.
     """
 
@@ -30,7 +30,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The chunks of one forward, in row order. `zeroed_blocks` changed hands and are cleared before anything is written."""
+    """The chunks of one forward, in row order. `zeroed_blocks` changed hands: they are cleared before any write."""
 
     step: int
     chunks: list[Chunk]
@@ -43,7 +43,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of one token, its rank is not kept; `top` holds (token id, logprob) of the likeliest, best first."""
+    """Log probability of one token; `top` holds (token id, logprob) of the likeliest, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

@@ -54,8 +54,8 @@ class SamplingParams:
 class Request:
     """One request inside the scheduler, which alone mutates it.
 
-    "Prefill" and "decode" are not states: `num_computed_tokens` catches up with `len(token_ids)`, and whatever a prefix hit,
-    a chunk or a preemption does is a change of that number.
+    "Prefill" and "decode" are not states: `num_computed_tokens` catches up with `len(token_ids)`, and whatever a prefix
+    hit, a chunk or a preemption does is a change of that number.
     """
 
     request_id: str
