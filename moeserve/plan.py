@@ -5,27 +5,39 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from moeserve.request import SamplingParams
+from moeserve.request import Request, SamplingParams
 
 
 @dataclass(slots=True)
 class Chunk:
     """One request's part of a step: `token_ids` enter at position `start`, their KV goes to the slots of `block_table`.
 
-    `sampling` is None for a chunk that does not reach the end of the request's tokens. `history` (prompt and output so
-    far) travels only where the draw depends on it. `banned_token_ids` may not be drawn (EOS before `min_tokens`).
-    `block_table` is the request's own array, which only grows while the plan is in flight.
+    `sampling` is None for a chunk that does not reach the end of the request's tokens. `block_table` is the request's
+    own array, which only grows while the plan is in flight. `extras` is None for most.
     """
 
     request_id: str
     token_ids: array[int]
     start: int
     block_table: array[int]
-    sampling: SamplingParams | None = None
+    sampling: SamplingParams | None
+    extras: ChunkExtras | None = None
+
+
+@dataclass(slots=True)
+class ChunkExtras:
+    """What few chunks need besides.
+
+    `history` (prompt and output so far) travels where the draw depends on it. `banned_token_ids` may not be drawn (EOS
+    before `min_tokens`). `prompt_targets` are the prompt tokens that follow the chunk's tokens, whose log probabilities
+    are wanted; None for no such wish.
+    """
+
     history: array[int] | None = None
     num_prompt_tokens: int = 0
     banned_token_ids: tuple[int, ...] = ()
-    prompt_logprobs: int | None = None
+    prompt_targets: array[int] | None = None
+    num_top_logprobs: int = 0
 
 
 @dataclass(slots=True)
@@ -65,3 +77,18 @@ class StepResult:
 
     step: int
     chunks: list[ChunkResult]
+
+
+def chunk_extras(request: Request, start: int, end: int) -> ChunkExtras:
+    """The extras of the chunk `token_ids[start:end]` of a request that is not plain."""
+    sampling = request.sampling
+    targets = None
+    if sampling.prompt_logprobs is not None and start < request.num_prompt_tokens - 1:
+        targets = request.token_ids[start + 1 : min(end + 1, request.num_prompt_tokens)]
+    return ChunkExtras(
+        history=request.token_ids[:] if sampling.needs_history else None,
+        num_prompt_tokens=request.num_prompt_tokens,
+        banned_token_ids=sampling.stop_token_ids if request.num_output_tokens < sampling.min_tokens else (),
+        prompt_targets=targets,
+        num_top_logprobs=sampling.prompt_logprobs or 0,
+    )

@@ -55,7 +55,8 @@ class Request:
     """One request inside the scheduler, which alone mutates it.
 
     "Prefill" and "decode" are not states: `num_computed_tokens` catches up with `len(token_ids)`, and whatever a prefix
-    hit, a chunk or a preemption does is a change of that number.
+    hit, a chunk or a preemption does is a change of that number. `num_scheduled_tokens` are in a plan whose result has
+    not come yet. `lease` is None while the request waits. `finished` says that it ended while a plan still named it.
     """
 
     request_id: str
@@ -67,14 +68,23 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     num_scheduled_tokens: int = 0
-    num_cached_tokens: int | None = None
+    num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_overtakers: int = 0
     lease: Lease | None = None
-    aborted: bool = False
+    finished: bool = False
+    is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
+        sampling = self.sampling
+        self.is_plain = not (sampling.needs_history or sampling.min_tokens or sampling.prompt_logprobs is not None)
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def queue_key(self) -> tuple[int, int]:
+        """Order of service: lower first."""
+        return (self.priority, self.arrival)
