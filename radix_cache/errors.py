@@ -1,0 +1,15 @@
+"""Errors of this package and the check that raises one of them."""
+
+
+class LeaseError(RuntimeError):
+    """A lease was used after its release, or with a cache that did not hand it out."""
+
+
+class InvariantError(AssertionError):
+    """The bookkeeping contradicts itself. Unlike ``assert`` this check survives ``python -O``."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises InvariantError with `message` unless `condition` holds."""
+    if not condition:
+        raise InvariantError(message)

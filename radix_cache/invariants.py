@@ -1,0 +1,80 @@
+"""What must hold for a RadixTree and the leases on it. Slow and complete; for tests and for an idle engine."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from typing import Protocol
+
+from radix_cache.errors import require
+from radix_cache.tree import Node, RadixTree
+
+
+class LeaseView(Protocol):
+    """What the check reads of a lease."""
+
+    namespace: str
+    node: Node
+    block_ids: array[int]
+    num_published_tokens: int
+
+
+def check_tree(tree: RadixTree, leases: Iterable[LeaseView], block_size: int) -> array[int]:
+    """Returns the ids of all blocks in the tree. Raises InvariantError for the first contradiction found."""
+    num_refs: dict[int, int] = {}
+    for lease in leases:
+        num_refs[lease.node.serial] = num_refs.get(lease.node.serial, 0) + 1
+        _check_lease(tree, lease, block_size)
+    nodes = [node for root in tree.roots.values() for node in _descendants(root)]
+    blocks: array[int] = array("i")
+    num_pinned = 0
+    for node in nodes:
+        _check_node(node, 4 * block_size)
+        require(node.refs == num_refs.pop(node.serial, 0), f"node {node.serial}: refs differ from the leases")
+        blocks.extend(node.blocks)
+        num_pinned += len(node.blocks) if node.pins else 0
+    require(not num_refs, "a lease refers to a node outside of the tree")
+    require(len(nodes) == tree.num_nodes, "num_nodes is wrong")
+    require(len(blocks) == tree.num_blocks, "num_blocks is wrong")
+    require(num_pinned == tree.num_pinned_blocks, "num_pinned_blocks is wrong")
+    for namespace, root in tree.roots.items():
+        require(root.parent is None and root.namespace == namespace, f"namespace {namespace!r} has a wrong root")
+    queued = [node.serial for node in nodes if node.parent is not None and not node.children and not node.refs]
+    require(sorted(queued) == sorted(tree.queued_serials()), "the eviction queue differs from the evictable leaves")
+    return blocks
+
+
+def _descendants(root: Node) -> list[Node]:
+    nodes = [root]
+    for node in nodes:
+        nodes.extend(node.children.values())
+    return nodes
+
+
+def _check_node(node: Node, block_bytes: int) -> None:
+    name = f"node {node.serial}"
+    require(len(node.tokens) == len(node.blocks) * block_bytes, f"{name}: tokens and blocks differ in length")
+    for key, child in node.children.items():
+        require(child.parent is node, f"{name}: a child has another parent")
+        require(child.namespace == node.namespace, f"{name}: a child is of another namespace")
+        require(key == child.tokens[:block_bytes], f"{name}: a child is filed under other tokens")
+    pins = (node.refs > 0) + sum(child.pins > 0 for child in node.children.values())
+    require(node.pins == pins, f"{name}: pins is wrong")
+    if node.parent is not None:
+        require(len(node.blocks) > 0, f"{name} is empty")
+    else:
+        require(not node.blocks, f"{name} is a root with blocks")
+        require(bool(node.children) or node.refs > 0, f"{name} is the root of an empty namespace")
+
+
+def _check_lease(tree: RadixTree, lease: LeaseView, block_size: int) -> None:
+    runs: list[array[int]] = []
+    node: Node | None = lease.node
+    top = lease.node
+    while node is not None:
+        runs.append(node.blocks)
+        top, node = node, node.parent
+    require(tree.roots.get(lease.namespace) is top, "a lease refers to another namespace")
+    path = [block for run in reversed(runs) for block in run]
+    require(len(path) * block_size == lease.num_published_tokens, "a lease does not end where its node ends")
+    require(path == list(lease.block_ids[: len(path)]), "a lease and the tree disagree about its blocks")

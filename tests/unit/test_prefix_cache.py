@@ -1,0 +1,258 @@
+from array import array
+
+import pytest
+
+from radix_cache import InvariantError, Lease, LeaseError, PrefixCache
+
+SIZE = 4
+
+
+def tokens(count: int, first: int = 0) -> "array[int]":
+    return array("i", range(first, first + count))
+
+
+def run(cache: PrefixCache, prompt: "array[int]", namespace: str = "") -> Lease:
+    """A request that computes and publishes its whole prompt and still holds its lease."""
+    lease = cache.match(prompt, namespace)
+    num_blocks = -(-len(prompt) // cache.block_size) - len(lease.block_ids)
+    assert cache.extend(lease, num_blocks) is not None
+    cache.free(cache.publish(lease, prompt, len(prompt)))
+    return lease
+
+
+def remember(cache: PrefixCache, prompt: "array[int]", namespace: str = "") -> list[int]:
+    lease = run(cache, prompt, namespace)
+    cache.release(lease)
+    return lease.block_ids.tolist()
+
+
+def test_match_serves_the_longest_cached_prefix_in_whole_blocks() -> None:
+    cache = PrefixCache(8, SIZE)
+    blocks = remember(cache, tokens(11))
+    lease = cache.match(tokens(20))
+    assert lease.num_cached_tokens == lease.num_published_tokens == 8
+    assert lease.block_ids.tolist() == blocks[:2]
+    assert cache.num_leased == 2
+
+
+@pytest.mark.parametrize(("length", "expected"), [(0, 0), (1, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_the_last_token_is_never_served_from_the_cache(length: int, expected: int) -> None:
+    cache = PrefixCache(8, SIZE)
+    remember(cache, tokens(12))
+    assert cache.peek(tokens(length)) == expected
+    lease = cache.match(tokens(length))
+    assert lease.num_cached_tokens == expected
+    assert cache.advance(lease, tokens(length)) == expected
+
+
+def test_namespaces_never_share() -> None:
+    cache = PrefixCache(8, SIZE)
+    remember(cache, tokens(8), "a")
+    assert cache.match(tokens(9), "b").num_cached_tokens == 0
+    assert cache.match(tokens(9)).num_cached_tokens == 0
+    assert cache.match(tokens(9), "a").num_cached_tokens == 8
+
+
+def test_token_ids_are_compared_over_their_whole_range() -> None:
+    cache = PrefixCache(8, 1)
+    remember(cache, array("i", [2**31 - 1, -(2**31), 0]))
+    assert cache.peek(array("i", [2**31 - 1, -(2**31), 5])) == 2
+    assert cache.peek(array("i", [-1, -(2**31), 5])) == 0
+
+
+def test_tokens_of_another_width_are_refused() -> None:
+    cache = PrefixCache(8, SIZE)
+    with pytest.raises(ValueError, match="typecode 'q'"):
+        cache.match(array("q", range(8)))
+    cache.check_invariants()
+
+
+def test_blocks_become_matchable_only_once_published() -> None:
+    cache = PrefixCache(8, SIZE)
+    lease = cache.match(tokens(10))
+    cache.extend(lease, 3)
+    assert cache.peek(tokens(10)) == 0
+    cache.publish(lease, tokens(10), 7)
+    assert cache.peek(tokens(10)) == 4
+    cache.publish(lease, tokens(10), 10)
+    assert cache.peek(tokens(10)) == 8
+
+
+def test_publish_of_what_is_not_there_raises_and_changes_nothing() -> None:
+    cache = PrefixCache(8, SIZE)
+    lease = cache.match(tokens(9))
+    cache.extend(lease, 2)
+    with pytest.raises(ValueError, match="20 computed tokens"):
+        cache.publish(lease, tokens(9), 20)
+    with pytest.raises(ValueError, match="2 blocks"):
+        cache.publish(lease, tokens(12), 12)
+    assert lease.num_published_tokens == 0
+    cache.check_invariants()
+
+
+def test_late_publish_of_fewer_tokens_does_nothing() -> None:
+    cache = PrefixCache(8, SIZE)
+    lease = run(cache, tokens(8))
+    assert cache.publish(lease, tokens(8), 4) == []
+    assert lease.num_published_tokens == 8
+
+
+def test_extend_prefers_the_blocks_behind_the_last_one() -> None:
+    cache = PrefixCache(32, SIZE)
+    first, second = cache.match(tokens(9)), cache.match(tokens(9, 50))
+    for _ in range(6):
+        cache.extend(first, 1)
+        cache.extend(second, 1)
+    for lease in (first, second):
+        assert lease.block_ids.tolist() == list(range(lease.block_ids[0], lease.block_ids[0] + 6))
+
+
+def test_extend_evicts_the_least_recently_used_prefix() -> None:
+    cache = PrefixCache(6, SIZE)
+    remember(cache, tokens(8))
+    remember(cache, tokens(8, 50))
+    cache.release(cache.match(tokens(9)))
+    lease = cache.match(tokens(1, 99))
+    assert cache.extend(lease, 3) is not None
+    assert (cache.peek(tokens(9)), cache.peek(tokens(9, 50))) == (8, 4)
+    assert cache.extend(lease, 1) is not None
+    assert (cache.peek(tokens(9)), cache.peek(tokens(9, 50))) == (8, 0)
+
+
+def test_peek_does_not_count_as_use() -> None:
+    cache = PrefixCache(4, SIZE)
+    remember(cache, tokens(8))
+    remember(cache, tokens(8, 50))
+    assert cache.peek(tokens(9)) == 8
+    cache.extend(cache.match(tokens(1, 99)), 1)
+    assert (cache.peek(tokens(9)), cache.peek(tokens(9, 50))) == (4, 8)
+
+
+def test_extend_returns_none_and_changes_nothing_when_impossible() -> None:
+    cache = PrefixCache(4, SIZE)
+    remember(cache, tokens(4))
+    holder = run(cache, tokens(8, 50))
+    lease = cache.match(tokens(5))
+    assert lease.num_cached_tokens == 4
+    assert cache.num_available == 1
+    assert cache.extend(lease, 2) is None
+    assert lease.block_ids.tolist() == [0]
+    assert cache.extend(lease, 0) == []
+    with pytest.raises(ValueError, match="negative"):
+        cache.extend(lease, -1)
+    cache.release(holder)
+    assert cache.extend(lease, 2) is not None
+    cache.check_invariants()
+
+
+def test_leased_prefix_survives_any_pressure() -> None:
+    cache = PrefixCache(6, SIZE)
+    blocks = remember(cache, tokens(8))
+    lease = cache.match(tokens(9))
+    other = cache.match(tokens(1, 99))
+    assert cache.extend(other, 5) is None
+    assert cache.extend(other, 4) is not None
+    assert cache.num_available == 0
+    assert lease.block_ids.tolist() == blocks
+
+
+def test_release_keeps_published_blocks_and_frees_the_others() -> None:
+    cache = PrefixCache(8, SIZE)
+    lease = cache.match(tokens(14))
+    cache.extend(lease, 4)
+    cache.publish(lease, tokens(14), 10)
+    cache.release(lease)
+    assert (cache.num_free, cache.num_cached, cache.num_leased) == (6, 2, 0)
+
+
+def test_released_lease_raises_on_every_use() -> None:
+    cache = PrefixCache(8, SIZE)
+    lease = run(cache, tokens(8))
+    cache.release(lease)
+    for use in (
+        lambda: cache.release(lease),
+        lambda: cache.extend(lease, 1),
+        lambda: cache.publish(lease, tokens(8), 8),
+        lambda: cache.advance(lease, tokens(8)),
+    ):
+        with pytest.raises(LeaseError):
+            use()
+    cache.check_invariants()
+
+
+def test_lease_of_another_cache_raises() -> None:
+    lease = PrefixCache(8, SIZE).match(tokens(8))
+    with pytest.raises(LeaseError):
+        PrefixCache(8, SIZE).release(lease)
+
+
+@pytest.mark.parametrize(("keep", "cached"), [(None, 3), (12, 3), (11, 2), (8, 2), (3, 0), (0, 0), (99, 3)])
+def test_release_drops_published_blocks_beyond_keep_tokens(keep: int | None, cached: int) -> None:
+    cache = PrefixCache(8, SIZE)
+    cache.release(run(cache, tokens(14)), keep)
+    assert (cache.num_cached, cache.num_free) == (cached, 8 - cached)
+    assert cache.peek(tokens(20)) == cached * SIZE
+    cache.check_invariants()
+
+
+def test_release_does_not_drop_what_another_lease_holds() -> None:
+    cache = PrefixCache(8, SIZE)
+    first = run(cache, tokens(12))
+    second = cache.match(tokens(9))
+    cache.release(first, keep_tokens=0)
+    assert cache.num_leased == 2
+    assert cache.num_free == 6
+    cache.release(second, keep_tokens=0)
+    assert cache.num_free == 8
+
+
+def test_reset_evicts_all_but_leased_blocks() -> None:
+    cache = PrefixCache(8, SIZE)
+    remember(cache, tokens(12))
+    lease = cache.match(tokens(9))
+    assert cache.reset() == 1
+    assert (cache.num_cached, cache.num_leased) == (0, 2)
+    cache.release(lease)
+    assert cache.reset() == 2
+    assert cache.num_free == 8
+
+
+def test_without_caching_nothing_is_shared_or_kept() -> None:
+    cache = PrefixCache(8, SIZE, caching=False)
+    lease = cache.match(tokens(9))
+    cache.extend(lease, 3)
+    assert cache.publish(lease, tokens(9), 9) == []
+    assert cache.advance(lease, tokens(9)) == 0
+    assert cache.match(tokens(9)).num_cached_tokens == 0
+    cache.check_invariants()
+    cache.release(lease)
+    assert (cache.num_free, cache.num_cached) == (8, 0)
+
+
+def test_many_short_namespaces_leave_nothing_behind() -> None:
+    cache = PrefixCache(4, SIZE)
+    for number in range(200):
+        remember(cache, tokens(8), f"tenant-{number}")
+    cache.check_invariants()
+    assert len(cache._tree.roots) <= 2
+    assert cache._tree.num_nodes <= 4
+
+
+def test_senseless_block_size_raises() -> None:
+    with pytest.raises(ValueError, match="block_size"):
+        PrefixCache(8, 0)
+
+
+def test_check_invariants_notices_a_shared_a_lost_and_a_miscounted_block() -> None:
+    cache = PrefixCache(8, SIZE)
+    lease = cache.match(tokens(9))
+    cache.extend(lease, 3)
+    lease.block_ids[2] = lease.block_ids[1]
+    with pytest.raises(InvariantError, match="both leased"):
+        cache.check_invariants()
+    lease.block_ids.pop()
+    with pytest.raises(InvariantError):
+        cache.check_invariants()
+    cache._num_private_blocks -= 1
+    with pytest.raises(InvariantError, match="accounted"):
+        cache.check_counts()

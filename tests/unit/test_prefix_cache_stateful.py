@@ -1,0 +1,342 @@
+"""PrefixCache against a brute-force model.
+
+In the model every prefix is one entry and eviction searches them all. A shadow of the KV memory says what was written
+into each block, so that every hit is read again.
+"""
+
+import random
+from array import array
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from radix_cache import Lease, LeaseError, PrefixCache
+
+NAMESPACES = ("", "a", "b")
+Key = tuple[str, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class Running:
+    lease: Lease
+    namespace: str
+    tokens: "array[int]"
+    use_cache: bool
+    num_computed: int
+
+
+@dataclass(slots=True)
+class Entry:
+    block: int
+    stamp: int
+
+
+class World:
+    """Drives one cache and the model beside it. Every choice comes in as an int, so any source of ints can drive it."""
+
+    def __init__(self, num_blocks: int, block_size: int, caching: bool = True) -> None:
+        self.cache = PrefixCache(num_blocks, block_size, caching=caching)
+        self.size = block_size
+        self.caching = caching
+        self.running: list[Running] = []
+        self.entries: dict[Key, Entry] = {}
+        self.content: list[Key | None] = [None] * num_blocks
+        self.free = set(range(num_blocks))
+        self.duplicates: list[int] = []
+        self.clock = 0
+        self.log: list[object] = []
+
+    def key(self, namespace: str, tokens: "array[int]", num_blocks: int) -> Key:
+        return namespace, tuple(tokens[: num_blocks * self.size])
+
+    def longest(self, namespace: str, tokens: "array[int]") -> int:
+        blocks = 0
+        while (blocks + 1) * self.size < len(tokens) and self.key(namespace, tokens, blocks + 1) in self.entries:
+            blocks += 1
+        return blocks
+
+    def protected(self) -> set[Key]:
+        return {
+            self.key(one.namespace, one.tokens, blocks)
+            for one in self.running
+            for blocks in range(1, one.lease.num_published_tokens // self.size + 1)
+        }
+
+    def inner(self) -> set[Key]:
+        return {(namespace, tokens[: -self.size]) for namespace, tokens in self.entries}
+
+    def evict(self, count: int) -> None:
+        protected = self.protected()
+        for _ in range(count):
+            inner = self.inner()
+            victim = min(
+                (key for key in self.entries if key not in protected and key not in inner),
+                key=lambda key: self.entries[key].stamp,
+            )
+            self.free.add(self.entries.pop(victim).block)
+
+    def pick(self, which: int) -> Running | None:
+        return self.running[which % len(self.running)] if self.running else None
+
+    def start(self, namespace: int, tokens: list[int], use_cache: bool) -> None:
+        name, ids = NAMESPACES[namespace % 3], array("i", tokens)
+        expected = self.longest(name, ids)
+        assert self.cache.peek(ids, name) == expected * self.size
+        if not use_cache:
+            expected = 0
+        lease = self.cache.match(ids, name, use_cache=use_cache)
+        blocks = [self.entries[self.key(name, ids, block + 1)].block for block in range(expected)]
+        assert lease.block_ids.tolist() == blocks
+        assert lease.num_cached_tokens == lease.num_published_tokens == expected * self.size
+        self.running.append(Running(lease, name, ids, use_cache, lease.num_cached_tokens))
+        self.log.append(blocks)
+
+    def extend(self, which: int, count: int) -> None:
+        if one := self.pick(which):
+            before = one.lease.block_ids.tolist()
+            evictable = len(self.entries) - len(self.protected())
+            new = self.cache.extend(one.lease, count)
+            self.log.append(new)
+            if count > len(self.free) + evictable:
+                assert new is None
+                assert one.lease.block_ids.tolist() == before
+                return
+            assert new is not None
+            assert len(new) == count
+            self.evict(max(0, count - len(self.free)))
+            assert set(new) <= self.free
+            self.free -= set(new)
+            for block in new:
+                self.content[block] = None
+            assert one.lease.block_ids.tolist() == before + new
+
+    def compute(self, which: int, count: int) -> None:
+        """The forward writes up to `count` tokens; a block has its content from its last token on."""
+        if one := self.pick(which):
+            room = min(len(one.tokens), len(one.lease.block_ids) * self.size)
+            first = one.num_computed // self.size
+            one.num_computed = min(room, one.num_computed + count)
+            for block in range(first, one.num_computed // self.size):
+                self.content[one.lease.block_ids[block]] = self.key(one.namespace, one.tokens, block + 1)
+
+    def publish(self, which: int, held_back: int) -> None:
+        if one := self.pick(which):
+            limit = max(0, one.num_computed - held_back)
+            first = one.lease.num_published_tokens // self.size
+            own = one.lease.block_ids.tolist()
+            duplicates = self.cache.publish(one.lease, one.tokens, limit)
+            expected = []
+            for block in range(first, limit // self.size if self.caching else 0):
+                entry = self.entries.setdefault(self.key(one.namespace, one.tokens, block + 1), Entry(own[block], 0))
+                if entry.block != own[block]:
+                    expected.append(own[block])
+                    own[block] = entry.block
+            assert duplicates == expected
+            assert one.lease.block_ids.tolist() == own
+            self.duplicates += duplicates
+            self.log.append(duplicates)
+
+    def advance(self, which: int) -> None:
+        one = self.pick(which)
+        if one is None or one.num_computed != one.lease.num_published_tokens:
+            return
+        first, own = one.num_computed // self.size, one.lease.block_ids.tolist()
+        expected = max(first, self.longest(one.namespace, one.tokens)) if one.use_cache else first
+        cached_before = one.lease.num_cached_tokens
+        assert self.cache.advance(one.lease, one.tokens) == expected * self.size == one.lease.num_published_tokens
+        self.free |= set(own[first:expected])
+        keys = [self.key(one.namespace, one.tokens, block + 1) for block in range(first, expected)]
+        own[first:expected] = [self.entries[key].block for key in keys]
+        assert one.lease.block_ids.tolist() == own
+        assert one.lease.num_cached_tokens - cached_before == (expected - first) * self.size
+        one.num_computed = expected * self.size
+
+    def generate(self, which: int, token: int) -> None:
+        if one := self.pick(which):
+            one.tokens.append(token)
+
+    def release(self, which: int, keep: int | None) -> None:
+        one = self.pick(which)
+        if one is None:
+            return
+        self.running.remove(one)
+        published = one.lease.num_published_tokens // self.size
+        private = one.lease.block_ids.tolist()[published:]
+        self.cache.release(one.lease, keep)
+        self.free |= set(private)
+        self.clock += 1
+        for block in range(1, published + 1):
+            self.entries[self.key(one.namespace, one.tokens, block)].stamp = self.clock
+        while keep is not None and published > keep // self.size:
+            key = self.key(one.namespace, one.tokens, published)
+            if key in self.protected() or key in self.inner():
+                break
+            self.free.add(self.entries.pop(key).block)
+            published -= 1
+        with pytest.raises(LeaseError):
+            self.cache.release(one.lease)
+
+    def free_duplicates(self, count: int) -> None:
+        given, self.duplicates = self.duplicates[:count], self.duplicates[count:]
+        self.cache.free(given)
+        self.free |= set(given)
+
+    def reset(self) -> None:
+        evictable = len(self.entries) - len(self.protected())
+        assert self.cache.reset() == evictable
+        self.evict(evictable)
+
+    def check(self) -> None:
+        cache, pinned = self.cache, len(self.protected())
+        cache.check_invariants()
+        private = sum(len(one.lease.block_ids) - one.lease.num_published_tokens // self.size for one in self.running)
+        assert cache.num_free == len(self.free)
+        assert cache.num_cached == len(self.entries) - pinned
+        assert cache.num_leased == private + pinned
+        assert cache.num_duplicates == len(self.duplicates)
+        for namespace, tokens in self.entries:
+            assert cache.peek(array("i", [*tokens, 9]), namespace) >= len(tokens)
+        for key, entry in self.entries.items():
+            assert self.content[entry.block] == key
+        for one in self.running:
+            for block in range(one.num_computed // self.size):
+                key = self.key(one.namespace, one.tokens, block + 1)
+                assert self.content[one.lease.block_ids[block]] == key
+
+    def drain(self) -> None:
+        while self.running:
+            self.release(0, None)
+        self.free_duplicates(len(self.duplicates))
+        self.reset()
+        self.check()
+        assert self.cache.num_free == self.cache.num_blocks
+
+
+class PrefixCacheMachine(RuleBasedStateMachine):
+    which = st.integers(0, 5)
+
+    @initialize(
+        num_blocks=st.integers(1, 14), block_size=st.integers(1, 3), caching=st.sampled_from([True] * 7 + [False])
+    )
+    def build(self, num_blocks: int, block_size: int, caching: bool) -> None:
+        self.world = World(num_blocks, block_size, caching)
+
+    @rule(
+        namespace=st.integers(0, 2),
+        tokens=st.lists(st.integers(0, 1), max_size=12),
+        use_cache=st.sampled_from([True] * 5 + [False]),
+    )
+    def start(self, namespace: int, tokens: list[int], use_cache: bool) -> None:
+        self.world.start(namespace, tokens, use_cache)
+
+    @rule(which=which)
+    def start_like(self, which: int) -> None:
+        if one := self.world.pick(which):
+            self.world.start(NAMESPACES.index(one.namespace), one.tokens.tolist(), True)
+
+    @rule(which=which, count=st.integers(0, 6))
+    def extend(self, which: int, count: int) -> None:
+        self.world.extend(which, count)
+
+    @rule(which=which, count=st.integers(1, 12))
+    def compute(self, which: int, count: int) -> None:
+        self.world.compute(which, count)
+
+    @rule(which=which, held_back=st.sampled_from([0, 0, 0, 1, 4]))
+    def publish(self, which: int, held_back: int) -> None:
+        self.world.publish(which, held_back)
+
+    @rule(which=which, count=st.integers(1, 12))
+    def run_chunk(self, which: int, count: int) -> None:
+        self.world.advance(which)
+        self.world.extend(which, (count + 1) // 2)
+        self.world.compute(which, count)
+        self.world.publish(which, 0)
+
+    @rule(which=which)
+    def advance(self, which: int) -> None:
+        self.world.advance(which)
+
+    @rule(which=which, token=st.integers(0, 1))
+    def generate(self, which: int, token: int) -> None:
+        self.world.generate(which, token)
+
+    @rule(which=which, keep=st.none() | st.integers(0, 12))
+    def release(self, which: int, keep: int | None) -> None:
+        self.world.release(which, keep)
+
+    @rule(count=st.integers(1, 4))
+    def free_duplicates(self, count: int) -> None:
+        self.world.free_duplicates(count)
+
+    @rule()
+    def reset(self) -> None:
+        self.world.reset()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.drain()
+
+
+PrefixCacheMachine.TestCase.settings = settings(deadline=None, max_examples=200, stateful_step_count=50)
+TestPrefixCacheAgainstModel = PrefixCacheMachine.TestCase
+
+
+def drive(seed: int, steps: int, check_every: int, caching: bool = True) -> list[object]:
+    """A plain seeded run of `steps` operations with bigger pools than the state machine draws."""
+    draw = random.Random(seed)
+    world = World(draw.randint(8, 40), draw.randint(1, 4), caching)
+    prompts: list[list[int]] = [[] for _ in range(6)]
+    for step in range(steps):
+        which = draw.randrange(64)
+        kind = draw.random()
+        if kind < 0.25 and len(world.running) < 8:
+            tokens = draw.choice(prompts)[: draw.randint(0, 40)] + [
+                draw.randint(0, 2) for _ in range(draw.randint(0, 9))
+            ]
+            prompts[draw.randrange(len(prompts))] = tokens
+            world.start(draw.choice((0, 0, 0, 1, 2)), tokens, draw.random() < 0.9)
+        elif kind < 0.65:
+            world.advance(which)
+            world.extend(which, draw.randint(0, 4))
+            world.compute(which, draw.randint(1, 12))
+            world.publish(which, draw.choice((0, 0, 0, 2)))
+        elif kind < 0.80:
+            world.generate(which, draw.randint(0, 2))
+        elif kind < 0.90:
+            world.release(which, draw.choice((None, None, draw.randint(0, 30))))
+        elif kind < 0.998:
+            world.free_duplicates(draw.randint(0, 3))
+        else:
+            world.reset()
+        if step % check_every == 0:
+            world.check()
+    world.drain()
+    return world.log
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_seeded_run_agrees_with_model(seed: int) -> None:
+    drive(seed, steps=6000, check_every=5)
+
+
+def test_seeded_run_without_caching_agrees_with_model() -> None:
+    drive(99, steps=1000, check_every=5, caching=False)
+
+
+def test_two_runs_of_the_same_calls_yield_the_same_ids() -> None:
+    assert drive(7, steps=800, check_every=800) == drive(7, steps=800, check_every=800)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_long_seeded_run_agrees_with_model(seed: int) -> None:
+    drive(seed, steps=10_000, check_every=7)
