@@ -8,13 +8,15 @@ of float additions at run time.
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from moeserve.models.demo.dense_forward import DenseForward
-from moeserve.models.demo.gguf_source import DenseShape, GgufSource, locate_gguf
+from moeserve.models.demo.gguf_source import GgufSource
+from moeserve.models.demo.package import locate_gguf
 from moeserve.models.demo.partition import check_partition, gate_centroids, split_ffn
 from moeserve.models.demo.text_files import (
     build_tokenizer,
@@ -23,9 +25,10 @@ from moeserve.models.demo.text_files import (
     write_json,
     write_text_files,
 )
+from moeserve.models.progress import Progress, silent
 
-# (stage, done, total): total is 0 where the amount of work is not known.
-Progress = Callable[[str, int, int], None]
+# Weights of one layer by their name within it; called once per layer, in order.
+_Layer = Callable[[int], dict[str, Tensor]]
 
 _LAYERS_PER_SHARD = 8
 _CALIBRATION_TOKENS = 2048
@@ -40,7 +43,7 @@ def build_demo(out_dir: Path, *, experts: int = 8, top_k: int = 2, progress: Pro
     One pass over the layers: each is dequantised, run on the calibration text, split and written, so memory stays
     near one shard. Raises ModelError if the source package is missing, ValueError for a split that is not exact.
     """
-    report = progress or _silent
+    report = progress or silent
     report("read source", 0, 0)
     source = GgufSource(locate_gguf())
     check_partition(source.shape.intermediate_size, experts, top_k)
@@ -50,7 +53,7 @@ def build_demo(out_dir: Path, *, experts: int = 8, top_k: int = 2, progress: Pro
 
 def build_dense(out_dir: Path, *, progress: Progress | None = None) -> None:
     """Write the dense llama-type checkpoint that the demo mixture equals into the empty or new `out_dir`."""
-    report = progress or _silent
+    report = progress or silent
     report("read source", 0, 0)
     source = GgufSource(locate_gguf())
     _write_checkpoint(out_dir, source, llama_config(source.shape), source.layer, report)
@@ -80,7 +83,11 @@ class _MixtureLayers:
 
 
 def _write_checkpoint(
-    out_dir: Path, source: GgufSource, config: dict[str, object], layer: Callable[[int], dict[str, Tensor]], report: Progress
+    out_dir: Path,
+    source: GgufSource,
+    config: dict[str, Any],
+    layer: _Layer,
+    report: Progress,
 ) -> None:
     out_dir.mkdir(parents=True, exist_ok=True)
     write_text_files(out_dir, source.shape, source.vocabulary, config)
@@ -91,13 +98,14 @@ def _write_checkpoint(
     for number, tensors in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{count:05d}.safetensors"
         save_file(tensors, out_dir / name, metadata={"format": "pt"})
+        (out_dir / name).chmod(0o644)  # safetensors creates files for the owner alone; all others here are readable
         weight_map |= dict.fromkeys(tensors, name)
         total_size += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     write_json(out_dir / "model.safetensors.index.json", index)
 
 
-def _shards(source: GgufSource, layer: Callable[[int], dict[str, Tensor]], report: Progress) -> Iterator[dict[str, Tensor]]:
+def _shards(source: GgufSource, layer: _Layer, report: Progress) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of one file after the other, so that only one file's worth is in memory."""
     total = source.shape.num_layers
     shard = {"model.embed_tokens.weight": source.embedding()}
@@ -111,7 +119,3 @@ def _shards(source: GgufSource, layer: Callable[[int], dict[str, Tensor]], repor
         elif (index + 1) % _LAYERS_PER_SHARD == 0:
             yield shard
             shard = {}
-
-
-def _silent(stage: str, done: int, total: int) -> None:
-    """Progress for callers that want none."""

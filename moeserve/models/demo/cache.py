@@ -1,0 +1,74 @@
+"""The demo model in the user's cache: built on first use by a process of its own, verified on every use."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from moeserve.models.build_cache import cache_root, ensure_built
+from moeserve.models.demo.package import locate_gguf
+from moeserve.models.demo.worker import Event, Job
+from moeserve.models.errors import ModelError
+from moeserve.models.progress import Progress
+
+# Raise when the files a build writes change: caches of an older version are then rebuilt.
+_BUILD_VERSION = 1
+# SmolLM2-135M in bytes of bfloat16: feed-forward layers, which grow by experts / top_k, and everything else.
+_FFN_BYTES, _OTHER_BYTES = 160_000_000, 115_000_000
+
+
+def ensure_demo(
+    root: Path | None = None, *, experts: int = 8, top_k: int = 2, progress: Progress | None = None
+) -> Path:
+    """Return the folder of the demo checkpoint below `root` (default: `cache_root()`), built if missing or broken.
+
+    Raises ModelError: source package missing, disk too small, cache not writable, a split that is not exact.
+    """
+    if top_k < 1 or experts < top_k:
+        raise ModelError(f"A demo model cannot have {experts} experts with {top_k} active.")
+    name = f"smollm2-135m-moe-e{experts}-k{top_k}"
+
+    def build(out_dir: Path, report: Progress) -> None:
+        locate_gguf()  # a missing package is said at once, before a process is started
+        _run_worker(Job(str(out_dir), experts, top_k), report)
+
+    return ensure_built(
+        (root or cache_root()) / "demo" / name,
+        builder=f"demo/{_BUILD_VERSION} experts={experts} top_k={top_k}",
+        build=build,
+        bytes_needed=_FFN_BYTES * experts // top_k + _OTHER_BYTES,
+        progress=progress,
+    )
+
+
+def _run_worker(job: Job, report: Progress) -> None:
+    command = [sys.executable, "-m", "moeserve.models.demo.worker", msgspec.json.encode(job).decode()]
+    # The child must find the same packages, also where they are not installed. Its own session keeps a Ctrl-C, which
+    # this process answers by killing it, from printing a second traceback.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    failure: str | None = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                event = msgspec.json.decode(line, type=Event)
+                if event.error is None:
+                    report(event.stage, event.done, event.total)
+                else:
+                    failure = event.error
+            status = process.wait()
+        except BaseException:
+            process.kill()
+            raise
+    if status:
+        raise ModelError(failure or f"The demo model could not be built: its builder {_describe(status)}.")
+
+
+def _describe(status: int) -> str:
+    if status >= 0:
+        return f"exited with status {status}"
+    hint = " (out of memory?)" if -status == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-status).name}{hint}"
