@@ -1,0 +1,36 @@
+"""Runs a module as a child that cannot outlive its parent: `python -m launcher.child PARENT_PID MODULE ARGS...`."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Has the kernel kill this process when its parent dies; exits if that has already happened.
+
+    The signal follows the parent's thread that started this process, so a supervisor starts children from its main
+    thread.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent_pid:
+        sys.exit(1)
+
+
+def main() -> None:
+    """Prepares this process and turns it into MODULE."""
+    parent_pid, module, *arguments = sys.argv[1:]
+    die_with_parent(int(parent_pid))
+    faulthandler.enable()
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

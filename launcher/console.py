@@ -1,0 +1,96 @@
+"""What a person in front of `moeserve serve` sees: progress bars and the ready banner."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from launcher.status import Ready
+
+
+class ProgressDisplay:
+    """One bar per stage on a terminal; elsewhere one line when a stage begins. Writes to stderr."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._stage: str | None = None
+        self._task: TaskID | None = None
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        """Shows `done` of `total`; total 0 means that the amount of work is not known."""
+        if stage != self._stage:
+            self._begin(stage)
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=done, total=total or None)
+
+    def close(self) -> None:
+        """Ends the display; what is shown stays."""
+        if self._progress is not None:
+            self._progress.stop()
+        self._progress = self._task = self._stage = None
+
+    def _begin(self, stage: str) -> None:
+        self._stage = stage
+        if not self._console.is_terminal:
+            self._console.print(escape(stage), highlight=False)
+            return
+        if self._progress is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), _Amount(), TimeElapsedColumn())
+            self._progress = Progress(*columns, console=self._console)
+            self._progress.start()
+        self._task = self._progress.add_task(escape(stage), total=None)
+
+
+class _Amount(MofNCompleteColumn):
+    """`3/8` for counts, `1.2/3.4 GiB` for bytes, which are recognised by their size."""
+
+    def render(self, task):  # type: ignore[no-untyped-def]
+        if task.total is None or task.total < 2**20:
+            return super().render(task)
+        return TextColumn(f"{format_bytes(int(task.completed))}/{format_bytes(int(task.total))}").render(task)
+
+
+def format_bytes(count: int) -> str:
+    """`512 B`, `1.5 GiB`."""
+    amount, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024 or unit == "TiB":
+            break
+        amount /= 1024
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: list[str]) -> str:
+    """The text that says where the service is, how to try it, and what it took."""
+    tokens = ready.num_blocks * ready.block_size
+    lines = [
+        f"moeserve is ready on {url}",
+        "",
+        _curl_line(url, model, needs_key=needs_key),
+        "",
+        f"  device   {ready.device}, {ready.dtype}",
+        f"  weights  {format_bytes(ready.weights_bytes)}",
+        f"  KV       {format_bytes(ready.kv_bytes)} = {tokens:,} tokens in {ready.num_blocks:,} blocks",
+        f"  context  {_context(ready)}",
+    ]
+    if gpus and not ready.device.startswith("cuda"):
+        lines.append(f"  GPU      {gpus[0]} found, not used")
+    return "\n".join(lines)
+
+
+def _context(ready: Ready) -> str:
+    text = f"{ready.max_model_len:,} tokens per request"
+    if ready.model_max_len is not None and ready.model_max_len > ready.max_model_len:
+        text += f" (the model allows {ready.model_max_len:,})"
+    return text
+
+
+def _curl_line(url: str, model: str, *, needs_key: bool) -> str:
+    key = ' -H "Authorization: Bearer $MOESERVE_API_KEY"' if needs_key else ""
+    body = (
+        f'{{"model": "{model}", "stream": true, "max_tokens": 64, '
+        '"messages": [{"role": "user", "content": "What is a mixture of experts?"}]}'
+    )
+    return f"curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"

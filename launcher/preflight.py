@@ -1,0 +1,33 @@
+"""What must hold before anything is started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+
+from launcher.errors import LaunchError
+
+
+def check_machine() -> None:
+    """Raises LaunchError where moeserve cannot run at all."""
+    if sys.platform != "linux":
+        raise LaunchError(f"moeserve runs on Linux only; this is {sys.platform} (a Linux container works).")
+    if not hasattr(os, "pidfd_open"):
+        raise LaunchError("This Python cannot watch child processes (os.pidfd_open is missing): use another build.")
+
+
+def check_packages() -> None:
+    """Raises LaunchError when another distribution owns the import name `kernels`.
+
+    transformers imports that distribution where it finds its metadata, and its files and ours would overwrite each
+    other.
+    """
+    try:
+        other = distribution("kernels")
+    except PackageNotFoundError:
+        return
+    raise LaunchError(
+        f"The package 'kernels' {other.version} is installed beside moeserve, which has a package of the same name: "
+        "remove it with 'pip uninstall kernels', then reinstall moeserve."
+    )

@@ -1,0 +1,92 @@
+"""Child processes: how they are started, what they inherit, and how their end is heard of."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from moeserve.config import ServeConfig
+from moeserve.settings import environment_name
+
+_PACKAGE_ROOT = Path(__file__).resolve().parent.parent
+
+
+def child_environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
+    """What a child inherits: the caller's environment without settings and keys, thread counts set on purpose.
+
+    Children run the code of this very installation, whatever the working directory holds.
+    """
+    settings = {environment_name(setting) for setting in fields(ServeConfig)}
+    kept = {name: value for name, value in environment.items() if name not in settings | {"NOTIFY_SOCKET"}}
+    paths = [str(_PACKAGE_ROOT), *filter(None, [kept.get("PYTHONPATH")])]
+    return kept | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+
+
+class Child:
+    """One child process in a session of its own. Made and used on the event loop's thread, which is the main one."""
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        pass_fds: Sequence[int],
+    ) -> None:
+        """`name` is for sentences; `ended` is done once the process is reaped. `pass_fds` stay open in the child."""
+        self.name = name
+        command = [sys.executable, "-P", "-m", "launcher.child", str(os.getpid()), module, *arguments]
+        self._process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            pass_fds=list(pass_fds),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            umask=0o077,
+        )
+        self._pidfd = os.pidfd_open(self._process.pid)
+        loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self._pidfd, self._reap)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.returncode is None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signals the child if it still runs."""
+        if self.running:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def end(self) -> str:
+        """How the child ended, as the end of a sentence."""
+        code = self._process.returncode
+        if code is not None and code < 0:
+            hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
+            return f"was ended by {signal.Signals(-code).name}{hint}"
+        return f"ended with exit code {code}"
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        self._process.wait()
+        os.close(self._pidfd)
+        if not self.ended.done():
+            self.ended.set_result(None)

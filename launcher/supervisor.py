@@ -1,0 +1,258 @@
+"""Starts the model process and the HTTP process, watches them, and ends them; exactly one life, no restarts.
+
+Everything that happens (a signal, a child's end, a status, a hang) is an event of one queue, handled one after the
+other, so that no two reactions overlap. What a reaction wants later is a timer that signals a child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.hang_watch import wait_for_hang
+from launcher.http_probe import wait_until_ready
+from launcher.listener import reachable_address
+from launcher.machine import usable_cores
+from launcher.processes import Child, child_environment
+from launcher.status import Failed, Loading, Ready, decode_status
+from moeserve.run_context import RunContext
+
+WORKER_MODULE = "launcher.worker"
+FRONTEND_MODULE = "launcher.frontend_main"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grace:
+    """Seconds that children get: to tell clients of a failure, to end after a drain, to end at once, to answer HTTP."""
+
+    after_failure: float = 2.0
+    after_drain: float = 5.0
+    at_once: float = 1.5
+    http_ready: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listeners:
+    """Whom the supervisor tells. `failed` gets the one sentence that explains exit code 1."""
+
+    loading: Callable[[Loading], None]
+    ready: Callable[[Ready], None]
+    stopping: Callable[[], None]
+    failed: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Signal:
+    number: signal.Signals
+
+
+@dataclass(frozen=True)
+class _Exited:
+    child: Child
+
+
+@dataclass(frozen=True)
+class _Serving:
+    """The HTTP process answers that it is ready."""
+
+
+@dataclass(frozen=True)
+class _Stuck:
+    sentence: str
+
+
+_Event = _Signal | _Exited | _Serving | _Stuck | Loading | Ready | Failed
+
+
+class Supervisor:
+    """One service: a worker, a frontend, and this process above them.
+
+    `listener` is the listening socket; it is closed here once the frontend has it. The modules are the children's
+    entry points: `WORKER CONTEXT --status-fd N` and `FRONTEND CONTEXT --fd N`.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        listener: socket.socket,
+        listeners: Listeners,
+        *,
+        grace: Grace | None = None,
+        worker_module: str = WORKER_MODULE,
+        frontend_module: str = FRONTEND_MODULE,
+    ) -> None:
+        self._context, self._listener, self._tell = context, listener, listeners
+        self._grace = grace or Grace()
+        self._worker_module, self._frontend_module = worker_module, frontend_module
+        self._address = reachable_address(listener)
+        self._events: asyncio.Queue[_Event] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._children: list[Child] = []
+        self._ready: Ready | None = None
+        # Set once, by whatever ends the service first; a failure on the way out overrides a clean 0.
+        self._exit_code: int | None = None
+        self._why_stuck: str | None = None
+        self._why_failed: str | None = None
+
+    @property
+    def worker_pid(self) -> int:
+        return self._worker.pid
+
+    @property
+    def frontend_pid(self) -> int:
+        return self._frontend.pid
+
+    async def run(self) -> int:
+        """Serves until stopped; returns the exit code. Both children are gone when it returns."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._events.put_nowait, _Signal(number))
+        context_file = str(self._context.save())
+        try:
+            self._worker = self._start_worker(context_file)
+            self._frontend = self._start_frontend(context_file)
+            while self._children:
+                self._handle(await self._events.get())
+        finally:
+            for child in self._children:
+                child.send_signal(signal.SIGKILL)
+            for task in self._tasks:
+                task.cancel()
+        return self._exit_code or 0
+
+    def _start_worker(self, context_file: str) -> Child:
+        reading, writing = os.pipe()
+        threads = self._context.config.threads or usable_cores()
+        try:
+            worker = Child(
+                "model process",
+                self._worker_module,
+                [context_file, "--status-fd", str(writing)],
+                environment=child_environment(os.environ, threads),
+                pass_fds=[writing],
+            )
+        finally:
+            os.close(writing)
+        self._children.append(worker)
+        status = self._spawn(self._read_status(reading))
+        self._spawn(self._announce_exit(worker, after=status))
+        return worker
+
+    def _start_frontend(self, context_file: str) -> Child:
+        with self._listener as listener:
+            frontend = Child(
+                "HTTP process",
+                self._frontend_module,
+                [context_file, "--fd", str(listener.fileno())],
+                environment=child_environment(os.environ, 1),
+                pass_fds=[listener.fileno()],
+            )
+        self._children.append(frontend)
+        self._spawn(self._announce_exit(frontend))
+        return frontend
+
+    # Sources of events.
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        return task
+
+    async def _announce_exit(self, child: Child, after: asyncio.Task[None] | None = None) -> None:
+        await child.ended
+        if after is not None:
+            # Its last words, if any, are still in the pipe.
+            await asyncio.wait({after}, timeout=0.5)
+        self._events.put_nowait(_Exited(child))
+
+    async def _read_status(self, descriptor: int) -> None:
+        reader = asyncio.StreamReader()
+        with open(descriptor, "rb", buffering=0) as pipe:
+            loop = asyncio.get_running_loop()
+            await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+            while line := await reader.readline():
+                self._events.put_nowait(decode_status(line))
+
+    async def _await_http(self) -> None:
+        try:
+            await asyncio.wait_for(wait_until_ready(*self._address), self._grace.http_ready)
+        except TimeoutError:
+            sentence = f"The HTTP process did not become ready within {self._grace.http_ready:.0f} s."
+            self._events.put_nowait(_Stuck(sentence))
+        else:
+            self._events.put_nowait(_Serving())
+
+    async def _await_hang(self) -> None:
+        timeout = self._context.config.engine_timeout
+        await wait_for_hang(self._context.heartbeat_address, self._context.incarnation, timeout)
+        self._events.put_nowait(_Stuck(f"The model process made no progress for {timeout:.0f} s and was ended."))
+
+    # Reactions.
+
+    def _handle(self, event: _Event) -> None:
+        match event:
+            case Loading():
+                self._tell.loading(event)
+            case Ready():
+                self._ready = event
+                self._spawn(self._await_http())
+                self._spawn(self._await_hang())
+            case Failed(message=message):
+                self._why_failed = message
+            case _Serving():
+                if self._ready is not None and self._exit_code is None:
+                    self._tell.ready(self._ready)
+            case _Signal(number=number):
+                self._on_signal(number)
+            case _Exited(child=child):
+                self._children.remove(child)
+                self._on_exit(child)
+            case _Stuck(sentence=sentence):
+                self._why_stuck = sentence
+                self._worker.send_signal(signal.SIGKILL)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._tell.stopping()
+        if self._exit_code is None and number == signal.SIGTERM:
+            self._drain()
+            return
+        if self._exit_code in (None, 0):
+            self._exit_code = 128 + number
+        self._frontend.send_signal(number)
+        self._worker.send_signal(signal.SIGTERM)
+        for child in self._children:
+            self._later(self._grace.at_once, child, signal.SIGKILL)
+
+    def _drain(self) -> None:
+        """Lets the frontend finish its streams; the worker follows it."""
+        self._exit_code = 0
+        self._frontend.send_signal(signal.SIGTERM)
+        limit = self._context.config.shutdown_timeout + self._grace.after_drain
+        self._later(limit, self._frontend, signal.SIGKILL)
+
+    def _on_exit(self, child: Child) -> None:
+        if child is self._frontend:
+            if self._exit_code is None:
+                self._fail(f"The HTTP process {child.end()}.")
+            self._worker.send_signal(signal.SIGTERM)
+            # A worker that still loads has nothing to finish and does not look at its signals.
+            self._later(self._grace.after_drain if self._ready else 0.0, self._worker, signal.SIGKILL)
+        elif self._frontend.running:
+            if self._exit_code in (None, 0):
+                self._fail(self._why_stuck or self._why_failed or f"The model process {child.end()}.")
+            # The frontend has seen it too and is telling its clients, if it can have any.
+            patience = self._grace.after_failure if self._ready else 0.0
+            self._later(patience, self._frontend, signal.SIGTERM)
+            self._later(patience + self._grace.after_failure, self._frontend, signal.SIGKILL)
+
+    def _fail(self, sentence: str) -> None:
+        self._exit_code = 1
+        self._tell.failed(sentence)
+
+    def _later(self, delay: float, child: Child, number: signal.Signals) -> None:
+        asyncio.get_running_loop().call_later(delay, child.send_signal, number)

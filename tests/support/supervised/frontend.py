@@ -1,0 +1,43 @@
+"""Stands in for the HTTP process: answers `/ready`, and takes SIGTERM as STANDIN_FRONTEND says."""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+def main() -> None:
+    manner = os.environ.get("STANDIN_FRONTEND", "")
+    listener = socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1]))
+    server = HTTPServer(listener.getsockname()[:2], Handler, bind_and_activate=False)
+    server.socket.close()
+    server.socket = listener
+    terms = threading.Semaphore(0)
+
+    def on_signal(*_: object) -> None:
+        print("frontend got a signal", flush=True)
+        terms.release()
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    terms.acquire()
+    if manner == "has streams":
+        terms.acquire()
+    if manner == "ignores signals":
+        threading.Event().wait()
+
+
+main()

@@ -1,0 +1,51 @@
+"""A service under the real supervisor with stand-in children. Prints one line per thing that happens."""
+
+import asyncio
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from launcher.listener import open_listener
+from launcher.run_directory import run_directory
+from launcher.supervisor import Grace, Listeners, Supervisor
+from moeserve.config import ServeConfig
+from moeserve.run_context import RunContext
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def main() -> int:
+    config = ServeConfig(port=0, engine_timeout=1.0, shutdown_timeout=20.0)
+    listener = open_listener(config.host, config.port)
+    with run_directory(os.environ) as directory:
+        context = RunContext(
+            config=config,
+            model_dir="none",
+            model_hash="none",
+            run_dir=str(directory),
+            incarnation=7,
+            secret="00",
+            served_model_names=("standin",),
+        )
+        supervisor = Supervisor(
+            context,
+            listener,
+            Listeners(
+                loading=lambda status: say("loading", status.done, status.total),
+                ready=lambda _: say("ready", supervisor.worker_pid, supervisor.frontend_pid),
+                stopping=lambda: say("stopping"),
+                failed=lambda sentence: say("failed", sentence),
+            ),
+            grace=replace(Grace(), after_failure=0.3, at_once=0.3),
+            worker_module="tests.support.supervised.worker",
+            frontend_module="tests.support.supervised.frontend",
+        )
+        return asyncio.run(supervisor.run())
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+    sys.exit(main())

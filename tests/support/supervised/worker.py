@@ -1,0 +1,57 @@
+"""Stands in for the model process: beats, reports, and misbehaves as STANDIN_WORKER says."""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+
+import zmq
+
+from launcher.status import reporter
+from moeserve.messages import Heartbeat, encode
+from moeserve.run_context import load_run_context
+
+READY = {
+    "event": "ready",
+    "device": "cpu",
+    "dtype": "float32",
+    "weights_bytes": 2**20,
+    "kv_bytes": 2**20,
+    "num_blocks": 100,
+    "block_size": 16,
+    "max_model_len": 1000,
+    "model_max_len": 4000,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("context")
+    parser.add_argument("--status-fd", type=int)
+    arguments = parser.parse_args()
+    manner = os.environ.get("STANDIN_WORKER", "")
+    context = load_run_context(arguments.context)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    with open(arguments.status_fd, "w") as pipe:
+        report = reporter(pipe)
+        if manner == "refuses":
+            report({"event": "error", "message": "The model is too big for this machine."})
+            sys.exit(3)
+        if manner == "loads for ever":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            report({"event": "loading", "done": 1, "total": 2})
+            threading.Event().wait()
+        with zmq.Context() as zmq_context, zmq_context.socket(zmq.PUB) as heartbeats:
+            heartbeats.bind(context.heartbeat_address)
+            report(READY)
+            step = 0
+            while not stop.wait(0.05):
+                if manner == "crashes":
+                    sys.exit(7)
+                step += manner != "hangs"
+                heartbeats.send(encode(Heartbeat(os.getpid(), step, True), context.incarnation))
+
+
+main()

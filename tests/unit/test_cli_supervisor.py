@@ -1,0 +1,187 @@
+"""The supervisor with stand-in children: real processes, signals and sockets, no model."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Service:
+    """A running supervisor, its printed lines, and the pids of its children once it is ready."""
+
+    def __init__(self, run_root: Path, **manners: str) -> None:
+        self.run_root = run_root
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.supervised.service"],
+            cwd=ROOT,
+            env={**os.environ, "XDG_RUNTIME_DIR": str(run_root), **manners},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.pids: list[int] = []
+
+    def wait_for(self, beginning: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(beginning):
+                return line.rstrip()
+        raise AssertionError(f"the service ended without saying {beginning!r}")
+
+    def wait_until_ready(self) -> None:
+        self.pids = [int(pid) for pid in re.findall(r"\d+", self.wait_for("ready"))]
+
+    def end(self) -> int:
+        return self.process.wait(timeout=20)
+
+    def leaves_nothing(self) -> bool:
+        return not any(is_alive(pid) for pid in self.pids) and not list(self.run_root.iterdir())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_dead(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still alive: {pids}"
+        time.sleep(0.01)
+
+
+@pytest.fixture()
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    services: list[Service] = []
+
+    def start_service(**manners: str) -> Service:
+        services.append(Service(tmp_path_factory.mktemp("r"), **manners))
+        return services[-1]
+
+    yield start_service
+    for service in services:
+        with suppress(ProcessLookupError):
+            service.process.kill()
+        service.process.wait()
+        if service.process.stdout:
+            service.process.stdout.close()
+
+
+def test_sigterm_drains_and_exits_with_zero(start):
+    service = start()
+    service.wait_until_ready()
+    service.process.send_signal(signal.SIGTERM)
+    assert service.end() == 0
+    assert service.leaves_nothing()
+
+
+def test_a_second_sigterm_stops_streams_at_once(start):
+    service = start(STANDIN_FRONTEND="has streams")
+    service.wait_until_ready()
+    service.process.send_signal(signal.SIGTERM)
+    service.wait_for("frontend got a signal")
+    service.process.send_signal(signal.SIGTERM)
+    assert service.end() == 143
+    assert service.leaves_nothing()
+
+
+@pytest.mark.parametrize("manner", ["", "has streams", "ignores signals"])
+def test_ctrl_c_stops_at_once_without_orphans(start, manner):
+    service = start(STANDIN_FRONTEND=manner)
+    service.wait_until_ready()
+    service.process.send_signal(signal.SIGINT)
+    assert service.end() == 130
+    assert service.leaves_nothing()
+
+
+def test_a_killed_worker_ends_the_service_with_a_sentence(start):
+    service = start()
+    service.wait_until_ready()
+    os.kill(service.pids[0], signal.SIGKILL)
+    assert "model process was ended by SIGKILL" in service.wait_for("failed")
+    assert service.end() == 1
+    assert service.leaves_nothing()
+
+
+def test_a_worker_that_dies_during_a_drain_makes_the_exit_code_one(start):
+    service = start(STANDIN_FRONTEND="has streams")
+    service.wait_until_ready()
+    service.process.send_signal(signal.SIGTERM)
+    service.wait_for("frontend got a signal")
+    os.kill(service.pids[0], signal.SIGKILL)
+    service.wait_for("failed")
+    assert service.end() == 1
+    assert service.leaves_nothing()
+
+
+def test_a_killed_frontend_ends_the_service_with_a_sentence(start):
+    service = start()
+    service.wait_until_ready()
+    os.kill(service.pids[1], signal.SIGKILL)
+    assert "HTTP process was ended by SIGKILL" in service.wait_for("failed")
+    assert service.end() == 1
+    assert service.leaves_nothing()
+
+
+def test_children_die_with_a_killed_supervisor_and_the_next_one_cleans_up(start):
+    service = start(STANDIN_FRONTEND="ignores signals")
+    service.wait_until_ready()
+    service.process.kill()
+    wait_until_dead(service.pids)
+    left = list(service.run_root.iterdir())
+    assert len(left) == 1
+    following = Service(service.run_root)
+    following.wait_until_ready()
+    assert left[0] not in list(service.run_root.iterdir())
+    following.process.send_signal(signal.SIGTERM)
+    assert following.end() == 0
+    assert following.process.stdout is not None
+    following.process.stdout.close()
+    assert following.leaves_nothing()
+
+
+def test_a_stopped_worker_is_taken_for_hung_and_killed(start):
+    service = start()
+    service.wait_until_ready()
+    os.kill(service.pids[0], signal.SIGSTOP)
+    assert "no progress for 1 s" in service.wait_for("failed")
+    assert service.end() == 1
+    assert service.leaves_nothing()
+
+
+def test_a_busy_worker_whose_step_stands_still_is_taken_for_hung(start):
+    service = start(STANDIN_WORKER="hangs")
+    service.wait_until_ready()
+    assert "no progress for 1 s" in service.wait_for("failed")
+    assert service.end() == 1
+
+
+def test_a_worker_that_cannot_serve_says_why_and_nothing_becomes_ready(start):
+    service = start(STANDIN_WORKER="refuses")
+    assert service.wait_for("failed") == "failed The model is too big for this machine."
+    assert service.end() == 1
+    assert service.leaves_nothing()
+
+
+def test_a_crash_names_the_exit_code(start):
+    service = start(STANDIN_WORKER="crashes")
+    assert service.wait_for("failed").endswith("ended with exit code 7.")
+    assert service.end() == 1
+
+
+def test_sigterm_while_loading_does_not_wait_for_the_worker(start):
+    service = start(STANDIN_WORKER="loads for ever")
+    service.wait_for("loading 1 2")
+    service.process.send_signal(signal.SIGTERM)
+    assert service.end() == 0
+    assert service.leaves_nothing()
