@@ -1,0 +1,75 @@
+"""A mixture-of-experts block: gate, choice, experts, shared expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from experts.glu_mlp import GluMlp
+from kernels.activation import Activation
+from kernels.linear import Linear
+from kernels.moe_gate import GateSpec, select_experts
+from kernels.moe_gemm import PackedExperts, moe_experts
+
+# How tokens reach their experts: (x [T, H], ids [T, k], weights [T, k], experts, activation) -> [T, H].
+Dispatch = Callable[[Tensor, Tensor, Tensor, PackedExperts, Activation], Tensor]
+
+
+class MoeLayer:
+    """Applies the chosen experts to every token and adds the shared expert, if there is one.
+
+    gate: the projection to E logits; it computes in its own dtype, fp32 where the model asks for that.
+    correction_bias: [E] fp32, for the choice only. shared_gate: projection [1, H] whose sigmoid scales the shared
+    expert. dispatch: ``moe_experts`` while all experts are here; who owns only some passes one that reaches the rest.
+    """
+
+    __slots__ = (
+        "_activation",
+        "_correction_bias",
+        "_dispatch",
+        "_experts",
+        "_gate",
+        "_gate_spec",
+        "_gate_widens",
+        "_shared",
+        "_shared_gate",
+    )
+
+    def __init__(
+        self,
+        gate: Linear,
+        gate_spec: GateSpec,
+        experts: PackedExperts,
+        activation: Activation,
+        *,
+        gate_widens: bool = False,
+        correction_bias: Tensor | None = None,
+        shared: GluMlp | None = None,
+        shared_gate: Linear | None = None,
+        dispatch: Dispatch = moe_experts,
+    ) -> None:
+        if dispatch is moe_experts and len(experts) != gate.out_features:
+            raise ValueError(f"{len(experts)} of {gate.out_features} experts are here and nothing reaches the others")
+        self._gate = gate
+        self._gate_spec = gate_spec
+        self._experts = experts
+        self._activation = activation
+        self._gate_widens = gate_widens
+        self._correction_bias = correction_bias
+        self._shared = shared
+        self._shared_gate = shared_gate
+        self._dispatch = dispatch
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H], a new tensor."""
+        logits = self._gate(x.float() if self._gate_widens else x)
+        ids, weights = select_experts(logits, self._gate_spec, self._correction_bias)
+        out = self._dispatch(x, ids, weights, self._experts, self._activation)
+        if self._shared is not None:
+            shared = self._shared(x)
+            if self._shared_gate is not None:
+                shared.mul_(torch.sigmoid(self._shared_gate(x)))
+            out.add_(shared)
+        return out

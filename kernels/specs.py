@@ -1,0 +1,49 @@
+"""Plain descriptions that kernels take beside their tensors. No torch here, so that pure code may build them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "swigluoai"]
+GateScore = Literal["softmax", "sigmoid", "sparsemixer"]
+GroupScore = Literal["top2", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The gated activation between the two projections of a feed-forward block.
+
+    ``kind`` names the function applied to the gate half; ``swigluoai`` is the clamped variant of gpt-oss,
+    ``(up + 1) * gate * sigmoid(alpha * gate)`` with gate <= limit and -limit <= up <= limit.
+    """
+
+    kind: ActivationKind = "silu"
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GateSpec:
+    """How a mixture-of-experts gate turns logits into experts and weights.
+
+    top_k: experts per token.
+    score: what the logits become; ``sparsemixer`` is the sequential masked softmax of https://arxiv.org/abs/2409.12136.
+    softmax_after_top_k: softmax over the chosen logits instead of over all.
+    renormalise: divide the chosen weights by their sum (at least ``norm_min``).
+    scale: factor on the final weights.
+    num_groups, top_groups, group_score: experts are chosen from the best ``top_groups`` of ``num_groups`` equal groups,
+        a group being worth its best expert (``max``) or the sum of its two best (``top2``).
+    jitter: half the relative distance to the best logit within which sparsemixer keeps an expert.
+    """
+
+    top_k: int
+    score: GateScore = "softmax"
+    softmax_after_top_k: bool = False
+    renormalise: bool = False
+    norm_min: float = 0.0
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "top2"
+    jitter: float = 0.0

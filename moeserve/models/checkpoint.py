@@ -1,0 +1,102 @@
+"""What lies in a safetensors checkpoint: files, names, dtypes and shapes, read from the headers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moeserve.models.errors import CheckpointError
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # The format's own limit.
+_ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16}
+_ITEM_BITS |= {"U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One stored tensor. dtype is the format's name (``F32``, ``BF16``, ``F8_E4M3``, ``U8``, ...)."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def read_index(directory: Path) -> dict[str, TensorInfo]:
+    """List every tensor of the checkpoint in ``directory``.
+
+    Reads the headers only. Raises CheckpointError if files are missing, truncated or not safetensors, or if the
+    index names a tensor that its file does not hold.
+    """
+    if (directory / _INDEX).is_file():
+        return _read_sharded(directory)
+    if (directory / _SINGLE).is_file():
+        return read_header(directory / _SINGLE)
+    others = sorted(directory.glob("*.safetensors"))
+    if len(others) == 1:
+        return read_header(others[0])
+    if others:
+        raise CheckpointError(f"{directory} holds {len(others)} safetensors files but no {_INDEX}.")
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
+        raise CheckpointError(f"{directory} holds pickled weights only; moeserve reads safetensors.")
+    raise CheckpointError(f"There are no weights in {directory}: neither {_SINGLE} nor {_INDEX}.")
+
+
+def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
+    path = directory / _INDEX
+    try:
+        weight_map = msgspec.json.decode(path.read_bytes())["weight_map"]
+        files = {name: directory / file for name, file in weight_map.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path} is not a valid safetensors index.") from None
+    tensors: dict[str, TensorInfo] = {}
+    for file in sorted(set(files.values())):
+        if file.parent != directory:
+            raise CheckpointError(f"{path} names a file outside its folder.")
+        if not file.is_file():
+            raise CheckpointError(f"{file.name} is missing from {directory}.")
+        tensors |= read_header(file)
+    for name, file in files.items():
+        if name not in tensors:
+            raise CheckpointError(f"{file.name} does not hold the tensor {name} that the index promises.")
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """List the tensors of one safetensors file, checking that the file is as long as its header says."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+                raise CheckpointError(f"{path.name} is truncated or not a safetensors file.")
+            header = msgspec.json.decode(file.read(length), type=dict[str, dict[str, Any]])
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}.") from None
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
+        raise CheckpointError(f"{path.name} is damaged: its header does not decode.") from None
+    header.pop("__metadata__", None)
+    try:
+        tensors = {name: _tensor_info(path, entry) for name, entry in header.items()}
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise CheckpointError(f"{path.name} is damaged: its header is not a list of tensors.") from None
+    if size < 8 + length + end:
+        raise CheckpointError(f"{path.name} is truncated: {size} of {8 + length + end} bytes are there.")
+    return tensors
+
+
+def _tensor_info(path: Path, entry: Mapping[str, Any]) -> TensorInfo:
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(size) for size in entry["shape"])
+    num_bytes = prod(shape) * _ITEM_BITS[entry["dtype"]] // 8
+    if begin < 0 or min(shape, default=0) < 0 or end - begin != num_bytes:
+        raise ValueError("offsets do not fit the shape")
+    return TensorInfo(path, entry["dtype"], shape, num_bytes)

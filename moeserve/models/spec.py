@@ -1,0 +1,141 @@
+"""A decoder described by data: everything the generic decoder and the weight loader need to know about a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kernels.specs import Activation, GateSpec
+from moeserve.models.rope import RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Multi-head attention with shared key and value heads.
+
+    qk_norm: RMS norm of queries and keys, per ``head`` or over the ``flat`` projection.
+    clip_qkv: bound on the projections. sinks: one learned logit per head takes part in the softmax.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: Literal["none", "head", "flat"] = "none"
+    clip_qkv: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """Multi-head latent attention (https://arxiv.org/abs/2405.04434), served in its absorbed form.
+
+    A token caches one latent of ``kv_lora_rank`` channels, normalised, and one rotated key of ``rope_dim`` channels.
+    q_lora_rank is None when queries come straight from the hidden state. bias: on the two down projections and the
+    output.
+    """
+
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    scale: float
+    bias: bool = False
+    latent_norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpertSpec:
+    """A dense block beside the experts; ``gated`` scales its output by a sigmoid of one more projection."""
+
+    intermediate_size: int
+    gated: bool = False
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """The mixture-of-experts block of the sparse layers.
+
+    gate_fp32: the gate's projection is done in fp32. transposed_experts: a checkpoint's fused expert matrices are
+    stored [in, out] with alternating gate and up channels.
+    """
+
+    num_experts: int
+    intermediate_size: int
+    gate: GateSpec
+    activation: Activation
+    gate_fp32: bool = False
+    gate_bias: bool = False
+    correction_bias: bool = False
+    expert_bias: bool = False
+    transposed_experts: bool = False
+    shared: SharedExpertSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayerSpec:
+    """What one layer caches per token: ``num_heads * key_dim`` and, unless values are a prefix of the keys
+    (``value_dim`` 0), ``num_heads * value_dim`` numbers."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationSpec:
+    """Compressed weights that are expanded on load. block: rows and columns that share one scale."""
+
+    kind: Literal["mxfp4", "fp8"]
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """One decoder-only language model.
+
+    sparse_layers and windows have one entry per layer: whether it has experts, and its sliding window in tokens (a
+    query sees the last ``window`` positions, its own included; None sees all). max_position: longest context in
+    tokens that the position embedding is meant for. intermediate_size: of the dense layers.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    max_position: int
+    attention: AttentionSpec | MlaSpec
+    rope: RopeSpec
+    sparse_layers: tuple[bool, ...]
+    windows: tuple[int | None, ...]
+    moe: MoeSpec | None = None
+    activation: Activation = field(default_factory=Activation)
+    mlp_bias: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-6
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_divisor: float = 1.0
+    tie_embeddings: bool = False
+    lm_head_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    quantization: QuantizationSpec | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.sparse_layers)
+
+    @property
+    def kv_layers(self) -> tuple[KvLayerSpec, ...]:
+        attention = self.attention
+        if isinstance(attention, MlaSpec):
+            layer = KvLayerSpec(1, attention.kv_lora_rank + attention.rope_dim, 0)
+        else:
+            layer = KvLayerSpec(attention.num_kv_heads, attention.head_dim, attention.head_dim)
+        return (layer,) * self.num_layers

@@ -1,0 +1,202 @@
+"""Loading a checkpoint into a Decoder, layer by layer, so that no second copy of the model is ever in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from experts.glu_mlp import GluMlp
+from experts.moe_layer import Dispatch, MoeLayer
+from kernels.linear import Linear, pack_linear
+from kernels.moe_gemm import PackedExperts, moe_experts, pack_experts
+from moeserve.models.attention import GqaAttention, HeadLinear, MlaAttention
+from moeserve.models.checkpoint import TensorInfo, read_index
+from moeserve.models.decoder import Decoder, DecoderLayer, Norm
+from moeserve.models.spec import DecoderSpec, MlaSpec
+from moeserve.models.tensor_reader import Progress, TensorReader
+from moeserve.models.weight_plan import ExpertsPlan, LayerPlan, OwnedExperts, StoredTensor, plan_weights
+
+_NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def load_decoder(
+    directory: Path,
+    spec: DecoderSpec,
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int | None = None,
+    owned_experts: OwnedExperts | None = None,
+    dispatch: Dispatch = moe_experts,
+    progress: Progress | None = None,
+) -> Decoder:
+    """Load the safetensors checkpoint in ``directory`` as ``dtype`` (float32, bfloat16 or float16).
+
+    max_model_len: longest context to serve, the model's own if None. owned_experts(layer): the experts to read,
+    all if None; owning fewer takes a ``dispatch`` that reaches the others. progress(done_bytes, total_bytes).
+    Every tensor's name and shape is checked before memory is taken: raises CheckpointError. How much memory that
+    will be, ``weights_num_bytes`` tells beforehand.
+    """
+    index = read_index(directory)
+    plan = plan_weights(spec, index, owned_experts)
+    with TensorReader(index, plan.num_bytes, quantization=spec.quantization, progress=progress) as reader:
+        loader = _Loader(spec, reader, dtype, dispatch)
+        embedding = reader.read(plan.outer["embedding"], _embedding_dtype(index, plan.outer["embedding"], dtype))
+        layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers)]
+        return Decoder(
+            spec,
+            embedding,
+            layers,
+            loader.norm(plan.outer, "norm"),
+            loader.linear(plan.outer, "lm_head"),
+            max_model_len=max_model_len or spec.max_position,
+            dtype=dtype,
+        )
+
+
+def _embedding_dtype(index: Mapping[str, TensorInfo], stored: StoredTensor, dtype: torch.dtype) -> torch.dtype:
+    """Rows are widened when looked up, so a table of 16-bit numbers need not take 32."""
+    return _NARROW.get(index[stored.name].dtype, dtype) if dtype == torch.float32 else dtype
+
+
+class _Loader:
+    """Builds the parts of a decoder out of planned tensors."""
+
+    def __init__(self, spec: DecoderSpec, reader: TensorReader, dtype: torch.dtype, dispatch: Dispatch) -> None:
+        self._spec = spec
+        self._reader = reader
+        self._dtype = dtype
+        self._dispatch = dispatch
+
+    def layer(self, plan: LayerPlan, number: int) -> DecoderLayer:
+        spec, tensors = self._spec, plan.tensors
+        attention: GqaAttention | MlaAttention
+        if isinstance(spec.attention, MlaSpec):
+            attention = self._mla(tensors, spec.attention)
+        else:
+            attention = self._gqa(tensors, number)
+        mlp = self._mlp(tensors, "") if plan.experts is None else self._moe(tensors, plan.experts)
+        return DecoderLayer(
+            self.norm(tensors, "input_norm"),
+            attention,
+            self.norm(tensors, "post_norm"),
+            mlp,
+            spec.residual_multiplier,
+        )
+
+    def norm(self, tensors: Mapping[str, StoredTensor], key: str) -> Norm:
+        weight = self._reader.read(tensors[key], self._dtype)
+        return Norm(weight, self._optional(tensors, f"{key}.bias"), self._spec.norm_eps)
+
+    def linear(self, tensors: Mapping[str, StoredTensor], *keys: str, dtype: torch.dtype | None = None) -> Linear:
+        """One packed projection out of those of ``keys``, their rows one below the other."""
+        dtype = dtype or self._dtype
+        weight = self._reader.read_rows([tensors[key] for key in keys], dtype)
+        biases = [f"{key}.bias" for key in keys]
+        if not any(bias in tensors for bias in biases):
+            return pack_linear(weight)
+        parts = []
+        for key, bias in zip(keys, biases, strict=True):
+            rows = tensors[key].shape[0]
+            parts.append(self._reader.read(tensors[bias], dtype) if bias in tensors else torch.zeros(rows, dtype=dtype))
+        return pack_linear(weight, torch.cat(parts))
+
+    def _optional(
+        self, tensors: Mapping[str, StoredTensor], key: str, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
+        return self._reader.read(tensors[key], dtype or self._dtype) if key in tensors else None
+
+    def _gqa(self, tensors: Mapping[str, StoredTensor], number: int) -> GqaAttention:
+        spec = self._spec
+        assert not isinstance(spec.attention, MlaSpec)
+        return GqaAttention(
+            spec.attention,
+            self.linear(tensors, "q", "k", "v"),
+            self.linear(tensors, "o"),
+            window=spec.windows[number],
+            interleaved=spec.rope.interleaved,
+            eps=spec.norm_eps,
+            q_norm=self._optional(tensors, "q_norm"),
+            k_norm=self._optional(tensors, "k_norm"),
+            sinks=self._optional(tensors, "sinks"),
+        )
+
+    def _mla(self, tensors: Mapping[str, StoredTensor], mla: MlaSpec) -> MlaAttention:
+        low_rank = mla.q_lora_rank is not None
+        up = self._reader.read(tensors["kv_b"], self._dtype).view(mla.num_heads, -1, mla.kv_lora_rank)
+        keys, values = torch.split(up, [mla.nope_dim, mla.value_dim], 1)
+        return MlaAttention(
+            mla,
+            self.linear(tensors, "q_a" if low_rank else "q", "kv_a"),
+            self.linear(tensors, "o"),
+            kv_norm=self._reader.read(tensors["kv_norm"], self._dtype),
+            to_latent=HeadLinear([pack_linear(head.T.contiguous()) for head in keys]),
+            from_latent=HeadLinear([pack_linear(head.contiguous()) for head in values]),
+            interleaved=self._spec.rope.interleaved,
+            q_b=self.linear(tensors, "q_b") if low_rank else None,
+            q_norm=self._optional(tensors, "q_norm"),
+        )
+
+    def _mlp(self, tensors: Mapping[str, StoredTensor], prefix: str) -> GluMlp:
+        gate_up = self.linear(tensors, f"{prefix}gate", f"{prefix}up")
+        return GluMlp(gate_up, self.linear(tensors, f"{prefix}down"), self._spec.activation)
+
+    def _moe(self, tensors: Mapping[str, StoredTensor], experts: ExpertsPlan) -> MoeLayer:
+        moe = self._spec.moe
+        assert moe is not None
+        gate_dtype = torch.float32 if moe.gate_fp32 else self._dtype
+        return MoeLayer(
+            self.linear(tensors, "router", dtype=gate_dtype),
+            moe.gate,
+            load_experts(self._spec, experts, self._reader, self._dtype),
+            moe.activation,
+            gate_widens=gate_dtype != self._dtype,
+            correction_bias=self._optional(tensors, "correction_bias", torch.float32),
+            shared=None if moe.shared is None else self._mlp(tensors, "shared."),
+            shared_gate=self.linear(tensors, "shared.router") if "shared.router" in tensors else None,
+            dispatch=self._dispatch,
+        )
+
+
+def load_experts(spec: DecoderSpec, plan: ExpertsPlan, reader: TensorReader, dtype: torch.dtype) -> PackedExperts:
+    """Read and pack the owned experts of one layer, in the order of ``plan.owned``, from any of the layouts."""
+    moe = spec.moe
+    assert moe is not None
+    count, hidden, width = len(plan.owned), spec.hidden_size, moe.intermediate_size
+    gate_up = torch.empty((count, 2 * width, hidden), dtype=dtype)
+    down = torch.empty((count, hidden, width), dtype=dtype)
+    if plan.storage == "split":
+        for slot, tensors in enumerate(plan.tensors):
+            gate_up[slot, :width] = reader.read(tensors["gate"], dtype)
+            gate_up[slot, width:] = reader.read(tensors["up"], dtype)
+            down[slot] = reader.read(tensors["down"], dtype)
+        return pack_experts(gate_up, down)
+    (tensors,) = plan.tensors
+    for slot, expert in enumerate(plan.owned):
+        if plan.storage == "mxfp4":
+            pair = [
+                reader.read_mxfp4_expert(tensors[f"{key}.blocks"], tensors[f"{key}.scales"], expert, dtype)
+                for key in ("gate_up", "down")
+            ]
+        else:
+            pair = [reader.read_expert(tensors[key], expert, dtype) for key in ("gate_up", "down")]
+            if moe.transposed_experts:
+                pair = [matrix.T for matrix in pair]
+        gate_up[slot] = _gate_first(pair[0]) if moe.transposed_experts else pair[0]
+        down[slot] = pair[1]
+    if not moe.expert_bias:
+        return pack_experts(gate_up, down)
+    biases = {
+        key: torch.stack([reader.read_expert(tensors[f"{key}.bias"], expert, dtype) for expert in plan.owned])
+        for key in ("gate_up", "down")
+    }
+    if moe.transposed_experts:
+        biases["gate_up"] = _gate_first(biases["gate_up"].T).T.contiguous()
+    return pack_experts(gate_up, down, biases["gate_up"], biases["down"])
+
+
+def _gate_first(rows: Tensor) -> Tensor:
+    """Alternating gate and up rows as all gate rows, then all up rows."""
+    return torch.cat([rows[0::2], rows[1::2]])

@@ -1,0 +1,59 @@
+"""Drives a Decoder over a paged pool the way an engine would: several requests, chunk by chunk, in scattered blocks."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.attention import ChunkSpan, plan_attention
+from moeserve.models.decoder import Decoder, ForwardBatch, KvPools
+
+
+def make_pools(decoder: Decoder, num_slots: int) -> KvPools:
+    pools: list[tuple[Tensor, Tensor | None]] = []
+    for layer in decoder.spec.kv_layers:
+        keys = torch.zeros(layer.num_heads, num_slots, layer.key_dim, dtype=decoder.dtype)
+        values = torch.zeros(layer.num_heads, num_slots, layer.value_dim, dtype=decoder.dtype)
+        pools.append((keys, values if layer.value_dim else None))
+    return pools
+
+
+class PagedRunner:
+    """Holds pools and one scattered block table per request."""
+
+    def __init__(self, decoder: Decoder, requests: Sequence[Sequence[int]], block_size: int = 4, seed: int = 0) -> None:
+        self._decoder = decoder
+        self._requests = requests
+        self._block_size = block_size
+        counts = [-(-len(tokens) // block_size) for tokens in requests]
+        blocks = list(range(sum(counts) + 3))
+        random.Random(seed).shuffle(blocks)
+        self._tables = [array("i", [blocks.pop() for _ in range(count)]) for count in counts]
+        self._pools = make_pools(decoder, (sum(counts) + 3) * block_size)
+
+    def step(self, chunks: Sequence[tuple[int, int, int]], logit_rows: Sequence[int] | None = None) -> Tensor:
+        """Compute tokens [start, end) of requests; chunks are (request, start, end). Logits of all or some rows."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        spans = []
+        for request, start, end in chunks:
+            table = self._tables[request]
+            tokens += self._requests[request][start:end]
+            positions += range(start, end)
+            slots += [table[p // self._block_size] * self._block_size + p % self._block_size for p in range(start, end)]
+            spans.append(ChunkSpan(end - start, start, table[: -(-end // self._block_size)]))
+        windows = sorted(set(self._decoder.spec.windows), key=lambda window: window or 0)
+        batch = ForwardBatch(
+            torch.tensor(tokens),
+            torch.tensor(positions),
+            torch.tensor(slots),
+            plan_attention(spans, self._block_size, windows, "cpu"),
+            None if logit_rows is None else torch.tensor(logit_rows),
+        )
+        with torch.inference_mode():
+            return self._decoder.forward(batch, self._pools)

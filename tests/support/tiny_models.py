@@ -1,0 +1,203 @@
+"""Tiny random models of every supported type, saved the way transformers saves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_BASE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32,
+}
+_MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.3,
+}
+_NOAUX = {"n_routed_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 16}
+
+# Case name -> (class prefix, what differs from the base).
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"head_dim": None}),
+    "llama-biases-llama3": (
+        "Llama",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "mistral-window": ("Mistral", {"sliding_window": 5}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "mixtral": ("Mixtral", {"num_local_experts": 8}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 8, "sliding_window": 4, "hidden_act": "gelu"}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 8,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 8,
+            "moe_intermediate_size": 32,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "head_dim": 32,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 1.5}),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 8,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "phimoe": ("Phimoe", {"num_local_experts": 8, "attention_bias": True, "lm_head_bias": True}),
+    "phimoe-longrope": (
+        "Phimoe",
+        {
+            "num_local_experts": 8,
+            "router_jitter_noise": 0.2,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0 + 0.1 * i for i in range(8)],
+                "long_factor": [2.0 + 0.5 * i for i in range(8)],
+                "short_mscale": 1.2,
+                "long_mscale": 1.4,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "head_dim": 16,
+            "sliding_window": 4,
+            "swiglu_limit": 1.0,
+            "rope_parameters": {**_YARN, "truncate": False},
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **_NOAUX,
+            "n_group": 4,
+            "topk_group": 2,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "use_bias": True, "moe_layer_end_index": 2},
+    ),
+    "dots1": (
+        "Dots1",
+        {
+            **_NOAUX,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "deepseek_v2": ("DeepseekV2", {**_MLA, "q_lora_rank": None, "topk_method": "group_limited_greedy"}),
+    "deepseek_v2-greedy-low-rank": ("DeepseekV2", {**_MLA, "q_lora_rank": 24, "topk_method": "greedy"}),
+    "deepseek_v3-yarn": (
+        "DeepseekV3",
+        {
+            **_MLA,
+            "q_lora_rank": 24,
+            "attention_bias": True,
+            "rope_parameters": {**_YARN, "mscale": 0.8, "mscale_all_dim": 1.1},
+        },
+    ),
+}
+
+
+def build(case: str) -> Any:
+    """The transformers model of a case: random weights, norms and biases included, so that every field matters."""
+    prefix, changes = CASES[case]
+    config = getattr(transformers, f"{prefix}Config")(**{**_BASE, **changes})
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        tensors = list(model.named_parameters())
+        tensors += [pair for pair in model.named_buffers() if "correction_bias" in pair[0]]
+        for name, tensor in tensors:
+            if "norm" in name and tensor.dim() == 1 and "bias" not in name:
+                tensor.uniform_(0.5, 1.5)
+            else:
+                tensor.normal_(0, 0.15)
+    return model
+
+
+def save(case: str, directory: Path, **options: Any) -> Any:
+    """Build a case and save it into ``directory``; returns the model."""
+    model = build(case)
+    model.save_pretrained(directory, **options)
+    return model
