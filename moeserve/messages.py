@@ -23,7 +23,7 @@ class DecodeError(ValueError):
     """A frame that is no message of this protocol. It concerns its sender alone."""
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
+class Message(msgspec.Struct, array_like=True, tag=True):
     """Base of all messages: an array whose first element is the class name."""
 
 

@@ -1,0 +1,87 @@
+"""Executes a plan: its chunks become tensors, the decoder runs once, sampled tokens come back."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from kernels.attention import ChunkSpan, plan_attention
+from moeserve.kv_pool import KVPool
+from moeserve.models.decoder import Decoder, ForwardBatch
+from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
+from moeserve.sampler import sample, token_logprobs
+
+
+class ModelRunner:
+    """Owns a decoder and its KV memory. It keeps no state of requests: a plan says everything."""
+
+    def __init__(self, decoder: Decoder, kv_pool: KVPool) -> None:
+        self._decoder = decoder
+        self._kv_pool = kv_pool
+        self._windows = sorted(set(decoder.spec.windows), key=lambda window: window or 0)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """One forward over all chunks; mutates the KV pool."""
+        if plan.zeroed_blocks:
+            self._kv_pool.zero_blocks(plan.zeroed_blocks)
+        logit_rows, rows_of_chunk = _wanted_logits(plan.chunks)
+        logits = self._decoder.forward(self._make_batch(plan.chunks, logit_rows), self._kv_pool.layers)
+        sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
+        last_rows = [rows[-1] for chunk, rows in zip(plan.chunks, rows_of_chunk, strict=True) if chunk.sampling]
+        whole = len(last_rows) == len(logit_rows)
+        drawn = iter(sample(logits if whole else logits[last_rows], sampled) if sampled else ())
+        results = []
+        for chunk, rows in zip(plan.chunks, rows_of_chunk, strict=True):
+            result = next(drawn) if chunk.sampling is not None else ChunkResult()
+            if chunk.extras is not None and chunk.extras.prompt_targets:
+                targets = chunk.extras.prompt_targets
+                of_targets = logits[rows.start : rows.start + len(targets)]
+                result.prompt_logprobs = token_logprobs(of_targets, targets, chunk.extras.num_top_logprobs)
+            results.append(result)
+        return StepResult(plan.step, results)
+
+    def _make_batch(self, chunks: list[Chunk], logit_rows: list[int]) -> ForwardBatch:
+        block_size = self._kv_pool.block_size
+        token_ids: array[int] = array("i")
+        positions: array[int] = array("q")
+        slots: array[int] = array("q")
+        spans = []
+        for chunk in chunks:
+            count = len(chunk.token_ids)
+            first, last = chunk.start, chunk.start + count
+            token_ids += chunk.token_ids
+            positions.extend(range(first, last))
+            if count == 1:
+                slots.append(chunk.block_table[first // block_size] * block_size + first % block_size)
+            else:
+                for block in range(first // block_size, (last - 1) // block_size + 1):
+                    base = (chunk.block_table[block] - block) * block_size
+                    start, stop = max(first, block * block_size), min(last, (block + 1) * block_size)
+                    slots.extend(range(base + start, base + stop))
+            spans.append(ChunkSpan(count, first, chunk.block_table))
+        return ForwardBatch(
+            token_ids=torch.frombuffer(token_ids, dtype=torch.int32).to(torch.int64),
+            positions=torch.frombuffer(positions, dtype=torch.int64),
+            slots=torch.frombuffer(slots, dtype=torch.int64),
+            attention=plan_attention(spans, block_size, self._windows),
+            logit_rows=None if len(logit_rows) == len(token_ids) else torch.tensor(logit_rows, dtype=torch.int64),
+        )
+
+
+def _wanted_logits(chunks: list[Chunk]) -> tuple[list[int], list[range]]:
+    """The batch rows whose logits are needed, and each chunk's place among them."""
+    wanted: list[int] = []
+    places = []
+    row = 0
+    for chunk in chunks:
+        count = len(chunk.token_ids)
+        first_place = len(wanted)
+        if chunk.extras is not None and chunk.extras.prompt_targets:
+            wanted.extend(range(row, row + count))
+        elif chunk.sampling is not None:
+            wanted.append(row + count - 1)
+        places.append(range(first_place, len(wanted)))
+        row += count
+    return wanted, places
