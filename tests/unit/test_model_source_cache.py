@@ -69,7 +69,8 @@ def test_a_broken_cache_is_rebuilt(target: Path, builder: FakeBuilder, name: str
     if damage == "remove":
         path.unlink()
     else:
-        path.write_bytes(content[: len(content) // 2] if damage == "truncate" else bytes([content[0] ^ 1]) + content[1:])
+        half, flipped = content[: len(content) // 2], bytes([content[0] ^ 1]) + content[1:]
+        path.write_bytes(half if damage == "truncate" else flipped)
     ensure(target, builder)
     assert builder.builds == 2
     assert (target / "weights").read_bytes() == b"w" * 1000

@@ -1,0 +1,192 @@
+"""The whole build on a tiny GGUF, with transformers' own Llama and Mixtral as the judges."""
+
+from pathlib import Path
+
+import gguf
+import msgspec
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Quant
+from safetensors.torch import load_file
+from tokenizers import pre_tokenizers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moeserve.models.demo import build, worker
+from moeserve.models.demo.build import build_demo, build_dense
+from moeserve.models.demo.gguf_source import GgufSource
+from moeserve.models.errors import ModelError
+from moeserve.models.folder import check_folder
+
+HIDDEN, HEADS, KV_HEADS, DIM, NEURONS, LAYERS = 64, 4, 2, 16, 128, 10
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "hel"]
+MERGES = ["h e", "he l"]
+
+
+def pairs_from_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder q or k rows as a GGUF holds them: rotary pairs side by side."""
+    rows, hidden = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, hidden).swapaxes(1, 2).reshape(rows, hidden)
+
+
+def write_gguf(path: Path, architecture: str = "llama") -> dict[str, np.ndarray]:
+    """Write a random llama-type model; returns the q and k weights it began with."""
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_vocab_size(len(TOKENS))
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(NEURONS)
+    writer.add_block_count(LAYERS)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_dimension_count(DIM)
+    writer.add_context_length(512)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3))
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+
+    def add(name: str, rows: int, columns: int, quant: Quant) -> None:
+        weight = rng.normal(0, 0.15, (rows, columns)).astype(np.float32)
+        writer.add_tensor(name, gguf.quantize(weight, quant), raw_dtype=quant)
+
+    originals = {}
+    add("token_embd.weight", len(TOKENS), HIDDEN, Quant.Q8_0)
+    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
+    for layer in range(LAYERS):
+        for name, heads in (("attn_q", HEADS), ("attn_k", KV_HEADS)):
+            weight = rng.normal(0, 0.3, (heads * DIM, HIDDEN)).astype(np.float32)
+            originals[f"{layer}.{name}"] = weight
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ascontiguousarray(pairs_from_halves(weight, heads)))
+        add(f"blk.{layer}.attn_v.weight", KV_HEADS * DIM, HIDDEN, Quant.Q4_1)
+        add(f"blk.{layer}.attn_output.weight", HIDDEN, HEADS * DIM, Quant.Q4_1)
+        add(f"blk.{layer}.ffn_gate.weight", NEURONS, HIDDEN, Quant.Q4_1)
+        add(f"blk.{layer}.ffn_up.weight", NEURONS, HIDDEN, Quant.Q4_1)
+        add(f"blk.{layer}.ffn_down.weight", HIDDEN, NEURONS, Quant.Q4_1)
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", rng.uniform(0.5, 1.5, HIDDEN).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return originals
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(path)
+    return path
+
+
+@pytest.fixture
+def from_tiny(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "locate_gguf", lambda: tiny_gguf)
+
+
+def logits(folder: Path, ids: Tensor) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        result: Tensor = model(ids).logits
+    return result
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def test_rotary_rows_come_back_in_the_order_transformers_uses(tmp_path: Path) -> None:
+    originals = write_gguf(tmp_path / "tiny.gguf")
+    layer = GgufSource(tmp_path / "tiny.gguf").layer(3)
+    for name in ("q", "k"):
+        expected = torch.from_numpy(originals[f"3.attn_{name}"]).bfloat16()
+        assert torch.equal(layer[f"self_attn.{name}_proj.weight"], expected)
+
+
+@pytest.mark.usefixtures("from_tiny")
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (8, 4)])
+def test_the_mixture_has_the_logits_of_the_dense_model(tmp_path: Path, experts: int, top_k: int) -> None:
+    build_dense(tmp_path / "dense")
+    build_demo(tmp_path / "moe", experts=experts, top_k=top_k)
+    ids = torch.randint(3, len(TOKENS), (2, 50), generator=torch.Generator().manual_seed(0))
+    dense, mixture = logits(tmp_path / "dense", ids), logits(tmp_path / "moe", ids)
+    assert dense.std() > 0.5
+    torch.testing.assert_close(mixture, dense, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("from_tiny")
+def test_the_checkpoint_is_a_complete_mixtral_folder(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    build_demo(tmp_path, progress=lambda *event: seen.append(event))
+    assert check_folder(tmp_path) == tmp_path
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config).__name__ == "MixtralConfig"
+    assert (config.num_local_experts, config.num_experts_per_tok, config.intermediate_size) == (8, 2, NEURONS // 2)
+    assert config.rope_parameters["rope_theta"] == 10000.0
+    assert config.tie_word_embeddings
+    assert config.sliding_window is None
+    index = msgspec.json.decode((tmp_path / "model.safetensors.index.json").read_bytes())
+    weights = tensors(tmp_path)
+    assert set(index["weight_map"]) == set(weights)
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in weights.values())
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert len(set(index["weight_map"].values())) == 2
+    assert seen[0] == ("read source", 0, 0)
+    assert seen[1:] == [("build layers", done, LAYERS) for done in range(LAYERS + 1)]
+
+
+@pytest.mark.usefixtures("from_tiny")
+def test_every_expert_of_every_layer_is_different(tmp_path: Path) -> None:
+    build_demo(tmp_path)
+    experts = [value for name, value in tensors(tmp_path).items() if ".experts." in name and name.endswith("w1.weight")]
+    assert len(experts) == LAYERS * 8
+    assert len({value.view(torch.int16).numpy().tobytes() for value in experts}) == LAYERS * 8
+
+
+@pytest.mark.usefixtures("from_tiny")
+def test_two_builds_write_the_same_weights(tmp_path: Path) -> None:
+    build_demo(tmp_path / "a")
+    build_demo(tmp_path / "b")
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+
+
+def test_a_gguf_of_another_type_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "other.gguf", architecture="gpt2")
+    with pytest.raises(ModelError, match="type 'gpt2'"):
+        GgufSource(tmp_path / "other.gguf")
+
+
+def run_worker(capfd: pytest.CaptureFixture[str], out_dir: Path, **numbers: int) -> tuple[int, list[worker.Event]]:
+    job = worker.Job(str(out_dir), **numbers)
+    status = worker.main(msgspec.json.encode(job).decode())
+    lines = capfd.readouterr().out.splitlines()
+    return status, [msgspec.json.decode(line, type=worker.Event) for line in lines]
+
+
+@pytest.mark.usefixtures("from_tiny")
+def test_the_builder_process_tells_its_progress(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    status, events = run_worker(capfd, tmp_path / "out", experts=8, top_k=2)
+    assert status == 0
+    assert events[-1] == worker.Event("build layers", LAYERS, LAYERS)
+    check_folder(tmp_path / "out")
+
+
+@pytest.mark.usefixtures("from_tiny")
+def test_the_builder_process_fails_with_one_sentence(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for out_dir, numbers, words in (
+        (tmp_path / "out", {"experts": 6, "top_k": 3}, "power of two"),
+        (tmp_path / "file", {"experts": 8, "top_k": 2}, "could not be built"),
+    ):
+        status, events = run_worker(capfd, out_dir, **numbers)
+        assert status == 1
+        assert words in str(events[-1].error)
