@@ -122,7 +122,10 @@ def _cached(model: str, revision: str | None, cache: Path, reason: str) -> Path:
         raise ModelError(_NO_NAME.format(model=model)) from error
     except LocalEntryNotFoundError as error:
         at = f" at revision {revision}" if revision else ""
-        raise ModelError(f"Model {model}{at} is not completely in the cache {cache}, and {reason}.") from error
+        raise ModelError(
+            f"Model {model}{at} is not completely in the cache {cache}, and {reason}: start once with a network to "
+            "download it."
+        ) from error
 
 
 _NO_NAME = "{model!r} is neither a folder here nor a name on the hub (like owner/name)."
