@@ -34,7 +34,7 @@ def main() -> int:
 def _serve(context: RunContext, report: Report, stop: threading.Event) -> int:
     try:
         # Imports torch, which takes seconds: the signals above must already be in place.
-        from moeserve.engine import run_engine
+        from moeserve.startup import run_engine
 
         run_engine(context, report, stop)
     except (ModelError, ConfigError) as error:

@@ -60,7 +60,7 @@ def wait_until_dead(pids: list[int]) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture()
+@pytest.fixture
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     services: list[Service] = []
 

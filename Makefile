@@ -1,0 +1,68 @@
+# make serve [MODEL=...] [ARGS="--port 9000"] [TORCH=cpu|cuda]   installs if needed, then serves
+# make test                                                      the suite; make test-long for what takes longer
+# make venv                                                      just installs; .venv/bin/moeserve is the command then
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+# Empty: the build of torch that pip prefers, which is the CPU build where an index offers it.
+TORCH ?=
+TORCH_REQUIREMENT_cpu := 'torch==2.13.0+cpu'
+TORCH_REQUIREMENT_cuda := 'torch===2.13.0'
+ifneq ($(TORCH),)
+ifeq ($(filter $(TORCH),cpu cuda),)
+$(error TORCH is cpu or cuda, not $(TORCH))
+endif
+endif
+TIMED := TIMEFORMAT='-- took %0R s'; time
+
+.PHONY: serve venv test lint unit cpu e2e test-long clean
+
+serve: venv
+	@exec $(VENV)/bin/moeserve serve $(MODEL) $(ARGS)
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt requirements-demo.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "moeserve needs Python 3.11 or newer: make PYTHON=python3.11" >&2; exit 1; }
+	@echo "Installing into $(VENV): about 2.4 GB with the CPU build of torch, more with CUDA."
+	@if command -v uv >/dev/null; then \
+	  test -x $(RUN) || uv venv --python $(PYTHON) $(VENV); \
+	  install="uv pip install --python $(RUN)"; \
+	else \
+	  test -x $(RUN) || $(PYTHON) -m venv $(VENV); \
+	  $(RUN) -m pip install --quiet --upgrade 'pip>=25.1'; \
+	  install="$(RUN) -m pip install --progress-bar=off"; \
+	fi; \
+	set -e; \
+	$$install --constraint constraints.txt --group dev --group e2e $(TORCH_REQUIREMENT_$(TORCH)) --editable .; \
+	$$install --no-deps --requirement requirements-demo.txt
+	@touch $@
+
+test: lint unit cpu e2e
+
+lint: venv
+	@echo "-- ruff and mypy"
+	@$(TIMED) { $(RUN) -m ruff check . && $(RUN) -m ruff format --check . && $(RUN) -m mypy; }
+
+unit: venv
+	@echo "-- unit tests and contracts (no torch)"
+	@$(TIMED) $(RUN) -m pytest tests/unit tests/contracts
+
+cpu: venv
+	@echo "-- tests of the model on a CPU"
+	@$(TIMED) $(RUN) -m pytest tests/cpu
+
+e2e: venv
+	@echo "-- end-to-end tests over HTTP"
+	@$(TIMED) $(RUN) -m pytest tests/e2e
+
+test-long: venv
+	@$(TIMED) $(RUN) -m pytest -m long tests
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
