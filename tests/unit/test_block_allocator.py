@@ -1,4 +1,5 @@
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -102,22 +103,43 @@ def test_senseless_counts_raise() -> None:
         BlockAllocator(4).allocate(-1)
 
 
-def test_check_invariants_notices_a_lost_block() -> None:
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda allocator: allocator._used.__setitem__(5, 1),
+        lambda allocator: allocator._end_of.clear(),
+        lambda allocator: allocator._start_of.clear(),
+        lambda allocator: allocator._start_of.__setitem__(2, 1),
+        lambda allocator: allocator._end_of.update({3: 5, 5: 8}),
+        lambda allocator: allocator._largest.clear(),
+        lambda allocator: allocator._largest.extend([(-1, 8)] * 100),
+        lambda allocator: setattr(allocator, "_num_free", 4),
+    ],
+)
+def test_check_invariants_notices_corruption(corrupt: Callable[[BlockAllocator], None]) -> None:
     allocator = BlockAllocator(8)
     allocator.allocate(3)
-    allocator._used[5] = 1
+    allocator.check_invariants()
+    corrupt(allocator)
     with pytest.raises(InvariantError):
         allocator.check_invariants()
+
+
+def largest_extent(free: set[int]) -> tuple[int, int]:
+    """Start and length of the largest run in `free`, the lowest one among equals."""
+    starts = [block for block in free if block - 1 not in free]
+    lengths = {start: next(n for n in range(1, len(free) + 1) if start + n not in free) for start in starts}
+    return min(lengths.items(), key=lambda item: (-item[1], item[0]))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_runs_agree_with_a_plain_set_of_free_ids(seed: int) -> None:
     draw = random.Random(seed)
-    num_blocks = draw.choice([7, 64, 300])
+    num_blocks = (7, 64, 400)[seed]
     allocator = BlockAllocator(num_blocks)
     free = set(range(num_blocks))
     held: list[int] = []
-    for _ in range(3000):
+    for _ in range(2000):
         if draw.random() < 0.55:
             count = draw.randint(0, draw.choice([1, 3, 40]))
             after = draw.choice(held) if held and draw.random() < 0.7 else None
@@ -129,6 +151,9 @@ def test_random_runs_agree_with_a_plain_set_of_free_ids(seed: int) -> None:
             assert set(ids) <= free
             if count and after is not None and after + 1 in free:
                 assert ids[0] == after + 1
+            elif count:
+                start, length = largest_extent(free)
+                assert ids[0] == (start + (length - min(count, length)) // 2 if start else 0)
             free -= set(ids)
             held += ids
         else:

@@ -1,4 +1,6 @@
 from array import array
+from collections.abc import Callable
+from functools import reduce
 
 import pytest
 
@@ -243,16 +245,53 @@ def test_senseless_block_size_raises() -> None:
         PrefixCache(8, 0)
 
 
-def test_check_invariants_notices_a_shared_a_lost_and_a_miscounted_block() -> None:
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lambda cache, lease: lease.block_ids.__setitem__(2, lease.block_ids[1]),
+        lambda cache, lease: lease.block_ids.__setitem__(2, 99),
+        lambda cache, lease: lease.block_ids.__setitem__(0, 7),
+        lambda cache, lease: lease.block_ids.pop(),
+        lambda cache, lease: setattr(lease, "num_published_tokens", 4),
+        lambda cache, lease: setattr(lease, "namespace", "other"),
+        lambda cache, lease: cache._duplicates.add(0),
+        lambda cache, lease: cache._leases.clear(),
+        lambda cache, lease: cache._allocator.free([lease.block_ids[2]]),
+        lambda cache, lease: cache._allocator.allocate(1),
+        lambda cache, lease: setattr(cache, "_num_private_blocks", 0),
+        lambda cache, lease: cache._tree.acquire(lease.node),
+        lambda cache, lease: setattr(lease.node, "pins", 2),
+        lambda cache, lease: lease.node.blocks.pop(),
+        lambda cache, lease: lease.node.tokens.__setitem__(0, 77),
+        lambda cache, lease: setattr(lease.node, "namespace", "other"),
+        lambda cache, lease: setattr(lease.node, "parent", None),
+        lambda cache, lease: cache._tree.root("empty"),
+        lambda cache, lease: setattr(cache._tree, "num_blocks", 4),
+        lambda cache, lease: setattr(cache._tree, "num_nodes", 9),
+        lambda cache, lease: setattr(cache._tree, "num_pinned_blocks", 0),
+        lambda cache, lease: cache._tree._queue.clear(),
+        lambda cache, lease: cache._tree._queue.extend(cache._tree._queue * 100),
+    ],
+)
+def test_check_invariants_notices_corruption(corrupt: Callable[[PrefixCache, Lease], object]) -> None:
     cache = PrefixCache(8, SIZE)
+    remember(cache, tokens(4, 50))
     lease = cache.match(tokens(9))
     cache.extend(lease, 3)
-    lease.block_ids[2] = lease.block_ids[1]
-    with pytest.raises(InvariantError, match="both leased"):
-        cache.check_invariants()
-    lease.block_ids.pop()
+    cache.publish(lease, tokens(9), 8)
+    cache.check_invariants()
+    corrupt(cache, lease)
     with pytest.raises(InvariantError):
         cache.check_invariants()
-    cache._num_private_blocks -= 1
-    with pytest.raises(InvariantError, match="accounted"):
+
+
+@pytest.mark.parametrize("counter", ["_num_private_blocks", "_tree.num_blocks", "_allocator._num_free"])
+def test_check_counts_notices_a_block_too_many(counter: str) -> None:
+    cache = PrefixCache(8, SIZE)
+    run(cache, tokens(9))
+    cache.check_counts()
+    *path, name = counter.split(".")
+    owner = reduce(getattr, path, cache)
+    setattr(owner, name, getattr(owner, name) + 1)
+    with pytest.raises(InvariantError, match="9 of 8"):
         cache.check_counts()

@@ -195,6 +195,7 @@ class World:
         private = sum(len(one.lease.block_ids) - one.lease.num_published_tokens // self.size for one in self.running)
         assert cache.num_free == len(self.free)
         assert cache.num_cached == len(self.entries) - pinned
+        assert cache.num_available == len(self.free) + len(self.entries) - pinned
         assert cache.num_leased == private + pinned
         assert cache.num_duplicates == len(self.duplicates)
         for namespace, tokens in self.entries:

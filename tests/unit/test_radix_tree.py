@@ -1,3 +1,4 @@
+import random
 from array import array
 
 from radix_cache.tree import Node, RadixTree
@@ -141,12 +142,27 @@ def test_namespaces_do_not_meet_and_vanish_when_empty() -> None:
     assert tree.depth("b", data(1, 1)) == 1
 
 
-def test_eviction_queue_is_bounded_by_the_live_nodes() -> None:
+def test_eviction_queue_is_bounded_by_the_live_nodes_and_stays_in_order() -> None:
     tree = RadixTree(SIZE)
-    nodes = [cache(tree, data(token, token), ids(token)) for token in range(4)]
-    for _ in range(1000):
+    nodes = [cache(tree, data(token, token), ids(token)) for token in range(200)]
+    draw = random.Random(0)
+    for _ in range(20):
+        draw.shuffle(nodes)
         for node in nodes:
             tree.acquire(node)
             tree.release(node)
+            assert len(tree._queue) <= 2 * tree.num_nodes + 64
     assert sorted(tree.queued_serials()) == sorted(node.serial for node in nodes)
-    assert len(tree._queue) <= 2 * tree.num_nodes + 64
+    order = [node.blocks[0] for node in nodes]
+    for count in (1, 99, 60):
+        assert tree.evict(count).tolist() == [order.pop(0) for _ in range(count)]
+        assert len(tree._queue) <= 2 * tree.num_nodes + 64
+
+
+def test_trimmed_nodes_do_not_pile_up_in_the_eviction_queue() -> None:
+    tree = RadixTree(SIZE)
+    nodes = [cache(tree, data(token, token), ids(token)) for token in range(200)]
+    for node in nodes:
+        assert len(tree.trim(node, 1)) == 1
+        assert len(tree._queue) <= 2 * tree.num_nodes + 64
+    assert tree.num_nodes == tree.num_blocks == 0
