@@ -1,0 +1,63 @@
+"""The engine without sockets, for scripts and tests: token ids in, token ids out."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moeserve.config import ServeConfig
+from moeserve.plan import TokenLogprobs
+from moeserve.request import FinishReason, Request, SamplingParams
+from moeserve.startup import build_scheduler, load_model
+
+
+@dataclass(slots=True)
+class Completion:
+    """What one prompt gave."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """A model in this process, with the service's scheduler and prefix cache."""
+
+    def __init__(self, model_dir: str | Path, config: ServeConfig | None = None) -> None:
+        config = config or ServeConfig()
+        model = load_model(Path(model_dir), config, lambda _: None)
+        self.spec = model.spec
+        self.runner = model.runner
+        self.scheduler, self.cache = build_scheduler(config, model.kv)
+        self._count = 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Completions of prompts (token ids), in order, computed together. One `sampling` serves all.
+
+        Raises NeverFitsError or QueueFullError as the scheduler does, and RuntimeError if the model fails.
+        """
+        shared = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        completions: dict[str, Completion] = {}
+        for prompt, own in zip(prompts, shared, strict=True):
+            request_id = f"llm-{self._count}"
+            self._count += 1
+            completions[request_id] = Completion()
+            self.scheduler.add(Request(request_id, array("i", prompt), own))
+        while plan := self.scheduler.schedule():
+            for output in self.scheduler.commit(plan, self.runner.run(plan)):
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                completion = completions[output.request.request_id]
+                if output.token_id is not None:
+                    completion.token_ids.append(output.token_id)
+                if output.logprobs is not None:
+                    completion.logprobs.append(output.logprobs)
+                completion.finish_reason = output.finish_reason
+                completion.num_cached_tokens = output.request.num_cached_tokens
+        self.scheduler.take_started()
+        return list(completions.values())

@@ -1,0 +1,105 @@
+"""The whole engine on tiny models: tokens equal transformers', and nothing but the prompt decides them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moeserve.config import ServeConfig
+from moeserve.llm import LLM, Completion
+from moeserve.request import FinishReason, SamplingParams
+from moeserve.scheduler import Scheduler
+from radix_cache import PrefixCache
+from tests.support.tiny_models import save
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+RANDOM = SamplingParams(max_tokens=12, temperature=1.3, top_p=0.95, seed=5, presence_penalty=0.3, logprobs=2)
+BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "gpt_oss", "deepseek_v3-yarn"])
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    save(request.param, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    shared = [rng.randrange(1, 128) for _ in range(37)]
+    tails = [[rng.randrange(1, 128) for _ in range(count)] for count in (1, 5, 9, 23, 40)]
+    return [shared + tail for tail in tails] + tails
+
+
+@pytest.fixture(scope="module")
+def samplings(prompts: list[list[int]]) -> list[SamplingParams]:
+    return [(GREEDY, RANDOM)[index % 2] for index in range(len(prompts))]
+
+
+@pytest.fixture(scope="module")
+def alone(model_dir: Path, prompts: list[list[int]], samplings: list[SamplingParams]) -> list[Completion]:
+    """Every prompt computed by itself in one chunk, without a cache."""
+    llm = LLM(model_dir, replace(BASE, enable_prefix_caching=False))
+    return [llm.generate([prompt], sampling)[0] for prompt, sampling in zip(prompts, samplings, strict=True)]
+
+
+def test_greedy_tokens_equal_those_of_transformers(model_dir: Path, prompts: list[list[int]]) -> None:
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    completions = LLM(model_dir, BASE).generate(prompts, GREEDY)
+    for prompt, completion in zip(prompts, completions, strict=True):
+        expected = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert completion.token_ids == expected[0, len(prompt) :].tolist()
+        assert completion.finish_reason == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_seqs": 3, "max_num_batched_tokens": 5},
+        {"max_num_batched_tokens": 64, "scheduling_policy": "lpm"},
+        {"max_num_batched_tokens": 256},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 100},
+    ],
+    ids=["tiny chunks", "middle chunks", "one batch", "no cache"],
+)
+def test_tokens_and_logprobs_have_the_same_bits_in_any_batch_and_chunking(
+    model_dir: Path,
+    prompts: list[list[int]],
+    samplings: list[SamplingParams],
+    alone: list[Completion],
+    changes: dict[str, object],
+) -> None:
+    llm = LLM(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
+    for _ in range(2):
+        completions = llm.generate(prompts, samplings)
+        assert [c.token_ids for c in completions] == [c.token_ids for c in alone]
+        assert [c.logprobs for c in completions] == [c.logprobs for c in alone]
+    llm.scheduler.check_idle()
+
+
+def test_preempted_requests_end_with_the_same_tokens(
+    model_dir: Path, prompts: list[list[int]], samplings: list[SamplingParams], alone: list[Completion]
+) -> None:
+    small = LLM(model_dir, replace(BASE, max_model_len=92))
+    small.cache = PrefixCache(24, 4)
+    small.scheduler = Scheduler(
+        small.cache, max_num_seqs=8, max_num_batched_tokens=16, max_num_queued_reqs=64, max_model_len=92
+    )
+    completions = small.generate(prompts, samplings)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in alone]
+    assert small.scheduler.counters.preemptions > 0
+
+
+def test_a_cached_prefix_is_reported(model_dir: Path, prompts: list[list[int]]) -> None:
+    llm = LLM(model_dir, BASE)
+    assert llm.generate(prompts[:1], GREEDY)[0].num_cached_tokens == 0
+    assert llm.generate(prompts[1:2], GREEDY)[0].num_cached_tokens == 36

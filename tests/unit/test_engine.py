@@ -1,0 +1,285 @@
+"""The engine's loop over real sockets, with an executor that counts instead of computing."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from moeserve.engine import Engine
+from moeserve.engine_socket import EngineSocket, HeartbeatThread
+from moeserve.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Admitted,
+    Control,
+    ControlResult,
+    EngineReady,
+    Finish,
+    FromEngine,
+    Generate,
+    Heartbeat,
+    Hello,
+    Message,
+    Output,
+    Outputs,
+    Refused,
+    Rejected,
+    Stats,
+    decode,
+    encode,
+    pack_token_ids,
+)
+from moeserve.plan import ChunkResult, StepPlan, StepResult
+from moeserve.request import FinishReason, SamplingParams
+from moeserve.scheduler import Scheduler
+from radix_cache import PrefixCache
+
+INCARNATION = 7
+READY = EngineReady(
+    pid=1,
+    model_hash="abc",
+    max_model_len=64,
+    vocab_size=100,
+    eos_token_ids=[2],
+    default_sampling={},
+    max_num_seqs=2,
+    max_num_queued_reqs=1,
+    num_blocks=32,
+    block_size=4,
+    device="cpu",
+    dtype="float32",
+    weights_bytes=0,
+    kv_bytes=0,
+)
+
+
+class CountingExecutor:
+    """The next token is the last one plus one; token 50 makes its request fail. Steps wait for `gate`."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Semaphore(10**6)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.gate.acquire()
+        results = []
+        for chunk in plan.chunks:
+            if chunk.sampling is None:
+                results.append(ChunkResult())
+            elif chunk.token_ids[-1] == 50:
+                results.append(ChunkResult(error="not finite"))
+            else:
+                results.append(ChunkResult(chunk.token_ids[-1] + 1))
+        return StepResult(plan.step, results)
+
+
+@dataclass
+class Client:
+    socket: zmq.Socket[bytes]
+
+    def send(self, message: Message, incarnation: int = INCARNATION) -> None:
+        self.socket.send(encode(message, incarnation))
+
+    def receive(self) -> Any:
+        """The next message that is not Stats."""
+        while True:
+            assert self.socket.poll(5000), "no message came"
+            incarnation, message = decode(self.socket.recv(), FromEngine)
+            assert incarnation == INCARNATION
+            if not isinstance(message, Stats):
+                return message
+
+    def outputs_of(self, request_id: str) -> list[Output]:
+        """All outputs of a request up to its terminal one, which must be the only such."""
+        found: list[Output] = []
+        while not found or found[-1].finish_reason is None:
+            message = self.receive()
+            if isinstance(message, Outputs):
+                found += [output for output in message.outputs if output.request_id == request_id]
+        return found
+
+
+@dataclass
+class Served:
+    client: Client
+    executor: CountingExecutor
+    stop: threading.Event
+    thread: threading.Thread
+    context: zmq.Context[zmq.Socket[bytes]]
+    address: str
+    scheduler: Scheduler
+
+    def connect(self) -> Client:
+        socket = self.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self.address)
+        return Client(socket)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    address = f"inproc://{uuid.uuid4()}"
+    socket = EngineSocket(context, address, INCARNATION)
+    cache = PrefixCache(32, 4)
+    scheduler = Scheduler(cache, max_num_seqs=2, max_num_batched_tokens=8, max_num_queued_reqs=1, max_model_len=64)
+    executor = CountingExecutor()
+    engine = Engine(socket, scheduler, cache, executor, READY)
+    stop = threading.Event()
+    thread = threading.Thread(target=engine.run, args=(stop,))
+    served = Served(Client(None), executor, stop, thread, context, address, scheduler)  # type: ignore[arg-type]
+    served.client = served.connect()
+    thread.start()
+    yield served
+    stop.set()
+    executor.gate.release(10**6)
+    thread.join(10)
+    assert not thread.is_alive()
+    socket.close()
+    context.destroy(0)
+
+
+def generate(request_id: str, prompt: list[int], **sampling: Any) -> Generate:
+    return Generate(request_id, pack_token_ids(prompt), SamplingParams(**{"max_tokens": 5, **sampling}))
+
+
+def test_a_request_is_admitted_streams_and_ends_once(served: Served) -> None:
+    served.client.send(Hello(PROTOCOL_VERSION, "abc"))
+    assert served.client.receive() == READY
+    served.client.send(generate("r", [10, 11, 12]))
+    assert served.client.receive() == Admitted("r")
+    outputs = served.client.outputs_of("r")
+    assert [output.token_ids for output in outputs] == [[13], [14], [15], [16], [17]]
+    assert outputs[-1].finish_reason == FinishReason.LENGTH
+    assert outputs[-1].num_output_tokens == 5
+
+
+def test_another_protocol_or_model_is_refused(served: Served) -> None:
+    served.client.send(Hello(PROTOCOL_VERSION + 1, "abc"))
+    assert isinstance(served.client.receive(), Refused)
+    served.client.send(Hello(PROTOCOL_VERSION, "xyz"))
+    assert isinstance(served.client.receive(), Refused)
+
+
+def test_garbage_and_frames_of_another_life_harm_nobody(served: Served) -> None:
+    served.client.socket.send(b"\xc1\xff\x00")
+    served.client.socket.send_multipart([b"a", b"b", b"c"])
+    served.client.send(generate("old", [1]), incarnation=INCARNATION - 1)
+    served.client.send(generate("r", [10]))
+    assert served.client.receive() == Admitted("r")
+    assert len(served.client.outputs_of("r")) == 5
+
+
+@pytest.mark.parametrize("prompt", [[], [100], [-1]])
+def test_token_ids_out_of_vocabulary_are_rejected(served: Served, prompt: list[int]) -> None:
+    served.client.send(generate("r", prompt))
+    rejected = served.client.receive()
+    assert isinstance(rejected, Rejected)
+    assert rejected.code == "invalid"
+
+
+def test_what_never_fits_is_rejected_with_both_counts(served: Served) -> None:
+    served.client.send(generate("r", [1] * 60, max_tokens=30))
+    rejected = served.client.receive()
+    assert rejected.code == "context_length_exceeded"
+    assert "maximum context length is 64 tokens" in rejected.reason
+    assert "60 in the prompt" in rejected.reason
+
+
+def test_a_full_queue_rejects_with_a_time_to_retry_and_an_abort_makes_room(served: Served) -> None:
+    served.executor.gate = threading.Semaphore(0)
+    for name in ("a", "b", "c", "d"):
+        served.client.send(generate(name, [10], max_tokens=50))
+    answers = [served.client.receive()]
+    served.executor.gate.release(3)
+    while len(answers) < 4:
+        message = served.client.receive()
+        if not isinstance(message, Outputs):
+            answers.append(message)
+    rejected = [answer for answer in answers if isinstance(answer, Rejected)]
+    assert [(r.request_id, r.code) for r in rejected] == [("d", "queue_full")]
+    assert rejected[0].retry_after_s is not None
+    assert rejected[0].retry_after_s >= 1.0
+    served.client.send(Abort("c"))
+    served.executor.gate.release(10**6)
+    assert served.client.outputs_of("c")[-1].finish_reason == FinishReason.ABORT
+
+
+def test_finish_keeps_what_the_frontend_counts(served: Served) -> None:
+    served.executor.gate = threading.Semaphore(3)
+    served.client.send(generate("r", [10], max_tokens=60))
+    assert served.client.receive() == Admitted("r")
+    while not isinstance(served.client.receive(), Outputs):
+        pass
+    served.client.send(Finish("r", 1))
+    served.executor.gate.release(10**6)
+    last = served.client.outputs_of("r")[-1]
+    assert last.finish_reason == FinishReason.STOP
+    assert last.num_output_tokens == 1
+
+
+def test_a_failing_request_fails_alone(served: Served) -> None:
+    served.client.send(generate("bad", [49]))
+    served.client.send(generate("good", [10]))
+    bad = served.client.outputs_of("bad")
+    assert bad[-1].finish_reason == FinishReason.ERROR
+    assert bad[-1].error == "not finite"
+    served.client.send(generate("next", [49, 3]))
+    assert served.client.outputs_of("next")[-1].finish_reason == FinishReason.LENGTH
+
+
+def test_outputs_go_to_who_asked(served: Served) -> None:
+    other = served.connect()
+    other.send(generate("theirs", [20], max_tokens=2))
+    served.client.send(generate("mine", [10], max_tokens=2))
+    assert [o.token_ids for o in other.outputs_of("theirs")] == [[21], [22]]
+    assert [o.token_ids for o in served.client.outputs_of("mine")] == [[11], [12]]
+
+
+def test_the_prefix_cache_can_be_reset(served: Served) -> None:
+    served.client.send(generate("r", list(range(10, 22)), max_tokens=2))
+    served.client.outputs_of("r")
+    served.client.send(Control(3, "reset_prefix_cache"))
+    assert served.client.receive() == ControlResult(3, {"blocks_freed": 3})
+    served.client.send(Control(4, "format_disk"))
+    assert served.client.receive().error is not None
+
+
+def test_stopping_the_engine_ends_every_open_request(served: Served) -> None:
+    served.executor.gate = threading.Semaphore(2)
+    served.client.send(generate("r", [10], max_tokens=60))
+    assert served.client.receive() == Admitted("r")
+    while not isinstance(served.client.receive(), Outputs):
+        pass
+    served.stop.set()
+    served.executor.gate.release(10**6)
+    last = served.client.outputs_of("r")[-1]
+    assert last.finish_reason == FinishReason.ERROR
+
+
+def test_heartbeats_carry_the_step(tmp_path: Path) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    address = f"ipc://{tmp_path}/heartbeat"
+    thread = HeartbeatThread(context, address, INCARNATION, lambda: Heartbeat(1, 42, True))
+    subscriber = context.socket(zmq.SUB)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+    subscriber.connect(address)
+    thread.start()
+    assert subscriber.poll(5000)
+    assert decode(subscriber.recv(), FromEngine) == (INCARNATION, Heartbeat(1, 42, True))
+    thread.stop()
+    context.destroy(0)
+
+
+def test_token_ids_survive_the_wire() -> None:
+    message = Generate("r", pack_token_ids([0, 2**31 - 1]), SamplingParams(max_tokens=1, logit_bias={3: -1.5}), "n", 2)
+    incarnation, decoded = decode(encode(message, 9), Generate)
+    assert (incarnation, decoded) == (9, message)
+    assert array("i", [0, 2**31 - 1]).tobytes() == decoded.token_ids
