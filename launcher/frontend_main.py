@@ -1,0 +1,37 @@
+"""The process that speaks HTTP: `python -m launcher.frontend_main CONTEXT --fd N`.
+
+`CONTEXT` is the run context's file, `N` an inherited socket that the supervisor has bound, so that a taken port is
+known before the model loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+
+from moeserve.config import ConfigError
+from moeserve.frontend.logs import configure_logs
+from moeserve.frontend.server import serve
+from moeserve.frontend.services import Services
+from moeserve.run_context import load_run_context
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serves until a signal; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="launcher.frontend_main")
+    parser.add_argument("context", help="file of the run context")
+    parser.add_argument("--fd", type=int, required=True, help="bound listening socket")
+    options = parser.parse_args(arguments)
+    run = load_run_context(options.context)
+    configure_logs(run.config.log_level, run.config.log_format)
+    try:
+        serve(Services.load(run), socket.socket(fileno=options.fd))
+    except ConfigError as error:
+        print(f"moeserve: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""From an internal request to the engine's requests, and from the engine's outputs to deltas and usage."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moeserve.frontend.dialects.internal import Delta, GenerateRequest, TokenText, Usage
+from moeserve.frontend.errors import ApiError, context_length_exceeded, internal_error
+from moeserve.frontend.output_text import OutputText
+from moeserve.frontend.text import IncrementalDetokenizer, TextTokenizer
+from moeserve.messages import Generate, Output, pack_token_ids
+from moeserve.plan import TokenLogprobs
+from moeserve.request import FinishReason
+
+_SEED_MASK = 2**63 - 1
+
+
+def check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
+    """The number of tokens the output may have. Raises ApiError where prompt and output do not fit."""
+    wanted = 1 if max_tokens is None else max_tokens
+    if num_prompt_tokens + wanted > max_model_len:
+        raise context_length_exceeded(max_model_len, num_prompt_tokens, wanted)
+    return max_model_len - num_prompt_tokens if max_tokens is None else max_tokens
+
+
+def derive_seed(seed: int, sample: int) -> int:
+    """The seed of sample `sample`: the first one has the seed itself, the others are independent of it."""
+    if sample == 0:
+        return seed & _SEED_MASK
+    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _SEED_MASK
+
+
+def build_generates(
+    request: GenerateRequest,
+    prompts: Sequence[list[int]],
+    *,
+    request_id: str,
+    namespace: str,
+    seed: int,
+    max_model_len: int,
+) -> list[Generate]:
+    """One message per choice, in the order of the choices. Raises ApiError where a prompt does not fit."""
+    generates: list[Generate] = []
+    for prompt in prompts:
+        packed = pack_token_ids(prompt)
+        max_tokens = check_length(len(prompt), request.max_tokens, max_model_len)
+        for sample in range(request.n):
+            sampling = replace(request.sampling, max_tokens=max_tokens, seed=derive_seed(seed, sample))
+            generates.append(Generate(f"{request_id}-{len(generates)}", packed, sampling, namespace, request.priority))
+    return generates
+
+
+class Answer:
+    """The state of an answer: feeds on outputs, gives deltas, counts tokens.
+
+    `finishes` collects what must be said to the engine: (choice, tokens to keep) of choices that met a stop string.
+    """
+
+    def __init__(self, request: GenerateRequest, prompts: Sequence[list[int]], tokenizer: TextTokenizer) -> None:
+        self.finishes: list[tuple[int, int]] = []
+        self.num_open = request.num_choices
+        self._n = request.n
+        self._prompts = prompts
+        self._cached: list[int | None] = [None] * len(prompts)
+        self._num_tokens = [0] * request.num_choices
+        self._echoes = [
+            _Echo(request, prompts[choice // request.n], tokenizer, choice) if request.echo else None
+            for choice in range(request.num_choices)
+        ]
+        self._texts = [
+            OutputText(
+                choice,
+                tokenizer,
+                prompts[choice // request.n],
+                stops=request.stop,
+                min_tokens=request.sampling.min_tokens,
+                wants_logprobs=request.sampling.logprobs is not None,
+                offset=echo.num_chars if (echo := self._echoes[choice]) else 0,
+            )
+            for choice in range(request.num_choices)
+        ]
+
+    @property
+    def usage(self) -> Usage:
+        """The counts so far. A prompt counts once, however many samples it has."""
+        return Usage(
+            prompt_tokens=sum(map(len, self._prompts)),
+            completion_tokens=sum(self._num_tokens),
+            cached_tokens=sum(cached or 0 for cached in self._cached),
+        )
+
+    def take(self, choice: int, output: Output) -> list[Delta]:
+        """What one output adds to its choice. Raises ApiError where the request failed."""
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            raise _failure(output)
+        self._note_cached(choice, output.num_cached_tokens)
+        deltas = []
+        if echo := self._echoes[choice]:
+            echo.push(output)
+            if output.token_ids or output.finish_reason is not None:
+                deltas.append(echo.delta)
+                self._echoes[choice] = None
+        text = self._texts[choice]
+        stopped_before = text.keep_tokens is not None
+        delta = text.push(output)
+        if output.finish_reason is not None:
+            self.num_open -= 1
+            text.finish(delta, output.finish_reason.value)
+        elif text.keep_tokens is not None and not stopped_before:
+            self.finishes.append((choice, text.keep_tokens))
+        self._num_tokens[choice] = text.num_tokens if text.keep_tokens is None else text.keep_tokens
+        if delta.text or delta.tokens or delta.finish_reason:
+            deltas.append(delta)
+        return deltas
+
+    def _note_cached(self, choice: int, cached: int | None) -> None:
+        """The first sample tells how much of the prompt was there before this request."""
+        prompt, sample = divmod(choice, self._n)
+        if sample == 0 and cached is not None:
+            self._cached[prompt] = cached
+
+
+class _Echo:
+    """The prompt at the head of a completion, with the log probabilities of its tokens where they were asked for."""
+
+    def __init__(self, request: GenerateRequest, prompt: list[int], tokenizer: TextTokenizer, choice: int) -> None:
+        spoken = request.prompts[choice // request.n]
+        self._prompt = prompt
+        self._logprobs: list[TokenLogprobs] = []
+        self._wants_logprobs = request.sampling.prompt_logprobs is not None
+        self._offsets, text = _offsets(tokenizer, prompt)
+        self._text = spoken if isinstance(spoken, str) else text
+        self._choice = choice
+        self.num_chars = len(self._text)
+
+    def push(self, output: Output) -> None:
+        """Prompt log probabilities come chunk by chunk."""
+        self._logprobs += output.prompt_logprobs or ()
+
+    @property
+    def delta(self) -> Delta:
+        """The prompt as a delta. Its first token follows nothing, so it has no probability."""
+        if not self._wants_logprobs:
+            return Delta(self._choice, self._text)
+        rest = self._logprobs[-(len(self._prompt) - 1) :] if len(self._prompt) > 1 else []
+        missing = [None] * (len(self._prompt) - len(rest))
+        tokens = [
+            TokenText(token_id, offset, logprobs)
+            for token_id, offset, logprobs in zip(self._prompt, self._offsets, (*missing, *rest), strict=True)
+        ]
+        return Delta(self._choice, self._text, tokens)
+
+
+def _offsets(tokenizer: TextTokenizer, prompt: list[int]) -> tuple[list[int], str]:
+    """Where each prompt token's text begins, and the whole text."""
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    offsets, pieces, length = [], [], 0
+    for token_id in prompt:
+        offsets.append(length)
+        piece = detokenizer.push(token_id)
+        pieces.append(piece)
+        length += len(piece)
+    pieces.append(detokenizer.flush())
+    return offsets, "".join(pieces)
+
+
+def _failure(output: Output) -> ApiError:
+    if output.finish_reason is FinishReason.ABORT:
+        return internal_error("The server ended this request before it was complete")
+    return internal_error()

@@ -1,0 +1,70 @@
+"""The Starlette application: routes, and the layers around them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from moeserve.frontend.auth import AuthGate, load_keys
+from moeserve.frontend.boundary import RequestBoundary, as_api_error
+from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, GenerateRoute
+from moeserve.frontend.routes.service import ServiceRoutes
+from moeserve.frontend.routes.tokens import TokenRoutes
+from moeserve.frontend.services import Services
+
+
+def create_app(services: Services) -> Starlette:
+    """The application; its lifespan connects to the engine without waiting for it. Raises ConfigError for bad keys."""
+    config = services.run.config
+    keys = load_keys(config.api_key, config.api_key_file)
+    routes = _routes(services)
+    paths = frozenset(route.path for route in routes if isinstance(route, Route))
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await services.engine.start()
+        try:
+            yield
+        finally:
+            await services.engine.stop()
+
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[
+            Middleware(RequestBoundary, metrics=services.metrics, routes=paths),
+            Middleware(AuthGate, keys=keys),
+        ],
+        exception_handlers={404: _http_error, 405: _http_error},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _routes(services: Services) -> list[BaseRoute]:
+    service, tokens = ServiceRoutes(services), TokenRoutes(services)
+    return [
+        Route("/v1/chat/completions", GenerateRoute(services, CHAT), methods=["POST"]),
+        Route("/v1/completions", GenerateRoute(services, COMPLETIONS), methods=["POST"]),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.model),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/health", service.health),
+        Route("/ready", service.ready),
+        Route("/metrics", service.metrics),
+        Route("/version", service.version),
+        Route("/reset_prefix_cache", service.reset_prefix_cache, methods=["POST"]),
+        Route("/", service.index),
+    ]
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    api_error = as_api_error(error)
+    return Response(api_error.body(), api_error.status, media_type="application/json")

@@ -1,0 +1,101 @@
+"""The outermost layer: request ids, errors as responses, one log line and one count per request."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moeserve.frontend.body import ClientDisconnected
+from moeserve.frontend.errors import ApiError, internal_error
+from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.responses import SlowReader, send_error
+
+log = structlog.get_logger(__name__)
+
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_CLIENT_CLOSED = 499
+
+
+class RequestBoundary:
+    """ASGI middleware. `scope["state"]["request_id"]` is the client's `x-request-id` where it is safe to repeat.
+
+    What handlers put into `scope["state"]["log"]` is part of the log line: counts and times, never text.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        request_id = _request_id(scope)
+        state = scope.setdefault("state", {})
+        state |= {"request_id": request_id, "log": {}, "arrival": started}
+        response = _Response(send, request_id)
+        try:
+            await self._app(scope, receive, response)
+        except ClientDisconnected:
+            response.status = _CLIENT_CLOSED
+            self._metrics.count_disconnect()
+        except SlowReader:
+            response.status = _CLIENT_CLOSED
+            self._metrics.count_disconnect()
+            state["log"]["slow_reader"] = True
+            if abort := scope.get("extensions", {}).get("moeserve.abort"):
+                abort()
+        except Exception as error:
+            await self._fail(error, response, request_id)
+        finally:
+            route = scope["path"] if scope["path"] in self._routes else "other"
+            self._metrics.count_response(route, response.status)
+            fields = {**state["log"], "ms": round(1000 * (time.monotonic() - started), 1)}
+            emit = log.debug if route in ("/health", "/ready", "/metrics") else log.info
+            emit("request", request_id=request_id, route=route, status=response.status, **fields)
+
+    async def _fail(self, error: Exception, response: _Response, request_id: str) -> None:
+        if not isinstance(error, ApiError | HTTPException):
+            log.error("request_failed", request_id=request_id, exc_info=error)
+        if response.started:
+            raise error
+        await send_error(response, as_api_error(error))
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """The error that the client gets for an exception of a handler."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        return ApiError(error.status_code, str(error.detail), code=code)
+    return internal_error()
+
+
+class _Response:
+    """A `send` that adds the request id and knows the status."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._header = (b"x-request-id", request_id.encode())
+        self.started = False
+        self.status = 500
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            self.status = message["status"]
+            message = {**message, "headers": [*message.get("headers", ()), self._header]}
+        await self._send(message)
+
+
+def _request_id(scope: Scope) -> str:
+    sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return sent.decode() if _SAFE_ID.fullmatch(sent) else secrets.token_hex(12)

@@ -1,0 +1,166 @@
+"""The dialect of `/v1/completions`: its request into the internal one, the internal answer into its responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from moeserve.frontend import limits
+from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
+from moeserve.frontend.errors import ApiError, invalid
+from moeserve.frontend.text import TextTokenizer
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionBody(fields.SamplingBody, kw_only=True):
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
+    """The internal request. Raises ApiError with the status that the client gets."""
+    completion, ignored = fields.decode_json(body, CompletionBody)
+    name = fields.check_model(completion.model, model)
+    echo = bool(completion.echo)
+    asked = completion.logprobs
+    logprobs = None if asked is None else fields.read_logprobs("logprobs", asked, model)
+    stream, include_usage, continuous_usage = fields.read_stream_options(completion)
+    max_tokens = fields.read_count("max_tokens", completion.max_tokens)
+    return GenerateRequest(
+        model=name,
+        prompts=read_prompts(completion.prompt, model.vocab_size),
+        sampling=fields.read_sampling(completion, model, logprobs, echo),
+        max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
+        seed=fields.read_seed(completion.seed),
+        n=fields.read_n(completion),
+        stop=fields.read_stop(completion.stop),
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
+        echo=echo,
+        priority=fields.read_priority(completion),
+        cache_salt=fields.read_cache_salt(completion.cache_salt),
+        ignored=ignored,
+    )
+
+
+def read_prompts(
+    prompt: str | list[str | int | list[int]] | None, vocab_size: int
+) -> list[ChatPrompt | str | list[int]]:
+    """The prompts of a body: one text, several, one list of ids, or several. Raises ApiError."""
+    if prompt is None:
+        raise invalid("`prompt` is required", "prompt")
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    if not prompt:
+        raise _empty()
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1:
+        raise invalid("`prompt` must hold either texts, or token ids, or lists of token ids", "prompt")
+    if kinds == {int}:
+        prompt = [[item for item in prompt if isinstance(item, int)]]
+    if len(prompt) > limits.MAX_PROMPTS:
+        raise invalid(f"`prompt` takes at most {limits.MAX_PROMPTS} prompts", "prompt")
+    prompts: list[ChatPrompt | str | list[int]] = []
+    for item in prompt:
+        if not item:
+            raise _empty()
+        if isinstance(item, str):
+            prompts.append(item)
+        elif isinstance(item, list):
+            prompts.append(fields.check_token_ids("prompt", item, vocab_size))
+    return prompts
+
+
+def _empty() -> ApiError:
+    return invalid("`prompt` must not be empty", "prompt")
+
+
+class CompletionFormatter:
+    """Writes the answers. What is the same in every event is encoded once."""
+
+    def __init__(
+        self, answer_id: str, created: int, request: GenerateRequest, tokenizer: TextTokenizer, fingerprint: str
+    ) -> None:
+        self._head = {
+            "id": answer_id,
+            "object": "text_completion",
+            "created": created,
+            "model": request.model,
+            "system_fingerprint": fingerprint,
+        }
+        self._chunk_head = b"data: " + msgspec.json.encode(self._head)[:-1]
+        self._tail = b',"usage":null}\n\n' if request.include_usage else b"}\n\n"
+        self._tokenizer = tokenizer
+        self._num_top = request.sampling.logprobs
+
+    def start(self, index: int) -> bytes:
+        return b""
+
+    def delta(self, delta: Delta, usage: Usage | None) -> bytes:
+        logprobs = msgspec.json.encode(self._logprobs(delta.tokens)) if delta.tokens else b"null"
+        reason = b"null" if delta.finish_reason is None else b'"' + delta.finish_reason.encode() + b'"'
+        tail = self._tail if usage is None else b',"usage":' + msgspec.json.encode(usage.as_dict()) + b"}\n\n"
+        return b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}]%b' % (
+            self._chunk_head,
+            delta.index,
+            msgspec.json.encode(delta.text),
+            logprobs,
+            reason,
+            tail,
+        )
+
+    def usage(self, usage: Usage) -> bytes:
+        return self._chunk_head + b',"choices":[],"usage":' + msgspec.json.encode(usage.as_dict()) + b"}\n\n"
+
+    def complete(self, choices: list[Delta], usage: Usage) -> bytes:
+        return msgspec.json.encode(
+            {
+                **self._head,
+                "choices": [
+                    {
+                        "index": choice.index,
+                        "text": choice.text,
+                        "logprobs": None if self._num_top is None else self._logprobs(choice.tokens),
+                        "finish_reason": choice.finish_reason,
+                    }
+                    for choice in choices
+                ],
+                "usage": usage.as_dict(),
+            }
+        )
+
+    def _logprobs(self, tokens: list[TokenText]) -> dict[str, Any]:
+        """Four parallel lists; the first token of an echoed prompt has no probability, which is null."""
+        return {
+            "tokens": [self._text(token.token_id) for token in tokens],
+            "token_logprobs": [None if token.logprobs is None else _finite(token.logprobs.logprob) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": [token.offset for token in tokens],
+        }
+
+    def _top(self, token: TokenText) -> dict[str, float] | None:
+        """The likeliest texts, best first, and the chosen one even where it is not among them."""
+        if token.logprobs is None:
+            return None
+        top: dict[str, float] = {}
+        for token_id, logprob in (*token.logprobs.top, (token.token_id, token.logprobs.logprob)):
+            top.setdefault(self._text(token_id), _finite(logprob))
+        return top
+
+    def _text(self, token_id: int) -> str:
+        """A token's text; bytes that are no text of their own are spelled out, which keeps keys apart."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _finite(logprob: float) -> float:
+    """JSON knows no infinity; a token that was masked out has the least number a client can still read."""
+    return max(logprob, -9999.0)

@@ -1,0 +1,266 @@
+"""What the OpenAI dialects share: strict JSON, the sampling fields with their bounds, the fields that are refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import msgspec
+
+from moeserve.frontend import limits
+from moeserve.frontend.dialects.internal import ModelFacts
+from moeserve.frontend.errors import ApiError, invalid, unknown_model, unsupported
+from moeserve.request import SamplingParams
+
+_ABSENT = frozenset({b"null"})
+_OFF = frozenset({b"null", b"false"})
+_EMPTY = frozenset({b"null", b"[]", b"{}"})
+
+# Fields that would change the answer if they were served, with the values that ask for nothing.
+UNSUPPORTED: dict[str, Collection[bytes]] = {
+    "audio": _ABSENT,
+    "best_of": {b"null", b"1"},
+    "chat_template": _ABSENT,
+    "continue_final_message": _OFF,
+    "documents": _EMPTY,
+    "echo": _OFF,
+    "function_call": {b"null", b'"none"'},
+    "functions": _EMPTY,
+    "guided_choice": _ABSENT,
+    "guided_decoding_backend": _ABSENT,
+    "guided_grammar": _ABSENT,
+    "guided_json": _ABSENT,
+    "guided_regex": _ABSENT,
+    "include_stop_str_in_output": _OFF,
+    "kv_transfer_params": _ABSENT,
+    "logits_processors": _EMPTY,
+    "modalities": {b"null", b'["text"]'},
+    "prompt_embeds": _ABSENT,
+    "prompt_logprobs": _OFF,
+    "response_format": {b"null", b'{"type":"text"}'},
+    "skip_special_tokens": {b"null", b"true"},
+    "structured_outputs": _EMPTY,
+    "suffix": {b"null", b'""'},
+    "tool_choice": {b"null", b'"none"'},
+    "tools": _EMPTY,
+    "truncate_prompt_tokens": _ABSENT,
+    "use_beam_search": _OFF,
+    "web_search_options": _ABSENT,
+}
+
+# Fields of known clients that do not change the answer here; others are counted under one name.
+HARMLESS = frozenset(
+    {
+        "client_metadata",
+        "include",
+        "length_penalty",
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "spaces_between_special_tokens",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingBody(msgspec.Struct, kw_only=True):
+    """The fields of both dialects; null is the same as absent."""
+
+    model: str | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+_B = TypeVar("_B", bound=msgspec.Struct)
+
+
+def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
+    """The typed body, and the names of fields it has and `expected` lacks. Raises ApiError for anything malformed."""
+    try:
+        body.decode("utf-8")
+        raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        unknown = raw.keys() - set(expected.__struct_fields__)
+        for name in sorted(unknown & UNSUPPORTED.keys()):
+            if _compact(bytes(raw[name])) not in UNSUPPORTED[name]:
+                raise unsupported(name)
+        return msgspec.json.decode(body, type=expected), tuple(sorted(unknown - UNSUPPORTED.keys()))
+    except msgspec.ValidationError as error:
+        raise _wrong_type(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise invalid("The body is not valid JSON in UTF-8", code="invalid_json") from None
+    except RecursionError:
+        raise invalid("The body is nested too deeply", code="invalid_json") from None
+
+
+def _compact(raw: bytes) -> bytes:
+    """JSON without its insignificant spaces, for the short values that mean nothing."""
+    try:
+        return msgspec.json.encode(msgspec.json.decode(raw)) if len(raw) <= 64 else raw
+    except msgspec.DecodeError:
+        return raw
+
+
+def _wrong_type(message: str) -> ApiError:
+    path = re.search(r" - at `\$\.?(.*?)`$", message)
+    reason = message[: path.start()] if path else message
+    param = (path[1] if path else None) or None
+    name = f"Invalid value for `{param}`: " if param else "Invalid body: "
+    return invalid(name + reason[:1].lower() + reason[1:], param)
+
+
+def bounded(name: str, value: Any, low: float, high: float, *, above: bool = False) -> Any:
+    """`value` if it is finite and in [low, high] (in (low, high] with `above`). Raises ApiError."""
+    if not math.isfinite(value) or value < low or value > high or (above and value == low):
+        interval = f"{'above' if above else 'at least'} {low:g} and at most {high:g}"
+        raise invalid(f"`{name}` must be {interval}", name)
+    return value
+
+
+def check_model(name: str | None, model: ModelFacts) -> str:
+    """The name under which the answer speaks. Raises ApiError: 400 without a name, 404 for another model."""
+    if not name:
+        raise invalid("`model` is required", "model")
+    if name not in model.names:
+        raise unknown_model(name)
+    return name
+
+
+def read_sampling(body: SamplingBody, model: ModelFacts, logprobs: int | None, echo: bool = False) -> SamplingParams:
+    """The sampling parameters; the checkpoint's defaults where the client is silent. max_tokens and seed stay open."""
+    defaults = model.default_sampling
+
+    def pick(name: str, neutral: float) -> Any:
+        value = getattr(body, name)
+        return defaults.get(name, neutral) if value is None else value
+
+    top_k = int(pick("top_k", 0))
+    bounded("top_k", top_k, -1, limits.MAX_TOKENS)
+    return SamplingParams(
+        max_tokens=0,
+        temperature=bounded("temperature", pick("temperature", 1.0), 0, limits.MAX_TEMPERATURE),
+        top_k=0 if top_k == -1 or top_k >= model.vocab_size else top_k,
+        top_p=bounded("top_p", pick("top_p", 1.0), 0, 1, above=True),
+        min_p=bounded("min_p", pick("min_p", 0.0), 0, 1),
+        presence_penalty=_penalty("presence_penalty", body.presence_penalty),
+        frequency_penalty=_penalty("frequency_penalty", body.frequency_penalty),
+        repetition_penalty=bounded(
+            "repetition_penalty", pick("repetition_penalty", 1.0), 0, limits.MAX_REPETITION_PENALTY, above=True
+        ),
+        logit_bias=_logit_bias(body.logit_bias, model.vocab_size),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echo else None,
+        min_tokens=bounded("min_tokens", body.min_tokens or 0, 0, limits.MAX_TOKENS),
+        stop_token_ids=_stop_token_ids(body, model),
+    )
+
+
+def read_count(name: str, value: int | None) -> int | None:
+    """A number of tokens, at least one, or None."""
+    return None if value is None else int(bounded(name, value, 1, limits.MAX_TOKENS))
+
+
+def read_seed(seed: int | None) -> int | None:
+    return None if seed is None else int(bounded("seed", seed, limits.MIN_SEED, limits.MAX_SEED))
+
+
+def read_logprobs(name: str, value: int, model: ModelFacts) -> int:
+    return int(bounded(name, value, 0, model.max_logprobs))
+
+
+def read_priority(body: SamplingBody) -> int:
+    return int(bounded("priority", body.priority or 0, -limits.MAX_PRIORITY, limits.MAX_PRIORITY))
+
+
+def read_n(body: SamplingBody) -> int:
+    return int(bounded("n", 1 if body.n is None else body.n, 1, limits.MAX_N))
+
+
+def read_stop(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(stops) > limits.MAX_STOP_STRINGS:
+        raise invalid(f"`stop` takes at most {limits.MAX_STOP_STRINGS} strings", "stop")
+    if any(not text or len(text) > limits.MAX_STOP_CHARS for text in stops):
+        raise invalid(f"strings in `stop` must have 1 to {limits.MAX_STOP_CHARS} characters", "stop")
+    return stops
+
+
+def read_cache_salt(salt: str | None) -> str:
+    if salt is None:
+        return ""
+    if not salt or len(salt) > limits.MAX_CACHE_SALT_CHARS:
+        raise invalid(f"`cache_salt` must have 1 to {limits.MAX_CACHE_SALT_CHARS} characters", "cache_salt")
+    return salt
+
+
+def read_stream_options(body: SamplingBody) -> tuple[bool, bool, bool]:
+    """(stream, include_usage, continuous_usage)."""
+    stream = bool(body.stream)
+    options = body.stream_options
+    if options is None:
+        return stream, False, False
+    if not stream:
+        raise invalid("`stream_options` is only allowed together with `stream`", "stream_options")
+    return stream, bool(options.include_usage), bool(options.continuous_usage_stats)
+
+
+def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> list[int]:
+    """`token_ids` if all of them are in the vocabulary. Raises ApiError."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        raise invalid(f"`{name}` holds a token id outside the vocabulary of {vocab_size} tokens", name)
+    return token_ids
+
+
+def _penalty(name: str, value: float | None) -> float:
+    return float(bounded(name, value or 0.0, -limits.MAX_PENALTY, limits.MAX_PENALTY))
+
+
+def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    if not bias:
+        return None
+    if len(bias) > limits.MAX_LOGIT_BIAS:
+        raise invalid(f"`logit_bias` takes at most {limits.MAX_LOGIT_BIAS} entries", "logit_bias")
+    if any(re.fullmatch(r"[0-9]{1,10}", key) is None for key in bias):
+        raise invalid("keys of `logit_bias` must be token ids", "logit_bias")
+    check_token_ids("logit_bias", [int(key) for key in bias], vocab_size)
+    limit = limits.MAX_LOGIT_BIAS_VALUE
+    return {int(key): float(bounded("logit_bias", value, -limit, limit)) for key, value in bias.items()}
+
+
+def _stop_token_ids(body: SamplingBody, model: ModelFacts) -> tuple[int, ...]:
+    asked = body.stop_token_ids or []
+    if len(asked) > limits.MAX_STOP_TOKEN_IDS:
+        raise invalid(f"`stop_token_ids` takes at most {limits.MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
+    check_token_ids("stop_token_ids", asked, model.vocab_size)
+    natural = () if body.ignore_eos else model.eos_token_ids
+    return tuple(dict.fromkeys((*natural, *asked)))

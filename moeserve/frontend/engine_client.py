@@ -1,0 +1,255 @@
+"""The frontend's end of the engine's socket: requests out, outputs in, and the engine's death noticed.
+
+One task reads the socket and is never cancelled while the client lives; it hands every output to the group that waits
+for it. Nothing here blocks the event loop: a message that the socket does not take at once is an error of its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import structlog
+import zmq
+import zmq.asyncio
+
+from moeserve import messages
+from moeserve.frontend.engine_watch import ProgressWatch
+from moeserve.frontend.request_group import EngineGone, RequestGroup
+from moeserve.messages import (
+    Abort,
+    Admitted,
+    Control,
+    ControlResult,
+    EngineReady,
+    Finish,
+    Generate,
+    Heartbeat,
+    Hello,
+    Message,
+    Outputs,
+    Refused,
+    Rejected,
+    Stats,
+)
+from moeserve.run_context import RunContext
+
+log = structlog.get_logger(__name__)
+
+_MAX_QUEUED_FRAMES = 100_000
+_HELLO_INTERVAL_S = 0.05
+
+
+class EngineClient:
+    """`ready` is None until the engine has loaded its model; `dead_reason` is None while it lives."""
+
+    def __init__(self, context: RunContext, on_stats: Callable[[Stats], None] | None = None) -> None:
+        self.ready: EngineReady | None = None
+        self.dead_reason: str | None = None
+        self.num_bad_frames = 0
+        self._run = context
+        self._on_stats = on_stats
+        self._groups: dict[str, RequestGroup] = {}
+        self._controls: dict[int, asyncio.Future[ControlResult]] = {}
+        self._next_control = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._pidfd: int | None = None
+
+    async def start(self) -> None:
+        """Connects and begins to introduce itself; returns at once."""
+        run = self._run
+        self._zmq = zmq.asyncio.Context()
+        self._socket = self._zmq.socket(zmq.DEALER)
+        identity = f"frontend.{run.incarnation}.{os.getpid()}.{secrets.token_hex(4)}"
+        self._socket.setsockopt(zmq.ROUTING_ID, identity.encode())
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._beats = self._zmq.socket(zmq.SUB)
+        self._beats.setsockopt(zmq.SUBSCRIBE, b"")
+        for socket, address in ((self._socket, run.engine_address), (self._beats, run.heartbeat_address)):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED_FRAMES)
+            socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED_FRAMES)
+            socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
+            socket.connect(address)
+        self._spawn(self._read())
+        self._spawn(self._introduce())
+
+    async def stop(self) -> None:
+        """Ends the tasks and closes the sockets."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._close_pidfd()
+        self._socket.close(linger=0)
+        self._beats.close(linger=0)
+        self._zmq.term()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._groups)
+
+    @asynccontextmanager
+    async def submit(self, generates: list[Generate]) -> AsyncIterator[RequestGroup]:
+        """Sends the requests. Leaving the block aborts, once each, those that have not ended. Raises EngineGone."""
+        group = RequestGroup(generates, self._finish)
+        try:
+            for generate in generates:
+                self._groups[generate.request_id] = group
+                self._send(generate)
+                group.mark_sent(generate.request_id)
+            yield group
+        finally:
+            for generate in generates:
+                self._groups.pop(generate.request_id, None)
+            for request_id in group.close():
+                if self.dead_reason is None:
+                    self._try_send(Abort(request_id))
+
+    async def control(self, command: str) -> ControlResult:
+        """Has the engine carry out an operator's command. Raises EngineGone."""
+        self._next_control += 1
+        control_id = self._next_control
+        future: asyncio.Future[ControlResult] = asyncio.get_running_loop().create_future()
+        self._controls[control_id] = future
+        try:
+            self._send(Control(control_id, command))
+            return await future
+        finally:
+            self._controls.pop(control_id, None)
+
+    def fail_all(self, reason: str) -> None:
+        """Ends every open request with EngineGone, and tells the engine to stop working on it."""
+        for group in set(self._groups.values()):
+            group.fail(EngineGone(reason))
+        for future in self._controls.values():
+            if not future.done():
+                future.set_exception(EngineGone(reason))
+
+    def _spawn(self, job: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(job)
+        task.add_done_callback(self._on_task_end)
+        self._tasks.append(task)
+
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """A reader that failed would leave every request waiting."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("engine_client_failed", exc_info=error)
+            self._die("the frontend lost its connection to the engine")
+
+    def _finish(self, request_id: str, keep_tokens: int) -> None:
+        self._send(Finish(request_id, keep_tokens))
+
+    def _send(self, message: Message) -> None:
+        if self.dead_reason is not None:
+            raise EngineGone(self.dead_reason)
+        if not self._try_send(message):
+            raise EngineGone("the engine does not take messages")
+
+    def _try_send(self, message: Message) -> bool:
+        """Whether the socket took the message, which it says at once."""
+        error = self._send_now(messages.encode(message, self._run.incarnation))
+        if error is not None:
+            log.warning("engine_send_failed", message=type(message).__name__, error=str(error))
+        return error is None
+
+    def _send_now(self, frame: bytes) -> BaseException | None:
+        """The error that kept the socket from taking the frame. With DONTWAIT pyzmq's future is done on return."""
+        sent = cast("asyncio.Future[Any]", self._socket.send(frame, flags=zmq.DONTWAIT))
+        return sent.exception()
+
+    async def _introduce(self) -> None:
+        """Hello as soon as the engine's socket is there."""
+        hello = messages.encode(Hello(messages.PROTOCOL_VERSION, self._run.model_hash), self._run.incarnation)
+        while self._send_now(hello) is not None:
+            await asyncio.sleep(_HELLO_INTERVAL_S)
+
+    async def _read(self) -> None:
+        while True:
+            frame = await self._socket.recv()
+            try:
+                incarnation, message = messages.decode(frame, messages.FromEngine)
+            except messages.DecodeError as error:
+                # Whose tokens were in it is unknown; going on would give some request a text with a hole.
+                self.num_bad_frames += 1
+                log.error("engine_frame_unreadable", error=str(error)[:200])
+                self.fail_all("a message of the engine could not be read")
+                continue
+            if incarnation == self._run.incarnation:
+                self._dispatch(message)
+
+    def _dispatch(self, message: Message) -> None:
+        match message:
+            case Outputs(outputs=outputs):
+                for output in outputs:
+                    if group := self._groups.get(output.request_id):
+                        group.put(output)
+            case Admitted(request_id=request_id) | Rejected(request_id=request_id):
+                if group := self._groups.get(request_id):
+                    group.answer(message)
+            case Stats():
+                if self._on_stats is not None:
+                    self._on_stats(message)
+            case ControlResult():
+                future = self._controls.get(message.control_id)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case EngineReady():
+                self._on_ready(message)
+            case Refused(reason=reason):
+                self._die(f"the engine refused this frontend: {reason}")
+
+    def _on_ready(self, ready: EngineReady) -> None:
+        if self.ready is not None:
+            return
+        self.ready = ready
+        log.info("engine_ready", pid=ready.pid, device=ready.device, max_model_len=ready.max_model_len)
+        try:
+            self._pidfd = os.pidfd_open(ready.pid)
+        except ProcessLookupError:
+            self._die("the engine process ended")
+            return
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
+        loop = asyncio.get_running_loop()
+        watch = ProgressWatch(self._run.config.engine_timeout, loop.time())
+        self._spawn(self._read_beats(watch))
+        self._spawn(self._judge(watch))
+
+    def _on_exit(self) -> None:
+        self._die("the engine process ended")
+
+    async def _read_beats(self, watch: ProgressWatch) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            frame = await self._beats.recv()
+            try:
+                incarnation, beat = messages.decode(frame, Heartbeat)
+            except messages.DecodeError:
+                self.num_bad_frames += 1
+                continue
+            if incarnation == self._run.incarnation:
+                watch.observe(beat, loop.time())
+
+    async def _judge(self, watch: ProgressWatch) -> None:
+        loop = asyncio.get_running_loop()
+        while self.dead_reason is None:
+            await asyncio.sleep(min(1.0, self._run.config.engine_timeout / 8))
+            if verdict := watch.verdict(loop.time()):
+                self._die(f"the engine hangs: {verdict}")
+
+    def _die(self, reason: str) -> None:
+        self._close_pidfd()
+        if self.dead_reason is None:
+            log.error("engine_lost", reason=reason)
+            self.dead_reason = reason
+            self.fail_all(reason)
+
+    def _close_pidfd(self) -> None:
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None

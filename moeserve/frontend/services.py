@@ -1,0 +1,130 @@
+"""What the routes of one frontend share, and whether it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+from moeserve.frontend.admission import Admission
+from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
+from moeserve.frontend.engine_client import EngineClient
+from moeserve.frontend.errors import ApiError, context_length_exceeded, invalid, unavailable
+from moeserve.frontend.limits import TOKENIZE_INLINE_CHARS
+from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.templates import ChatTemplate, load_chat_template, render_prompt
+from moeserve.frontend.text import TextTokenizer
+from moeserve.run_context import RunContext
+
+_RETRY_WHILE_LOADING_S = 5.0
+_RETRY_ELSEWHERE_S = 10.0
+
+
+class Services:
+    """Built once per frontend. `draining` is set when no new generation is taken any more."""
+
+    def __init__(self, run: RunContext, tokenizer: TextTokenizer, template: ChatTemplate | None) -> None:
+        self.run = run
+        self.tokenizer = tokenizer
+        self.template = template
+        self.metrics = Metrics()
+        self.engine = EngineClient(run, on_stats=self.metrics.on_stats)
+        self.admission = Admission(time.monotonic, self.metrics.rejections)
+        self.draining = False
+        self.created = int(time.time())
+        self.fingerprint = f"fp_{run.model_hash[:12]}"
+        self._seeds = random.Random(run.config.seed)
+        self._facts: ModelFacts | None = None
+
+    @classmethod
+    def load(cls, run: RunContext) -> Services:
+        """Reads the checkpoint's tokenizer and template."""
+        tokenizer = TextTokenizer.from_file(Path(run.model_dir) / "tokenizer.json")
+        return cls(run, tokenizer, load_chat_template(run.model_dir))
+
+    def not_ready_reason(self) -> str | None:
+        """Why no generation would be taken now, or None."""
+        if self.draining:
+            return "draining"
+        if self.engine.dead_reason is not None:
+            return self.engine.dead_reason
+        return None if self.engine.ready is not None else "the model is loading"
+
+    def check_serving(self) -> ModelFacts:
+        """The model's facts. Raises ApiError (503) unless generations are taken."""
+        if self.draining:
+            raise unavailable("The server is shutting down", "draining", _RETRY_ELSEWHERE_S, close=True)
+        if self.engine.dead_reason is not None:
+            raise unavailable("The engine is not running", "engine_dead", _RETRY_ELSEWHERE_S)
+        ready = self.engine.ready
+        if ready is None:
+            raise unavailable("The model is still loading", "loading", _RETRY_WHILE_LOADING_S)
+        if self._facts is None:
+            self._facts = ModelFacts(
+                names=self.run.served_model_names,
+                max_model_len=ready.max_model_len,
+                vocab_size=ready.vocab_size,
+                eos_token_ids=tuple(ready.eos_token_ids),
+                default_sampling=ready.default_sampling,
+                max_logprobs=self.run.config.max_logprobs,
+            )
+        return self._facts
+
+    @property
+    def capacity(self) -> int:
+        """Choices that the engine runs and queues."""
+        ready = self.engine.ready
+        return ready.max_num_seqs + ready.max_num_queued_reqs if ready is not None else 0
+
+    def draw_seed(self) -> int:
+        """A seed for a request that brought none."""
+        return self._seeds.getrandbits(63)
+
+    async def encode(self, prompt: ChatPrompt | str | list[int], facts: ModelFacts) -> list[int]:
+        """Token ids of a prompt; long ones are tokenised in a thread. Raises ApiError."""
+        if isinstance(prompt, list):
+            return prompt
+        mark = None
+        if isinstance(prompt, ChatPrompt):
+            text, mark = await self._render(prompt)
+        else:
+            text = prompt
+        # No token is longer than the longest one, so hopeless prompts need no tokenising.
+        least = len(text) // self.tokenizer.longest_token
+        if least >= facts.max_model_len:
+            raise context_length_exceeded(facts.max_model_len, least, 1, at_least=True)
+        if len(text) <= TOKENIZE_INLINE_CHARS:
+            token_ids = self._encode(text, mark)
+        else:
+            token_ids = await asyncio.to_thread(self._encode, text, mark)
+        if not token_ids:
+            raise invalid("The prompt has no tokens", "prompt" if mark is None else "messages")
+        return token_ids
+
+    def _encode(self, text: str, mark: str | None) -> list[int]:
+        if mark is None:
+            return self.tokenizer.encode(text)
+        return self.tokenizer.encode_rendered(text, mark)
+
+    async def _render(self, prompt: ChatPrompt) -> tuple[str, str]:
+        template = self.template
+        if template is None:
+            raise ApiError(
+                400,
+                "This model has no chat template; use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+
+        def render() -> tuple[str, str]:
+            return render_prompt(
+                template,
+                self.tokenizer,
+                prompt.messages,
+                add_generation_prompt=prompt.add_generation_prompt,
+                variables=prompt.variables,
+            )
+
+        size = sum(len(message["content"]) for message in prompt.messages)
+        return render() if size <= TOKENIZE_INLINE_CHARS else await asyncio.to_thread(render)

@@ -1,0 +1,207 @@
+"""Text to token ids and back: the tokenizer, the incremental detokenizer and the search for stop strings.
+
+Which text may become control tokens is decided here. A rendered chat template and the prompt of `/v1/completions` are
+model input as a whole, so special tokens written in them count. What a user says inside a chat message does not: the
+template's renderer puts a cut mark into every special token it finds there (`protect`), and `encode_rendered` tokenises
+around the marks, so that no such token is formed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+# Unicode's noncharacters: valid in UTF-8, never part of real text. A cut mark is one that the conversation lacks.
+CUT_MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
+CONTEXT_TOKENS = 5
+
+
+class TextTokenizer:
+    """The tokenizer of a checkpoint's `tokenizer.json`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._byte_level = _is_byte_level(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added_texts = {token_id: token.content for token_id, token in added.items()}
+        specials = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
+        # A literal is cut after its first character, so one-character special tokens cannot be cut at all.
+        cuttable = [re.escape(content) for content in specials if len(content) > 1]
+        self._special_pattern = re.compile("|".join(cuttable)) if cuttable else None
+        self.longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        self.token_bytes = lru_cache(maxsize=65_536)(self._token_bytes)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> TextTokenizer:
+        """Reads `tokenizer.json`."""
+        return cls(Tokenizer.from_file(str(path)))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, special tokens in it included. Releases the GIL."""
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def protect(self, text: str, mark: str) -> str:
+        """`text` with `mark` inside every special token that is spelled out in it."""
+        if self._special_pattern is None:
+            return text
+        return self._special_pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
+
+    def encode_rendered(self, text: str, mark: str) -> list[int]:
+        """Token ids of a rendered template whose user content went through `protect` with the same mark."""
+        if mark not in text:
+            return self.encode(text, add_special_tokens=False)
+        pieces = text.split(mark)
+        return [token_id for piece in pieces for token_id in self.encode(piece, add_special_tokens=False)]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for; empty for an id without a token (padding rows of the vocabulary)."""
+        if token_id in self._added_texts:
+            return self._added_texts[token_id].encode()
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            table = _byte_of_char()
+            return bytes(table[char] for char in token) if all(char in table for char in token) else token.encode()
+        if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    def stream(self, context: Sequence[int]) -> DecodeStream:
+        """A decoder of what follows the tokens of `context`."""
+        return DecodeStream(ids=list(context), skip_special_tokens=True)
+
+    def step(self, stream: DecodeStream, token_id: int) -> str | None:
+        """Text that one more token completes. Raises what `tokenizers` raises for a broken sequence."""
+        text: str | None = stream.step(self._tokenizer, token_id)
+        return text
+
+
+class IncrementalDetokenizer:
+    """Text of one output, token by token. A character split over tokens appears with its last one.
+
+    `prompt` gives context: decoders of SentencePiece vocabularies drop the space before the first token they see.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        context = list(prompt[-CONTEXT_TOKENS:])
+        if tokenizer.decode(context).endswith("\ufffd"):
+            context = []  # a prompt that ends inside a character cannot be continued from
+        self._shown = context  # the tokens before the pending ones, which their text depends on
+        self._pending: list[int] = []
+        self._stream = tokenizer.stream(context)
+
+    def push(self, token_id: int) -> str:
+        """Text that `token_id` completes, possibly none."""
+        self._pending.append(token_id)
+        try:
+            text = self._tokenizer.step(self._stream, token_id)
+        except Exception:  # tokenizers raises a bare Exception when earlier text would change with this token
+            text = self.flush()
+            self._stream = self._tokenizer.stream(self._shown)
+            return text
+        if text is None:
+            return ""
+        self._shown, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        """What is left at the end: an unfinished character shows as U+FFFD."""
+        if not self._pending:
+            return ""
+        before = self._tokenizer.decode(self._shown)
+        after = self._tokenizer.decode(self._shown + self._pending)
+        self._shown, self._pending = self._pending, []
+        return after[len(before) :]
+
+
+class StopMatcher:
+    """Finds stop strings in text that comes in pieces, and holds back what may be the beginning of one.
+
+    One Knuth-Morris-Pratt automaton per stop string: linear in the text, and the same whatever the pieces are. The stop
+    string that is complete first counts, of several ending together the longest.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._failures = [_failure_table(stop) for stop in self._stops]
+        self._states = [0] * len(self._stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Characters held back."""
+        return len(self._held)
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now. Once `matched` is set, all before the stop string has been shown."""
+        if not self._stops or self.matched is not None:
+            return text if self.matched is None else ""
+        text = self._held + text
+        for position in range(len(self._held), len(text)):
+            self._advance(text[position])
+            complete = [stop for stop, state in zip(self._stops, self._states, strict=True) if state == len(stop)]
+            if complete:
+                self.matched = max(complete, key=len)
+                self._held = ""
+                return text[: position + 1 - len(self.matched)]
+        num_held = max(self._states)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held]
+
+    def flush(self) -> str:
+        """What was held back, at the end of the output."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, char: str) -> None:
+        for index, (stop, failure) in enumerate(zip(self._stops, self._failures, strict=True)):
+            state = self._states[index]
+            while state and stop[state] != char:
+                state = failure[state - 1]
+            self._states[index] = state + 1 if stop[state] == char else 0
+
+
+def _failure_table(pattern: str) -> list[int]:
+    """For each prefix of `pattern` the length of its longest proper prefix that is also its suffix."""
+    table = [0] * len(pattern)
+    length = 0
+    for index in range(1, len(pattern)):
+        while length and pattern[index] != pattern[length]:
+            length = table[length - 1]
+        if pattern[index] == pattern[length]:
+            length += 1
+        table[index] = length
+    return table
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    if tokenizer.decoder is None:
+        return False
+    decoder = msgspec.json.decode(tokenizer.decoder.__getstate__())
+    return any(part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ())))
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 bytes are themselves, the others follow from U+0100 in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
