@@ -11,6 +11,7 @@ import traceback
 
 from launcher.status import Report, reporter
 from moeserve.config import ConfigError
+from moeserve.frontend.logs import configure_logs
 from moeserve.models.errors import ModelError
 from moeserve.run_context import RunContext, load_run_context
 
@@ -27,8 +28,10 @@ def main() -> int:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    context = load_run_context(arguments.context)
+    configure_logs(context.config.log_level, context.config.log_format)
     with open(arguments.status_fd, "w", encoding="utf-8") as pipe:
-        return _serve(load_run_context(arguments.context), reporter(pipe), stop)
+        return _serve(context, reporter(pipe), stop)
 
 
 def _serve(context: RunContext, report: Report, stop: threading.Event) -> int:

@@ -1,0 +1,133 @@
+"""`moeserve chat`: a conversation in the terminal with a running server."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.markup import escape
+
+_TIMEOUT = 600.0
+_COMMANDS = "/reset forgets the conversation, /exit ends."
+
+
+class ChatError(Exception):
+    """The server cannot be asked or refused; one sentence."""
+
+
+@dataclass
+class Conversation:
+    """The messages so far and how to send them. `say` extends the conversation by a question and its answer."""
+
+    url: str
+    model: str
+    api_key: str | None = None
+    system: str | None = None
+    max_tokens: int | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything but the system prompt."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def say(self, text: str) -> Iterator[str]:
+        """Pieces of the answer as they arrive. Raises ChatError; the question is then not remembered."""
+        question = {"role": "user", "content": text}
+        body: dict[str, Any] = {"model": self.model, "messages": [*self.messages, question], "stream": True}
+        if self.max_tokens is not None:
+            body["max_tokens"] = self.max_tokens
+        pieces = []
+        for event in _stream(f"{self.url}/v1/chat/completions", body, self.api_key):
+            piece = event["choices"][0]["delta"].get("content") if event.get("choices") else None
+            if piece:
+                pieces.append(piece)
+                yield piece
+        self.messages += [question, {"role": "assistant", "content": "".join(pieces)}]
+
+
+def first_model(url: str, api_key: str | None) -> str:
+    """The name of the model that the server serves. Raises ChatError."""
+    with _open(f"{url}/v1/models", None, api_key) as response:
+        return str(json.load(response)["data"][0]["id"])
+
+
+def _stream(url: str, body: dict[str, Any], api_key: str | None) -> Iterator[dict[str, Any]]:
+    with _open(url, body, api_key) as response:
+        for line in response:
+            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                event: dict[str, Any] = json.loads(line[len(b"data: ") :])
+                if "error" in event:
+                    raise ChatError(str(event["error"].get("message", event["error"])))
+                yield event
+
+
+def _open(url: str, body: dict[str, Any] | None, api_key: str | None) -> Any:
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=_TIMEOUT)
+    except urllib.error.HTTPError as error:
+        raise ChatError(_refusal(error)) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ChatError(f"No server answers at {url} ({reason}): start one with `moeserve serve`.") from None
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"The server answered {error.code} {error.reason}."
+
+
+@click.command()
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server.")
+@click.option("--model", help="Model to ask for; the first one served when left out.")
+@click.option("--system", help="System prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@click.option("--api-key", envvar="MOESERVE_API_KEY", help="Key of the server. [MOESERVE_API_KEY]")
+def chat(url: str, model: str | None, system: str | None, max_tokens: int | None, api_key: str | None) -> None:
+    """Talk to a running server from the terminal."""
+    console = Console(highlight=False, soft_wrap=True)
+    base = url.rstrip("/").removesuffix("/v1")
+    try:
+        conversation = Conversation(base, model or first_model(base, api_key), api_key, system, max_tokens)
+    except ChatError as error:
+        raise click.ClickException(str(error)) from None
+    if sys.stdin.isatty():
+        console.print(f"[dim]{escape(conversation.model)} at {escape(base)}. {_COMMANDS}[/]")
+    while (text := _read_line()) not in (None, "/exit"):
+        if text == "/reset":
+            conversation.reset()
+        elif text:
+            _answer(console, conversation, text)
+
+
+def _read_line() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+
+
+def _answer(console: Console, conversation: Conversation, text: str) -> None:
+    try:
+        for piece in conversation.say(text):
+            console.out(piece, end="", highlight=False)
+    except ChatError as error:
+        console.print(f"[red]{escape(str(error))}[/]", end="")
+    except KeyboardInterrupt:
+        console.print("[dim] (stopped)[/]", end="")
+    console.print()

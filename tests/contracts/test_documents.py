@@ -1,0 +1,37 @@
+"""The documents name what exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+_PATH = re.compile(r"`((?:launcher|moeserve|radix_cache|experts|kernels|tests|docs|examples)/[\w./-]*?(?:\.\w+|/)?)`")
+_LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#]+)")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_and_links_in_documents_exist(document):
+    text = document.read_text()
+    missing = [path for path in _PATH.findall(text) if not (ROOT / path).exists()]
+    missing += [link for link in _LINK.findall(text) if not (document.parent / link).exists()]
+    assert missing == []
+
+
+def test_the_architecture_document_follows_modules_that_exist():
+    document = ROOT / "docs" / "architecture.md"
+    if not document.exists():
+        pytest.skip("docs/architecture.md is not written yet")
+    text = document.read_text()
+    modules = re.findall(r"`((?:launcher|moeserve|radix_cache|experts|kernels)(?:\.\w+)+)`", text)
+    assert [name for name in modules if not module_or_member_exists(name)] == []
+
+
+def module_or_member_exists(dotted: str) -> bool:
+    """Whether `a.b.c` is a module, a package, or a name written in module `a.b`."""
+    path = ROOT.joinpath(*dotted.split("."))
+    if path.with_suffix(".py").exists() or path.is_dir():
+        return True
+    module = path.parent.with_suffix(".py")
+    return module.exists() and re.search(rf"\b{path.name}\b", module.read_text()) is not None

@@ -1,0 +1,124 @@
+"""Who may import whom, read from the syntax trees, and what may not appear in any file."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("launcher", "moeserve", "radix_cache", "experts", "kernels")
+MAY_IMPORT = {
+    "launcher": {"moeserve"},
+    "moeserve": {"radix_cache", "experts", "kernels"},
+    "experts": {"kernels"},
+    "radix_cache": set(),
+    "kernels": set(),
+}
+MAX_LINES = 350
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+# Importable where torch is not installed.
+PURE = [
+    "launcher.cli",
+    "launcher.serve",
+    "launcher.chat",
+    "launcher.version",
+    "launcher.supervisor",
+    "launcher.worker",
+    "moeserve.config",
+    "moeserve.settings",
+    "moeserve.request",
+    "moeserve.messages",
+    "moeserve.plan",
+    "moeserve.run_context",
+    "moeserve.scheduler",
+    "moeserve.models.errors",
+    "moeserve.models.source",
+    "moeserve.models.spec",
+    "moeserve.models.families",
+    "radix_cache",
+]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Every module a file imports, at any depth of its code."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield node.module or ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_go_down_only(path):
+    package = path.relative_to(ROOT).parts[0]
+    others = {module.split(".")[0] for module in imported_modules(path)} & set(PACKAGES) - {package}
+    assert others <= MAY_IMPORT[package]
+
+
+def test_the_radix_cache_needs_the_standard_library_alone():
+    roots = {module.split(".")[0] for path in (ROOT / "radix_cache").rglob("*.py") for module in imported_modules(path)}
+    assert roots <= set(sys.stdlib_module_names) | {"radix_cache"}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.name == "__init__.py"], ids=name_of)
+def test_no_package_imports_torch_by_itself(path):
+    assert not {"torch", "transformers", "triton"} & {module.split(".")[0] for module in imported_modules(path)}
+
+
+def test_kernels_imports_nothing_by_itself():
+    # transformers looks for a package of this name.
+    assert not list(imported_modules(ROOT / "kernels" / "__init__.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_stay_readable_in_one_sitting(path):
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_nothing_unpickles_and_no_foreign_code_runs(path):
+    assert not {"pickle", "dill", "cloudpickle", "marshal", "shelve"} & set(imported_modules(path))
+    tree = ast.parse(path.read_text())
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert not {"torch.load", "eval", "exec", "pickle.loads"} & calls
+    keywords = {keyword.arg for node in ast.walk(tree) if isinstance(node, ast.Call) for keyword in node.keywords}
+    assert "trust_remote_code" not in keywords
+
+
+def loaded_after(modules: list[str], forbidden: set[str]) -> str:
+    """Imports each module in one fresh interpreter and returns the first that brought a forbidden one with it."""
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    found = {sorted(forbidden)!r}\n"
+        "    found = [other for other in found if other in sys.modules]\n"
+        "    if found:\n"
+        "        print(name, found)\n"
+        "        break\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_pure_modules_load_without_torch():
+    assert loaded_after(PURE, {"torch", "transformers"}) == ""
+
+
+def test_the_http_process_loads_neither_torch_nor_transformers():
+    frontend = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in FILES
+        if path.is_relative_to(ROOT / "moeserve" / "frontend") and path.name != "__init__.py"
+    ]
+    assert loaded_after([*frontend, "launcher.frontend_main"], {"torch", "transformers"}) == ""

@@ -1,0 +1,171 @@
+"""The parts of the launcher that need no second process."""
+
+import fcntl
+import os
+import stat
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from launcher import preflight
+from launcher.console import format_bytes, ready_banner
+from launcher.errors import LaunchError
+from launcher.hang import HangDetector
+from launcher.listener import is_loopback, open_listener, reachable_address, url
+from launcher.machine import gpu_names, usable_cores
+from launcher.model_hash import hash_model
+from launcher.processes import child_environment
+from launcher.run_directory import remove_stale, run_directory
+from launcher.status import Failed, Loading, Ready, decode_status
+
+READY = Ready(
+    device="cpu",
+    dtype="float32",
+    weights_bytes=600 * 2**20,
+    kv_bytes=2**30,
+    num_blocks=1000,
+    block_size=16,
+    max_model_len=4096,
+    model_max_len=8192,
+)
+
+
+def test_an_idle_engine_never_hangs_as_long_as_it_beats():
+    detector = HangDetector(10, now=0)
+    for now in range(0, 100, 5):
+        detector.observe(now, step=3, busy=False)
+        assert not detector.is_hung(now)
+
+
+def test_a_busy_engine_hangs_when_its_step_stands_still():
+    detector = HangDetector(10, now=0)
+    detector.observe(1, step=3, busy=True)
+    detector.observe(11, step=3, busy=True)
+    assert not detector.is_hung(11)
+    assert detector.is_hung(11.5)
+    detector.observe(12, step=4, busy=True)
+    assert not detector.is_hung(12)
+
+
+def test_silence_is_a_hang_unless_the_listener_itself_was_stopped():
+    detector = HangDetector(10, now=0)
+    assert detector.is_hung(11)
+    detector.restart(11)
+    assert not detector.is_hung(11)
+
+
+def test_the_banner_says_where_how_and_with_what():
+    text = ready_banner(READY, url="http://127.0.0.1:8000", model="demo", needs_key=False, gpus=["NVIDIA H200"])
+    assert "ready on http://127.0.0.1:8000" in text
+    assert "curl -N http://127.0.0.1:8000/v1/chat/completions -H" in text
+    assert "1.0 GiB = 16,000 tokens in 1,000 blocks" in text
+    assert "4,096 tokens per request (the model allows 8,192)" in text
+    assert "NVIDIA H200 found, not used" in text
+
+
+def test_the_banner_asks_for_the_key_without_showing_one():
+    text = ready_banner(READY, url="http://x", model="demo", needs_key=True, gpus=[])
+    assert "Bearer $MOESERVE_API_KEY" in text
+
+
+@pytest.mark.parametrize(("count", "text"), [(5, "5 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (2**51, "2048.0 TiB")])
+def test_bytes_are_shown_in_binary_units(count, text):
+    assert format_bytes(count) == text
+
+
+def test_statuses_are_told_apart_by_their_event():
+    assert decode_status(b'{"event":"loading","done":1,"total":2}') == Loading(1, 2)
+    assert decode_status(b'{"event":"error","message":"no"}') == Failed("no")
+    assert isinstance(decode_status(b"nonsense"), Failed)
+
+
+def test_a_listener_on_every_address_is_reached_through_loopback():
+    with open_listener("0.0.0.0", 0) as listener:
+        host, port = reachable_address(listener)
+        assert url((host, port)) == f"http://127.0.0.1:{port}"
+    assert url(("::1", 80)) == "http://[::1]:80"
+
+
+@pytest.mark.parametrize(("host", "local"), [("localhost", True), ("127.0.0.2", True), ("0.0.0.0", False)])
+def test_loopback_is_recognised(host, local):
+    assert is_loopback(host) == local
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(LaunchError, match=r"no address 192\.0\.2\.1"):
+        open_listener("192.0.2.1", 0)
+
+
+def test_the_run_directory_is_private_and_removed(tmp_path):
+    with run_directory({"XDG_RUNTIME_DIR": str(tmp_path)}) as path:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        assert path.parent == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_directory_too_deep_for_sockets_goes_elsewhere(tmp_path):
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    with run_directory({"XDG_RUNTIME_DIR": str(deep)}) as path:
+        assert len(str(path / "heartbeat.4294967295")) <= 107
+
+
+def test_only_directories_of_dead_supervisors_are_removed(tmp_path):
+    for name in ("dead", "alive"):
+        (tmp_path / f"moeserve-{name}").mkdir()
+        (tmp_path / f"moeserve-{name}" / "lock").touch()
+    (tmp_path / "moeserve-other").mkdir()
+    lock = os.open(tmp_path / "moeserve-alive" / "lock", os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    remove_stale(tmp_path)
+    os.close(lock)
+    assert {path.name for path in tmp_path.iterdir()} == {"moeserve-alive", "moeserve-other"}
+
+
+def test_cores_are_cut_to_the_quota_of_the_container(tmp_path):
+    quota = tmp_path / "cpu.max"
+    assert usable_cores(quota) == len(os.sched_getaffinity(0))
+    quota.write_text("max 100000\n")
+    assert usable_cores(quota) == len(os.sched_getaffinity(0))
+    quota.write_text("50000 100000\n")
+    assert usable_cores(quota) == 1
+
+
+def test_gpus_are_named_by_the_driver(tmp_path):
+    assert gpu_names(tmp_path) == []
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
+    assert gpu_names(tmp_path) == ["NVIDIA H200"]
+
+
+def test_the_model_hash_follows_names_sizes_and_small_files(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    first = hash_model(tmp_path)
+    assert hash_model(tmp_path) == first
+    (tmp_path / "config.json").write_text("[]")
+    assert hash_model(tmp_path) != first
+
+
+def test_children_inherit_no_settings_and_no_keys():
+    inherited = child_environment({"MOESERVE_API_KEY": "secret", "NOTIFY_SOCKET": "s", "HOME": "/h"}, threads=2)
+    assert "MOESERVE_API_KEY" not in inherited
+    assert "NOTIFY_SOCKET" not in inherited
+    assert inherited["HOME"] == "/h"
+    assert inherited["OMP_NUM_THREADS"] == "2"
+
+
+def test_another_distribution_named_kernels_is_refused(monkeypatch):
+    def installed(_: str) -> object:
+        return type("Distribution", (), {"version": "0.9"})()
+
+    monkeypatch.setattr(preflight, "distribution", installed)
+    with pytest.raises(LaunchError, match=r"pip uninstall kernels"):
+        preflight.check_packages()
+
+
+def test_without_that_distribution_nothing_is_said(monkeypatch):
+    def missing(name: str) -> object:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(preflight, "distribution", missing)
+    preflight.check_packages()

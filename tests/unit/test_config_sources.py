@@ -1,0 +1,106 @@
+"""Flags, environment, file and defaults become one configuration, or one clear sentence."""
+
+from pathlib import Path
+
+import pytest
+
+from moeserve.config import ConfigError, ServeConfig, parse_size
+from moeserve.settings import load_config
+
+
+def toml(folder: Path, text: str) -> Path:
+    path = folder / "moeserve.toml"
+    path.write_text(text)
+    return path
+
+
+def test_nothing_given_means_the_defaults():
+    assert load_config({}, {}) == ServeConfig()
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path):
+    file = toml(tmp_path, "port = 1\nblock-size = 2\nmax_num_seqs = 3\n")
+    environment = {"MOESERVE_PORT": "11", "MOESERVE_BLOCK_SIZE": "12"}
+    config = load_config({"port": "21", "block_size": None}, environment, file)
+    assert (config.port, config.block_size, config.max_num_seqs) == (21, 12, 3)
+
+
+def test_every_kind_of_value_is_read_from_text():
+    environment = {
+        "MOESERVE_MODEL": "some/model",
+        "MOESERVE_OFFLINE": "yes",
+        "MOESERVE_ENABLE_PREFIX_CACHING": "off",
+        "MOESERVE_KV_CACHE_MEMORY": "1.5GiB",
+        "MOESERVE_SHUTDOWN_TIMEOUT": "2.5",
+        "MOESERVE_SERVED_MODEL_NAME": "a,b",
+    }
+    config = load_config({}, environment)
+    assert config.model == "some/model"
+    assert config.offline
+    assert not config.enable_prefix_caching
+    assert config.kv_cache_memory == 3 * 2**29
+    assert config.shutdown_timeout == 2.5
+    assert config.served_model_name == ("a", "b")
+
+
+def test_a_file_gives_native_values_and_sizes_as_text(tmp_path):
+    file = toml(tmp_path, 'offline = true\nkv-cache-memory = "2GB"\nengine-timeout = 3\napi-key = ["x", "y"]\n')
+    config = load_config({}, {}, file)
+    assert (config.offline, config.kv_cache_memory, config.engine_timeout) == (True, 2 * 10**9, 3.0)
+    assert config.api_key == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"MOESERVE_PORT": "high"}, "MOESERVE_PORT: 'high' is not a whole number"),
+        ({"MOESERVE_PORT": "70000"}, "MOESERVE_PORT: 70000 is more than 65535"),
+        ({"MOESERVE_MAX_NUM_SEQS": "0"}, "MOESERVE_MAX_NUM_SEQS: 0 is less than 1"),
+        ({"MOESERVE_OFFLINE": "maybe"}, "MOESERVE_OFFLINE: 'maybe' is not true or false"),
+        ({"MOESERVE_DTYPE": "int3"}, "MOESERVE_DTYPE: 'int3' is not one of auto, float32, bfloat16, float16"),
+        ({"MOESERVE_SHUTDOWN_TIMEOUT": "nan"}, "MOESERVE_SHUTDOWN_TIMEOUT: 'nan' is not a number"),
+        ({"MOESERVE_KV_CACHE_MEMORY": "lots"}, "MOESERVE_KV_CACHE_MEMORY: 'lots' is not a size such as 512MiB or 2GB"),
+        ({"MOESERVE_MODEL": " "}, "MOESERVE_MODEL: ' ' is not a text that is not empty"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_source(environment, sentence):
+    with pytest.raises(ConfigError) as caught:
+        load_config({}, environment)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot = 1", "unknown setting 'prot'; did you mean port?"),
+        ("xyzzy = 1", "unknown setting 'xyzzy'"),
+        ("port = 1.5", "1.5 is not a whole number"),
+        ("port = true", "True is not a whole number"),
+        ("kv-cache-memory = true", "is not a size"),
+        ("block-size = 1\nblock_size = 2", "gives block_size twice"),
+        ("port = ", "is not valid TOML"),
+        ("served-model-name = 3", "must be a list of strings"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path, text, words):
+    with pytest.raises(ConfigError, match=r"moeserve\.toml") as caught:
+        load_config({}, {}, toml(tmp_path, text))
+    assert words in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.toml: No such file"):
+        load_config({}, {}, tmp_path / "none.toml")
+
+
+def test_a_secret_is_never_shown_in_an_error():
+    with pytest.raises(ConfigError) as caught:
+        load_config({}, {"MOESERVE_API_KEY": "k1, "})
+    assert "k1" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("1", 1), ("1k", 1000), ("1KiB", 1024), ("0.5 GiB", 2**29), ("2tb", 2 * 10**12), (7, 7)]
+)
+def test_sizes_in_all_spellings(text, count):
+    assert parse_size(text) == count
