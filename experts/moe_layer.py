@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from experts.glu_mlp import GluMlp
-from kernels.activation import Activation
+from kernels.activation import Activation, sigmoid
 from kernels.linear import Linear
 from kernels.moe_gate import GateSpec, select_experts
 from kernels.moe_gemm import PackedExperts, moe_experts
@@ -70,6 +69,6 @@ class MoeLayer:
         if self._shared is not None:
             shared = self._shared(x)
             if self._shared_gate is not None:
-                shared.mul_(torch.sigmoid(self._shared_gate(x)))
+                shared.mul_(sigmoid(self._shared_gate(x)))
             out.add_(shared)
         return out

@@ -1,4 +1,8 @@
-"""Gated activations of feed-forward blocks."""
+"""Gated activations of feed-forward blocks.
+
+torch's vectorised and scalar exponentials differ in the last bit, and which of the two an element meets depends on its
+place in the tensor. Here it depends on its place in the row alone: gates are read as strided rows, never merged.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,22 @@ def glu(gate_up: Tensor, activation: Activation) -> Tensor:
     if kind == "silu":
         return F.silu(gate).mul_(up)
     if kind == "gelu":
-        return F.gelu(gate).mul_(up)
+        # Contiguous input goes to oneDNN, which a single row would do and several would not.
+        return F.gelu(gate.contiguous()).mul_(up)
     if kind == "gelu_tanh":
         return F.gelu(gate, approximate="tanh").mul_(up)
     if kind == "relu":
         return F.relu(gate).mul_(up)
     if kind == "swigluoai":
-        limit = activation.limit
-        gate.clamp_(max=limit)
+        # gate * sigmoid(alpha * gate) is silu(alpha * gate) / alpha.
+        limit, alpha = activation.limit, activation.alpha
+        gate.clamp_(max=limit).mul_(alpha)
         up.clamp_(-limit, limit).add_(1.0)
-        return torch.mul(gate, activation.alpha).sigmoid_().mul_(gate).mul_(up)
+        return F.silu(gate).mul_(up).div_(alpha)
     raise ValueError(f"unknown activation {kind!r}")
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """The logistic function of a small tensor, through fp64: rounded from there, an element has the same bits wherever
+    it stands. Same shape and dtype as x."""
+    return torch.sigmoid(x.double()).to(x.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.activation import sigmoid
 from kernels.specs import GateSpec as GateSpec
 
 
@@ -22,7 +23,7 @@ def select_experts(logits: Tensor, spec: GateSpec, correction_bias: Tensor | Non
         values, ids = logits.topk(spec.top_k, dim=-1)
         weights = values.softmax(-1)
     else:
-        scores = logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(-1)
+        scores = sigmoid(logits) if spec.score == "sigmoid" else logits.softmax(-1)
         choice = scores if correction_bias is None else scores + correction_bias
         if spec.num_groups > 1:
             choice = _mask_groups(choice, spec)

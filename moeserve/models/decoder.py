@@ -132,7 +132,8 @@ class Decoder:
         """Run one step and return logits [S, vocab] of the wanted rows, in the model's dtype.
 
         Call it under ``torch.inference_mode``. Mutates ``kv_pools``: the rows' keys and values are stored at their
-        slots. Positions must lie below ``max_model_len``.
+        slots. Positions must lie below ``max_model_len``. The last layer's feed-forward block runs on the wanted rows
+        only.
         """
         spec = self.spec
         x = F.embedding(batch.token_ids, self._embedding).to(self.dtype)
@@ -145,6 +146,8 @@ class Decoder:
             x = layer.attend(x, step, keys, values)
             if layer is last and rows is not None:
                 x = x.index_select(0, rows)  # From here on a row meets no other row.
+                if not rows.shape[0]:
+                    return x.new_empty(0, spec.vocab_size)
             x = layer.feed_forward(x)
         logits = self._lm_head(self._norm(x))
         return logits if spec.logit_divisor == 1.0 else logits.div_(spec.logit_divisor)

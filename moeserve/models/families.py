@@ -25,31 +25,11 @@ from moeserve.models.rope import yarn_softmax_multiplier
 from moeserve.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MoeSpec, SharedExpertSpec
 
 # Their layers carry a state of their own from token to token, which prefix caching cannot share.
-_RECURRENT = frozenset(
-    (
-        "bailing_hybrid",
-        "bamba",
-        "falcon_h1",
-        "falcon_mamba",
-        "granitemoehybrid",
-        "jamba",
-        "kimi_linear",
-        "lfm2",
-        "lfm2_moe",
-        "mamba",
-        "mamba2",
-        "minimax",
-        "nemotron_h",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_next",
-        "recurrent_gemma",
-        "rwkv",
-        "zamba",
-        "zamba2",
-    )
-)
+_RECURRENT = frozenset((
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+    "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
+))  # fmt: skip
 
 
 def supported_model_types() -> tuple[str, ...]:

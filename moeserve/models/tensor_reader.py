@@ -53,44 +53,44 @@ class TensorReader:
 
     def read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
         """The whole tensor in ``dtype``, in memory of its own."""
+        out = torch.empty(stored.shape, dtype=dtype)
+        self.read_into(stored, out)
+        return out
+
+    def read_into(self, stored: StoredTensor, out: Tensor) -> None:
+        """Fill ``out``, of the stored shape up to dimensions of 1, in its own dtype."""
         raw = self._call(stored.name, lambda file: file.get_tensor(stored.name))
-        if stored.scale is None:
-            tensor = raw.to(dtype, copy=True)
-        else:
-            scale_name = stored.scale
-            scale = self._call(scale_name, lambda file: file.get_tensor(scale_name))
-            tensor = self._expand(raw, scale, dtype)
+        scale_name = stored.scale
+        scale = None if scale_name is None else self._call(scale_name, lambda file: file.get_tensor(scale_name))
+        self._copy(raw, scale, out)
         self._advance(stored.num_bytes)
-        return tensor.view(stored.shape)
 
-    def read_expert(self, stored: StoredTensor, expert: int, dtype: torch.dtype) -> Tensor:
-        """Row ``expert`` of a tensor over all experts, without its leading dimension."""
-        raw = self._row(stored.name, expert)
-        if stored.scale is None:
-            tensor = raw.to(dtype, copy=True)
-        else:
-            tensor = self._expand(raw, self._row(stored.scale, expert), dtype)
+    def read_expert_into(self, stored: StoredTensor, expert: int, out: Tensor) -> None:
+        """Fill ``out`` with row ``expert`` of a tensor over all experts; the row is seen in the shape of ``out``."""
+        scale = None if stored.scale is None else self._row(stored.scale, expert)
+        self._copy(self._row(stored.name, expert), scale, out)
         self._advance(stored.num_bytes // stored.shape[0])
-        return tensor
 
-    def read_mxfp4_expert(self, blocks: StoredTensor, scales: StoredTensor, expert: int, dtype: torch.dtype) -> Tensor:
-        """Expert ``expert`` of an MXFP4 tensor as a matrix [rows, columns]."""
-        tensor = dequantise_mxfp4(self._row(blocks.name, expert), self._row(scales.name, expert), dtype)
+    def read_mxfp4_expert_into(self, blocks: StoredTensor, scales: StoredTensor, expert: int, out: Tensor) -> None:
+        """Fill ``out`` with expert ``expert`` of an MXFP4 tensor; the matrix is seen in the shape of ``out``."""
+        matrix = dequantise_mxfp4(self._row(blocks.name, expert), self._row(scales.name, expert), out.dtype)
+        out.copy_(matrix.view(out.shape))
         self._advance((blocks.num_bytes + scales.num_bytes) // blocks.shape[0])
-        return tensor
 
     def read_rows(self, parts: Sequence[StoredTensor], dtype: torch.dtype) -> Tensor:
         """Matrices or vectors one below the other, as one tensor."""
         out = torch.empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), dtype=dtype)
         row = 0
         for part in parts:
-            out[row : row + part.shape[0]] = self.read(part, dtype)
+            self.read_into(part, out[row : row + part.shape[0]])
             row += part.shape[0]
         return out
 
-    def _expand(self, raw: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        assert self._quantization is not None
-        return dequantise_fp8(raw, scale, self._quantization.block, dtype)
+    def _copy(self, raw: Tensor, scale: Tensor | None, out: Tensor) -> None:
+        if scale is not None:
+            assert self._quantization is not None
+            raw = dequantise_fp8(raw, scale, self._quantization.block, out.dtype)
+        out.copy_(raw.view(out.shape))
 
     def _row(self, name: str, row: int) -> Tensor:
         return self._call(name, lambda file: file.get_slice(name)[row])

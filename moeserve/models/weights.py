@@ -11,10 +11,11 @@ from torch import Tensor
 from experts.glu_mlp import GluMlp
 from experts.moe_layer import Dispatch, MoeLayer
 from kernels.linear import Linear, pack_linear
-from kernels.moe_gemm import PackedExperts, moe_experts, pack_experts
+from kernels.moe_gemm import moe_experts
 from moeserve.models.attention import GqaAttention, HeadLinear, MlaAttention
 from moeserve.models.checkpoint import TensorInfo, read_index
 from moeserve.models.decoder import Decoder, DecoderLayer, Norm
+from moeserve.models.expert_weights import load_experts
 from moeserve.models.spec import DecoderSpec, MlaSpec
 from moeserve.models.tensor_reader import Progress, TensorReader
 from moeserve.models.weight_plan import ExpertsPlan, LayerPlan, OwnedExperts, StoredTensor, plan_weights
@@ -158,45 +159,3 @@ class _Loader:
             shared_gate=self.linear(tensors, "shared.router") if "shared.router" in tensors else None,
             dispatch=self._dispatch,
         )
-
-
-def load_experts(spec: DecoderSpec, plan: ExpertsPlan, reader: TensorReader, dtype: torch.dtype) -> PackedExperts:
-    """Read and pack the owned experts of one layer, in the order of ``plan.owned``, from any of the layouts."""
-    moe = spec.moe
-    assert moe is not None
-    count, hidden, width = len(plan.owned), spec.hidden_size, moe.intermediate_size
-    gate_up = torch.empty((count, 2 * width, hidden), dtype=dtype)
-    down = torch.empty((count, hidden, width), dtype=dtype)
-    if plan.storage == "split":
-        for slot, tensors in enumerate(plan.tensors):
-            gate_up[slot, :width] = reader.read(tensors["gate"], dtype)
-            gate_up[slot, width:] = reader.read(tensors["up"], dtype)
-            down[slot] = reader.read(tensors["down"], dtype)
-        return pack_experts(gate_up, down)
-    (tensors,) = plan.tensors
-    for slot, expert in enumerate(plan.owned):
-        if plan.storage == "mxfp4":
-            pair = [
-                reader.read_mxfp4_expert(tensors[f"{key}.blocks"], tensors[f"{key}.scales"], expert, dtype)
-                for key in ("gate_up", "down")
-            ]
-        else:
-            pair = [reader.read_expert(tensors[key], expert, dtype) for key in ("gate_up", "down")]
-            if moe.transposed_experts:
-                pair = [matrix.T for matrix in pair]
-        gate_up[slot] = _gate_first(pair[0]) if moe.transposed_experts else pair[0]
-        down[slot] = pair[1]
-    if not moe.expert_bias:
-        return pack_experts(gate_up, down)
-    biases = {
-        key: torch.stack([reader.read_expert(tensors[f"{key}.bias"], expert, dtype) for expert in plan.owned])
-        for key in ("gate_up", "down")
-    }
-    if moe.transposed_experts:
-        biases["gate_up"] = _gate_first(biases["gate_up"].T).T.contiguous()
-    return pack_experts(gate_up, down, biases["gate_up"], biases["down"])
-
-
-def _gate_first(rows: Tensor) -> Tensor:
-    """Alternating gate and up rows as all gate rows, then all up rows."""
-    return torch.cat([rows[0::2], rows[1::2]])

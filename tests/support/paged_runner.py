@@ -53,7 +53,7 @@ class PagedRunner:
             torch.tensor(positions),
             torch.tensor(slots),
             plan_attention(spans, self._block_size, windows, "cpu"),
-            None if logit_rows is None else torch.tensor(logit_rows),
+            None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64),
         )
         with torch.inference_mode():
             return self._decoder.forward(batch, self._pools)

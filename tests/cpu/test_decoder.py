@@ -1,0 +1,163 @@
+"""What the decoder promises beyond parity: the same bits in any batch, only the wanted rows, every field in effect."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.specs import GateSpec
+from moeserve.models.decoder import Decoder
+from moeserve.models.families import build_spec
+from moeserve.models.hf_config import load_config
+from moeserve.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MoeSpec
+from moeserve.models.weights import load_decoder
+from tests.support.paged_runner import PagedRunner
+from tests.support.tiny_models import CASES, save
+
+_REQUESTS = [torch.randint(1, 128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (21, 9, 70)]
+
+
+@cache
+def _decoder(case: str, change: str = "none") -> Decoder:
+    with TemporaryDirectory() as folder:
+        save(case, Path(folder))
+        spec = _CHANGES[change](build_spec(load_config(Path(folder))))
+        return load_decoder(Path(folder), spec, max_model_len=80)
+
+
+def _whole(decoder: Decoder) -> list[Tensor]:
+    return [PagedRunner(decoder, [tokens]).step([(0, 0, len(tokens))]) for tokens in _REQUESTS]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_have_the_same_bits_in_any_batch_and_chunking(case: str) -> None:
+    decoder = _decoder(case)
+    expected = _whole(decoder)
+    runner = PagedRunner(decoder, _REQUESTS, seed=5)
+    steps = [
+        [(0, 0, 7), (2, 0, 9)],
+        [(1, 0, 8), (2, 9, 60), (0, 7, 13)],
+        [(0, 13, 20), (2, 60, 69)],
+        [(2, 69, 70), (0, 20, 21), (1, 8, 9)],
+    ]
+    for chunks in steps:
+        logits = runner.step(chunks)
+        row = 0
+        for request, start, end in chunks:
+            assert torch.equal(logits[row : row + end - start], expected[request][start:end])
+            row += end - start
+
+
+def test_only_wanted_rows_have_logits() -> None:
+    decoder = _decoder("mixtral")
+    expected = _whole(decoder)
+    logits = PagedRunner(decoder, _REQUESTS).step([(0, 0, 21), (1, 0, 9)], logit_rows=[20, 29, 3])
+    assert torch.equal(logits, torch.stack([expected[0][20], expected[1][8], expected[0][3]]))
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek_v3-yarn"])
+def test_a_step_without_wanted_rows_still_stores_keys_and_values(case: str) -> None:
+    decoder = _decoder(case)
+    runner = PagedRunner(decoder, _REQUESTS)
+    assert runner.step([(0, 0, 15)], logit_rows=[]).shape == (0, 128)
+    assert torch.equal(runner.step([(0, 15, 21)]), _whole(decoder)[0][15:])
+
+
+def _gqa(**fields: object) -> object:
+    def change(spec: DecoderSpec) -> DecoderSpec:
+        assert isinstance(spec.attention, AttentionSpec)
+        return replace(spec, attention=replace(spec.attention, **fields))
+
+    return change
+
+
+def _mla(**fields: object) -> object:
+    def change(spec: DecoderSpec) -> DecoderSpec:
+        assert isinstance(spec.attention, MlaSpec)
+        return replace(spec, attention=replace(spec.attention, **fields))
+
+    return change
+
+
+def _moe(**fields: object) -> object:
+    def change(spec: DecoderSpec) -> DecoderSpec:
+        assert isinstance(spec.moe, MoeSpec)
+        return replace(spec, moe=replace(spec.moe, **fields))
+
+    return change
+
+
+def _gate(**fields: object) -> object:
+    def change(spec: DecoderSpec) -> DecoderSpec:
+        assert isinstance(spec.moe, MoeSpec)
+        gate: GateSpec = replace(spec.moe.gate, **fields)
+        return replace(spec, moe=replace(spec.moe, gate=gate))
+
+    return change
+
+
+_CHANGES = {
+    "none": lambda spec: spec,
+    "window": lambda spec: replace(spec, windows=(None,) * 3),
+    "clip": _gqa(clip_qkv=None),
+    "scale": _gqa(scale=0.25),
+    "mla scale": _mla(scale=24**-0.5),
+    "embedding": lambda spec: replace(spec, embedding_multiplier=1.0),
+    "residual": lambda spec: replace(spec, residual_multiplier=1.0),
+    "divisor": lambda spec: replace(spec, logit_divisor=1.0),
+    "interleaved": lambda spec: replace(spec, rope=replace(spec.rope, interleaved=False)),
+    "rotary": lambda spec: replace(spec, rope=replace(spec.rope, rotary_dim=4)),
+    "rope": lambda spec: replace(spec, rope=replace(spec.rope, kind="default")),
+    "activation": lambda spec: _moe(activation=replace(spec.moe.activation, limit=7.0))(spec),
+    "renormalise": _gate(renormalise=False),
+    "gate scale": _gate(scale=1.0),
+    "groups": _gate(num_groups=1, top_groups=1),
+    "group score": _gate(group_score="max"),
+    "jitter": _gate(jitter=0.0),
+    "after": _gate(softmax_after_top_k=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        ("mistral-window", "window"),
+        ("qwen2", "window"),
+        ("mixtral-window", "window"),
+        ("gpt_oss", "window"),
+        ("dots1", "window"),
+        ("olmoe", "clip"),
+        ("granitemoe", "scale"),
+        ("granitemoe", "embedding"),
+        ("granitemoe", "residual"),
+        ("granitemoe", "divisor"),
+        ("granitemoe", "after"),
+        ("ernie4_5_moe", "interleaved"),
+        ("deepseek_v2", "interleaved"),
+        ("minimax_m2", "rotary"),
+        ("llama-biases-llama3", "rope"),
+        ("gpt_oss", "rope"),
+        ("gpt_oss", "activation"),
+        ("phimoe-longrope", "rope"),
+        ("deepseek_v3-yarn", "rope"),
+        ("deepseek_v3-yarn", "mla scale"),
+        ("mixtral", "renormalise"),
+        ("qwen3_moe", "renormalise"),
+        ("glm4_moe", "renormalise"),
+        ("glm4_moe", "gate scale"),
+        ("glm4_moe", "groups"),
+        ("dots1", "group score"),
+        ("deepseek_v3-yarn", "groups"),
+        ("phimoe-longrope", "jitter"),
+    ],
+)
+def test_every_field_of_the_spec_changes_the_logits(case: str, change: str) -> None:
+    """So that parity means something: a field that had no effect would be right by chance."""
+    pairs = zip(_whole(_decoder(case, change)), _whole(_decoder(case)), strict=True)
+    assert max((changed - logits).abs().max().item() for changed, logits in pairs) > 0.01

@@ -1,0 +1,168 @@
+"""Configurations become specs, or a sentence that says why not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from moeserve.models.errors import ModelError, UnsupportedModel
+from moeserve.models.families import build_spec, check_model_type, supported_model_types
+from moeserve.models.spec import AttentionSpec, KvLayerSpec, MlaSpec, QuantizationSpec
+
+_MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+_DEEPSEEK: dict[str, Any] = {
+    **_MIXTRAL,
+    "model_type": "deepseek_v3",
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_local_experts": None,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+
+
+def test_spec_of_a_grouped_query_model_gives_heads_caches_and_special_tokens() -> None:
+    spec = build_spec(_MIXTRAL)
+    assert isinstance(spec.attention, AttentionSpec)
+    assert (spec.attention.num_heads, spec.attention.num_kv_heads, spec.attention.head_dim) == (4, 2, 16)
+    assert spec.attention.scale == 0.25
+    assert spec.kv_layers == (KvLayerSpec(2, 16, 16),) * 3
+    assert (spec.num_layers, spec.vocab_size, spec.max_position) == (3, 100, 512)
+    assert (spec.eos_token_ids, spec.bos_token_id) == ((2,), 1)
+    assert spec.windows == (None, None, None)
+    assert spec.moe is not None
+    assert spec.moe.gate.renormalise
+
+
+def test_latent_attention_caches_one_head_whose_values_are_its_keys() -> None:
+    spec = build_spec(_DEEPSEEK)
+    assert isinstance(spec.attention, MlaSpec)
+    assert spec.kv_layers == (KvLayerSpec(1, 40, 0),) * 3
+    assert spec.sparse_layers == (False, True, True)
+    assert spec.moe is not None
+    assert spec.moe.shared is not None
+    assert spec.moe.shared.intermediate_size == 48
+
+
+def test_several_end_tokens_are_kept() -> None:
+    assert build_spec({**_MIXTRAL, "eos_token_id": [2, 7]}).eos_token_ids == (2, 7)
+    assert build_spec({**_MIXTRAL, "eos_token_id": None}).eos_token_ids == ()
+
+
+def test_a_window_counts_on_all_layers_without_layer_types() -> None:
+    assert build_spec({**_MIXTRAL, "sliding_window": 16}).windows == (16, 16, 16)
+    assert build_spec({**_MIXTRAL, "sliding_window": 0}).windows == (None, None, None)
+
+
+def test_layer_types_choose_the_windowed_layers() -> None:
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    spec = build_spec({**_MIXTRAL, "sliding_window": 16, "layer_types": types})
+    assert spec.windows == (16, None, 16)
+
+
+def test_sparse_step_and_dense_layers_of_qwen_are_followed() -> None:
+    qwen = {
+        **_MIXTRAL,
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 24,
+        "num_hidden_layers": 6,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    }
+    assert build_spec(qwen).sparse_layers == (False, True, False, False, False, True)
+
+
+def test_quantisation_is_recognised_or_refused_by_name() -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert build_spec({**_MIXTRAL, "quantization_config": fp8}).quantization == QuantizationSpec("fp8", (128, 128))
+    mxfp4 = {"quant_method": "mxfp4"}
+    assert build_spec({**_MIXTRAL, "quantization_config": mxfp4}).quantization == QuantizationSpec("mxfp4", (1, 32))
+    with pytest.raises(UnsupportedModel, match="'gptq'"):
+        build_spec({**_MIXTRAL, "quantization_config": {"quant_method": "gptq"}})
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "jamba", "mamba2"])
+def test_recurrent_types_are_refused_with_their_name_and_the_reason(model_type: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"'{model_type}' are not supported: their recurrent layers"):
+        check_model_type(model_type)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "llama4", "mixtrall"])
+def test_unknown_types_are_refused_with_the_list_of_known_ones(model_type: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"'{model_type}' are not supported; these are: .*mixtral"):
+        check_model_type(model_type)
+
+
+@pytest.mark.parametrize("model_type", [None, "", 7])
+def test_a_configuration_without_a_type_is_refused(model_type: object) -> None:
+    with pytest.raises(UnsupportedModel, match="no model_type"):
+        check_model_type(model_type)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hidden_act": "mish"}, "activation 'mish' is not supported"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
+        ({"num_experts_per_tok": 9}, "9 experts per token cannot be chosen from 8"),
+        ({"layer_types": ["linear_attention"] * 3}, "'linear_attention' are not supported"),
+        ({"layer_types": ["full_attention"]}, "1 entries for 3 layers"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "type 'spiral' are not supported"),
+        ({"hidden_size": "big"}, "is not valid"),
+    ],
+)
+def test_contradictions_are_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        build_spec({**_MIXTRAL, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [({"n_group": 3}, "3 equal groups"), ({"topk_group": 1, "num_experts_per_tok": 3}, "hold fewer than 3")],
+)
+def test_groups_that_cannot_give_enough_experts_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        build_spec({**_DEEPSEEK, **changes})
+
+
+def test_a_missing_value_is_named() -> None:
+    config = {key: value for key, value in _MIXTRAL.items() if key != "num_local_experts"}
+    with pytest.raises(ModelError, match="mixtral model lacks 'num_local_experts'"):
+        build_spec(config)
+
+
+def test_describing_a_model_takes_no_torch() -> None:
+    modules = "moeserve.models.families, moeserve.models.checkpoint, moeserve.models.weight_plan"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_seventeen_types_are_served() -> None:
+    assert len(supported_model_types()) == 17
