@@ -8,31 +8,30 @@ import time
 import zmq
 import zmq.asyncio
 
-from launcher.hang import HangDetector
+from moeserve.frontend.engine_watch import ProgressWatch
 from moeserve.messages import DecodeError, Heartbeat, decode
 
 _TICK = 0.25
 
 
-async def wait_for_hang(address: str, incarnation: int, timeout: float) -> None:
-    """Returns once the engine at `address` has hung for `timeout` seconds; until then it runs for ever."""
+async def wait_for_hang(address: str, incarnation: int, timeout: float) -> str:
+    """Returns why the engine at `address` counts as hung, once it does; until then it runs for ever.
+
+    timeout: seconds that a busy engine may take without a new step, or any engine without a heartbeat.
+    """
     with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heartbeats:
         heartbeats.setsockopt(zmq.LINGER, 0)
         heartbeats.setsockopt(zmq.RCVHWM, 100)
         heartbeats.subscribe(b"")
         heartbeats.connect(address)
-        now = time.monotonic()
-        detector = HangDetector(timeout, now)
-        while not detector.is_hung(now):
+        watch = ProgressWatch(timeout, time.monotonic())
+        while (verdict := watch.verdict(time.monotonic())) is None:
             await asyncio.sleep(_TICK)
-            before, now = now, time.monotonic()
-            if now - before > 1 + _TICK:
-                # This process was itself stopped or starved: its silence is not the engine's.
-                detector.restart(now)
-            await _observe_all(heartbeats, incarnation, detector, now)
+            await _observe_all(heartbeats, incarnation, watch)
+        return verdict
 
 
-async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, detector: HangDetector, now: float) -> None:
+async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, watch: ProgressWatch) -> None:
     # Polling first, so that no receive is ever cancelled: a cancelled one may lose its message.
     while await heartbeats.poll(0):
         try:
@@ -40,4 +39,4 @@ async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, detecto
         except DecodeError:
             continue
         if life == incarnation:
-            detector.observe(now, step=heartbeat.step, busy=heartbeat.busy)
+            watch.observe(heartbeat, time.monotonic())

@@ -188,9 +188,9 @@ class Supervisor:
             self._events.put_nowait(_Serving())
 
     async def _await_hang(self) -> None:
-        timeout = self._context.config.engine_timeout
-        await wait_for_hang(self._context.heartbeat_address, self._context.incarnation, timeout)
-        self._events.put_nowait(_Stuck(f"The model process made no progress for {timeout:.0f} s and was ended."))
+        context = self._context
+        why = await wait_for_hang(context.heartbeat_address, context.incarnation, context.config.engine_timeout)
+        self._events.put_nowait(_Stuck(f"The model process hung ({why}) and was ended."))
 
     # Reactions.
 

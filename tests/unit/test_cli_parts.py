@@ -10,7 +10,6 @@ import pytest
 from launcher import preflight
 from launcher.console import format_bytes, ready_banner
 from launcher.errors import LaunchError
-from launcher.hang import HangDetector
 from launcher.listener import is_loopback, open_listener, reachable_address, url
 from launcher.machine import gpu_names, usable_cores
 from launcher.model_hash import hash_model
@@ -28,30 +27,6 @@ READY = Ready(
     max_model_len=4096,
     model_max_len=8192,
 )
-
-
-def test_an_idle_engine_never_hangs_as_long_as_it_beats():
-    detector = HangDetector(10, now=0)
-    for now in range(0, 100, 5):
-        detector.observe(now, step=3, busy=False)
-        assert not detector.is_hung(now)
-
-
-def test_a_busy_engine_hangs_when_its_step_stands_still():
-    detector = HangDetector(10, now=0)
-    detector.observe(1, step=3, busy=True)
-    detector.observe(11, step=3, busy=True)
-    assert not detector.is_hung(11)
-    assert detector.is_hung(11.5)
-    detector.observe(12, step=4, busy=True)
-    assert not detector.is_hung(12)
-
-
-def test_silence_is_a_hang_unless_the_listener_itself_was_stopped():
-    detector = HangDetector(10, now=0)
-    assert detector.is_hung(11)
-    detector.restart(11)
-    assert not detector.is_hung(11)
 
 
 def test_the_banner_says_where_how_and_with_what():

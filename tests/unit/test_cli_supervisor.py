@@ -154,7 +154,7 @@ def test_a_stopped_worker_is_taken_for_hung_and_killed(start):
     service = start()
     service.wait_until_ready()
     os.kill(service.pids[0], signal.SIGSTOP)
-    assert "no progress for 1 s" in service.wait_for("failed")
+    assert "hung (no heartbeat for 1 s)" in service.wait_for("failed")
     assert service.end() == 1
     assert service.leaves_nothing()
 
@@ -162,7 +162,7 @@ def test_a_stopped_worker_is_taken_for_hung_and_killed(start):
 def test_a_busy_worker_whose_step_stands_still_is_taken_for_hung(start):
     service = start(STANDIN_WORKER="hangs")
     service.wait_until_ready()
-    assert "no progress for 1 s" in service.wait_for("failed")
+    assert "hung (busy without progress for 1 s)" in service.wait_for("failed")
     assert service.end() == 1
 
 

@@ -1,0 +1,118 @@
+"""What clients and operators see when a process of a real service dies, hangs or is told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.support.service import Service, is_alive, service, wait_until
+from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
+
+ENDLESS = MAX_POSITION // 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+
+
+@pytest.fixture
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(model, tmp_path_factory.mktemp("s"), "--engine-timeout", "2") as started:
+        yield started
+
+
+def test_sigterm_lets_streams_finish_and_refuses_new_requests(running: Service) -> None:
+    events = running.stream(max_tokens=300)
+    next(events)
+    running.process.send_signal(signal.SIGTERM)
+    with httpx2.Client(base_url=running.http.base_url, timeout=10) as other:
+        wait_until(lambda: other.get("/ready").status_code == 503)
+        refused = other.post("/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": 1})
+        assert refused.status_code == 503
+    last = [event for event in events if event["choices"]][-1]
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert running.end() == 0
+    assert running.leaves_nothing()
+
+
+def test_a_second_sigterm_ends_streams_with_an_error_event(running: Service) -> None:
+    events = running.stream(max_tokens=ENDLESS)
+    next(events)
+    running.process.send_signal(signal.SIGTERM)
+    with httpx2.Client(base_url=running.http.base_url, timeout=10) as other:
+        wait_until(lambda: other.get("/ready").status_code == 503)
+    running.process.send_signal(signal.SIGTERM)
+    assert "error" in list(events)[-1]
+    assert running.end() == 143
+    assert running.leaves_nothing()
+
+
+def test_ctrl_c_stops_at_once(running: Service) -> None:
+    events = running.stream(max_tokens=ENDLESS)
+    next(events)
+    running.process.send_signal(signal.SIGINT)
+    assert "error" in list(events)[-1]
+    assert running.end() == 130
+    assert running.leaves_nothing()
+
+
+def test_a_killed_worker_gives_streams_a_terminal_error(running: Service) -> None:
+    events = running.stream(max_tokens=ENDLESS)
+    next(events)
+    os.kill(running.pids["worker"], signal.SIGKILL)
+    assert "error" in list(events)[-1]
+    assert running.end() == 1
+    assert "The model process was ended by SIGKILL" in running.errors.read_text()
+    assert running.leaves_nothing()
+
+
+def test_a_stopped_worker_is_found_out_and_ends_the_service(running: Service) -> None:
+    events = running.stream(max_tokens=ENDLESS)
+    next(events)
+    os.kill(running.pids["worker"], signal.SIGSTOP)
+    assert "error" in list(events)[-1]
+    assert running.end() == 1
+    assert "The model process hung" in running.errors.read_text()
+    assert running.leaves_nothing()
+
+
+def test_a_killed_frontend_ends_the_service(running: Service) -> None:
+    os.kill(running.pids["frontend"], signal.SIGKILL)
+    assert running.end() == 1
+    assert "The HTTP process was ended by SIGKILL" in running.errors.read_text()
+    assert running.leaves_nothing()
+
+
+def test_a_killed_supervisor_takes_its_children_with_it(running: Service) -> None:
+    running.process.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in running.pids.values()))
+
+
+def test_only_the_http_port_is_open_and_the_run_directory_is_private(running: Service) -> None:
+    [run_dir] = running.run_root.iterdir()
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o077 == 0 for path in run_dir.iterdir())
+    port = f"{httpx2.URL(str(running.http.base_url)).port:04X}"
+    for pid in [running.process.pid, *running.pids.values()]:
+        assert set(listening_ports(pid)) <= {port}
+
+
+def listening_ports(pid: int) -> Iterator[str]:
+    """Ports (hexadecimal) of the TCP sockets in state LISTEN that the process holds."""
+    held = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            held.add(os.readlink(link))
+        except FileNotFoundError:
+            continue
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in held:
+                yield fields[1].rpartition(":")[2]

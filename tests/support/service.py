@@ -1,0 +1,106 @@
+"""A whole service as a user starts it: `moeserve serve` with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Service:
+    """A running `moeserve serve`; `http` talks to it, `pids` are the worker's and the frontend's once it is ready."""
+
+    def __init__(self, model: Path, run_root: Path, *arguments: str) -> None:
+        self.run_root = run_root
+        self.errors = run_root.parent / "stderr.txt"
+        self.pids: dict[str, int] = {}
+        with self.errors.open("w") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "launcher.cli", "serve", str(model), "--port", "0", *arguments],
+                cwd=ROOT,
+                env={**os.environ, "XDG_RUNTIME_DIR": str(run_root), "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        self.http = httpx2.Client(timeout=60)
+
+    def wait_until_ready(self) -> None:
+        """Reads the banner. Raises AssertionError with what the service said if it ends before."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if found := re.search(r"ready on (http://\S+)", line):
+                self.http.base_url = found[1]
+                self.pids = children_of(self.process.pid)
+                return
+        raise AssertionError(self.errors.read_text())
+
+    def stream(self, max_tokens: int) -> Iterator[dict[str, Any]]:
+        """Events of a streamed completion as they arrive; an error event too. Raises at a stream that is cut off."""
+        body = {"model": "m", "prompt": "hello", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+        with self.http.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return
+                if line.startswith("data: "):
+                    yield json.loads(line.removeprefix("data: "))
+
+    def end(self, timeout: float = 30) -> int:
+        return self.process.wait(timeout)
+
+    def leaves_nothing(self) -> bool:
+        """Whether every process and the run directory are gone."""
+        return not any(is_alive(pid) for pid in self.pids.values()) and not list(self.run_root.iterdir())
+
+
+@contextmanager
+def service(model: Path, folder: Path, *arguments: str) -> Iterator[Service]:
+    """A ready service; killed at the end if it still runs, its children with it."""
+    run_root = folder / "run"
+    run_root.mkdir()
+    running = Service(model, run_root, "--served-model-name", "m", "--kv-cache-memory", "64MiB", *arguments)
+    try:
+        running.wait_until_ready()
+        yield running
+    finally:
+        running.process.kill()
+        running.process.wait()
+        running.http.close()
+        assert running.process.stdout is not None
+        running.process.stdout.close()
+
+
+def children_of(pid: int) -> dict[str, int]:
+    """Pids of a supervisor's children by what they run."""
+    pids = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+        pids["worker" if "launcher.worker" in command else "frontend"] = int(child)
+    return pids
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Any, timeout: float = 15) -> None:
+    """Polls another process's state; there is nothing to wait on."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
