@@ -128,8 +128,9 @@ class PrefixCache:
         """Match again: adopt blocks of `tokens` that others have published behind this lease's published ones.
 
         Adopted ids replace the lease's own ids at the same places, which are freed, or are appended. So the lease must
-        have published all it has computed, and no plan in flight may name its other blocks. Never covers the last
-        token. Returns the number of tokens that the tree now covers for this lease.
+        have published every full block it has computed (one computed in part is given up for the full one), and no
+        plan in flight may name its other blocks. Never covers the last token. Returns the number of tokens that the
+        tree now covers for this lease.
         """
         if lease.owner is not self:
             raise _not_leased()

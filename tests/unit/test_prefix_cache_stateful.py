@@ -141,7 +141,7 @@ class World:
 
     def advance(self, which: int) -> None:
         one = self.pick(which)
-        if one is None or one.num_computed != one.lease.num_published_tokens:
+        if one is None or one.num_computed - one.lease.num_published_tokens >= self.size:
             return
         first, own = one.num_computed // self.size, one.lease.block_ids.tolist()
         expected = max(first, self.longest(one.namespace, one.tokens)) if one.use_cache else first
@@ -152,7 +152,7 @@ class World:
         own[first:expected] = [self.entries[key].block for key in keys]
         assert one.lease.block_ids.tolist() == own
         assert one.lease.num_cached_tokens - cached_before == (expected - first) * self.size
-        one.num_computed = expected * self.size
+        one.num_computed = max(one.num_computed, expected * self.size)
 
     def generate(self, which: int, token: int) -> None:
         if one := self.pick(which):
