@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from moeserve.frontend.dialects.fields import UNSUPPORTED
+from moeserve.models.families import supported_model_types
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 _PATH = re.compile(r"`((?:launcher|moeserve|radix_cache|experts|kernels|tests|docs|examples)/[\w./-]*?(?:\.\w+|/)?)`")
@@ -35,3 +38,9 @@ def module_or_member_exists(dotted: str) -> bool:
         return True
     module = path.parent.with_suffix(".py")
     return module.exists() and re.search(rf"\b{path.name}\b", module.read_text()) is not None
+
+
+def test_the_limits_name_every_refused_field_and_every_model_type():
+    text = (ROOT / "docs" / "limits.md").read_text()
+    names = [*UNSUPPORTED, *supported_model_types()]
+    assert [name for name in names if f"`{name}`" not in text] == []

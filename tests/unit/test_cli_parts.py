@@ -2,12 +2,13 @@
 
 import fcntl
 import os
+import socket
 import stat
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from launcher import preflight
+from launcher import preflight, systemd
 from launcher.console import format_bytes, ready_banner
 from launcher.errors import LaunchError
 from launcher.listener import is_loopback, open_listener, reachable_address, url
@@ -144,3 +145,16 @@ def test_without_that_distribution_nothing_is_said(monkeypatch):
 
     monkeypatch.setattr(preflight, "distribution", missing)
     preflight.check_packages()
+
+
+def test_systemd_is_told_through_its_socket(tmp_path, monkeypatch):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        systemd.notify("READY=1")
+        assert manager.recv(100) == b"READY=1"
+
+
+def test_without_systemd_nothing_is_told(monkeypatch):
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    systemd.notify("READY=1")

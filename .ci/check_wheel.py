@@ -1,0 +1,28 @@
+"""Checks that a wheel holds the five packages with every file of theirs that git knows, and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+
+PACKAGES = ("launcher", "moeserve", "radix_cache", "experts", "kernels")
+
+
+def main(wheel: str) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        licences = [name for name in archive.namelist() if name.endswith("licenses/LICENSE")]
+    tracked = subprocess.run(["git", "ls-files", "--", *PACKAGES], capture_output=True, text=True, check=True)
+    expected = set(tracked.stdout.split())
+    if missing := expected - held:
+        sys.exit(f"the wheel lacks {sorted(missing)}")
+    if foreign := held - expected:
+        sys.exit(f"the wheel holds {sorted(foreign)}")
+    if not licences:
+        sys.exit("the wheel lacks the licence")
+    print(f"{len(held)} files in {len(PACKAGES)} packages")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
