@@ -96,7 +96,7 @@ class Answer:
         """What one output adds to its choice. Raises ApiError where the request failed."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise _failure(output)
-        self._note_cached(choice, output.num_cached_tokens)
+        self._note_cached(choice, output)
         deltas = []
         if echo := self._echoes[choice]:
             echo.push(output)
@@ -116,11 +116,14 @@ class Answer:
             deltas.append(delta)
         return deltas
 
-    def _note_cached(self, choice: int, cached: int | None) -> None:
-        """The first sample tells how much of the prompt was there before this request."""
+    def _note_cached(self, choice: int, output: Output) -> None:
+        """The first sample tells how much of the prompt was there before this request, with its first token.
+
+        Later numbers may tell what a preempted request found again, its own tokens among it.
+        """
         prompt, sample = divmod(choice, self._n)
-        if sample == 0 and cached is not None:
-            self._cached[prompt] = cached
+        if sample == 0 and self._cached[prompt] is None and (output.token_ids or output.finish_reason is not None):
+            self._cached[prompt] = output.num_cached_tokens
 
 
 class _Echo:

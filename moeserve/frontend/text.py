@@ -76,7 +76,7 @@ class TextTokenizer:
         if token is None:
             return b""
         if self._byte_level:
-            table = _byte_of_char()
+            table = byte_alphabet()
             return bytes(table[char] for char in token) if all(char in table for char in token) else token.encode()
         if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
             return bytes([int(token[3:5], 16)])
@@ -200,8 +200,11 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes are themselves, the others follow from U+0100 in order."""
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet, the byte that each character of a byte-level token stands for.
+
+    Printable Latin-1 bytes are themselves, the others follow from U+0100 in order.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -10,7 +10,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from moeserve.frontend.text import _byte_of_char
+from moeserve.frontend.text import byte_alphabet
 
 BOS, USER, ASSISTANT, END = 256, 257, 258, 259
 EOS = END
@@ -24,7 +24,7 @@ TEMPLATE = (
 
 def byte_tokenizer() -> Tokenizer:
     """256 byte tokens and four special ones."""
-    vocab = {char: byte for char, byte in _byte_of_char().items()}
+    vocab = dict(byte_alphabet())
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = ByteLevelDecoder()

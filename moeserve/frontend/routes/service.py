@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
@@ -14,6 +13,7 @@ from moeserve.frontend.errors import ApiError, unavailable, unknown_model
 from moeserve.frontend.metrics import CONTENT_TYPE
 from moeserve.frontend.request_group import EngineGone
 from moeserve.frontend.services import Services
+from moeserve.version import VERSION
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -42,7 +42,7 @@ class ServiceRoutes:
         self._services = services
 
     async def index(self, _: Request) -> Response:
-        return json_response({"service": "moeserve", "version": _version(), "endpoints": ENDPOINTS})
+        return json_response({"service": "moeserve", "version": VERSION, "endpoints": ENDPOINTS})
 
     async def health(self, _: Request) -> Response:
         """Alive: this process answers."""
@@ -56,7 +56,7 @@ class ServiceRoutes:
         return json_response({"status": "unavailable", "reason": reason}, 503, {"retry-after": "1"})
 
     async def version(self, _: Request) -> Response:
-        return json_response({"version": _version()})
+        return json_response({"version": VERSION})
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._services.metrics.render(), headers={"content-type": CONTENT_TYPE.decode()})
@@ -93,10 +93,3 @@ class ServiceRoutes:
             "parent": None,
             "max_model_len": None if ready is None else ready.max_model_len,
         }
-
-
-def _version() -> str:
-    try:
-        return version("moeserve")
-    except PackageNotFoundError:
-        return "unknown"

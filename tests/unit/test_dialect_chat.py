@@ -1,0 +1,186 @@
+"""The chat dialect: its messages in, its answers out, as the openai package reads them."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from moeserve.frontend.dialects import chat
+from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
+from moeserve.frontend.errors import ApiError
+from moeserve.frontend.text import TextTokenizer
+from moeserve.plan import TokenLogprobs
+from tests.support.tiny_model import byte_tokenizer
+
+FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
+TOKENIZER = TextTokenizer(byte_tokenizer())
+USAGE = Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=4)
+TOKEN = TokenText(ord("a"), 0, TokenLogprobs(-0.5, ((ord("a"), -0.5), (0xC3, float("-inf")))))
+
+
+def parse(**changes: Any) -> GenerateRequest:
+    base = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    return chat.parse(json.dumps({**base, **changes}).encode(), FACTS)
+
+
+def prompt_of(request: GenerateRequest) -> ChatPrompt:
+    (prompt,) = request.prompts
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+def refuse(**changes: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(**changes)
+    return caught.value
+
+
+def formatter(**changes: Any) -> chat.ChatFormatter:
+    return chat.ChatFormatter("chatcmpl-1", 17, parse(**changes), TOKENIZER, "fp_x")
+
+
+def event(data: bytes) -> dict[str, Any]:
+    assert data.startswith(b"data: ")
+    assert data.endswith(b"}\n\n")
+    assert data.count(b"\n") == 2
+    chunk: dict[str, Any] = json.loads(data[6:])
+    ChatCompletionChunk.model_validate(chunk)
+    return chunk
+
+
+def test_messages_reach_the_template_as_they_are() -> None:
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "n"},
+        {"role": "assistant"},
+        {"role": "system", "content": "in the middle"},
+        {"role": "developer", "content": ""},
+    ]
+    assert prompt_of(parse(messages=messages)).messages == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a\nb", "name": "n"},
+        {"role": "assistant", "content": ""},
+        {"role": "system", "content": "in the middle"},
+        {"role": "developer", "content": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ("hi", "messages"),
+        ([{"content": "x"}], "messages[0]"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "wizard", "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": "x"}] * 4097, "messages"),
+    ],
+)
+def test_bad_messages_are_refused_by_name(messages: Any, param: str) -> None:
+    error = refuse(messages=messages)
+    assert (error.status, error.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},
+    ],
+)
+def test_messages_of_what_is_not_served_are_refused(message: dict[str, Any]) -> None:
+    assert refuse(messages=[message]).code == "unsupported_parameter"
+
+
+def test_both_names_of_the_limit_are_known() -> None:
+    assert parse(max_tokens=5).max_tokens == 5
+    assert parse(max_tokens=5, max_completion_tokens=7).max_tokens == 7
+    assert refuse(max_completion_tokens=0).param == "max_completion_tokens"
+
+
+def test_logprobs() -> None:
+    assert parse(logprobs=True).sampling.logprobs == 0
+    assert parse(logprobs=True, top_logprobs=20).sampling.logprobs == 20
+    assert refuse(logprobs=True, top_logprobs=21).param == "top_logprobs"
+    assert refuse(logprobs=True, top_logprobs=-1).param == "top_logprobs"
+    assert refuse(top_logprobs=2).param == "top_logprobs"
+    assert refuse(logprobs=1).param == "logprobs"
+
+
+def test_template_variables_are_an_allow_list() -> None:
+    prompt = prompt_of(parse(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low"))
+    assert prompt.variables == {"enable_thinking": False, "reasoning_effort": "low"}
+    assert refuse(chat_template_kwargs={"messages": []}).param == "chat_template_kwargs.messages"
+    assert refuse(chat_template_kwargs={"thinking": [1]}).status == 400
+    assert refuse(reasoning_effort="much").param == "reasoning_effort"
+
+
+def test_the_generation_prompt_can_be_left_out() -> None:
+    assert prompt_of(parse()).add_generation_prompt is True
+    assert prompt_of(parse(add_generation_prompt=False)).add_generation_prompt is False
+
+
+def test_a_whole_answer_has_the_fields_of_openais() -> None:
+    body = json.loads(formatter(logprobs=True).complete([Delta(0, 'é"', [TOKEN], "stop")], USAGE))
+    ChatCompletion.model_validate(body)
+    assert body["object"] == "chat.completion"
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": 'é"', "refusal": None, "annotations": []}
+    assert choice["logprobs"] == {
+        "content": [
+            {
+                "token": "a",
+                "logprob": -0.5,
+                "bytes": [97],
+                "top_logprobs": [
+                    {"token": "a", "logprob": -0.5, "bytes": [97]},
+                    {"token": "\ufffd", "logprob": -9999.0, "bytes": [195]},
+                ],
+            }
+        ],
+        "refusal": None,
+    }
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+
+
+def test_a_whole_answer_without_logprobs_says_null() -> None:
+    assert json.loads(formatter().complete([Delta(0, "a", [], "length")], USAGE))["choices"][0]["logprobs"] is None
+
+
+def test_events_of_a_stream() -> None:
+    writer = formatter(stream=True, stream_options={"include_usage": True})
+    start = event(writer.start(1))
+    assert start["choices"] == [
+        {"index": 1, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    ]
+    assert start["usage"] is None
+    assert event(writer.delta(Delta(1, "new\nline\u2028 é"), None))["choices"][0]["delta"] == {
+        "content": "new\nline\u2028 é"
+    }
+    end = event(writer.delta(Delta(1, "", [], "length"), None))["choices"][0]
+    assert (end["delta"], end["finish_reason"]) == ({}, "length")
+    last = event(writer.usage(USAGE))
+    assert (last["choices"], last["usage"]["total_tokens"]) == ([], 7)
+
+
+def test_usage_with_every_event() -> None:
+    assert event(formatter().delta(Delta(0, "a"), USAGE))["usage"]["completion_tokens"] == 2
+
+
+def test_a_stream_without_usage_does_not_mention_it() -> None:
+    assert "usage" not in event(formatter().delta(Delta(0, "a"), None))
+
+
+def test_logprobs_in_a_stream() -> None:
+    chunk = event(formatter(logprobs=True).delta(Delta(0, "a", [TOKEN]), None))
+    assert chunk["choices"][0]["logprobs"]["content"][0]["token"] == "a"

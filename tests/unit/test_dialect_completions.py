@@ -1,0 +1,104 @@
+"""The completions dialect: its prompts in, its answers out, as the openai package reads them."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types import Completion
+
+from moeserve.frontend.dialects import completions
+from moeserve.frontend.dialects.internal import Delta, GenerateRequest, ModelFacts, TokenText, Usage
+from moeserve.frontend.errors import ApiError
+from moeserve.frontend.text import TextTokenizer
+from moeserve.plan import TokenLogprobs
+from tests.support.tiny_model import byte_tokenizer
+
+FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
+TOKENIZER = TextTokenizer(byte_tokenizer())
+USAGE = Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=4)
+
+
+def parse(**changes: Any) -> GenerateRequest:
+    return completions.parse(json.dumps({"model": "tiny", "prompt": "hi", **changes}).encode(), FACTS)
+
+
+def refuse(**changes: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(**changes)
+    return caught.value
+
+
+def formatter(**changes: Any) -> completions.CompletionFormatter:
+    return completions.CompletionFormatter("cmpl-1", 17, parse(**changes), TOKENIZER, "fp_x")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("hi", ["hi"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2, 259], [[1, 2, 259]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_a_prompt_is_text_or_ids_or_several_of_them(prompt: Any, prompts: list[Any]) -> None:
+    assert parse(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, "", [], [""], [[]], ["a", 1], [[1], "a"], [260], [-1], [[1, 260]], [1.5], [True], [None], {}, ["a"] * 257],
+)
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    error = refuse(prompt=prompt)
+    assert error.status == 400
+    assert error.param is not None
+    assert error.param.startswith("prompt")
+
+
+def test_logprobs_of_the_prompt_are_asked_for_with_echo_alone() -> None:
+    assert parse(logprobs=3).sampling.prompt_logprobs is None
+    request = parse(logprobs=3, echo=True)
+    assert (request.echo, request.sampling.logprobs, request.sampling.prompt_logprobs) == (True, 3, 3)
+    assert refuse(logprobs=21).param == "logprobs"
+    assert refuse(logprobs=True).param == "logprobs"
+
+
+def test_every_prompt_gives_n_choices() -> None:
+    assert parse(prompt=["a", "b"], n=3).num_choices == 6
+
+
+def test_a_whole_answer_has_the_fields_of_openais() -> None:
+    tokens = [
+        TokenText(ord("h"), 0),
+        TokenText(ord("i"), 1, TokenLogprobs(-0.5, ((ord("a"), -0.25), (ord("b"), -0.375)))),
+        TokenText(0xC3, 2, TokenLogprobs(-1.0, ((0xC3, -1.0), (0xC4, float("-inf"))))),
+    ]
+    body = json.loads(formatter(logprobs=2).complete([Delta(0, "hi", tokens, "length")], USAGE))
+    assert body["object"] == "text_completion"
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": ["h", "i", "bytes:\\xc3"],
+        "token_logprobs": [None, -0.5, -1.0],
+        "top_logprobs": [
+            None,
+            {"a": -0.25, "b": -0.375, "i": -0.5},
+            {"bytes:\\xc3": -1.0, "bytes:\\xc4": -9999.0},
+        ],
+        "text_offset": [0, 1, 2],
+    }
+
+
+def test_the_openai_package_takes_an_answer() -> None:
+    token = TokenText(ord("i"), 0, TokenLogprobs(-0.5, ((ord("a"), -0.25),)))
+    Completion.model_validate_json(formatter(logprobs=1).complete([Delta(0, "i", [token], "stop")], USAGE))
+
+
+def test_events_of_a_stream() -> None:
+    writer = formatter(stream=True, stream_options={"include_usage": True})
+    assert writer.start(0) == b""
+    chunk = json.loads(writer.delta(Delta(2, "é", [], "stop"), None).removeprefix(b"data: "))
+    Completion.model_validate({**chunk, "usage": None})
+    assert chunk["choices"] == [{"index": 2, "text": "é", "logprobs": None, "finish_reason": "stop"}]
+    assert chunk["usage"] is None
+    last = json.loads(writer.usage(USAGE).removeprefix(b"data: "))
+    assert (last["choices"], last["usage"]["prompt_tokens_details"]) == ([], {"cached_tokens": 4})

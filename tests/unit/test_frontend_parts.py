@@ -1,0 +1,211 @@
+"""The small parts of the frontend: admission, hang detection, lengths and seeds, metrics, errors."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from moeserve.frontend.admission import Admission
+from moeserve.frontend.answer import Answer, build_generates, check_length, derive_seed
+from moeserve.frontend.dialects.internal import GenerateRequest
+from moeserve.frontend.engine_watch import ProgressWatch
+from moeserve.frontend.errors import ApiError, context_length_exceeded, unavailable
+from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.text import TextTokenizer
+from moeserve.messages import Heartbeat, Output, Stats, unpack_token_ids
+from moeserve.plan import TokenLogprobs
+from moeserve.request import FinishReason, SamplingParams
+from tests.support.tiny_model import byte_tokenizer
+
+TOKENIZER = TextTokenizer(byte_tokenizer())
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def request(**changes: object) -> GenerateRequest:
+    fields: dict[str, object] = {
+        "model": "tiny",
+        "prompts": ["ab"],
+        "sampling": SamplingParams(max_tokens=0),
+        "max_tokens": 4,
+        "seed": None,
+    }
+    return GenerateRequest(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_admission_counts_choices_and_refuses_what_is_too_much_now() -> None:
+    rejections: Counter[str] = Counter()
+    admission = Admission(Clock(), rejections)
+    with admission.hold(3, 4):
+        assert not admission.idle.is_set()
+        with pytest.raises(ApiError) as caught, admission.hold(2, 4):
+            pytest.fail("there is no place")
+        assert (caught.value.status, caught.value.code, rejections) == (503, "queue_full", {"queue_full": 1})
+        with admission.hold(1, 4):
+            assert admission.in_flight == 4
+    assert (admission.in_flight, admission.idle.is_set()) == (0, True)
+
+
+def test_admission_refuses_for_good_what_never_fits() -> None:
+    with pytest.raises(ApiError) as caught, Admission(Clock(), Counter()).hold(5, 4):
+        pytest.fail("there is no place")
+    assert caught.value.status == 400
+
+
+def test_retry_after_follows_the_pace_of_requests_within_bounds() -> None:
+    clock = Clock()
+    admission = Admission(clock, Counter())
+    assert admission.retry_after() == 1.0
+    for pace, expected in ((0.1, 1.0), (8.0, 8.0), (500.0, 60.0)):
+        for _ in range(40):
+            clock.now += pace
+            with admission.hold(1, 1):
+                pass
+        assert admission.retry_after() == pytest.approx(expected)
+
+
+def beats(watch: ProgressWatch, times: list[float], *, step: int, busy: bool) -> None:
+    for now in times:
+        watch.observe(Heartbeat(1, step, busy), now)
+        assert watch.verdict(now) is None
+
+
+def test_a_busy_engine_without_progress_is_hung() -> None:
+    watch = ProgressWatch(10.0, 0.0)
+    beats(watch, [0, 3, 6, 9], step=5, busy=True)
+    watch.observe(Heartbeat(1, 5, True), 11.0)
+    assert "without progress" in (watch.verdict(11.0) or "")
+
+
+def test_steps_and_idleness_are_progress_enough() -> None:
+    watch = ProgressWatch(10.0, 0.0)
+    for now in range(0, 60, 3):
+        beats(watch, [float(now)], step=now, busy=True)
+    beats(watch, [float(now) for now in range(60, 120, 3)], step=57, busy=False)
+    beats(watch, [120.0], step=57, busy=True)
+
+
+def test_a_silent_engine_is_hung() -> None:
+    watch = ProgressWatch(10.0, 0.0)
+    assert [watch.verdict(now) for now in (3.0, 6.0, 9.0)] == [None] * 3
+    assert "no heartbeat" in (watch.verdict(11.0) or "")
+
+
+def test_a_frontend_that_was_held_up_itself_gives_the_engine_a_new_chance() -> None:
+    watch = ProgressWatch(10.0, 0.0)
+    assert watch.verdict(1.0) is None
+    assert watch.verdict(500.0) is None
+    assert watch.verdict(503.0) is None
+
+
+def test_lengths_that_do_not_fit_are_told_with_both_counts() -> None:
+    assert check_length(10, None, 16) == 6
+    assert check_length(10, 6, 16) == 6
+    with pytest.raises(ApiError) as caught:
+        check_length(10, 7, 16)
+    assert caught.value.code == "context_length_exceeded"
+    assert "maximum context length is 16 tokens" in caught.value.message
+    assert "17" in caught.value.message
+    assert "10 in the prompt" in caught.value.message
+    with pytest.raises(ApiError):
+        check_length(16, None, 16)
+
+
+def test_samples_have_seeds_of_their_own_and_the_first_one_the_clients() -> None:
+    seeds = [derive_seed(7, sample) for sample in range(16)]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 16
+    assert all(0 <= derive_seed(seed, sample) < 2**63 for seed in (-1, -(2**63), 2**63 - 1) for sample in (0, 1))
+
+
+def test_one_message_per_choice() -> None:
+    prompts = [[1, 2], [3]]
+    generates = build_generates(
+        request(prompts=["a", "b"], n=2, max_tokens=None, priority=3),
+        prompts,
+        request_id="r",
+        namespace="ns",
+        seed=5,
+        max_model_len=8,
+    )
+    assert [generate.request_id for generate in generates] == ["r-0", "r-1", "r-2", "r-3"]
+    assert [list(unpack_token_ids(generate.token_ids)) for generate in generates] == [[1, 2], [1, 2], [3], [3]]
+    assert [generate.sampling.max_tokens for generate in generates] == [6, 6, 7, 7]
+    assert generates[0].sampling.seed == generates[2].sampling.seed == 5
+    assert {(generate.namespace, generate.priority) for generate in generates} == {("ns", 3)}
+
+
+def test_usage_counts_a_prompt_once_and_what_it_found_before_this_request() -> None:
+    answer = Answer(request(n=2), [[1, 2, 3]], TOKENIZER)
+    answer.take(0, Output("r-0", [97], num_cached_tokens=1))
+    answer.take(1, Output("r-1", [97, 98], num_cached_tokens=2))
+    answer.take(0, Output("r-0", [98], FinishReason.LENGTH, num_cached_tokens=3))
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 4, 1)
+    assert answer.num_open == 1
+
+
+def test_an_echoed_prompt_comes_first_with_the_probabilities_that_came_in_chunks() -> None:
+    sampling = SamplingParams(max_tokens=0, logprobs=0, prompt_logprobs=0)
+    answer = Answer(request(prompts=["abc"], echo=True, sampling=sampling), [list(b"abc")], TOKENIZER)
+    assert answer.take(0, Output("r", prompt_logprobs=[TokenLogprobs(-1.0)])) == []
+    output = Output("r", [100], prompt_logprobs=[TokenLogprobs(-2.0)], logprobs=[TokenLogprobs(-3.0)])
+    echo, first = answer.take(0, output)
+    assert echo.text == "abc"
+    assert [token.logprobs and token.logprobs.logprob for token in echo.tokens] == [None, -1.0, -2.0]
+    assert [token.offset for token in echo.tokens + first.tokens] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
+def test_a_request_that_failed_in_the_engine_is_an_error_without_its_words(reason: FinishReason) -> None:
+    with pytest.raises(ApiError) as caught:
+        Answer(request(), [[1]], TOKENIZER).take(0, Output("r", [], reason, error="/secret/path.py line 3"))
+    assert caught.value.status == 500
+    assert "secret" not in caught.value.message
+
+
+def test_an_error_has_openais_shape() -> None:
+    body = json.loads(context_length_exceeded(8, 9, 1).body())
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert unavailable("no", "x", 2.1).headers() == [(b"retry-after", b"3")]
+
+
+def test_metrics_show_the_engines_newest_counters() -> None:
+    metrics = Metrics()
+    assert "moeserve_requests_running" not in metrics.render().decode()
+    facts = dict.fromkeys(Stats.__struct_fields__, 0) | {"num_running": 2, "prefix_hit_tokens": 96, "blocks_cached": 5}
+    metrics.rejections["queue_full"] += 1
+    metrics.on_stats(Stats(**{**facts, "rejections": {"queue_full": 2, "invalid": 1}, "queue_seconds": [0.25]}))
+    text = metrics.render().decode()
+    for line in (
+        "moeserve_requests_running 2.0",
+        "moeserve_prefix_cache_hits_total 96.0",
+        'moeserve_kv_blocks{state="cached"} 5.0',
+        'moeserve_rejections_total{reason="queue_full"} 3.0',
+        'moeserve_rejections_total{reason="invalid"} 1.0',
+        "moeserve_request_queue_seconds_count 1.0",
+    ):
+        assert line in text.splitlines()
+
+
+def test_names_that_clients_make_up_do_not_become_labels() -> None:
+    metrics = Metrics()
+    metrics.count_ignored(["user", "x1", "x2"])
+    text = metrics.render().decode()
+    assert 'moeserve_ignored_fields_total{field="user"} 1.0' in text
+    assert 'moeserve_ignored_fields_total{field="other"} 2.0' in text
+    assert "x1" not in text
+
+
+def test_the_http_process_loads_neither_torch_nor_transformers() -> None:
+    code = "import launcher.frontend_main, sys; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
