@@ -74,13 +74,13 @@ def parse_rope(
     original = parameters.get("original_max_position_embeddings") or max_position
     factor = parameters.get("factor")
     values: dict[str, Any] = {
-        name: parameters[name]
+        name: float(parameters[name])
         for name in ("attention_factor", "low_freq_factor", "high_freq_factor", "short_mscale", "long_mscale")
         if parameters.get(name) is not None
     }
     # A zero here means "not given" to the reference, as None does.
     values |= {
-        name: parameters[name]
+        name: float(parameters[name])
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
         if parameters.get(name)
     }

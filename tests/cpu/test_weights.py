@@ -250,6 +250,27 @@ def test_bytes_needed_are_known_beforehand(tmp_path: Path) -> None:
     assert weights_num_bytes(tied, 4) == 4 * parameters  # The packed output projection is a copy of its own.
 
 
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        ({"model_type": "llama"}, 6.74),
+        ({"model_type": "mistral"}, 7.24),
+        ({"model_type": "mixtral"}, 46.70),
+        ({"model_type": "qwen2_moe"}, 14.32),
+        ({"model_type": "phimoe"}, 41.87),
+        ({"model_type": "gpt_oss"}, 116.83),
+        ({"model_type": "glm4_moe", "head_dim": 128}, 106.85),
+        ({"model_type": "ernie4_5_moe", "tie_word_embeddings": False}, 21.83 + 0.26),
+        ({"model_type": "minimax_m2", "rotary_dim": 64}, 228.69),
+        ({"model_type": "deepseek_v3"}, 671.03),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_published_models_have_their_published_sizes(config: dict[str, Any], billions: float, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert weights_num_bytes(_spec(tmp_path), 1) / 1e9 == pytest.approx(billions, abs=0.01)
+
+
 def test_layers_beyond_the_model_and_old_tables_are_left_out(tmp_path: Path) -> None:
     save("deepseek_v3-yarn", tmp_path)
     expected = _logits(_load(tmp_path))

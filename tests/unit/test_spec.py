@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,7 +162,8 @@ def test_a_missing_value_is_named() -> None:
 def test_describing_a_model_takes_no_torch() -> None:
     modules = "moeserve.models.families, moeserve.models.checkpoint, moeserve.models.weight_plan"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
 
 
 def test_seventeen_types_are_served() -> None:
