@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from moeserve.request import Request, SamplingParams
+from moeserve.request import SamplingParams
 
 
 @dataclass(slots=True)
@@ -77,18 +77,3 @@ class StepResult:
 
     step: int
     chunks: list[ChunkResult]
-
-
-def chunk_extras(request: Request, start: int, end: int) -> ChunkExtras:
-    """The extras of the chunk `token_ids[start:end]` of a request that is not plain."""
-    sampling = request.sampling
-    targets = None
-    if sampling.prompt_logprobs is not None and start < request.num_prompt_tokens - 1:
-        targets = request.token_ids[start + 1 : min(end + 1, request.num_prompt_tokens)]
-    return ChunkExtras(
-        history=request.token_ids[:] if sampling.needs_history else None,
-        num_prompt_tokens=request.num_prompt_tokens,
-        banned_token_ids=sampling.stop_token_ids if request.num_output_tokens < sampling.min_tokens else (),
-        prompt_targets=targets,
-        num_top_logprobs=sampling.prompt_logprobs or 0,
-    )

@@ -57,6 +57,7 @@ class Request:
     "Prefill" and "decode" are not states: `num_computed_tokens` catches up with `len(token_ids)`, and whatever a prefix
     hit, a chunk or a preemption does is a change of that number. `num_scheduled_tokens` are in a plan whose result has
     not come yet. `lease` is None while the request waits. `finished` says that it ended while a plan still named it.
+    `num_prompt_logprobs` log probabilities of prompt tokens were reported, which survives a preemption.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class Request:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_overtakers: int = 0
+    num_prompt_logprobs: int = 0
     lease: Lease | None = None
     finished: bool = False
     is_plain: bool = field(init=False)
@@ -83,6 +85,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of prompt tokens are still to be reported; the first token has none."""
+        return self.sampling.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
     def queue_key(self) -> tuple[int, int]:

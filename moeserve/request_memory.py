@@ -1,0 +1,113 @@
+"""The KV blocks of requests: what each one holds, lacks, shares and leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeserve.request import Request
+from radix_cache import PrefixCache
+
+
+class RequestMemory:
+    """Leases on behalf of requests. It knows neither queues nor budgets.
+
+    A request is named by at most one plan in flight, and while one names it its lease is neither released nor changed
+    otherwise than by appending. So whatever leaves a lease here can be freed at once.
+    """
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._block_size = cache.block_size
+
+    @property
+    def num_available_blocks(self) -> int:
+        return self._cache.num_available
+
+    def peek(self, request: Request) -> int:
+        """How many of the request's tokens are cached now."""
+        return self._cache.peek(request.token_ids, request.namespace)
+
+    def num_missing_blocks(self, request: Request) -> int:
+        """How many blocks the request lacks for the tokens it has."""
+        lease = request.lease
+        assert lease is not None
+        return -(-len(request.token_ids) // self._block_size) - len(lease.block_ids)
+
+    def num_empty_slots(self, request: Request) -> int:
+        """Slots that the request holds and has not filled."""
+        lease = request.lease
+        assert lease is not None
+        return len(lease.block_ids) * self._block_size - request.num_computed_tokens
+
+    def attach(self, request: Request) -> None:
+        """Leases what is cached of the request's tokens and counts it as computed.
+
+        Hits are of no use as long as log probabilities of prompt tokens are wanted: they come from the forward.
+        """
+        lease = self._cache.match(request.token_ids, request.namespace, use_cache=not request.wants_prompt_logprobs)
+        request.lease, request.num_computed_tokens = lease, lease.num_published_tokens
+
+    def detach(self, request: Request, keep_tokens: int | None = None) -> None:
+        """Releases the request's blocks; it has computed nothing then. See `PrefixCache.release` for `keep_tokens`."""
+        assert request.lease is not None
+        self._cache.release(request.lease, keep_tokens)
+        request.lease = None
+        request.num_computed_tokens = 0
+
+    def catch_up(self, request: Request) -> int:
+        """Adopts blocks that others have published meanwhile; returns how many tokens need no computing for it.
+
+        A block that the request has computed in part is given up for the full one.
+        """
+        lease = request.lease
+        assert lease is not None
+        gained = self._cache.advance(lease, request.token_ids) - request.num_computed_tokens
+        if gained <= 0:
+            return 0
+        request.num_computed_tokens += gained
+        return gained
+
+    def grow(self, request: Request, count: int) -> Sequence[int] | None:
+        """Leases blocks for `count` more tokens. Returns the new ids, None with nothing changed if memory is short."""
+        lease = request.lease
+        assert lease is not None
+        missing = (request.num_computed_tokens + count - 1) // self._block_size + 1 - len(lease.block_ids)
+        if missing <= 0:
+            return ()
+        return self._cache.extend(lease, missing)
+
+    def num_tokens_that_fit(self, request: Request) -> int:
+        """How many more tokens of the request could have a slot now."""
+        return self.num_empty_slots(request) + self._cache.num_available * self._block_size
+
+    def publish(self, request: Request) -> None:
+        """Lets others find the full blocks that the request has computed."""
+        lease = request.lease
+        assert lease is not None
+        if request.num_computed_tokens - lease.num_published_tokens >= self._block_size:
+            duplicates = self._cache.publish(lease, request.token_ids, request.num_computed_tokens)
+            if duplicates:
+                self._cache.free(duplicates)
+
+    def is_computed_by(self, request: Request, other: Request) -> bool:
+        """Whether the chunk in which `other` is scheduled computes the block that comes next for `request`."""
+        lease = request.lease
+        assert lease is not None
+        start = lease.num_published_tokens
+        end = start + self._block_size
+        return (
+            lease.use_cache
+            and other.num_computed_tokens < end < len(request.token_ids)
+            and other.num_computed_tokens + other.num_scheduled_tokens > start
+            and end <= len(other.token_ids)
+            and not other.finished
+            and other.namespace == request.namespace
+            and other.token_ids[start:end] == request.token_ids[start:end]
+            and other.token_ids[:start] == request.token_ids[:start]
+        )
+
+    def check_idle(self) -> None:
+        """R5: when nothing runs, every block is free or cached. Raises AssertionError if one is lost."""
+        self._cache.check_counts()
+        if self._cache.num_leased or self._cache.num_duplicates:
+            raise AssertionError(f"idle, but {self._cache.num_leased} blocks are leased")

@@ -1,0 +1,190 @@
+"""An executor without tensors that knows what every KV slot must hold.
+
+Instead of keys and values a slot stores (token, position, namespace) of what was written there. A chunk may be computed
+only if its block table reads back exactly the prefix of its own request, so a block that was freed, shared, rewritten
+or published wrongly is seen in the step that would have read it. The drawn token is a function of the whole prefix.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult, TokenLogprobs
+from moeserve.plan_codec import decode_plan, encode_plan
+from moeserve.request import FinishReason, Request, SamplingParams
+from radix_cache import PrefixCache
+from radix_cache.tree import Node
+
+Cell = tuple[int, int, str]
+POISON: Cell = (-1, -1, "poison")
+
+
+def draw(prefix: array[int], seed: int, vocab_size: int, banned: Collection[int] = ()) -> int:
+    """The token after `prefix`."""
+    token = crc32(prefix.tobytes(), seed) % vocab_size
+    while token in banned:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def undisturbed(prompt: list[int], sampling: SamplingParams, vocab_size: int) -> tuple[list[int], FinishReason]:
+    """What a request yields that runs alone, in a plain loop without any scheduler."""
+    tokens = array("i", prompt)
+    output: list[int] = []
+    while True:
+        banned = sampling.stop_token_ids if len(output) < sampling.min_tokens else ()
+        token = draw(tokens, sampling.seed, vocab_size, banned)
+        tokens.append(token)
+        output.append(token)
+        if token in sampling.stop_token_ids:
+            return output, FinishReason.STOP
+        if len(output) == sampling.max_tokens:
+            return output, FinishReason.LENGTH
+
+
+@dataclass
+class Record:
+    """A request as its client sees it. `history` is the prompt and every token told so far."""
+
+    request: Request
+    prompt: list[int]
+    sampling: SamplingParams
+    history: array[int]
+    output: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass
+class _Submitted:
+    plan: StepPlan
+    records: list[Record]
+
+
+class KvOracle:
+    """Executes plans late: `submit` when a plan is made, `execute` just before its commit.
+
+    It works on the decoded bytes of a plan, so whatever the scheduler does to its own arrays meanwhile shows. A chunk
+    for which `fails`, asked once, is true writes poison and returns an error.
+    """
+
+    def __init__(self, cache: PrefixCache, vocab_size: int) -> None:
+        self._cache = cache
+        self._size = cache.block_size
+        self._vocab_size = vocab_size
+        self._kv: list[list[Cell | None]] = [[None] * self._size for _ in range(cache.num_blocks)]
+        self._in_flight: deque[_Submitted] = deque()
+        self.fails: Callable[[Chunk], bool] = lambda chunk: False
+        self.num_computed_tokens = 0
+
+    def submit(self, plan: StepPlan, records: list[Record]) -> None:
+        """Takes a plan; `records[i]` is who chunk i belongs to."""
+        copy = decode_plan(encode_plan(plan))
+        assert copy == plan
+        assert len({id(record) for record in records}) == len(records)
+        zeroed = copy.zeroed_blocks.tolist()
+        assert len(set(zeroed)) == len(zeroed)
+        for earlier in self._in_flight:
+            assert not {id(r) for r in earlier.records} & {id(r) for r in records}, "a request in two plans"
+            for chunk in earlier.plan.chunks:
+                assert not set(zeroed) & set(chunk.block_table), "a block of a plan in flight changed hands"
+        for chunk, record in zip(copy.chunks, records, strict=True):
+            self._check_chunk(chunk, record)
+        self._in_flight.append(_Submitted(copy, records))
+
+    def execute(self, live: list[Record]) -> StepResult:
+        """Computes the oldest plan. `live` are all records whose request may hold blocks."""
+        submitted = self._in_flight.popleft()
+        plan, records = submitted.plan, submitted.records
+        num_holders: dict[int, int] = {}
+        for record in live:
+            for block in record.request.lease.block_ids if record.request.lease else ():
+                num_holders[block] = num_holders.get(block, 0) + 1
+        for block in plan.zeroed_blocks:
+            self._kv[block] = [None] * self._size
+        faults = [self.fails(chunk) for chunk in plan.chunks]
+        for chunk, record, is_faulty in zip(plan.chunks, records, faults, strict=True):
+            self._write(chunk, record, num_holders, is_faulty)
+        results: list[ChunkResult] = []
+        for chunk, record, is_faulty in zip(plan.chunks, records, faults, strict=True):
+            if is_faulty:
+                results.append(ChunkResult(error="the oracle fails this chunk"))
+            else:
+                self._check_prefix(chunk, record)
+                results.append(self._compute(chunk))
+        self.num_computed_tokens += plan.num_tokens
+        return StepResult(plan.step, results)
+
+    def check_published(self) -> None:
+        """Every block in the tree holds what the tree says of it."""
+        tree = self._cache._tree
+        nodes: list[tuple[Node, int]] = [(root, 0) for root in tree.roots.values()]
+        for node, start in nodes:
+            tokens = array("i", bytes(node.tokens))
+            for index, block in enumerate(node.blocks):
+                first = index * self._size
+                want = [(tokens[first + i], start + first + i, node.namespace) for i in range(self._size)]
+                assert self._kv[block] == want, f"block {block} was published with wrong contents"
+            nodes += [(child, start + len(tokens)) for child in node.children.values()]
+
+    def _check_chunk(self, chunk: Chunk, record: Record) -> None:
+        end = chunk.start + len(chunk.token_ids)
+        history = record.history
+        assert chunk.request_id == record.request.request_id
+        assert len(chunk.token_ids) > 0
+        assert chunk.token_ids == history[chunk.start : end]
+        assert (chunk.sampling is not None) == (end == len(history))
+        assert len(chunk.block_table) == -(-end // self._size), "blocks that nothing needs, or too few"
+        assert len(set(chunk.block_table)) == len(chunk.block_table)
+        num_output = len(history) - len(record.prompt)
+        banned = record.sampling.stop_token_ids if num_output < record.sampling.min_tokens else ()
+        if chunk.sampling is not None:
+            assert chunk.sampling is record.sampling or chunk.sampling == record.sampling
+            assert (chunk.extras.banned_token_ids if chunk.extras else ()) == banned
+            if chunk.sampling.needs_history:
+                assert chunk.extras is not None
+                assert chunk.extras.history == history
+                assert chunk.extras.num_prompt_tokens == len(record.prompt)
+
+    def _write(self, chunk: Chunk, record: Record, num_holders: dict[int, int], is_faulty: bool) -> None:
+        lease = record.request.lease
+        assert lease is not None, "blocks of a plan in flight were released"
+        assert lease.block_ids == chunk.block_table, "a block table changed under a plan in flight"
+        assert lease.num_published_tokens <= chunk.start, "a published slot would be written"
+        namespace = record.request.namespace
+        for position, token in enumerate(chunk.token_ids, chunk.start):
+            block = chunk.block_table[position // self._size]
+            offset = position % self._size
+            assert num_holders[block] == 1, "a slot that another request reads would be written"
+            assert self._kv[block][offset] is None, "a slot is written twice, or was not cleared"
+            self._kv[block][offset] = POISON if is_faulty else (token, position, namespace)
+
+    def _check_prefix(self, chunk: Chunk, record: Record) -> None:
+        end = chunk.start + len(chunk.token_ids)
+        namespace = record.request.namespace
+        held = [cell for block in chunk.block_table for cell in self._kv[block]][:end]
+        want = [(token, position, namespace) for position, token in enumerate(record.history[:end])]
+        assert held == want, "the block table does not read back the prefix of its request"
+
+    def _compute(self, chunk: Chunk) -> ChunkResult:
+        result = ChunkResult()
+        extras = chunk.extras
+        if extras is not None and extras.prompt_targets is not None:
+            result.prompt_logprobs = [
+                TokenLogprobs(-1.0 - position, ((target, -1.0 - position),))
+                for position, target in enumerate(extras.prompt_targets, chunk.start + 1)
+            ]
+        if chunk.sampling is not None:
+            end = chunk.start + len(chunk.token_ids)
+            cells = [cell for block in chunk.block_table for cell in self._kv[block]][:end]
+            prefix = array("i", [cell[0] for cell in cells if cell is not None])
+            banned = extras.banned_token_ids if extras is not None else ()
+            result.token_id = draw(prefix, chunk.sampling.seed, self._vocab_size, banned)
+            if chunk.sampling.logprobs is not None:
+                result.logprobs = TokenLogprobs(-0.5)
+        return result

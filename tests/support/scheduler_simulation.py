@@ -1,0 +1,148 @@
+"""A scheduler, a prefix cache and the KV oracle, driven step by step and checked after each."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+
+from moeserve.outputs import RequestOutput
+from moeserve.plan import StepPlan
+from moeserve.request import FinishReason, Request, SamplingParams
+from moeserve.scheduler import Scheduler
+from radix_cache import PrefixCache
+from tests.support.kv_oracle import KvOracle, Record, undisturbed
+
+VOCAB_SIZE = 50
+
+
+class Simulation:
+    """`depth` is the number of plans that stay in flight while the next one is made; 0 is the plain loop."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        budget: int = 16,
+        max_num_seqs: int = 8,
+        max_num_queued_reqs: int = 1000,
+        max_model_len: int | None = None,
+        caching: bool = True,
+        policy: str = "fcfs",
+        depth: int = 0,
+    ) -> None:
+        self.cache = PrefixCache(num_blocks, block_size, caching=caching)
+        self.oracle = KvOracle(self.cache, VOCAB_SIZE)
+        self.scheduler = Scheduler(
+            self.cache,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_num_queued_reqs=max_num_queued_reqs,
+            max_model_len=max_model_len or num_blocks * block_size,
+            policy=policy,
+        )
+        self._budget = budget
+        self._max_num_seqs = max_num_seqs
+        self._depth = depth
+        self._in_flight: deque[StepPlan] = deque()
+        self.records: dict[str, Record] = {}
+        self.plans: list[StepPlan] = []
+
+    def add(
+        self, request_id: str, prompt: list[int], sampling: SamplingParams, *, namespace: str = "", priority: int = 0
+    ) -> Record:
+        request = Request(request_id, array("i", prompt), sampling, namespace, priority)
+        self.scheduler.add(request)
+        record = Record(request, prompt, sampling, array("i", prompt))
+        self.records[request_id] = record
+        return record
+
+    def abort(self, request_id: str) -> None:
+        self._take([output] if (output := self.scheduler.abort(request_id)) else [])
+
+    def finish(self, request_id: str, keep_tokens: int) -> None:
+        self._take([output] if (output := self.scheduler.finish(request_id, keep_tokens)) else [])
+
+    def step(self) -> list[RequestOutput]:
+        """Makes a plan and commits the one that has been in flight for `depth` steps."""
+        plan = self._schedule()
+        outputs: list[RequestOutput] = []
+        while len(self._in_flight) > (self._depth if plan else 0):
+            outputs += self._commit()
+            if plan is None:
+                break
+        return outputs
+
+    def run(self) -> None:
+        """Steps until nothing is left, which must not take more steps than all tokens computed twice, one by one."""
+        work = sum(len(r.prompt) + r.sampling.max_tokens for r in self.records.values() if r.finish_reason is None)
+        limit = 2 * work * (self._depth + 1) + 10
+        while not self.scheduler.is_idle:
+            assert limit, "no end in sight"
+            limit -= 1
+            self.step()
+
+    def check_all_done(self) -> None:
+        """Every request had one end and the tokens of an undisturbed run; every block is back."""
+        assert self.scheduler.is_idle
+        assert not self._in_flight
+        self.scheduler.check_idle()
+        self.cache.check_invariants()
+        self.oracle.check_published()
+        for record in self.records.values():
+            tokens, reason = undisturbed(record.prompt, record.sampling, VOCAB_SIZE)
+            assert record.finish_reason is not None
+            assert record.output == tokens[: len(record.output)]
+            if record.finish_reason is FinishReason.LENGTH or (
+                record.finish_reason is FinishReason.STOP and reason is FinishReason.STOP
+            ):
+                assert (record.output, record.finish_reason) == (tokens, reason)
+            if record.sampling.prompt_logprobs is not None and len(record.output) > 0:
+                seen = [(-1 - int(entry.logprob), entry.top[0][0]) for entry in record.prompt_logprobs]
+                assert seen == list(enumerate(record.prompt))[1:]
+        self.cache.reset()
+        assert self.cache.num_free == self.cache.num_blocks
+
+    def _schedule(self) -> StepPlan | None:
+        ready = [
+            record
+            for record in self.records.values()
+            if record.request.lease is not None
+            and not record.request.finished
+            and not record.request.num_scheduled_tokens
+            and len(record.history) - record.request.num_computed_tokens == 1
+        ]
+        plan = self.scheduler.schedule()
+        if plan is None:
+            assert self._in_flight or self.scheduler.is_idle, "something is runnable and the plan is empty"
+            return None
+        assert 0 < plan.num_tokens <= self._budget
+        assert len(plan.chunks) <= self._max_num_seqs
+        planned = {chunk.request_id for chunk in plan.chunks}
+        for record in ready:
+            if record.request.request_id not in planned and record.request.lease is not None:
+                assert self.cache.num_available == 0, "a decode was left out"
+        self.plans.append(plan)
+        self.oracle.submit(plan, [self.records[chunk.request_id] for chunk in plan.chunks])
+        self._in_flight.append(plan)
+        return plan
+
+    def _commit(self) -> list[RequestOutput]:
+        plan = self._in_flight.popleft()
+        outputs = self.scheduler.commit(plan, self.oracle.execute(list(self.records.values())))
+        self._take(outputs)
+        self.cache.check_invariants()
+        self.oracle.check_published()
+        return outputs
+
+    def _take(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            record = self.records[output.request.request_id]
+            assert record.request is output.request
+            assert record.finish_reason is None, "an output after the end"
+            record.prompt_logprobs += output.prompt_logprobs or []
+            if output.token_id is not None:
+                record.output.append(output.token_id)
+                record.history.append(output.token_id)
+                assert (output.logprobs is not None) == (record.sampling.logprobs is not None)
+            record.finish_reason, record.error = output.finish_reason, output.error

@@ -1,0 +1,132 @@
+"""Whatever the scheduler is set to, every request gets the tokens of an undisturbed run from its own KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from random import Random
+
+import pytest
+
+from moeserve.request import SamplingParams
+from tests.support.kv_oracle import Record
+from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
+
+STOP_TOKENS = (3, 4)
+
+
+@dataclass
+class Conversation:
+    """Turns of one client: each prompt is all that was said before and a few tokens more."""
+
+    prompt: list[int]
+    num_turns: int
+    namespace: str
+    priority: int
+    start: int
+    record: Record | None = None
+
+
+def make_conversations(random: Random) -> list[Conversation]:
+    shared = [[random.randrange(VOCAB_SIZE) for _ in range(random.randrange(10, 30))] for _ in range(2)]
+    conversations = []
+    for index in range(8):
+        prompt = shared[random.randrange(2)][: random.choice([100, 17, 9])]
+        prompt = prompt + [random.randrange(VOCAB_SIZE) for _ in range(random.randrange(1, 6))]
+        namespace, priority = random.choice(["", "", "tenant"]), random.choice([0, 0, 1])
+        conversations.append(Conversation(prompt, 2, namespace, priority, random.choice([0, 0, index, 3 * index])))
+    conversations[1] = replace(conversations[0], priority=1)
+    return conversations
+
+
+def make_sampling(random: Random, *, max_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=random.randrange(1, max_tokens + 1),
+        seed=random.choice([1, 2]),
+        stop_token_ids=random.choice([(), STOP_TOKENS]),
+        min_tokens=random.choice([0, 0, 3]),
+        presence_penalty=random.choice([0.0, 0.5]),
+        logprobs=random.choice([None, 2]),
+        prompt_logprobs=random.choice([None, None, None, 0]),
+    )
+
+
+def converse(simulation: Simulation, conversations: list[Conversation], random: Random) -> None:
+    step = 0
+    while not simulation.scheduler.is_idle or any(c.num_turns for c in conversations):
+        for index, talk in enumerate(conversations):
+            if talk.num_turns and step >= talk.start and (talk.record is None or talk.record.finish_reason):
+                if talk.record is not None:
+                    talk.prompt = talk.record.history.tolist() + [random.randrange(VOCAB_SIZE) for _ in range(3)]
+                talk.record = simulation.add(
+                    f"{index}.{talk.num_turns}",
+                    talk.prompt,
+                    make_sampling(random, max_tokens=12),
+                    namespace=talk.namespace,
+                    priority=talk.priority,
+                )
+                talk.num_turns -= 1
+        simulation.step()
+        step += 1
+        assert step < 2000, "no end in sight"
+    simulation.check_all_done()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+def test_conversations_get_the_tokens_of_an_undisturbed_run(block_size: int, policy: str, depth: int) -> None:
+    longest = 30 + 6 + 12 + 3 + 12
+    tiny, roomy = -(-longest // block_size) + 1, 1000 // block_size
+    for number, (budget, num_blocks, caching) in enumerate(product([8, 13, 64], [tiny, roomy], [True, False])):
+        random = Random(f"{number} {block_size} {policy} {depth}")
+        simulation = Simulation(
+            num_blocks=num_blocks, block_size=block_size, budget=budget, caching=caching, policy=policy, depth=depth
+        )
+        converse(simulation, make_conversations(random), random)
+        counters = simulation.scheduler.counters
+        assert (counters.prefix_hit_tokens > 0) == caching or block_size == 16
+        assert counters.preemptions == 0 or num_blocks == tiny
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+def test_preempted_requests_continue_as_if_nothing_had_been(block_size: int, depth: int, caching: bool) -> None:
+    num_requests = 0
+    num_preemptions = 0
+    for seed in range(4):
+        random = Random(seed)
+        simulation = Simulation(
+            num_blocks=-(-66 // block_size), block_size=block_size, budget=9, caching=caching, depth=depth
+        )
+        for index in range(8):
+            prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randrange(1, 7))]
+            sampling = SamplingParams(max_tokens=60, seed=index, prompt_logprobs=random.choice([None, 0]))
+            simulation.add(f"r{index}", prompt, sampling, priority=random.choice([0, 1]))
+        simulation.run()
+        simulation.check_all_done()
+        num_requests += 8
+        num_preemptions += simulation.scheduler.counters.preemptions
+    assert num_preemptions >= num_requests
+
+
+def test_the_next_turn_finds_the_tokens_that_were_generated() -> None:
+    simulation = Simulation(num_blocks=32, block_size=4)
+    first = simulation.add("first", list(range(10)), SamplingParams(max_tokens=11))
+    simulation.run()
+    second = simulation.add("second", [*first.history, 1, 2, 3], SamplingParams(max_tokens=2))
+    simulation.run()
+    # 10 + 11 tokens, of which the last one was drawn and not computed.
+    assert second.request.num_cached_tokens == 20
+    simulation.check_all_done()
+
+
+def test_namespaces_share_nothing() -> None:
+    simulation = Simulation(num_blocks=32, block_size=4)
+    for namespace in ("a", "b", ""):
+        simulation.add(f"in {namespace}", list(range(20)), SamplingParams(max_tokens=2), namespace=namespace)
+        simulation.run()
+    assert simulation.scheduler.counters.prefix_hit_tokens == 0
+    assert simulation.oracle.num_computed_tokens == 3 * 21
+    simulation.check_all_done()
