@@ -51,25 +51,33 @@ class AttentionPlan:
     block_size: int
     tiles: dict[int | None, list[Tile]]
     chunks: Sequence[ChunkSpan]
-    _masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None], list[Tensor]] = field(default_factory=dict)
 
-    def mask(self, group: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [block_size * group + padding, W]: a tile takes the rows from its offset and the last columns.
+    def masks(self, group: int, window: int | None, dtype: torch.dtype) -> list[Tensor]:
+        """One additive mask [padded rows, num_keys] per tile, for `group` query heads per KV head.
 
-        Row (offset, head) may see a column if it is at most its own position and, with a window, within it.
+        Row (offset, head) may see a key if it is at most its own position and, with a window, within it. All masks are
+        views of one: a tile takes the rows from its offset and the last columns.
         """
         key = (group, window)
-        mask = self._masks.get(key)
-        if mask is None:
-            longest = max((tile.num_keys for tile in self.tiles[window]), default=self.block_size)
-            offsets = torch.arange(self.block_size).repeat_interleave(group)
-            offsets = torch.cat([offsets, offsets.new_full((_ROW_MULTIPLE,), self.block_size - 1)])[:, None]
-            position = torch.arange(longest)[None] - (longest - self.block_size)
-            hidden = position > offsets
-            if window is not None:
-                hidden |= position <= offsets - window
-            mask = self._masks[key] = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        return mask
+        masks = self._masks.get(key)
+        if masks is None:
+            tiles = self.tiles[window]
+            whole = self._whole_mask(group, window, dtype, max((tile.num_keys for tile in tiles), default=0))
+            masks = self._masks[key] = [
+                whole[tile.offset * group :, whole.shape[1] - tile.num_keys :][: _padded(tile.num_rows * group)]
+                for tile in tiles
+            ]
+        return masks
+
+    def _whole_mask(self, group: int, window: int | None, dtype: torch.dtype, longest: int) -> Tensor:
+        offsets = torch.arange(self.block_size).repeat_interleave(group)
+        offsets = torch.cat([offsets, offsets.new_full((_ROW_MULTIPLE,), self.block_size - 1)])[:, None]
+        position = torch.arange(longest)[None] - (longest - self.block_size)
+        hidden = position > offsets
+        if window is not None:
+            hidden |= position <= offsets - window
+        return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def plan_attention(
@@ -116,27 +124,25 @@ def paged_attention(
     num_rows, num_heads, key_dim = q.shape
     kv_heads = keys_pool.shape[0]
     group = num_heads // kv_heads
-    folded = torch.empty((kv_heads, num_rows * group + _ROW_MULTIPLE, key_dim), dtype=q.dtype)
-    folded[:, : num_rows * group].view(kv_heads, num_rows, group, key_dim).copy_(
+    folded = torch.empty((1, kv_heads, num_rows * group + _ROW_MULTIPLE, key_dim), dtype=q.dtype)
+    folded[0, :, : num_rows * group].view(kv_heads, num_rows, group, key_dim).copy_(
         q.view(num_rows, kv_heads, group, key_dim).transpose(0, 1)
     )
-    folded[:, num_rows * group :] = 0
-    out = torch.empty((kv_heads, num_rows * group, values_pool.shape[2]), dtype=q.dtype)
-    mask = plan.mask(group, window, q.dtype)
-    block_size = plan.block_size
+    folded[:, :, num_rows * group :] = 0
+    read_keys, read_values = _Reader(keys_pool, plan.block_size), _Reader(values_pool, plan.block_size)
     sink_rows = None if sinks is None else sinks.view(kv_heads, group)
-    for tile in plan.tiles[window]:
-        first, count = tile.first_row * group, tile.num_rows * group
-        padded = -(-count // _ROW_MULTIPLE) * _ROW_MULTIPLE
-        keys, values = _read(keys_pool, tile, block_size), _read(values_pool, tile, block_size)
-        tile_mask = mask[tile.offset * group : tile.offset * group + padded, mask.shape[1] - tile.num_keys :]
-        rows = folded[None, :, first : first + padded]
+    results = []
+    for tile, mask in zip(plan.tiles[window], plan.masks(group, window, q.dtype), strict=True):
+        count = tile.num_rows * group
+        rows = folded.narrow(2, tile.first_row * group, _padded(count))
+        keys, values = read_keys(tile), read_values(tile)
         if sink_rows is None:
-            result = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=tile_mask, scale=scale)
+            result = functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
         else:
-            result = _attend_with_sinks(rows, keys, values, tile_mask, scale, sink_rows)
-        out[:, first : first + count] = result[0, :, :count]
-    return out.view(kv_heads, num_rows, group, -1).transpose(0, 1).reshape(num_rows, num_heads, -1)
+            result = _attend_with_sinks(rows, keys, values, mask, scale, sink_rows)
+        results.append(result.narrow(2, 0, count))
+    out = results[0] if len(results) == 1 else torch.cat(results, 2)
+    return out.reshape(kv_heads, num_rows, group, -1).transpose(0, 1).reshape(num_rows, num_heads, -1)
 
 
 def paged_attention_reference(
@@ -151,7 +157,7 @@ def paged_attention_reference(
 ) -> Tensor:
     """The same, one token at a time in fp32."""
     group = q.shape[1] // keys_pool.shape[0]
-    rows = []
+    rows: list[Tensor] = []
     for chunk in plan.chunks:
         block_ids = torch.tensor(chunk.block_ids.tolist())
         slots = (block_ids[:, None] * plan.block_size + torch.arange(plan.block_size)).flatten()
@@ -185,10 +191,23 @@ def _locate(block_ids: array[int], block_size: int, device: torch.device | str) 
     return torch.tensor(block_ids, dtype=torch.int64, device=device)
 
 
-def _read(pool: Tensor, tile: Tile, block_size: int) -> Tensor:
-    """[1, KV, num_keys, D] of a tile: a view for a slot range, else a copy."""
-    if isinstance(tile.keys, slice):
-        return pool[None, :, tile.keys]
-    kv_heads, num_slots, dim = pool.shape
-    blocks = pool.view(kv_heads, num_slots // block_size, block_size * dim)
-    return blocks.index_select(1, tile.keys).view(1, kv_heads, tile.num_keys, dim)
+class _Reader:
+    """[1, KV, num_keys, D] of a tile from a pool [KV, num_slots, D]: a view for a slot range, else a copy."""
+
+    __slots__ = ("_blocks", "_pool", "_shape")
+
+    def __init__(self, pool: Tensor, block_size: int) -> None:
+        kv_heads, num_slots, dim = pool.shape
+        self._pool = pool.unsqueeze(0)
+        self._blocks = pool.view(kv_heads, num_slots // block_size, block_size * dim)
+        self._shape = (1, kv_heads, -1, dim)
+
+    def __call__(self, tile: Tile) -> Tensor:
+        keys = tile.keys
+        if isinstance(keys, slice):
+            return self._pool.narrow(2, keys.start, tile.num_keys)
+        return self._blocks.index_select(1, keys).view(self._shape)
+
+
+def _padded(num_rows: int) -> int:
+    return -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE
