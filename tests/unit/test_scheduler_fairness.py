@@ -1,0 +1,173 @@
+"""Nobody starves, nobody is stalled for long, and what cannot be served is refused on arrival."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeserve.outputs import NeverFitsError, QueueFullError
+from moeserve.request import FinishReason, SamplingParams
+from tests.support.scheduler_simulation import Simulation
+
+SHARED = [(7 * i + 3) % 50 for i in range(40)]
+
+
+def test_a_stream_of_hits_does_not_starve_a_request_that_hits_nothing() -> None:
+    simulation = Simulation(num_blocks=100, block_size=4, budget=64, max_num_seqs=2, policy="lpm")
+    simulation.add("warm", SHARED, SamplingParams(max_tokens=1))
+    simulation.run()
+    number = 0
+
+    def add_hit() -> None:
+        nonlocal number
+        simulation.add(f"hit {number}", [*SHARED, number % 50, number // 50], SamplingParams(max_tokens=2))
+        number += 1
+
+    for _ in range(4):
+        add_hit()
+    stranger = simulation.add("stranger", [49 - token for token in SHARED], SamplingParams(max_tokens=2))
+    while stranger.request.lease is None:
+        while simulation.scheduler.num_waiting < 6:
+            add_hit()
+        simulation.step()
+    num_overtakers = sum(
+        r.request.arrival > stranger.request.arrival and r.output != [] for r in simulation.records.values()
+    )
+    assert 0 < num_overtakers <= 32 + 2
+    simulation.run()
+    simulation.check_all_done()
+
+
+def test_lpm_serves_the_longest_cached_prefix_first() -> None:
+    simulation = Simulation(num_blocks=100, block_size=4, budget=64, max_num_seqs=1, policy="lpm")
+    simulation.add("warm", SHARED, SamplingParams(max_tokens=1))
+    simulation.run()
+    names = ["none", "some", "most", "urgent"]
+    prompts = [[1] * 30, [*SHARED[:12], 1, 1], [*SHARED, 1], [2] * 8]
+    for name, prompt in zip(names, prompts, strict=True):
+        simulation.add(name, prompt, SamplingParams(max_tokens=1), priority=-(name == "urgent"))
+    simulation.run()
+    served = [chunk.request_id for plan in simulation.plans for chunk in plan.chunks if chunk.sampling]
+    assert served == ["warm", "urgent", "most", "some", "none"]
+
+
+def test_priority_comes_before_arrival_and_arrival_before_everything_else() -> None:
+    simulation = Simulation(num_blocks=100, block_size=4, budget=8, max_num_seqs=1)
+    for index, priority in enumerate([1, 0, 1, -1, 0]):
+        simulation.add(f"{index}", [index] * 12, SamplingParams(max_tokens=2), priority=priority)
+    simulation.run()
+    served = [chunk.request_id for plan in simulation.plans for chunk in plan.chunks if chunk.start == 0]
+    assert served == ["3", "1", "4", "0", "2"]
+
+
+def test_a_long_prompt_does_not_stall_those_who_decode() -> None:
+    simulation = Simulation(num_blocks=200, block_size=4, budget=16)
+    streams = [simulation.add(f"{i}", [i] * 3, SamplingParams(max_tokens=60, seed=i)) for i in range(4)]
+    for _ in range(3):
+        simulation.step()
+    long = simulation.add("long", SHARED * 5, SamplingParams(max_tokens=2))
+    lengths = [len(stream.output) for stream in streams]
+    num_steps = 0
+    while not long.output:
+        simulation.step()
+        num_steps += 1
+        assert [len(stream.output) for stream in streams] == [length + num_steps for length in lengths]
+    assert num_steps == -(-200 // (16 - 4))
+    simulation.run()
+    simulation.check_all_done()
+
+
+def test_a_request_that_does_not_fit_yet_is_not_overtaken_for_ever() -> None:
+    simulation = Simulation(num_blocks=20, block_size=4, budget=16)
+    simulation.add("small", [1] * 8, SamplingParams(max_tokens=20))
+    for _ in range(2):
+        simulation.step()
+    large = simulation.add("large", SHARED + SHARED[:35], SamplingParams(max_tokens=2))
+    for index in range(60):
+        simulation.add(f"{index}", [index % 50] * 8, SamplingParams(max_tokens=4, seed=index))
+        simulation.step()
+    assert large.finish_reason is FinishReason.LENGTH
+    simulation.run()
+    simulation.check_all_done()
+
+
+def test_prompts_are_admitted_only_if_those_that_run_can_be_completed_as_well() -> None:
+    simulation = Simulation(num_blocks=20, block_size=4, budget=8)
+    for index in range(3):
+        simulation.add(f"{index}", [index] * 36, SamplingParams(max_tokens=1))
+    simulation.run()
+    assert simulation.scheduler.counters.preemptions == 0
+    simulation.check_all_done()
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(41, 1), (1, 41), (39, 2), (10**5, 10**9)])
+def test_what_can_never_fit_is_refused_with_both_counts(num_prompt_tokens: int, max_tokens: int) -> None:
+    simulation = Simulation(num_blocks=10, block_size=4)
+    text = rf"maximum context length is 40 tokens.*: {num_prompt_tokens} in the prompt and {max_tokens} for"
+    with pytest.raises(NeverFitsError, match=text):
+        simulation.add("r", [1] * num_prompt_tokens, SamplingParams(max_tokens=max_tokens))
+    assert simulation.scheduler.is_idle
+
+
+def test_what_just_fits_is_served() -> None:
+    simulation = Simulation(num_blocks=10, block_size=4)
+    for index in range(3):
+        simulation.add(f"{index}", [index] * 10, SamplingParams(max_tokens=30))
+    simulation.run()
+    simulation.check_all_done()
+
+
+def test_the_queue_is_bounded_beyond_the_free_places() -> None:
+    simulation = Simulation(num_blocks=100, block_size=4, max_num_seqs=2, max_num_queued_reqs=3)
+    for index in range(5):
+        simulation.add(f"{index}", [index], SamplingParams(max_tokens=9))
+    with pytest.raises(QueueFullError, match="5 requests wait already"):
+        simulation.add("too many", [1], SamplingParams(max_tokens=1))
+    simulation.step()
+    with pytest.raises(QueueFullError, match="3 requests wait already"):
+        simulation.add("too many", [1], SamplingParams(max_tokens=1))
+    simulation.abort("4")
+    simulation.add("one more", [1], SamplingParams(max_tokens=1))
+    simulation.run()
+    simulation.check_all_done()
+
+
+def test_a_request_id_is_used_by_one_request_at_a_time() -> None:
+    simulation = Simulation(num_blocks=10, block_size=4)
+    simulation.add("r", [1], SamplingParams(max_tokens=1))
+    with pytest.raises(ValueError, match="in use"):
+        simulation.add("r", [2], SamplingParams(max_tokens=1))
+    simulation.run()
+    simulation.add("r", [2], SamplingParams(max_tokens=1))
+    simulation.run()
+    simulation.check_all_done()
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [([], 1), ([1], 0), ([1], -5)])
+def test_a_request_without_prompt_or_tokens_to_generate_is_refused(prompt: list[int], max_tokens: int) -> None:
+    simulation = Simulation(num_blocks=10, block_size=4)
+    with pytest.raises(ValueError, match="at least one"):
+        simulation.add("r", prompt, SamplingParams(max_tokens=max_tokens))
+    assert simulation.scheduler.is_idle
+
+
+def test_no_stop_token_comes_before_min_tokens() -> None:
+    everything_but_zero = tuple(range(1, 50))
+    simulation = Simulation(num_blocks=10, block_size=4)
+    sampling = SamplingParams(max_tokens=9, min_tokens=4, stop_token_ids=everything_but_zero)
+    record = simulation.add("r", [1, 2], sampling)
+    simulation.run()
+    assert record.output[:4] == [0, 0, 0, 0]
+    assert record.finish_reason is FinishReason.STOP
+    simulation.check_all_done()
+
+
+def test_a_request_is_told_as_started_once() -> None:
+    simulation = Simulation(num_blocks=10, block_size=4, budget=8)
+    for index in range(3):
+        simulation.add(f"{index}", [index] * 10, SamplingParams(max_tokens=30))
+    started = []
+    while not simulation.scheduler.is_idle:
+        simulation.step()
+        started += [request.request_id for request in simulation.scheduler.take_started()]
+    assert simulation.scheduler.counters.preemptions > 0
+    assert started == ["0", "1", "2"]
