@@ -1,0 +1,192 @@
+"""`moeserve bench serve`: measures OpenAI-compatible servers under load."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from moeserve.bench import environment as machine
+from moeserve.bench.http_exchange import Endpoint
+from moeserve.bench.openai_client import ChatClient, RequestFailed
+from moeserve.bench.report import print_report, to_json
+from moeserve.bench.session import Findings, ReadyTarget, Settings, Target, measure, prepare
+from moeserve.bench.slo import Slo
+from moeserve.bench.workloads import WORKLOADS, Shape
+
+_DEFAULT_URL = "http://127.0.0.1:8000"
+_USUAL_WORKLOADS = ("agents", "stream", "streams", "prefix-ttft")
+_NAMED_URL = re.compile(r"([\w.-]+)=(https?://.+)")
+
+
+def _levels(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    parts = value.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise click.BadParameter(f"{value!r} is not like 1,4,16", ctx, param)
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _slo(ctx: click.Context, param: click.Parameter, value: str | None) -> Slo | None:
+    try:
+        return Slo.parse(value) if value is not None else None
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+_COUNT = click.IntRange(min=1)
+_USUAL = Shape()
+
+
+@click.command("serve", context_settings={"show_default": True})
+@click.option(
+    "--url",
+    "urls",
+    multiple=True,
+    metavar="[NAME=]URL",
+    help=f"Server to measure; several are measured in turn and compared with the first.  [default: {_DEFAULT_URL}]",
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    help="Model to ask for: one for all, or one per --url.  [default: the first that the server lists]",
+)
+@click.option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    envvar="MOESERVE_API_KEY",
+    help="API key: one for all, or one per --url.  [env: MOESERVE_API_KEY]",
+)
+@click.option(
+    "--workload",
+    "workloads",
+    multiple=True,
+    type=click.Choice(list(WORKLOADS)),
+    help=f"What to run; may be given several times.  [default: {', '.join(_USUAL_WORKLOADS)}]",
+)
+@click.option(
+    "--concurrency",
+    callback=_levels,
+    metavar="N,N,...",
+    help="Runs the sweep too, at these.  [the sweep alone: 1,4,16]",
+)
+@click.option("--repeat", type=_COUNT, default=1, help="Runs of everything, interleaved; medians are shown.")
+@click.option(
+    "--seed", type=int, default=0, help="Decides every word that is sent. A server that has seen a seed has it cached."
+)
+@click.option("--slo", callback=_slo, metavar="LIMITS", help="For goodput, e.g. ttft:500ms,tpot:100ms,e2e:10s.")
+@click.option(
+    "--agents", "num_agents", type=_COUNT, default=_USUAL.num_agents, help="Agents that share a system prompt."
+)
+@click.option("--turns", "num_turns", type=_COUNT, default=_USUAL.num_turns, help="Questions of each agent.")
+@click.option(
+    "--agents-at-once", type=_COUNT, default=_USUAL.agents_at_once, help="Agents waiting for an answer at once."
+)
+@click.option("--system-words", type=_COUNT, default=_USUAL.system_words, help="Words of the agents' system prompt.")
+@click.option("--question-words", type=_COUNT, default=_USUAL.question_words, help="Words of every question.")
+@click.option("--prefix-repetitions", type=_COUNT, default=_USUAL.prefix_repetitions, help="Prefixes of prefix-ttft.")
+@click.option("--output-tokens", type=_COUNT, help="Tokens per answer.  [default: as usual for the workload]")
+@click.option("--honour-eos", is_flag=True, help="Let answers end where the model ends them.")
+@click.option("--warm-up", type=_COUNT, default=1, help="Short requests, sent at once, before anything is measured.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0, help="Seconds per request."
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write everything as JSON.",
+)
+def command(**options: Any) -> None:
+    """Measure OpenAI-compatible servers under load, side by side.
+
+    Time to first token (TTFT), time between tokens, throughput, cached tokens and goodput of agents that share a long
+    prompt, of one stream, of sixteen, and of a long prompt cold and cached.
+    """
+    settings = _settings(options)
+    targets = _targets(options)
+    environment = machine.describe()
+    try:
+        ready, findings = asyncio.run(_measure(targets, settings))
+    except KeyboardInterrupt:
+        raise click.Abort from None
+    print_report(Console(), environment, ready, settings, findings)
+    json_file: Path | None = options["json_file"]
+    if json_file is not None:
+        json_file.write_bytes(to_json(environment, ready, settings, findings))
+    if all(run.metrics["errors"] == run.metrics["requests"] for run in findings.runs):
+        raise click.ClickException("no request was answered")
+
+
+async def _measure(targets: list[Target], settings: Settings) -> tuple[list[ReadyTarget], Findings]:
+    progress = Console(stderr=True)
+    with progress.status("warming up") as status:
+        ready = []
+        for target in targets:
+            status.update(f"warming up {target.name}")
+            try:
+                ready.append(await prepare(target, settings))
+            except RequestFailed as error:
+                raise click.ClickException(f"{target.url}: {error}") from error
+        return ready, await measure(ready, settings, status.update)
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    workloads = options["workloads"] or _USUAL_WORKLOADS
+    levels = options["concurrency"]
+    if levels and "sweep" not in workloads:
+        workloads = (*workloads, "sweep")
+    shape = Shape(
+        num_agents=options["num_agents"],
+        num_turns=options["num_turns"],
+        agents_at_once=options["agents_at_once"],
+        system_words=options["system_words"],
+        question_words=options["question_words"],
+        prefix_repetitions=options["prefix_repetitions"],
+        sweep=levels or _USUAL.sweep,
+        output_tokens=options["output_tokens"],
+    )
+    return Settings(
+        workloads=tuple(dict.fromkeys(workloads)),
+        shape=shape,
+        seed=options["seed"],
+        repeat=options["repeat"],
+        slo=options["slo"],
+        warm_up=options["warm_up"],
+    )
+
+
+def _targets(options: dict[str, Any]) -> list[Target]:
+    urls = options["urls"] or (_DEFAULT_URL,)
+    models = _one_for_each("--model", options["models"], urls)
+    api_keys = _one_for_each("--api-key", options["api_keys"], urls)
+    targets = []
+    for text, model, api_key in zip(urls, models, api_keys, strict=True):
+        named = _NAMED_URL.fullmatch(text)
+        url = named[2] if named else text
+        try:
+            endpoint = Endpoint.parse(url)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--url") from error
+        client = ChatClient(endpoint, model or "", api_key, not options["honour_eos"], options["timeout_s"])
+        targets.append(Target(named[1] if named else endpoint.authority, url, client))
+    if len({target.name for target in targets}) < len(targets):
+        raise click.BadParameter("two servers have the same name; name them like a=http://…", param_hint="--url")
+    return targets
+
+
+def _one_for_each(option: str, values: Sequence[str], urls: Sequence[str]) -> list[str | None]:
+    if len(values) == len(urls):
+        return list(values)
+    if len(values) > 1:
+        raise click.UsageError(f"{option} is given {len(values)} times for {len(urls)} servers")
+    return [values[0] if values else None] * len(urls)

@@ -1,0 +1,213 @@
+"""`moeserve bench serve` against a server with scripted answers, over real sockets."""
+
+import asyncio
+import json
+import socket
+
+import pytest
+from click.testing import CliRunner
+
+from launcher.cli import main
+from moeserve.bench.http_exchange import Endpoint, ExchangeError, exchange
+from tests.support.openai_server import ScriptedServer, serving
+
+
+@pytest.fixture
+def server():
+    with serving(ScriptedServer()) as scripted:
+        yield scripted
+
+
+def bench(*arguments):
+    small = ["--system-words", "30", "--prefix-repetitions", "2", "--output-tokens", "4"]
+    return CliRunner().invoke(main, ["bench", "serve", *small, *arguments], env={"COLUMNS": "200"})
+
+
+def bench_json(tmp_path, *arguments):
+    file = tmp_path / "report.json"
+    result = bench("--json", str(file), *arguments)
+    assert result.exit_code == 0, result.output
+    return result, json.loads(file.read_text())
+
+
+def medians(report, workload, variant=""):
+    (column,) = [c for c in report["medians"] if (c["workload"], c["variant"]) == (workload, variant)]
+    return column["medians"]
+
+
+def test_all_usual_workloads_are_measured_and_written(server, tmp_path):
+    result, report = bench_json(tmp_path, "--url", server.url, "--slo", "ttft:60s,tpot:60s")
+    agents = medians(report, "agents")
+    assert (agents["requests"], agents["errors"], agents["output_tokens"]) == (24, 0, 96)
+    assert agents["cached_tokens"] == 900 * 23
+    assert agents["goodput"] == 1
+    assert medians(report, "stream")["requests"] == 1
+    assert medians(report, "streams")["requests"] == 16
+    assert medians(report, "prefix-ttft", "cold")["cached_tokens"] == 0
+    assert medians(report, "prefix-ttft", "cached")["cached_tokens"] == 1800
+    assert report["servers"][0]["version"] == "1.2.3"
+    assert report["servers"][0]["model"] == "scripted"
+    assert "TTFT cold / cached" in result.output
+    assert "8 agents x 3 turns" in result.output
+
+
+def test_agents_send_their_whole_history_and_keep_to_the_concurrency(server):
+    assert bench("--url", server.url, "--workload", "agents", "--agents", "6", "--agents-at-once", "2").exit_code == 0
+    lengths = sorted(len(request["messages"]) for request in server.requests[1:])
+    assert lengths == [2] * 6 + [4] * 6 + [6] * 6
+    last = next(request for request in server.requests if len(request["messages"]) == 6)
+    assert [message["role"] for message in last["messages"]] == [
+        "system",
+        *("user", "assistant"),
+        *("user", "assistant"),
+        "user",
+    ]
+    assert last["messages"][2]["content"] == " w0 w1 w2 w3"
+    assert server.most_running <= 2
+
+
+def test_requests_are_greedy_streams_with_usage_that_ignore_eos(server):
+    assert bench("--url", server.url, "--workload", "stream", "--model", "named").exit_code == 0
+    request = server.requests[-1]
+    assert (request["model"], request["temperature"], request["max_tokens"]) == ("named", 0, 4)
+    assert request["stream_options"] == {"include_usage": True}
+    assert request["ignore_eos"] is True
+
+
+def test_honour_eos_leaves_the_field_out(server):
+    assert bench("--url", server.url, "--workload", "stream", "--honour-eos").exit_code == 0
+    assert all("ignore_eos" not in request for request in server.requests)
+
+
+def test_a_server_that_refuses_ignore_eos_is_measured_without_it(server, tmp_path):
+    server.failure = lambda request: (422, b'{"detail": "unknown: ignore_eos"}') if "ignore_eos" in request else None
+    result, report = bench_json(tmp_path, "--url", server.url, "--workload", "stream")
+    assert report["servers"][0]["ignore_eos"] is False
+    assert medians(report, "stream")["errors"] == 0
+    assert "ends at the end-of-sequence token" in result.output
+
+
+def test_several_tokens_per_event_are_counted_by_usage(server, tmp_path):
+    server.tokens_per_event = 3
+    _, report = bench_json(tmp_path, "--url", server.url, "--workload", "stream", "--output-tokens", "9")
+    assert medians(report, "stream")["output_tokens"] == 9
+    assert medians(report, "stream")["tokens_per_event"] == 3
+
+
+def test_events_are_counted_where_the_server_gives_no_usage(server, tmp_path):
+    server.gives_usage = False
+    _, report = bench_json(tmp_path, "--url", server.url, "--workload", "stream")
+    assert medians(report, "stream")["output_tokens"] == 4
+    assert "prompt_tokens" not in medians(report, "stream")
+
+
+def test_a_response_may_end_with_its_connection(server, tmp_path):
+    server.chunked = False
+    _, report = bench_json(tmp_path, "--url", server.url, "--workload", "stream")
+    assert medians(report, "stream")["errors"] == 0
+
+
+def test_the_sweep_runs_at_every_concurrency_named(server, tmp_path):
+    _, report = bench_json(tmp_path, "--url", server.url, "--workload", "sweep", "--concurrency", "3,1")
+    assert [c["variant"] for c in report["medians"]] == ["1 at once", "3 at once"]
+    assert medians(report, "sweep", "3 at once")["requests"] == 6
+
+
+def test_servers_are_measured_in_turn_with_the_same_text_and_compared(server, tmp_path):
+    with serving(ScriptedServer()) as other:
+        urls = ["--url", f"old={server.url}", "--url", f"new={other.url}"]
+        result, report = bench_json(tmp_path, *urls, "--workload", "stream", "--repeat", "3")
+    assert [(run["server"], run["run"]) for run in report["runs"]] == [(s, r) for s in ("old", "new") for r in range(3)]
+    assert [c["server"] for c in report["medians"]] == ["old", "new"]
+    assert report["medians"][0]["advantage"] == {}
+    assert report["medians"][1]["advantage"]["tokens_per_s"] > 0
+    assert [r["messages"] for r in server.requests] == [r["messages"] for r in other.requests]
+    assert "medians of 3 interleaved runs" in result.output
+
+
+def test_a_seed_used_before_is_called_out(server):
+    first = bench("--url", server.url, "--workload", "prefix-ttft", "--seed", "5")
+    again = bench("--url", server.url, "--workload", "prefix-ttft", "--seed", "5")
+    fresh = bench("--url", server.url, "--workload", "prefix-ttft", "--seed", "6")
+    assert ["--seed that it has not seen" in result.output for result in (first, again, fresh)] == [False, True, False]
+
+
+def test_a_refused_turn_ends_its_conversation_and_is_counted_with_what_follows(server, tmp_path):
+    overloaded = (503, b'{"error": {"message": "the queue is full"}}')
+    server.failure = lambda request: overloaded if len(request["messages"]) == 4 else None
+    result, report = bench_json(tmp_path, "--url", server.url, "--workload", "agents")
+    assert medians(report, "agents")["errors"] == 16
+    assert report["errors"][f"{server.url[7:]}, agents: HTTP 503: the queue is full"] == 8
+    assert "the queue is full" in result.output
+
+
+def test_the_api_key_goes_with_every_request(server):
+    assert bench("--url", server.url, "--workload", "stream", "--api-key", "sesame").exit_code == 0
+    assert all("Authorization: Bearer sesame" in head for head in server.headers)
+
+
+@pytest.mark.parametrize("fault", ["broken", "error_event"])
+def test_a_server_that_breaks_its_streams_is_reported_in_one_sentence(server, fault):
+    setattr(server, fault, True)
+    result = bench("--url", server.url)
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: http://127.0.0.1:")
+
+
+def test_a_server_that_is_not_there_is_reported_in_one_sentence():
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        result = bench("--url", f"http://127.0.0.1:{unheard.getsockname()[1]}")
+    assert result.exit_code == 1
+    assert "cannot connect to 127.0.0.1:" in result.output
+
+
+def test_answering_nothing_in_time_is_an_error():
+    async def ask_a_silent_listener():
+        async def never(reader, writer):
+            await reader.read()
+            writer.close()
+
+        listener = await asyncio.start_server(never, "127.0.0.1", 0)
+        endpoint = Endpoint("127.0.0.1", listener.sockets[0].getsockname()[1], False, "")
+        async with listener:
+            await exchange(endpoint, "GET", "/", b"", {}, 0.05)
+
+    with pytest.raises(ExchangeError, match="no whole answer within"):
+        asyncio.run(ask_a_silent_listener())
+
+
+def test_what_is_not_http_is_an_error():
+    async def ask_a_stranger():
+        async def greet(reader, writer):
+            writer.write(b"220 mail.example ESMTP\r\n")
+            await writer.drain()
+            writer.close()
+
+        listener = await asyncio.start_server(greet, "127.0.0.1", 0)
+        endpoint = Endpoint("127.0.0.1", listener.sockets[0].getsockname()[1], False, "")
+        async with listener:
+            await exchange(endpoint, "GET", "/", b"", {}, 5)
+
+    with pytest.raises(ExchangeError, match="HTTP"):
+        asyncio.run(ask_a_stranger())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--slo", "ttft:fast"], "is not like ttft:500ms"),
+        (["--concurrency", "1,0"], "is not like 1,4,16"),
+        (["--url", "ftp://host"], "is not a URL"),
+        (["--url", "http://a:1", "--url", "http://a:1"], "same name"),
+        (["--url", "http://a:1", "--model", "m", "--model", "n"], "given 2 times for 1 servers"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(arguments, message):
+    result = bench(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_the_bench_group_lists_its_commands():
+    assert "serve" in CliRunner().invoke(main, ["bench", "--help"]).output
