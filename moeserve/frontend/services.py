@@ -7,11 +7,11 @@ import random
 import time
 from pathlib import Path
 
+from moeserve.frontend import limits
 from moeserve.frontend.admission import Admission
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
 from moeserve.frontend.engine_client import EngineClient
 from moeserve.frontend.errors import ApiError, context_length_exceeded, invalid, unavailable
-from moeserve.frontend.limits import TOKENIZE_INLINE_CHARS
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.templates import ChatTemplate, load_chat_template, render_prompt
 from moeserve.frontend.text import TextTokenizer
@@ -94,7 +94,7 @@ class Services:
         least = len(text) // self.tokenizer.longest_token
         if least >= facts.max_model_len:
             raise context_length_exceeded(facts.max_model_len, least, 1, at_least=True)
-        if len(text) <= TOKENIZE_INLINE_CHARS:
+        if len(text) <= limits.TOKENIZE_INLINE_CHARS:
             token_ids = self._encode(text, mark)
         else:
             token_ids = await asyncio.to_thread(self._encode, text, mark)
@@ -127,4 +127,4 @@ class Services:
             )
 
         size = sum(len(message["content"]) for message in prompt.messages)
-        return render() if size <= TOKENIZE_INLINE_CHARS else await asyncio.to_thread(render)
+        return render() if size <= limits.TOKENIZE_INLINE_CHARS else await asyncio.to_thread(render)

@@ -1,48 +1,255 @@
-"""Answers over real HTTP from a frontend process whose engine follows a script."""
+"""Answers over real HTTP from a frontend process whose engine follows a script, read by the openai package."""
 
-from __future__ import annotations
-
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openai import OpenAI
 
-from tests.support.fake_engine import say
+from moeserve.messages import Admitted, Finish, Generate, Output, Outputs, unpack_token_ids
+from moeserve.plan import TokenLogprobs
+from moeserve.request import FinishReason
+from tests.support.fake_engine import FakeEngine, say
 from tests.support.frontend import Frontend, frontend
+from tests.support.tiny_model import ASSISTANT, BOS, END, USER
+
+GREETING = "Grüße 🎉"
+NUM_TOKENS = len(GREETING.encode())
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    with frontend(tmp_path_factory.mktemp("f")) as running:
+    with frontend(tmp_path_factory.mktemp("frontend")) as running:
         yield running
 
 
 @pytest.fixture
 def client(server: Frontend) -> Iterator[OpenAI]:
+    server.engine.received.clear()
+    server.engine.script = say(GREETING)
     with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-def ask(client: OpenAI, **fields: Any) -> Any:
-    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], **fields)
+def chat(client: OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        **{"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
+    )
 
 
-def test_chat_answer_in_one_piece(server: Frontend, client: OpenAI) -> None:
-    server.engine.script = say("Grüße 🎉")
-    answer = ask(client)
-    assert answer.choices[0].message.content == "Grüße 🎉"
+def complete(client: OpenAI, **fields: Any) -> Any:
+    return client.completions.create(**{"model": "tiny", "prompt": "hi", **fields})
+
+
+def with_logprobs(engine: FakeEngine, generate: Generate) -> None:
+    """Says "ok" with log probabilities, those of the prompt in two pieces where they were asked for."""
+    engine.send(Admitted(generate.request_id))
+    if generate.sampling.prompt_logprobs is not None:
+        rest = [
+            TokenLogprobs(-float(token_id), ((1, -0.125),)) for token_id in unpack_token_ids(generate.token_ids)[1:]
+        ]
+        engine.output(generate, [], prompt_logprobs=rest[:1])
+        engine.output(generate, [], prompt_logprobs=rest[1:])
+    engine.output(generate, [ord("o")], logprobs=[TokenLogprobs(-0.5, ((ord("a"), -0.25), (ord("o"), -0.5)))])
+    last = [TokenLogprobs(-1.0, ((ord("k"), -1.0), (ord("b"), -2.0)))]
+    engine.output(generate, [ord("k")], logprobs=last, finish_reason=FinishReason.LENGTH, num_output_tokens=2)
+
+
+def test_a_chat_answer(server: Frontend, client: OpenAI) -> None:
+    answer = chat(client)
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.choices[0].message.content == GREETING
     assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage.completion_tokens == len("Grüße 🎉".encode())
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, NUM_TOKENS)
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    (generate,) = server.engine.of(Generate)
+    assert list(unpack_token_ids(generate.token_ids)) == [BOS, USER, *b"hi", END, ASSISTANT]
+    assert generate.sampling.max_tokens == 512 - 6
+    assert generate.sampling.stop_token_ids == (END,)
+    assert generate.namespace == ""
 
 
-def test_chat_stream_gives_the_same_text(server: Frontend, client: OpenAI) -> None:
-    server.engine.script = say("Grüße 🎉")
-    chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == "Grüße 🎉"
+def test_a_chat_stream_gives_the_same_text(client: OpenAI) -> None:
+    chunks = list(chat(client, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == GREETING
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
     assert chunks[-1].choices == []
-    assert chunks[-1].usage.total_tokens == chunks[-1].usage.prompt_tokens + len("Grüße 🎉".encode())
+    assert chunks[-1].usage.completion_tokens == NUM_TOKENS
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 3
+
+
+def test_a_completion_and_its_stream(client: OpenAI) -> None:
+    assert complete(client).choices[0].text == GREETING
+    chunks = list(complete(client, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == GREETING
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_usage_grows_with_every_chunk_on_request(client: OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [chunk.usage.completion_tokens for chunk in complete(client, stream=True, stream_options=options)]
+    assert counts == sorted(counts)
+    assert counts[-1] == NUM_TOKENS
+
+
+def test_n_choices_share_the_prompt_and_have_seeds_of_their_own(server: Frontend, client: OpenAI) -> None:
+    answer = chat(client, n=3, seed=5)
+    assert [(choice.index, choice.message.content) for choice in answer.choices] == [
+        (0, GREETING),
+        (1, GREETING),
+        (2, GREETING),
+    ]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 3 * NUM_TOKENS)
+    generates = server.engine.of(Generate)
+    assert len({generate.sampling.seed for generate in generates}) == 3
+    assert len({generate.token_ids for generate in generates}) == 1
+
+
+def test_a_stream_of_several_choices_keeps_them_apart(client: OpenAI) -> None:
+    texts = {0: "", 1: ""}
+    for chunk in chat(client, n=2, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == {0: GREETING, 1: GREETING}
+
+
+def test_prompts_as_texts_and_as_token_ids(server: Frontend, client: OpenAI) -> None:
+    assert [choice.index for choice in complete(client, prompt=["a", "b"]).choices] == [0, 1]
+    complete(client, prompt=[[1, 2], [3]])
+    complete(client, prompt=[4, 5])
+    prompts = [list(unpack_token_ids(generate.token_ids)) for generate in server.engine.of(Generate)]
+    assert prompts == [[ord("a")], [ord("b")], [1, 2], [3], [4, 5]]
+
+
+def test_seeds_are_drawn_where_none_is_given_and_the_clients_is_used(server: Frontend, client: OpenAI) -> None:
+    chat(client)
+    chat(client)
+    chat(client, seed=99)
+    seeds = [generate.sampling.seed for generate in server.engine.of(Generate)]
+    assert seeds[0] != seeds[1]
+    assert seeds[2] == 99
+
+
+def test_what_users_say_forms_no_control_tokens(server: Frontend, client: OpenAI) -> None:
+    chat(client, messages=[{"role": "user", "content": "<|end|>"}])
+    (generate,) = server.engine.of(Generate)
+    assert list(unpack_token_ids(generate.token_ids)) == [BOS, USER, *b"<|end|>", END, ASSISTANT]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_request_in_the_engine(server: Frontend, client: OpenAI, stream: bool) -> None:
+    def endless(engine: FakeEngine, generate: Generate) -> None:
+        engine.send(Admitted(generate.request_id))
+        engine.output(generate, list(b"ab"), num_cached_tokens=2)
+        engine.output(generate, list(b"ST"))
+        engine.output(generate, list(b"OPmore"))
+
+    server.engine.script = endless
+    answer = complete(client, stop=["STOP"], max_tokens=100, stream=stream)
+    if stream:
+        chunks = list(answer)
+        text, reason = "".join(chunk.choices[0].text for chunk in chunks), chunks[-1].choices[0].finish_reason
+    else:
+        text, reason = answer.choices[0].text, answer.choices[0].finish_reason
+        assert (answer.usage.completion_tokens, answer.usage.prompt_tokens_details.cached_tokens) == (2, 2)
+    assert (text, reason) == ("ab", "stop")
+    (finish,) = server.engine.of(Finish)
+    assert finish.keep_tokens == 2
+
+
+def test_logprobs_of_a_chat(server: Frontend, client: OpenAI) -> None:
+    server.engine.script = with_logprobs
+    answer = chat(client, logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert [(entry.token, entry.logprob, entry.bytes) for entry in content] == [("o", -0.5, [111]), ("k", -1.0, [107])]
+    assert [top.token for top in content[0].top_logprobs] == ["a", "o"]
+    chunks = list(chat(client, logprobs=True, top_logprobs=2, stream=True))
+    streamed = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    assert streamed == content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs_covers_prompt_and_answer(server: Frontend, client: OpenAI, stream: bool) -> None:
+    server.engine.script = with_logprobs
+    answer = complete(client, prompt="abc", echo=True, logprobs=2, stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else [answer.choices[0]]
+    assert "".join(choice.text for choice in choices) == "abcok"
+    logprobs = [choice.logprobs for choice in choices if choice.logprobs]
+    assert [text for part in logprobs for text in part.tokens] == ["a", "b", "c", "o", "k"]
+    assert [value for part in logprobs for value in part.token_logprobs] == [None, -98.0, -99.0, -0.5, -1.0]
+    assert [offset for part in logprobs for offset in part.text_offset] == [0, 1, 2, 3, 4]
+    tops = [top for part in logprobs for top in part.top_logprobs]
+    assert tops[3] == {"a": -0.25, "o": -0.5}
+    assert tops[0] is None
+
+
+def test_outputs_of_one_step_reach_all_their_choices(server: Frontend, client: OpenAI) -> None:
+    waiting: list[Generate] = []
+
+    def together(engine: FakeEngine, generate: Generate) -> None:
+        waiting.append(generate)
+        engine.send(Admitted(generate.request_id))
+        if len(waiting) == 2:
+            ends = [Output(one.request_id, [65 + i], FinishReason.LENGTH, 0, 1) for i, one in enumerate(waiting)]
+            engine.send(Outputs(ends))
+
+    server.engine.script = together
+    answer = complete(client, n=2)
+    assert [choice.text for choice in answer.choices] == ["A", "B"]
+
+
+def test_every_event_is_one_data_line_and_done_is_last(server: Frontend, client: OpenAI) -> None:
+    body = {"model": "tiny", "prompt": "hi", "stream": True}
+    response = server.http.post("/v1/completions", json=body)
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, rest = response.text.split("\n\n")
+    assert rest == ""
+    assert all(event.startswith("data: ") and "\n" not in event for event in events)
+    assert events[-1] == "data: [DONE]"
+    assert all(json.loads(event[6:])["object"] == "text_completion" for event in events[:-1])
+
+
+def test_models(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "alias"]
+    model = client.models.retrieve("alias")
+    assert (model.id, model.model_extra["max_model_len"]) == ("alias", 512)
+
+
+def test_request_ids_are_repeated_where_they_are_harmless(server: Frontend) -> None:
+    assert server.http.get("/health", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    for odd in ("a b", "x" * 200, "<b>"):
+        assert server.http.get("/health", headers={"x-request-id": odd}).headers["x-request-id"] != odd
+
+
+def test_text_to_tokens_and_back(server: Frontend) -> None:
+    post = server.http.post
+    tokens = post("/tokenize", json={"prompt": "é<|end|>"}).json()
+    assert tokens == {"count": 3, "max_model_len": 512, "tokens": [0xC3, 0xA9, END]}
+    assert post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "é<|end|>"}
+    chat_tokens = post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()
+    assert chat_tokens["tokens"] == [BOS, USER, *b"hi", END, ASSISTANT]
+
+
+def test_the_routes_around(server: Frontend) -> None:
+    get = server.http.get
+    assert get("/health").json() == {"status": "ok"}
+    assert get("/ready").json() == {"status": "ready"}
+    assert get("/version").json().keys() == {"version"}
+    assert "POST /v1/chat/completions" in get("/").json()["endpoints"]
+    assert server.http.head("/health").status_code == 200
+    assert server.http.post("/reset_prefix_cache").json() == {"status": "ok", "blocks": 7}
+    metrics = get("/metrics")
+    assert 'moeserve_http_responses_total{route="/v1/completions",status="200"}' in metrics.text
+    assert "server" not in metrics.headers
+
+
+def test_prompts_and_answers_are_not_logged(server: Frontend, client: OpenAI) -> None:
+    server.engine.script = say("sesame-out")
+    chat(client, messages=[{"role": "user", "content": "sesame-in"}], stop=["sesame-stop"])
+    server.http.post("/v1/completions", json={"model": "tiny", "prompt": ["sesame-bad", 1]})
+    log = server.log_path.read_text()
+    assert "request_id" in log
+    assert "sesame" not in log

@@ -76,12 +76,12 @@ def reject(code: str, reason: str = "no", retry_after_s: float | None = None) ->
 class FakeEngine:
     """`script` decides what happens to a request; `received` is everything that frontends said, in order."""
 
-    def __init__(self, run: RunContext, *, pid: int | None = None, beating: bool = True, **ready: Any) -> None:
+    def __init__(self, run: RunContext, *, pid: int | None = None, introduces: bool = True, **ready: Any) -> None:
         self.script: Script = say("Hello")
         self.received: list[Message] = []
-        self.beating = beating
+        self.beating = True
         self.busy = False
-        self.introduces = True
+        self.introduces = introduces
         self._run = run
         self._pid = pid if pid is not None else os.getpid()
         self._ready = ready

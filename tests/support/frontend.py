@@ -25,20 +25,21 @@ ROOT = Path(__file__).parents[2]
 class Frontend:
     """A running frontend. `http` talks to it, `engine` is the other side."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, engine: FakeEngine) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, engine: FakeEngine, log_path: Path) -> None:
         self.process = process
         self.port = port
         self.engine = engine
+        self.log_path = log_path
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx2.Client(base_url=self.url, timeout=20)
 
-    def wait(self, path: str, status: int, timeout: float = 10.0) -> Any:
-        """Asks until the route has that status."""
+    def wait(self, path: str, status: int, reason: str = "", timeout: float = 10.0) -> Any:
+        """Asks until the route has that status, and `reason` in its body."""
         deadline = time.monotonic() + timeout
         while True:
             try:
                 response = self.http.get(path)
-                if response.status_code == status:
+                if response.status_code == status and reason in response.text:
                     return response
             except httpx2.TransportError:
                 response = None
@@ -73,7 +74,7 @@ def frontend(
         command = [sys.executable, "-m", "launcher.frontend_main", str(context_file), "--fd", str(listener.fileno())]
         with log_path.open("wb") as output:
             process = subprocess.Popen(command, cwd=ROOT, pass_fds=[listener.fileno()], stderr=output)
-        running = Frontend(process, listener.getsockname()[1], fake)
+        running = Frontend(process, listener.getsockname()[1], fake, log_path)
         listener.close()
         try:
             running.wait("/ready" if wait_ready else "/health", 200)

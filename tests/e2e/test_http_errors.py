@@ -1,0 +1,172 @@
+"""Refusals over real HTTP: status, shape, and that they harm nobody else."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from moeserve.messages import Abort, Generate, Output, Outputs
+from moeserve.request import FinishReason
+from tests.support.fake_engine import FakeEngine, admit_only, reject, say
+from tests.support.frontend import Frontend, frontend
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+LIMIT = 20_000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    with frontend(tmp_path_factory.mktemp("frontend"), max_request_bytes=LIMIT) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def fresh(server: Frontend) -> None:
+    server.engine.script = say("ok")
+    server.engine.received.clear()
+
+
+def error_of(response: httpx2.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert body.keys() == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 9000, b'{"temperature":NaN}', b'{"tokens":5}'])
+def test_malformed_bodies(server: Frontend, path: str, body: bytes) -> None:
+    error_of(server.http.post(path, content=body), 400)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_field_that_is_not_served_is_named(server: Frontend, stream: bool) -> None:
+    error = error_of(server.http.post("/v1/chat/completions", json={**CHAT, "tools": [{}], "stream": stream}), 400)
+    assert (error["param"], error["type"]) == ("tools", "invalid_request_error")
+
+
+def test_unknown_models_routes_and_methods(server: Frontend) -> None:
+    assert (
+        error_of(server.http.post("/v1/completions", json={"model": "x", "prompt": "a"}), 404)["code"]
+        == "model_not_found"
+    )
+    assert error_of(server.http.get("/v1/models/x"), 404)["code"] == "model_not_found"
+    assert error_of(server.http.get("/v1/nothing"), 404)["code"] == "not_found"
+    assert error_of(server.http.get("/v1/completions"), 405)["code"] == "method_not_allowed"
+    assert error_of(server.http.get("/health/"), 404)["code"] == "not_found"
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [([1] * 512, 1), ([1] * 500, 13), ("x" * 513, 1), ("x" * 19_000, 1)])
+def test_what_exceeds_the_context_is_told_with_both_counts(server: Frontend, prompt: Any, max_tokens: int) -> None:
+    response = server.http.post("/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": max_tokens})
+    error = error_of(response, 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "maximum context length is 512 tokens" in error["message"]
+    assert not server.engine.of(Generate)
+
+
+def test_a_body_over_the_limit(server: Frontend) -> None:
+    big = {**CHAT, "messages": [{"role": "user", "content": "x" * LIMIT}]}
+    assert error_of(server.http.post("/v1/chat/completions", json=big), 413)["code"] == "request_too_large"
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(8):
+            yield b" " * (LIMIT // 4)
+
+    assert error_of(server.http.post("/v1/chat/completions", content=chunks()), 413)["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("code", "status", "retry_after"),
+    [("queue_full", 503, "7"), ("draining", 503, "7"), ("context_length_exceeded", 400, None), ("invalid", 400, None)],
+)
+def test_a_rejection_by_the_engine_is_a_status_even_for_streams(
+    server: Frontend, code: str, status: int, retry_after: str | None, stream: bool
+) -> None:
+    server.engine.script = reject(code, "the reason", 6.5 if status == 503 else None)
+    response = server.http.post("/v1/chat/completions", json={**CHAT, "stream": stream})
+    error = error_of(response, status)
+    assert response.headers.get("retry-after") == retry_after
+    if code == "context_length_exceeded":
+        assert error["code"] == code
+        assert "maximum context length is" in error["message"]
+
+
+def test_one_rejected_choice_aborts_its_siblings(server: Frontend) -> None:
+    def second_is_rejected(engine: FakeEngine, generate: Generate) -> None:
+        (reject("queue_full") if generate.request_id.endswith("-1") else admit_only)(engine, generate)
+
+    server.engine.script = second_is_rejected
+    error_of(server.http.post("/v1/chat/completions", json={**CHAT, "n": 2}), 503)
+    (abort,) = server.engine.wait_for(Abort)
+    assert abort.request_id.endswith("-0")
+
+
+def test_more_than_runs_and_queues_is_refused_before_the_engine_hears_of_it(server: Frontend) -> None:
+    server.engine.script = admit_only
+    with httpx2.Client(base_url=server.url, timeout=20) as other:
+        done = threading.Thread(target=lambda: other.post("/v1/chat/completions", json={**CHAT, "n": 8}))
+        done.start()
+        held = server.engine.wait_for(Generate, 8)
+        response = server.http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+        assert error_of(response, 503)["code"] == "queue_full"
+        assert int(response.headers["retry-after"]) >= 1
+        assert len(server.engine.of(Generate)) == 8
+        for generate in held:
+            server.engine.send(Outputs([Output(generate.request_id, [65], FinishReason.LENGTH, 0, 1)]))
+        done.join(20)
+    assert 'moeserve_rejections_total{reason="queue_full"} ' in server.http.get("/metrics").text
+    error_of(server.http.post("/v1/chat/completions", json={**CHAT, "n": 9}), 400)
+
+
+def test_a_failure_of_one_request_is_its_own(server: Frontend) -> None:
+    def fails(engine: FakeEngine, generate: Generate) -> None:
+        say("par", finish=FinishReason.ERROR)(engine, generate)
+
+    server.engine.script = fails
+    error = error_of(server.http.post("/v1/chat/completions", json=CHAT), 500)
+    assert error["type"] == "server_error"
+    text = server.http.post("/v1/chat/completions", json={**CHAT, "stream": True}).text
+    last = json.loads(text.strip().rsplit("data: ", 1)[1])
+    assert last["error"]["type"] == "server_error"
+    assert "[DONE]" not in text
+    server.engine.script = say("ok")
+    assert server.http.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def raw(server: Frontend, data: bytes) -> bytes:
+    """What the server answers to bytes on a connection until it closes it."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(data)
+        answer = b""
+        while chunk := connection.recv(65536):
+            answer += chunk
+        return answer
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"x: " + b"y" * 100_000,
+        b"\r\n".join(b"x%d: y" % index for index in range(150)),
+        b"x" * 100_000,
+        b"no colon at all",
+        b"content-length: -5",
+        b"content-length: 1\r\ncontent-length: 2",
+    ],
+    ids=range(6),
+)
+def test_bad_headers_end_the_connection(server: Frontend, headers: bytes) -> None:
+    answer = raw(server, b"GET /health HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400")
+
+
+def test_headers_that_fit_are_fine(server: Frontend) -> None:
+    assert server.http.get("/health", headers={"x": "y" * 20_000}).status_code == 200

@@ -1,0 +1,72 @@
+"""A client that leaves, in whatever state its request is, has it aborted exactly once."""
+
+import json
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from moeserve.messages import Abort, Generate
+from tests.support.fake_engine import Script, admit_only, ignore, say, trickle
+from tests.support.frontend import Frontend, frontend
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    with frontend(tmp_path_factory.mktemp("frontend")) as running:
+        yield running
+
+
+def connect(server: Frontend, **fields: object) -> socket.socket:
+    """Sends a request and leaves the answer unread."""
+    body = json.dumps({"model": "tiny", "prompt": "hi", **fields}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection.sendall(head + body)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("script", [ignore, admit_only, trickle("ab")], ids=["sent", "queued", "running"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_leaving_aborts_every_choice_once(server: Frontend, script: Script, stream: bool, n: int) -> None:
+    server.engine.received.clear()
+    server.engine.script = script
+    with connect(server, stream=stream, n=n) as connection:
+        generates = server.engine.wait_for(Generate, n)
+        if stream and script is not ignore:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+    server.engine.wait_for(Abort, n)
+    # Whatever else the frontend had to say comes before what it says about the next request.
+    server.engine.script = say("ok")
+    assert server.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi"}).status_code == 200
+    aborted = [abort.request_id for abort in server.engine.of(Abort)]
+    assert sorted(aborted) == sorted(generate.request_id for generate in generates)
+
+
+def test_a_complete_answer_is_not_aborted(server: Frontend) -> None:
+    server.engine.received.clear()
+    server.engine.script = say("ok")
+    for stream in (False, True):
+        server.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi", "stream": stream})
+    assert server.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi"}).status_code == 200
+    assert server.engine.of(Abort) == []
+
+
+def test_leaving_gives_the_places_back(server: Frontend) -> None:
+    server.engine.received.clear()
+    server.engine.script = admit_only
+    for _ in range(3):
+        with connect(server, n=8):
+            server.engine.wait_for(Generate, 8)
+        server.engine.wait_for(Abort, 8)
+        server.engine.received.clear()
+
+
+def test_leaving_with_half_a_body_leaves_nothing(server: Frontend) -> None:
+    server.engine.received.clear()
+    server.engine.script = say("ok")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"model"')
+    assert server.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi"}).status_code == 200
+    assert len(server.engine.of(Generate)) == 1
