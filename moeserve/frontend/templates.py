@@ -62,10 +62,17 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise TemplateError(f"chat template does not compile: {error}") from None
         self._special_tokens = dict(special_tokens or {})
-        self.knows_developer = "developer" in source
+        self._knows_developer = "developer" in source
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, **variables: Any) -> str:
-        """The prompt's text. Raises ApiError (400) where the template refuses the messages."""
+        """The prompt's text. Raises ApiError (400) where the template refuses the messages.
+
+        `developer` is a later name of `system`; a template that has never heard of it gets the older one.
+        """
+        if not self._knows_developer:
+            messages = [
+                {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+            ]
         try:
             text = self._template.render(
                 **{

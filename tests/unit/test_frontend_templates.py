@@ -62,6 +62,14 @@ def test_the_reason_a_template_gives_reaches_the_client() -> None:
         render("{{ raise_exception('system comes first') }}")
 
 
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [("{{ messages[0].role }}", "system"), ("{# developer #}{{ messages[0].role }}", "developer")],
+)
+def test_a_template_that_does_not_know_developers_sees_a_system_message(source: str, text: str) -> None:
+    assert render(source, [{"role": "developer", "content": "x"}]) == text
+
+
 @pytest.mark.parametrize("source", ["{% if %}", "{{ unclosed", "x" * 1_000_001])
 def test_a_broken_template_is_refused_at_load(source: str) -> None:
     with pytest.raises(TemplateError):
