@@ -25,10 +25,11 @@ def print_report(
 ) -> None:
     """One table per workload, a column per server and variant, then the denominators and the doubts."""
     for workload, of_workload in groupby(_by_variant(columns(findings.runs)), key=lambda column: column.workload):
-        console.print(_table(f"{workload}: {_lengths(workload, settings.shape)}", list(of_workload), settings))
+        console.print(f"{workload}: {_lengths(workload, settings.shape)}", style="bold", highlight=False)
+        console.print(_table(list(of_workload), settings))
         console.print()
     for line in _denominators(environment, targets, settings):
-        console.print(line, highlight=False, style="dim")
+        console.print(line, highlight=False, style="dim", soft_wrap=True)
     for warning in findings.warnings:
         console.print(f"warning: {escape(warning)}", style="yellow", highlight=False)
     for message, count in findings.errors.items():
@@ -68,8 +69,8 @@ def _by_variant(found: list[Column]) -> list[Column]:
     return sorted(found, key=lambda column: (workloads[column.workload], first[column.workload, column.variant]))
 
 
-def _table(title: str, found: list[Column], settings: Settings) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+def _table(found: list[Column], settings: Settings) -> Table:
+    table = Table()
     table.add_column("")
     for column in found:
         table.add_column("\n".join(filter(None, (escape(column.server), column.variant))), justify="right")
