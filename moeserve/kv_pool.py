@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from array import array
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -15,7 +17,8 @@ class KVPool:
     """Keys and values of every layer: pools [num_heads, num_slots, dim], slot = block id * block_size + offset.
 
     Heads lie outside slots, so that blocks in a row are one matrix per head, which attention reads without a copy.
-    Where a layer's values are a prefix of its keys (`value_dim` 0) there is None in their place.
+    Where a layer's values are a prefix of its keys (`value_dim` 0) there is None in their place. On a CPU the memory is
+    taken when it is first written, in huge pages where the system has them.
     """
 
     def __init__(
@@ -30,10 +33,9 @@ class KVPool:
         self.block_size = block_size
         self.layers: list[tuple[Tensor, Tensor | None]] = []
         for layer in layers:
-            keys = torch.zeros((layer.num_heads, num_blocks * block_size, layer.key_dim), dtype=dtype, device=device)
-            values = None
-            if layer.value_dim:
-                values = keys.new_zeros((layer.num_heads, num_blocks * block_size, layer.value_dim))
+            heads, slots = layer.num_heads, num_blocks * block_size
+            keys = _zeros((heads, slots, layer.key_dim), dtype, device)
+            values = _zeros((heads, slots, layer.value_dim), dtype, device) if layer.value_dim else None
             self.layers.append((keys, values))
 
     def zero_blocks(self, block_ids: array[int]) -> None:
@@ -48,3 +50,11 @@ class KVPool:
 def kv_block_bytes(layers: Sequence[KvLayerSpec], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
     return block_size * dtype.itemsize * sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+
+
+def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
