@@ -76,12 +76,8 @@ def _wanted_logits(chunks: list[Chunk]) -> tuple[list[int], list[range]]:
     places = []
     row = 0
     for chunk in chunks:
-        count = len(chunk.token_ids)
+        row += len(chunk.token_ids)
         first_place = len(wanted)
-        if chunk.extras is not None and chunk.extras.prompt_targets:
-            wanted.extend(range(row, row + count))
-        elif chunk.sampling is not None:
-            wanted.append(row + count - 1)
+        wanted.extend(range(row - chunk.num_logit_rows, row))
         places.append(range(first_place, len(wanted)))
-        row += count
     return wanted, places
