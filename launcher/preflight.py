@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 
 from launcher.errors import LaunchError
+from moeserve.config import ConfigError, ServeConfig
 
 
 def check_machine() -> None:
@@ -15,6 +16,12 @@ def check_machine() -> None:
         raise LaunchError(f"moeserve runs on Linux only; this is {sys.platform} (a Linux container works).")
     if not hasattr(os, "pidfd_open"):
         raise LaunchError("This Python cannot watch child processes (os.pidfd_open is missing): use another build.")
+
+
+def check_settings(config: ServeConfig) -> None:
+    """Raises ConfigError for settings that contradict each other."""
+    if config.dispatch != "auto" and config.expert_parallel_size == 1:
+        raise ConfigError(f"--dispatch {config.dispatch} needs --expert-parallel-size of at least 2.")
 
 
 def check_packages() -> None:

@@ -23,9 +23,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """One forward over all chunks; mutates the KV pool."""
+        """One forward over all chunks; mutates the KV pool. Without chunks it only serves other ranks."""
         if plan.zeroed_blocks:
             self._kv_pool.zero_blocks(plan.zeroed_blocks)
+        if not plan.chunks:
+            self._decoder.serve_others()
+            return StepResult(plan.step, [])
         logit_rows, rows_of_chunk = _wanted_logits(plan.chunks)
         logits = self._decoder.forward(self._make_batch(plan.chunks, logit_rows), self._kv_pool.layers)
         sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]

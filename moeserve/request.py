@@ -56,8 +56,9 @@ class Request:
 
     "Prefill" and "decode" are not states: `num_computed_tokens` catches up with `len(token_ids)`, and whatever a prefix
     hit, a chunk or a preemption does is a change of that number. `num_scheduled_tokens` are in a plan whose result has
-    not come yet. `lease` is None while the request waits; otherwise it is one of rank `rank`. `finished` says that it ended while a plan still named it.
-    `num_prompt_logprobs` log probabilities of prompt tokens were reported, which survives a preemption.
+    not come yet. `lease` is None while the request waits; otherwise it is one of rank `rank`. `finished` says that it
+    ended while a plan still named it. `num_prompt_logprobs` log probabilities of prompt tokens were reported, which
+    survives a preemption.
     """
 
     request_id: str

@@ -254,7 +254,7 @@ class Scheduler:
     def _reserve(self, request: Request, count: int, draft: PlanDraft, *, preempt: bool) -> bool:
         """Leases the blocks for `count` more tokens; preempts later requests for them if allowed.
 
-        The victim is the last of the rank in the order of service that no plan names, and comes after the request in that order.
+        The victim is the last of the rank in the order of service that no plan names, and comes after the request.
         Without one the request stays as it is: those after it are scheduled and will give memory back.
         """
         rank = request.rank
