@@ -34,7 +34,7 @@ class Collectives:
         self.num_entered = 0
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         # The shared-memory operations are compiled at the first use, which takes a minute, and none is called here.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm_op"] = False
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         try:
             comm.init_distributed(

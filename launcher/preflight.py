@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from launcher.errors import LaunchError
 from moeserve.config import ConfigError, ServeConfig
 
+_SHORTEST_TIMEOUT_OF_RANKS = 4.0
+
 
 def check_machine() -> None:
     """Raises LaunchError where moeserve cannot run at all."""
@@ -22,6 +24,11 @@ def check_settings(config: ServeConfig) -> None:
     """Raises ConfigError for settings that contradict each other."""
     if config.dispatch != "auto" and config.expert_parallel_size == 1:
         raise ConfigError(f"--dispatch {config.dispatch} needs --expert-parallel-size of at least 2.")
+    if config.expert_parallel_size > 1 and config.engine_timeout < _SHORTEST_TIMEOUT_OF_RANKS:
+        raise ConfigError(
+            f"--engine-timeout {config.engine_timeout:g} is too short to tell which of several ranks hangs: "
+            f"use at least {_SHORTEST_TIMEOUT_OF_RANKS:g}."
+        )
 
 
 def check_packages() -> None:

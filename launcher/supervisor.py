@@ -223,7 +223,8 @@ class Supervisor:
                 self._children.remove(child)
                 self._on_exit(child)
             case _Stuck(sentence=sentence):
-                self._why_stuck = sentence
+                if self._why_failed is None:
+                    self._why_stuck = sentence
                 self._worker.send_signal(signal.SIGKILL)
 
     def _on_signal(self, number: signal.Signals) -> None:

@@ -77,7 +77,7 @@ class RankHub:
                 raise RankError(f"{self.name(rank)} died.")
 
     def check_for(self, seconds: float) -> None:
-        """The same, repeatedly: a process that is just ending counts."""
+        """The same for a while: a process that is just ending counts."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.check()

@@ -150,5 +150,5 @@ class _Member:
 
 
 def _collective_timeout(config: ServeConfig) -> float:
-    """Seconds that ranks wait for each other: half of what the supervisor grants the service as a whole."""
-    return 0.5 * config.engine_timeout
+    """Seconds that ranks wait for each other: less than the supervisor waits for rank 0, which then names the late."""
+    return 0.4 * config.engine_timeout

@@ -15,7 +15,6 @@ from moeserve.rank_messages import Forward, RankBeat, RankError, RankResult, Shu
 from moeserve.result_codec import decode_result
 
 _POLL_SECONDS = 0.1
-_SECONDS_TO_DIE = 0.5
 _SECONDS_FOR_A_BEAT = 0.7
 
 
@@ -80,10 +79,9 @@ class RankedExecutor:
     def _blame(self, error: CollectiveError) -> RankError:
         """Who made a collective fail: who is dead, or else silent, or else behind all others."""
         try:
-            self._hub.check_for(_SECONDS_TO_DIE)
+            num_entered = self._latest_beats()
         except RankError as found:
             return found
-        num_entered = self._latest_beats()
         for rank in self._hub.others:
             if rank not in num_entered:
                 return RankError(f"{self._hub.name(rank)} hung: it gives no sign of life.")
@@ -93,7 +91,7 @@ class RankedExecutor:
         return RankError(f"The ranks cannot reach each other: {error}.")
 
     def _latest_beats(self) -> dict[int, int]:
-        """Of every rank that runs now, how many collectives it has entered."""
+        """Of every rank that runs now, how many collectives it has entered. Raises RankError if one has died."""
         while self._hub.receive(0) is not None:
             continue
         num_entered: dict[int, int] = {}

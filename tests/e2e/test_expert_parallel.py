@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.service import Service, is_alive, service, wait_until
 from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
+from tests.support.tiny_model import write_model_dir
+from tests.support.tiny_models import save
 
 TWO = ("--expert-parallel-size", "2", "--engine-timeout", "6")
 
@@ -61,10 +63,16 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield started
 
 
-@pytest.mark.parametrize("dispatch", ["auto", "allgather", "alltoall"])
+@pytest.mark.parametrize(
+    ("case", "dispatch"),
+    [("mixtral", "auto"), ("qwen3_moe", "allgather"), ("qwen3_moe", "alltoall"), ("glm4_moe", "auto")],
+)
 def test_two_ranks_give_the_text_of_one_and_end_cleanly(
-    model: Path, tmp_path_factory: pytest.TempPathFactory, dispatch: str
+    tmp_path_factory: pytest.TempPathFactory, case: str, dispatch: str
 ) -> None:
+    model = tmp_path_factory.mktemp(case)
+    write_model_dir(model)
+    save(case, model)
     with service(model, tmp_path_factory.mktemp("one")) as one:
         expected = [text for text, _ in complete_all(one)]
     with service(model, tmp_path_factory.mktemp("two"), *TWO, "--dispatch", dispatch) as two:
@@ -109,7 +117,7 @@ def test_a_stopped_rank_is_found_out_and_named(running: Service, rank: int) -> N
     assert running.end(10) == 1
     assert time.monotonic() - started < 10
     said = running.errors.read_text()
-    assert f"Rank {rank}" in said
+    assert f"Rank {rank}" in said, said
     assert "hung" in said
     assert running.leaves_nothing()
     wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
