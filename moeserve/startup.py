@@ -127,11 +127,12 @@ def load_model(directory: Path, config: ServeConfig, report: Report) -> LoadedMo
         report({"event": "loading", "done": done, "total": total})
 
     decoder = load_decoder(directory, spec, dtype=dtype, max_model_len=kv.max_model_len, progress=progress)
-    pool = KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype)
+    runner = ModelRunner(decoder, KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype))
+    runner.warm_up(_step_budget(config))
     return LoadedModel(
         spec,
         load_generation_defaults(directory),
-        ModelRunner(decoder, pool),
+        runner,
         kv,
         dtype,
         weights_bytes,
@@ -141,7 +142,7 @@ def load_model(directory: Path, config: ServeConfig, report: Report) -> LoadedMo
 
 def build_scheduler(config: ServeConfig, kv: KvBudget) -> tuple[Scheduler, PrefixCache]:
     """The scheduler and the cache it plans with. Raises ConfigError for limits that contradict each other."""
-    budget = config.max_num_batched_tokens or max(CPU_BATCHED_TOKENS, config.max_num_seqs)
+    budget = _step_budget(config)
     if budget < config.max_num_seqs:
         raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
     cache = PrefixCache(kv.num_blocks, config.block_size, caching=config.enable_prefix_caching)
@@ -154,3 +155,7 @@ def build_scheduler(config: ServeConfig, kv: KvBudget) -> tuple[Scheduler, Prefi
         policy=config.scheduling_policy,
     )
     return scheduler, cache
+
+
+def _step_budget(config: ServeConfig) -> int:
+    return config.max_num_batched_tokens or max(CPU_BATCHED_TOKENS, config.max_num_seqs)
