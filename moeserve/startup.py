@@ -107,11 +107,12 @@ def load_model(directory: Path, config: ServeConfig, report: Report) -> LoadedMo
         torch.set_num_threads(config.threads)
     spec = build_spec(load_config(directory))
     dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+    name = str(dtype).removeprefix("torch.")
     weights_bytes = weights_num_bytes(spec, dtype.itemsize)
     free = available_bytes()
     if weights_bytes > free:
         raise ModelError(
-            f"The weights take {weights_bytes / 2**30:.1f} GiB as {config.dtype}, but only {free / 2**30:.1f} GiB of "
+            f"The weights take {weights_bytes / 2**30:.1f} GiB as {name}, but only {free / 2**30:.1f} GiB of "
             "memory are free."
         )
     kv = plan_kv(
@@ -123,8 +124,12 @@ def load_model(directory: Path, config: ServeConfig, report: Report) -> LoadedMo
         max_model_len=config.max_model_len,
     )
 
+    stage = f"loading {weights_bytes / 2**30:.1f} GiB of weights as {name}"
+    if spec.quantization is not None:
+        stage += f", expanded from {spec.quantization.kind}"
+
     def progress(done: int, total: int) -> None:
-        report({"event": "loading", "done": done, "total": total})
+        report({"event": "loading", "done": done, "total": total, "stage": stage})
 
     decoder = load_decoder(directory, spec, dtype=dtype, max_model_len=kv.max_model_len, progress=progress)
     runner = ModelRunner(decoder, KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype))
