@@ -66,6 +66,11 @@ class ExpertParallel:
 
         return dispatch
 
+    def forget_counts(self) -> None:
+        """Starts counting rows at zero again."""
+        for exchange in self._exchanges.values():
+            exchange.num_rows_sent = 0
+
     def measure(self, hidden_size: int, top_k: int, dtype: torch.dtype) -> dict[str, float]:
         """Seconds that each shape takes for one layer of a small step, the mean of all ranks; the same on all ranks.
 
@@ -84,7 +89,6 @@ class ExpertParallel:
                 exchange.combine(arrived.rows.float(), arrived, num_rows)
                 if round_number >= _WARM_UP_ROUNDS:
                     seconds[0, number] += (time.perf_counter() - started) / _MEASURED_ROUNDS
-        for exchange in self._exchanges.values():
-            exchange.num_rows_sent = 0
+        self.forget_counts()
         means = self._collectives.all_gather(seconds).mean(0)
         return dict(zip(self._exchanges, means.tolist(), strict=True))

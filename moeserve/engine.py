@@ -166,7 +166,7 @@ class Engine:
             return
         if receiver in self._frontends:
             self._frontends.remove(receiver)
-            log.warning("frontend_gone")
+            log.info("frontend_gone")
         for request_id in [name for name, asker in self._asked_by.items() if asker == receiver]:
             del self._asked_by[request_id]
             self._scheduler.abort(request_id)

@@ -18,7 +18,7 @@ class KVPool:
 
     Heads lie outside slots, so that blocks in a row are one matrix per head, which attention reads without a copy.
     Where a layer's values are a prefix of its keys (`value_dim` 0) there is None in their place. On a CPU the memory is
-    taken when it is first written, in huge pages where the system has them.
+    taken when it is first written.
     """
 
     def __init__(
@@ -56,5 +56,6 @@ def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    # A block is spread over layers and heads: in huge pages its first use would clear hundreds of megabytes.
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import torch
 
-from kernels.attention import ChunkSpan, plan_attention
+from kernels.attention_plan import ChunkSpan, plan_attention
 from moeserve.kv_pool import KVPool
 from moeserve.models.decoder import Decoder, ForwardBatch
 from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
 from moeserve.sampler import sample, token_logprobs
+
+_WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
 
 
 class ModelRunner:
@@ -44,6 +47,26 @@ class ModelRunner:
                 result.prompt_logprobs = token_logprobs(of_targets, targets, chunk.extras.num_top_logprobs)
             results.append(result)
         return StepResult(plan.step, results)
+
+    @torch.inference_mode()
+    def warm_up(self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None) -> None:
+        """Computes a few steps of usual sizes, for which the matrix library prepares itself once.
+
+        `begin_step` is told each step's number of rows. Several ranks warm up together.
+
+        Writes into blocks from 0 on, as many as `max_num_tokens` tokens need or there are; nobody may hold them yet.
+        """
+        capacity = self._kv_pool.num_blocks * self._kv_pool.block_size
+        largest = min(max_num_tokens, capacity, self._decoder.max_model_len)
+        block_table = array("i", range(self._kv_pool.num_blocks))
+        for count in sorted({min(size, largest) for size in (*_WARM_UP_SIZES, largest)}):
+            # Spread over the vocabulary, so that the gate spreads them over the experts.
+            vocab_size = self._decoder.spec.vocab_size
+            token_ids = array("i", (i * max(1, vocab_size // count) % vocab_size for i in range(count)))
+            begin_step(count)
+            self._decoder.forward(
+                self._make_batch([Chunk("", token_ids, 0, block_table, None)], [count - 1]), self._kv_pool.layers
+            )
 
     def _make_batch(self, chunks: list[Chunk], logit_rows: list[int]) -> ForwardBatch:
         block_size = self._kv_pool.block_size

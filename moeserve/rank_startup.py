@@ -23,7 +23,17 @@ from moeserve.rank_messages import Forward, Joined, Loaded, RankError, RankResul
 from moeserve.ranked_executor import RankedExecutor
 from moeserve.result_codec import encode_result
 from moeserve.run_context import RunContext
-from moeserve.startup import LoadedModel, ModelPlan, Report, load_model, owned_experts, plan_model, read_spec, serve
+from moeserve.startup import (
+    LoadedModel,
+    ModelPlan,
+    Report,
+    load_model,
+    owned_experts,
+    plan_model,
+    read_spec,
+    serve,
+    step_budget,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -55,7 +65,7 @@ def _run_first(
             return
         for rank in hub.others:
             hub.send(rank, Start())
-        member.agree_on_dispatch()
+        member.warm_up()
         executor = RankedExecutor(
             member.model.runner,
             member.experts,
@@ -88,7 +98,7 @@ def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], ran
         member = _Member(context, rank, plan, lambda _: None)
         link.send(Loaded(rank))
         if isinstance(link.receive(), Start):
-            member.agree_on_dispatch()
+            member.warm_up()
             _run_steps(context, sockets, rank, link, member)
         member.collectives.close()
     except CollectiveError as error:
@@ -137,8 +147,8 @@ class _Member:
             dispatch_of=self.experts.dispatch_of,
         )
 
-    def agree_on_dispatch(self) -> None:
-        """Takes the shape that the settings name, or else the one that is faster here."""
+    def warm_up(self) -> None:
+        """Takes the shape of dispatch that the settings name, or else the one that is faster here; then warms up."""
         shape = self._config.dispatch
         if shape == "auto":
             spec, dtype = self.model.spec, self.model.dtype
@@ -147,6 +157,12 @@ class _Member:
             if self.collectives.rank == 0:
                 log.info("dispatch_measured", took=shape, **{name: f"{1000 * s:.2f} ms" for name, s in seconds.items()})
         self.experts.use(shape)
+        num_ranks = self._config.expert_parallel_size
+        self.model.runner.warm_up(
+            step_budget(self._config),
+            lambda count: self.experts.begin_step([count] * num_ranks, [1] * num_ranks),
+        )
+        self.experts.forget_counts()
 
 
 def _collective_timeout(config: ServeConfig) -> float:

@@ -98,10 +98,8 @@ class RequestMemory:
         return (
             lease.use_cache
             and other.rank == request.rank
-            and other.num_computed_tokens < end < len(request.token_ids)
+            and end < len(request.token_ids)
             and other.num_computed_tokens + other.num_scheduled_tokens > start
-            and end <= len(other.token_ids)
-            and not other.finished
             and other.namespace == request.namespace
             and other.token_ids[start:end] == request.token_ids[start:end]
             and other.token_ids[:start] == request.token_ids[:start]

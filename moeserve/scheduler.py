@@ -129,10 +129,16 @@ class Scheduler:
                 continue
             if len(request.token_ids) - request.num_computed_tokens > 1:
                 prompts.append(request)
-            elif self._reserve(request, 1, draft, preempt=True):
-                draft.add(request, 1)
+            else:
+                self._plan_chunk(request, 1, draft)
         draft.num_decodes = len(draft.requests)
-        self._schedule_prompts(prompts, draft)
+        awaited = self._waiting.top_priority
+        urgent = [request for request in prompts if awaited is None or request.priority <= awaited]
+        patient = prompts[len(urgent) :]
+        self._schedule_prompts(urgent, draft)
+        if patient:
+            self._admit(draft, more_urgent_than=patient[0].priority)
+            self._schedule_prompts(patient, draft)
         self._admit(draft)
         if not draft.requests:
             return None
@@ -191,17 +197,17 @@ class Scheduler:
                     request.num_cached_tokens += gained
             if self._follows(request, draft):
                 continue
-            # A prompt takes memory from others only when nothing of its rank would move otherwise.
-            moves = draft.plans[rank].chunks or any(earlier.plans[rank].chunks for earlier in self._in_flight)
-            self._plan_chunk(request, draft, preempt=not moves)
+            self._plan_chunk(request, draft.budgets[rank], draft)
 
-    def _admit(self, draft: PlanDraft) -> None:
+    def _admit(self, draft: PlanDraft, more_urgent_than: int | None = None) -> None:
         """Lets waiting requests run while budget, places and memory for their whole prompt last."""
         if not len(self._waiting) or draft.is_full or len(self._running) >= self._max_num_seqs:
             return
         loads = RankLoads(self._memories, self._running)
         num_followers = 0
         for request in self._waiting.candidates():
+            if more_urgent_than is not None and request.priority >= more_urgent_than:
+                break
             placement = self._place(request, draft, loads)
             if placement is Placement.FOLLOWS:
                 num_followers += 1
@@ -213,7 +219,7 @@ class Scheduler:
             self._waiting.take(request)
             self._running.append(request)
             self._count_start(request)
-            self._plan_chunk(request, draft, preempt=False)
+            self._plan_chunk(request, draft.budgets[request.rank], draft)
             loads.add(request)
             if draft.is_full or len(self._running) >= self._max_num_seqs:
                 break
@@ -243,32 +249,31 @@ class Scheduler:
             is_computed_by(request, other) for earlier in self._in_flight for other in earlier.prompts
         )
 
-    def _plan_chunk(self, request: Request, draft: PlanDraft, *, preempt: bool) -> None:
-        """Plans as many of the request's pending tokens as budget and memory allow."""
-        count = min(len(request.token_ids) - request.num_computed_tokens, draft.budgets[request.rank])
-        if not preempt:
-            count = min(count, self._memories[request.rank].num_tokens_that_fit(request))
-        if count > 0 and self._reserve(request, count, draft, preempt=preempt):
-            draft.add(request, count)
+    def _plan_chunk(self, request: Request, limit: int, draft: PlanDraft) -> None:
+        """Plans up to `limit` of the request's pending tokens: what fits into memory, after preemptions if none does.
 
-    def _reserve(self, request: Request, count: int, draft: PlanDraft, *, preempt: bool) -> bool:
-        """Leases the blocks for `count` more tokens; preempts later requests for them if allowed.
-
-        The victim is the last of the rank in the order of service that no plan names, and comes after the request.
-        Without one the request stays as it is: those after it are scheduled and will give memory back.
+        The victim is the last of the request's rank. Without one the request stays as it is: those after it are
+        scheduled and will give memory back.
         """
+        if limit <= 0:
+            return
         rank = request.rank
-        while (new := self._memories[rank].grow(request, count)) is None:
-            if not preempt:
-                return False
-            victim = next(
-                r for r in reversed(self._running) if r is request or (r.rank == rank and not r.num_scheduled_tokens)
-            )
-            if victim is request:
-                return False
-            self._preempt(victim)
+        memory = self._memories[rank]
+        count = wanted = min(len(request.token_ids) - request.num_computed_tokens, limit)
+        while (new := memory.grow(request, count)) is None:
+            count = memory.num_tokens_that_fit(request)
+            if not count:
+                victim = next(
+                    r
+                    for r in reversed(self._running)
+                    if r is request or (r.rank == rank and not r.num_scheduled_tokens)
+                )
+                if victim is request:
+                    return
+                self._preempt(victim)
+                count = wanted
         draft.plans[rank].zeroed_blocks.extend(new)
-        return True
+        draft.add(request, count)
 
     def _preempt(self, request: Request) -> None:
         """Takes a request's memory; it waits again and will compute (or find cached) everything it had."""

@@ -131,10 +131,11 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     owned = None if num_ranks == 1 else owned_experts(spec, num_ranks)
     of_rank = [weights_num_bytes(spec, dtype.itemsize, owned and owned(rank)) for rank in range(num_ranks)]
     weights_bytes = sum(of_rank)
+    name = str(dtype).removeprefix("torch.")
     free = available_bytes()
     if weights_bytes > free:
         raise ModelError(
-            f"The weights take {weights_bytes / 2**30:.1f} GiB as {config.dtype}, but only {free / 2**30:.1f} GiB of "
+            f"The weights take {weights_bytes / 2**30:.1f} GiB as {name}, but only {free / 2**30:.1f} GiB of "
             "memory are free."
         )
     kv = plan_kv(
@@ -168,14 +169,21 @@ def load_model(
     owned: OwnedExperts | None = None,
     dispatch_of: DispatchOf | None = None,
 ) -> LoadedModel:
-    """Reads weights and takes KV memory, as planned or for a rank that is alone; see `load_decoder` for the rest."""
+    """Reads weights and takes KV memory, as planned or for a rank that is alone, which then warms up.
+
+    owned, dispatch_of: see `load_decoder`. A rank of several warms up when all are loaded: they meet in each layer.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     plan = plan or plan_model(directory, config)
     spec, dtype, kv = plan.spec, plan.dtype, plan.kv
 
+    stage = f"loading {plan.weights_bytes / 2**30:.1f} GiB of weights as {str(dtype).removeprefix('torch.')}"
+    if spec.quantization is not None:
+        stage += f", expanded from {spec.quantization.kind}"
+
     def progress(done: int, total: int) -> None:
-        report({"event": "loading", "done": done, "total": total})
+        report({"event": "loading", "done": done, "total": total, "stage": stage})
 
     decoder = load_decoder(
         directory,
@@ -186,11 +194,13 @@ def load_model(
         dispatch_of=dispatch_of or dispatch_here,
         progress=progress,
     )
-    pool = KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype)
+    runner = ModelRunner(decoder, KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype))
+    if dispatch_of is None:
+        runner.warm_up(step_budget(config))
     return LoadedModel(
         spec,
         load_generation_defaults(directory),
-        ModelRunner(decoder, pool),
+        runner,
         kv,
         dtype,
         plan.weights_bytes,
@@ -200,7 +210,7 @@ def load_model(
 
 def build_scheduler(config: ServeConfig, kv: KvBudget) -> tuple[Scheduler, list[PrefixCache]]:
     """The scheduler and the caches it plans with, one per rank. Raises ConfigError for limits that contradict."""
-    budget = config.max_num_batched_tokens or max(CPU_BATCHED_TOKENS, config.max_num_seqs)
+    budget = step_budget(config)
     if budget < config.max_num_seqs:
         raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
     caches = [
@@ -216,3 +226,8 @@ def build_scheduler(config: ServeConfig, kv: KvBudget) -> tuple[Scheduler, list[
         policy=config.scheduling_policy,
     )
     return scheduler, caches
+
+
+def step_budget(config: ServeConfig) -> int:
+    """Tokens per step and rank."""
+    return config.max_num_batched_tokens or max(CPU_BATCHED_TOKENS, config.max_num_seqs)

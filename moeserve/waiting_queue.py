@@ -36,6 +36,11 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
 
+    @property
+    def top_priority(self) -> int | None:
+        """The priority of the most urgent request, None if nobody waits."""
+        return self._requests[0].priority if self._requests else None
+
     def add(self, request: Request) -> None:
         insort(self._requests, request, key=_queue_key)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionPlan, paged_attention
+from kernels.attention import paged_attention
+from kernels.attention_plan import AttentionPlan
 from kernels.kv_write import write_kv
 from kernels.linear import Linear
 from kernels.norm import rms_norm

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from experts.glu_mlp import GluMlp
 from experts.moe_layer import MoeLayer
-from kernels.attention import AttentionPlan
+from kernels.attention_plan import AttentionPlan
 from kernels.linear import Linear
 from kernels.norm import layer_norm, rms_norm
 from moeserve.models.attention import GqaAttention, MlaAttention, StepInputs

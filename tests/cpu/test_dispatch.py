@@ -11,6 +11,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_a_service_of_one_rank_loads_nothing_of_this() -> None:
+    code = (
+        "import sys, moeserve.startup, moeserve.llm, torch.distributed\n"
+        "print([name for name in sys.modules if name.startswith(('deepspeed', 'experts.collectives'))])\n"
+        "print(torch.distributed.is_initialized())"
+    )
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["[]", "False"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_both_shapes_agree_with_local_experts_and_with_each_other(tmp_path: Path, num_ranks: int, dtype: str) -> None:

@@ -88,8 +88,7 @@ def test_two_ranks_give_the_text_of_one_and_end_cleanly(
         wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("is_busy", [True, False])
+@pytest.mark.parametrize(("rank", "is_busy"), [(0, True), (1, True), (1, False)])
 def test_a_killed_rank_ends_everything_and_is_named(running: Service, rank: int, is_busy: bool) -> None:
     pids = ranks_of(running)
     if is_busy:

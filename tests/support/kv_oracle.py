@@ -143,8 +143,10 @@ class KvOracle:
         assert len(set(chunk.block_table)) == len(chunk.block_table)
         num_output = len(history) - len(record.prompt)
         banned = record.sampling.stop_token_ids if num_output < record.sampling.min_tokens else ()
-        if chunk.sampling is not None:
-            assert chunk.sampling is record.sampling or chunk.sampling == record.sampling
+        if chunk.sampling is None:
+            assert chunk.extras is None or (chunk.extras.history, chunk.extras.banned_token_ids) == (None, ())
+        else:
+            assert chunk.sampling == record.sampling
             assert (chunk.extras.banned_token_ids if chunk.extras else ()) == banned
             if chunk.sampling.needs_history:
                 assert chunk.extras is not None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention import ChunkSpan, plan_attention
+from kernels.attention_plan import ChunkSpan, plan_attention
 from moeserve.models.decoder import Decoder, ForwardBatch, KvPools
 
 

@@ -96,6 +96,7 @@ class Simulation:
         for record in self.records.values():
             tokens, reason = undisturbed(record.prompt, record.sampling, VOCAB_SIZE)
             assert record.finish_reason is not None
+            assert record.request.num_cached_tokens < len(record.prompt)
             assert record.output == tokens[: len(record.output)]
             if record.finish_reason is FinishReason.LENGTH or (
                 record.finish_reason is FinishReason.STOP and reason is FinishReason.STOP

@@ -136,7 +136,7 @@ def test_a_missing_result_is_laid_to_its_rank(group: Group) -> None:
 
 def test_a_rank_that_gives_no_sign_of_life_is_named(group: Group) -> None:
     group.first.fails = True
-    with pytest.raises(RankError, match="Rank 1 .* gives no sign of life"):
+    with pytest.raises(RankError, match=r"Rank 1 .* gives no sign of life"):
         group.executor.run(make_plans())
 
 
@@ -161,5 +161,5 @@ def test_the_rank_that_is_behind_is_named(group: Group, entered: int, sentence: 
 def test_a_dead_rank_is_named(group: Group, is_busy: bool) -> None:
     group.process.kill()
     group.process.wait()
-    with pytest.raises(RankError, match="Rank 1 .* died"):
+    with pytest.raises(RankError, match=r"Rank 1 .* died"):
         group.executor.run(make_plans()) if is_busy else group.executor.check()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from moeserve.outputs import NeverFitsError, QueueFullError
@@ -26,6 +28,7 @@ def test_a_stream_of_hits_does_not_starve_a_request_that_hits_nothing() -> None:
         add_hit()
     stranger = simulation.add("stranger", [49 - token for token in SHARED], SamplingParams(max_tokens=2))
     while stranger.request.lease is None:
+        assert number < 100
         while simulation.scheduler.num_waiting < 6:
             add_hit()
         simulation.step()
@@ -90,12 +93,82 @@ def test_a_request_that_does_not_fit_yet_is_not_overtaken_for_ever() -> None:
     simulation.check_all_done()
 
 
-def test_prompts_are_admitted_only_if_those_that_run_can_be_completed_as_well() -> None:
-    simulation = Simulation(num_blocks=20, block_size=4, budget=8)
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_prompts_are_admitted_only_if_those_that_run_can_be_completed_as_well(depth: int) -> None:
+    simulation = Simulation(num_blocks=20, block_size=4, budget=8, depth=depth)
     for index in range(3):
         simulation.add(f"{index}", [index] * 36, SamplingParams(max_tokens=1))
     simulation.run()
     assert simulation.scheduler.counters.preemptions == 0
+    simulation.check_all_done()
+
+
+def test_an_urgent_request_does_not_wait_for_the_prompt_of_a_patient_one() -> None:
+    simulation = Simulation(num_blocks=100, block_size=4, budget=8)
+    simulation.add("patient", [1] * 200, SamplingParams(max_tokens=2), priority=1)
+    simulation.step()
+    simulation.add("urgent", [2] * 5, SamplingParams(max_tokens=2))
+    simulation.add("equal", [3] * 20, SamplingParams(max_tokens=2), priority=1)
+    simulation.step()
+    assert [chunk.request_id for chunk in simulation.plans[-1].chunks] == ["urgent", "patient"]
+    simulation.run()
+    ends = {chunk.request_id: plan.step for plan in simulation.plans for chunk in plan.chunks}
+    assert ends["urgent"] < ends["patient"] <= ends["equal"]
+    simulation.check_all_done()
+
+
+def test_who_runs_out_of_memory_takes_it_from_the_least_urgent() -> None:
+    simulation = Simulation(num_blocks=16, block_size=4, budget=16)
+    for name, priority in (("low", 2), ("high", 0), ("middle", 1)):
+        simulation.add(name, [priority] * 4, SamplingParams(max_tokens=40, seed=priority), priority=priority)
+        simulation.step()
+    simulation.run()
+    high, middle, low = (simulation.records[name].request.num_preemptions for name in ("high", "middle", "low"))
+    assert high == 0
+    assert low >= middle
+    assert low > 0
+    simulation.check_all_done()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_urgent_prompt_takes_memory_from_a_stream_that_cannot_grow(depth: int) -> None:
+    simulation = Simulation(num_blocks=12, block_size=4, budget=4, max_num_seqs=2, depth=depth)
+    stream = simulation.add("stream", [1] * 4, SamplingParams(max_tokens=40), priority=1)
+    simulation.step()
+    urgent = simulation.add("urgent", [2] * 40, SamplingParams(max_tokens=2))
+    while not urgent.output:
+        simulation.step()
+    assert stream.request.num_preemptions == 1
+    simulation.run()
+    simulation.check_all_done()
+
+
+def test_an_urgent_prompt_takes_memory_from_a_prompt_behind_it() -> None:
+    num_preemptions = 0
+    for num_prompt_tokens in range(20, 30):
+        simulation = Simulation(num_blocks=24, block_size=4, budget=4, max_num_seqs=3)
+        stream = simulation.add("stream", [1] * 4, SamplingParams(max_tokens=80))
+        patient = simulation.add("patient", [3] * 48, SamplingParams(max_tokens=2), priority=2)
+        while patient.request.num_computed_tokens < 42:
+            simulation.step()
+        urgent = simulation.add("urgent", [2] * num_prompt_tokens, SamplingParams(max_tokens=2), priority=1)
+        while not urgent.output:
+            simulation.step()
+        assert stream.finish_reason is None
+        num_preemptions += patient.request.num_preemptions
+        simulation.run()
+        simulation.check_all_done()
+    assert num_preemptions > 0
+
+
+def test_preempted_requests_return_when_there_is_room_to_grow() -> None:
+    simulation = Simulation(num_blocks=60, block_size=4, budget=32, max_num_seqs=16)
+    random = Random(1)
+    for index in range(40):
+        prompt = [random.randrange(50) for _ in range(random.randrange(2, 20))]
+        simulation.add(f"{index}", prompt, SamplingParams(max_tokens=random.randrange(20, 60), seed=index))
+    simulation.run()
+    assert simulation.scheduler.counters.preemptions <= 40
     simulation.check_all_done()
 
 

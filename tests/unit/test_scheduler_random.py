@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from moeserve.request import FinishReason, SamplingParams
 from tests.support.scheduler_simulation import Simulation
 
+MAX_LEN = 54
 SHARED = [(5 * i + 1) % 50 for i in range(24)]
 
 ARRIVAL = st.fixed_dictionaries(
     {
         "shared": st.integers(0, 24),
         "own": st.lists(st.integers(0, 2), max_size=6),
-        "max_tokens": st.integers(1, 14),
+        "max_tokens": st.integers(1, 24),
         "namespace": st.sampled_from(["", "", "tenant"]),
         "priority": st.sampled_from([0, 0, 1]),
         "prompt_logprobs": st.sampled_from([None, None, 0]),
@@ -22,6 +23,7 @@ ARRIVAL = st.fixed_dictionaries(
     }
 )
 ACTION = st.one_of(
+    st.tuples(st.just("add"), ARRIVAL),
     st.tuples(st.just("add"), ARRIVAL),
     st.tuples(st.just("turn"), st.integers(0, 30)),
     st.tuples(st.just("step"), st.integers(1, 6)),
@@ -32,9 +34,9 @@ ACTION = st.one_of(
 SETUP = st.fixed_dictionaries(
     {
         "block_size": st.sampled_from([1, 3, 4, 16]),
-        "num_slots": st.sampled_from([64, 80, 400]),
+        "num_slots": st.sampled_from([MAX_LEN, MAX_LEN + 16, 400]),
         "budget": st.sampled_from([4, 9, 64]),
-        "max_num_seqs": st.sampled_from([2, 4]),
+        "max_num_seqs": st.sampled_from([3, 4]),
         "caching": st.sampled_from([True, True, False]),
         "policy": st.sampled_from(["fcfs", "lpm"]),
         "depth": st.sampled_from([0, 1, 2]),
@@ -54,7 +56,7 @@ class Script:
         self.num_requests = 0
 
     def add(self, prompt: list[int], sampling: SamplingParams, namespace: str, priority: int) -> None:
-        if len(prompt) + sampling.max_tokens <= 64:
+        if len(prompt) + sampling.max_tokens <= MAX_LEN:
             self.simulation.add(f"{self.num_requests}", prompt, sampling, namespace=namespace, priority=priority)
             self.num_requests += 1
 
@@ -90,7 +92,7 @@ class Script:
 
 
 @settings(max_examples=150, deadline=None)
-@given(SETUP, st.lists(ACTION, max_size=40), st.sets(st.integers(0, 30), max_size=2))
+@given(SETUP, st.lists(ACTION, min_size=20, max_size=50), st.sets(st.integers(0, 30), max_size=2))
 def test_random_scripts_leave_every_output_and_every_block_right(
     setup: dict[str, object], actions: list[tuple[str, object]], faulty: set[int]
 ) -> None:

@@ -87,18 +87,23 @@ def test_a_follower_does_not_hold_up_those_who_share_nothing() -> None:
     simulation.check_all_done()
 
 
-def test_a_request_does_not_wait_for_a_leader_that_gets_no_budget() -> None:
-    """The leader of the shared prompt is of low priority and starves while urgent prompts keep coming."""
-    simulation = Simulation(num_blocks=400, block_size=4, budget=8)
-    simulation.add("leader", [*SHARED, 9], SamplingParams(max_tokens=2), priority=5)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_request_does_not_wait_for_a_leader_that_gets_no_budget(depth: int) -> None:
+    simulation = Simulation(num_blocks=400, block_size=4, budget=8, depth=depth)
+    patient = simulation.add("patient", [*SHARED, 9], SamplingParams(max_tokens=2), priority=5)
     for _ in range(3):
         simulation.step()
-    urgent = simulation.add("urgent", [*SHARED, 8], SamplingParams(max_tokens=2), priority=0)
-    for index in range(20):
-        simulation.add(f"noise {index}", [index] * 16, SamplingParams(max_tokens=1), priority=1)
-        simulation.step()
-    assert urgent.finish_reason is FinishReason.LENGTH
+    simulation.add("noise", [1] * 80, SamplingParams(max_tokens=1), priority=1)
+    simulation.step()
+    simulation.add("urgent", [*SHARED, 8], SamplingParams(max_tokens=2), priority=0)
     simulation.run()
+    ends = {chunk.request_id: plan.step for plan in simulation.plans for chunk in plan.chunks}
+    assert ends["urgent"] < ends["patient"]
+    assert ends["noise"] < ends["patient"]
+    assert ends["urgent"] < ends["noise"] or depth
+    # The patient one has become a follower, and takes over what the urgent one has computed.
+    assert patient.request.num_cached_tokens > 0
+    assert simulation.oracle.num_computed_tokens == 100 + 2 * (1 + 1) + 80
     simulation.check_all_done()
 
 
@@ -126,3 +131,59 @@ def test_prompt_logprobs_that_were_told_are_not_computed_again_after_a_preemptio
     targets = [c.extras.prompt_targets for p in simulation.plans for c in p.chunks if c.extras is not None]
     assert sum(len(t) for t in targets if t is not None) == 19
     simulation.check_all_done()
+
+
+def test_prompt_logprobs_that_were_told_are_told_once_when_a_prompt_is_preempted_midway() -> None:
+    simulation = Simulation(num_blocks=16, block_size=4, budget=3, max_num_seqs=2)
+    simulation.add("first", SHARED[:4], SamplingParams(max_tokens=50))
+    scored = simulation.add("scored", SHARED[10:58], SamplingParams(max_tokens=3, prompt_logprobs=0))
+    while not scored.request.num_preemptions:
+        simulation.step()
+    num_told = len(scored.prompt_logprobs)
+    assert 0 < num_told < 47
+    num_plans = len(simulation.plans)
+    simulation.run()
+    again = [c for p in simulation.plans[num_plans:] for c in p.chunks if c.request_id == "scored" and c.start < 47]
+    with_targets = [c for c in again if c.extras is not None and c.extras.prompt_targets is not None]
+    assert min(c.start + len(c.token_ids) for c in with_targets) > num_told
+    assert max(c.start + len(c.token_ids) for c in again if c not in with_targets) <= num_told
+    simulation.check_all_done()
+
+
+def planned_together(simulation: Simulation) -> list[str]:
+    simulation.step()
+    return [chunk.request_id for chunk in simulation.plans[-1].chunks]
+
+
+def test_nobody_waits_for_another_namespace() -> None:
+    simulation = Simulation(num_blocks=100, block_size=4, budget=1000)
+    for namespace in ("a", "b"):
+        simulation.add(namespace, SHARED, SamplingParams(max_tokens=1), namespace=namespace)
+    assert planned_together(simulation) == ["a", "b"]
+
+
+def test_nobody_waits_for_equal_tokens_behind_another_prefix() -> None:
+    simulation = Simulation(num_blocks=100, block_size=4, budget=1000)
+    simulation.add("warm", [1, 2, 3, 4, 5], SamplingParams(max_tokens=1))
+    simulation.run()
+    simulation.add("other", [5, 6, 7, 8, *SHARED], SamplingParams(max_tokens=1))
+    simulation.add("known", [1, 2, 3, 4, *SHARED], SamplingParams(max_tokens=1))
+    assert planned_together(simulation) == ["other", "known"]
+
+
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+def test_nobody_waits_for_what_may_not_be_shared(prompt_logprobs: int | None) -> None:
+    simulation = Simulation(num_blocks=100, block_size=4, budget=1000, caching=prompt_logprobs is not None)
+    for name in ("a", "b"):
+        simulation.add(name, SHARED, SamplingParams(max_tokens=1, prompt_logprobs=prompt_logprobs))
+    assert planned_together(simulation) == ["a", "b"]
+
+
+def test_nobody_waits_for_one_that_is_far_behind() -> None:
+    simulation = Simulation(num_blocks=100, block_size=4, budget=8, depth=1)
+    simulation.add("warm", SHARED[:41], SamplingParams(max_tokens=1))
+    simulation.run()
+    simulation.add("scored", SHARED, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert planned_together(simulation) == ["scored"]
+    simulation.add("known", SHARED, SamplingParams(max_tokens=1))
+    assert planned_together(simulation) == ["known"]
