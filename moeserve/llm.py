@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moeserve.config import ServeConfig
+from moeserve.config import ConfigError, ServeConfig
 from moeserve.executor import LocalExecutor
 from moeserve.plan import TokenLogprobs
 from moeserve.request import FinishReason, Request, SamplingParams
@@ -28,7 +28,10 @@ class LLM:
     """A model in this process, with the service's scheduler and prefix cache."""
 
     def __init__(self, model_dir: str | Path, config: ServeConfig | None = None) -> None:
+        """Loads the model. Raises ModelError or ConfigError for what cannot be served, several ranks included."""
         config = config or ServeConfig()
+        if config.expert_parallel_size > 1:
+            raise ConfigError("LLM runs one rank: expert_parallel_size is for a service.")
         model = load_model(Path(model_dir), config, lambda _: None)
         self.spec = model.spec
         self.executor = LocalExecutor(model.runner)
