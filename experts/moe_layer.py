@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from experts.glu_mlp import GluMlp
@@ -12,7 +13,8 @@ from kernels.linear import Linear
 from kernels.moe_gate import GateSpec, select_experts
 from kernels.moe_gemm import PackedExperts, moe_experts
 
-# How tokens reach their experts: (x [T, H], ids [T, k], weights [T, k], experts, activation) -> [T, H].
+# How tokens reach their experts: (x [T, H], ids [T, k], weights [T, k], experts, activation) -> [T, H], a new tensor
+# unless T is 0. One that reaches other ranks is called in every layer of every step, with no rows if need be.
 Dispatch = Callable[[Tensor, Tensor, Tensor, PackedExperts, Activation], Tensor]
 
 
@@ -62,7 +64,7 @@ class MoeLayer:
         self._dispatch = dispatch
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, H] -> [T, H], a new tensor."""
+        """x [T, H] -> [T, H], a new tensor. T is at least 1."""
         logits = self._gate(x.float() if self._gate_widens else x)
         ids, weights = select_experts(logits, self._gate_spec, self._correction_bias)
         out = self._dispatch(x, ids, weights, self._experts, self._activation)
@@ -72,3 +74,9 @@ class MoeLayer:
                 shared.mul_(sigmoid(self._shared_gate(x)))
             out.add_(shared)
         return out
+
+    def serve_others(self, no_rows: Tensor) -> None:
+        """Has the experts compute what other ranks send while this one has nothing. no_rows: [0, H]."""
+        if self._dispatch is not moe_experts:
+            ids = torch.empty((0, self._gate_spec.top_k), dtype=torch.int64)
+            self._dispatch(no_rows, ids, ids.float(), self._experts, self._activation)

@@ -90,6 +90,34 @@ def moe_experts(
     return out
 
 
+def moe_experts_partial(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: PackedExperts, activation: Activation
+) -> Tensor:
+    """The same over those experts that are here, in fp32 whatever x is: expert_ids -1 stand for experts elsewhere.
+
+    x [T, H], expert_ids [T, k] int64, expert_weights [T, k] fp32 -> [T, H] fp32, zeros for a row without any expert.
+    """
+    num_tokens, top_k = expert_ids.shape
+    chosen = (expert_ids >= 0).flatten().nonzero().flatten()
+    flat_ids = expert_ids.flatten()[chosen]
+    order = torch.sort(flat_ids, stable=True).indices
+    counts = torch.bincount(flat_ids, minlength=len(experts)).tolist()
+    places = chosen[order]
+    rows = x.index_select(0, places // top_k)
+    results = torch.zeros((num_tokens * top_k, x.shape[1]), dtype=torch.float32)
+    first = 0
+    for expert, count in zip(experts, counts, strict=True):
+        if count:
+            last = first + count
+            results[places[first:last]] = expert(rows[first:last], activation).float()
+            first = last
+    results_of = results.view(num_tokens, top_k, x.shape[1])
+    out = results_of[:, 0] * expert_weights[:, :1]
+    for k in range(1, top_k):
+        out.addcmul_(results_of[:, k], expert_weights[:, k : k + 1])
+    return out
+
+
 def moe_experts_reference(
     x: Tensor,
     expert_ids: Tensor,

@@ -7,6 +7,9 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 
 from launcher.errors import LaunchError
+from moeserve.config import ConfigError, ServeConfig
+
+_SHORTEST_TIMEOUT_OF_RANKS = 4.0
 
 
 def check_machine() -> None:
@@ -15,6 +18,17 @@ def check_machine() -> None:
         raise LaunchError(f"moeserve runs on Linux only; this is {sys.platform} (a Linux container works).")
     if not hasattr(os, "pidfd_open"):
         raise LaunchError("This Python cannot watch child processes (os.pidfd_open is missing): use another build.")
+
+
+def check_settings(config: ServeConfig) -> None:
+    """Raises ConfigError for settings that contradict each other."""
+    if config.dispatch != "auto" and config.expert_parallel_size == 1:
+        raise ConfigError(f"--dispatch {config.dispatch} needs --expert-parallel-size of at least 2.")
+    if config.expert_parallel_size > 1 and config.engine_timeout < _SHORTEST_TIMEOUT_OF_RANKS:
+        raise ConfigError(
+            f"--engine-timeout {config.engine_timeout:g} is too short to tell which of several ranks hangs: "
+            f"use at least {_SHORTEST_TIMEOUT_OF_RANKS:g}."
+        )
 
 
 def check_packages() -> None:

@@ -21,7 +21,7 @@ from launcher.errors import LaunchError
 from launcher.listener import is_loopback, open_listener, reachable_address, url
 from launcher.machine import gpu_names
 from launcher.model_hash import hash_model
-from launcher.preflight import check_machine, check_packages
+from launcher.preflight import check_machine, check_packages, check_settings
 from launcher.run_directory import run_directory
 from launcher.serve_options import ServeCommand, settings_options
 from launcher.status import Loading, Ready
@@ -47,6 +47,7 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     try:
         check_machine()
         config = load_config(flags, os.environ, config_file)
+        check_settings(config)
         sys.exit(_run(config, errors))
     except ConfigError as error:
         _say(errors, "Error", str(error))

@@ -23,6 +23,7 @@ from launcher.status import Failed, Loading, Ready, decode_status
 from moeserve.run_context import RunContext
 
 WORKER_MODULE = "launcher.worker"
+GROUP_MODULE = "launcher.rank_group"
 FRONTEND_MODULE = "launcher.frontend_main"
 
 
@@ -71,6 +72,8 @@ _Event = _Signal | _Exited | _Serving | _Stuck | Loading | Ready | Failed
 
 class Supervisor:
     """One service: a worker, a frontend, and this process above them.
+
+    With several ranks the worker is torchrun's agent (`launcher.rank_group`), and they die with it.
 
     `listener` is the listening socket; it is closed here once the frontend has it. The modules are the children's
     entry points: `WORKER CONTEXT --status-fd N` and `FRONTEND CONTEXT --fd N`.
@@ -127,11 +130,12 @@ class Supervisor:
 
     def _start_worker(self, context_file: str) -> Child:
         reading, writing = os.pipe()
-        threads = self._context.config.threads or usable_cores()
+        config = self._context.config
+        threads = config.threads or max(1, usable_cores() // config.expert_parallel_size)
         try:
             worker = Child(
                 "model process",
-                self._worker_module,
+                self._worker_module if config.expert_parallel_size == 1 else GROUP_MODULE,
                 [context_file, "--status-fd", str(writing)],
                 environment=child_environment(os.environ, threads),
                 pass_fds=[writing],
@@ -189,8 +193,12 @@ class Supervisor:
 
     async def _await_hang(self) -> None:
         context = self._context
-        why = await wait_for_hang(context.heartbeat_address, context.incarnation, context.config.engine_timeout)
-        self._events.put_nowait(_Stuck(f"The model process hung ({why}) and was ended."))
+        who, timeout = "The model process", context.config.engine_timeout
+        if context.config.expert_parallel_size > 1:
+            # The ranks themselves notice a hang of another in less; what is left is one of rank 0.
+            who, timeout = "Rank 0", 0.7 * timeout
+        why = await wait_for_hang(context.heartbeat_address, context.incarnation, timeout)
+        self._events.put_nowait(_Stuck(f"{who} hung ({why}) and was ended."))
 
     # Reactions.
 
@@ -203,7 +211,9 @@ class Supervisor:
                 self._spawn(self._await_http())
                 self._spawn(self._await_hang())
             case Failed(message=message):
-                self._why_failed = message
+                # The first is the cause of those that follow.
+                self._why_failed = self._why_failed or message
+                self._later(self._grace.at_once, self._worker, signal.SIGKILL)
             case _Serving():
                 if self._ready is not None and self._exit_code is None:
                     self._tell.ready(self._ready)
@@ -213,7 +223,8 @@ class Supervisor:
                 self._children.remove(child)
                 self._on_exit(child)
             case _Stuck(sentence=sentence):
-                self._why_stuck = sentence
+                if self._why_failed is None:
+                    self._why_stuck = sentence
                 self._worker.send_signal(signal.SIGKILL)
 
     def _on_signal(self, number: signal.Signals) -> None:

@@ -1,18 +1,24 @@
-"""The model process: `python -m launcher.worker CONTEXT --status-fd N`."""
+"""The model process: `python -m launcher.worker CONTEXT --status-fd N`, or one of its ranks, under torchrun.
+
+Under torchrun (`launcher.rank_group`) the status pipe is descriptor N of the agent, whose pid is `--agent-pid`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import signal
 import sys
 import threading
 import traceback
 
+from launcher.child import die_with_parent
 from launcher.status import Report, reporter
 from moeserve.config import ConfigError
 from moeserve.frontend.logs import configure_logs
 from moeserve.models.errors import ModelError
+from moeserve.rank_messages import RankError
 from moeserve.run_context import RunContext, load_run_context
 
 _EXIT_FAILED = 3
@@ -23,29 +29,43 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("context")
     parser.add_argument("--status-fd", type=int, required=True)
+    parser.add_argument("--agent-pid", type=int)
     arguments = parser.parse_args()
-    os.set_inheritable(arguments.status_fd, False)
+    rank = int(os.environ["RANK"]) if arguments.agent_pid else 0
+    if arguments.agent_pid:
+        die_with_parent(arguments.agent_pid)
+        faulthandler.enable()
+    else:
+        os.set_inheritable(arguments.status_fd, False)
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    if rank == 0:
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     context = load_run_context(arguments.context)
     configure_logs(context.config.log_level, context.config.log_format)
-    with open(arguments.status_fd, "w", encoding="utf-8") as pipe:
-        return _serve(context, reporter(pipe), stop)
+    status = f"/proc/{arguments.agent_pid}/fd/{arguments.status_fd}" if arguments.agent_pid else arguments.status_fd
+    with open(status, "w", encoding="utf-8") as pipe:
+        return _serve(context, rank, reporter(pipe), stop)
 
 
-def _serve(context: RunContext, report: Report, stop: threading.Event) -> int:
+def _serve(context: RunContext, rank: int, report: Report, stop: threading.Event) -> int:
+    name = "The model process" if context.config.expert_parallel_size == 1 else f"Rank {rank}"
     try:
         # Imports torch, which takes seconds: the signals above must already be in place.
-        from moeserve.startup import run_engine
+        if context.config.expert_parallel_size == 1:
+            from moeserve.startup import run_engine
 
-        run_engine(context, report, stop)
-    except (ModelError, ConfigError) as error:
+            run_engine(context, report, stop)
+        else:
+            from moeserve.rank_startup import run_rank
+
+            run_rank(context, rank, report, stop)
+    except (ModelError, ConfigError, RankError) as error:
         report({"event": "error", "message": str(error)})
         return _EXIT_FAILED
     except Exception as error:
         traceback.print_exc()
-        report({"event": "error", "message": f"The model process failed: {type(error).__name__}: {error}"})
+        report({"event": "error", "message": f"{name} failed: {type(error).__name__}: {error}"})
         return _EXIT_FAILED
     return 0
 

@@ -44,14 +44,23 @@ class ServeConfig:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     threads: int = setting(
-        0, "Threads of the model process; 0 takes every core this process may use.", group="Model", minimum=0
+        0, "Threads of each rank; 0 shares out all cores this process may use.", group="Model", minimum=0
+    )
+    expert_parallel_size: int = setting(
+        1, "Ranks (processes) that share the experts and the requests.", group="Model", minimum=1, maximum=64
+    )
+    dispatch: str = setting(
+        "auto",
+        "How rows reach the experts of other ranks; auto measures both at start-up.",
+        group="Model",
+        choices=("auto", "allgather", "alltoall"),
     )
     max_model_len: int | None = setting(None, "Longest prompt plus output, in tokens.", group="Model", minimum=1)
     seed: int = setting(0, "Base of the seeds drawn for requests that bring none.", group="Model", minimum=0)
     block_size: int = setting(16, "Tokens per KV block.", group="Memory and scheduling", minimum=1, maximum=1024)
     kv_cache_memory: int | None = setting(
         None,
-        "Memory for KV blocks; by default a share of what is free.",
+        "Memory of each rank for KV blocks; by default a share of what is free.",
         group="Memory and scheduling",
         kind="size",
         minimum=1,
@@ -61,7 +70,7 @@ class ServeConfig:
     )
     max_num_seqs: int = setting(64, "Requests that run at once.", group="Memory and scheduling", minimum=1)
     max_num_batched_tokens: int | None = setting(
-        None, "Tokens per step; 256 on a CPU unless given.", group="Memory and scheduling", minimum=1
+        None, "Tokens per step and rank; 256 on a CPU unless given.", group="Memory and scheduling", minimum=1
     )
     max_num_queued_reqs: int = setting(
         256, "Requests that may wait; one more is refused with 503.", group="Memory and scheduling", minimum=0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import structlog
 
 from moeserve.engine_socket import EngineSocket
 from moeserve.engine_stats import EngineStats
+from moeserve.executor import Executor
 from moeserve.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -31,7 +32,6 @@ from moeserve.messages import (
     unpack_token_ids,
 )
 from moeserve.outputs import NeverFitsError, QueueFullError, RequestOutput
-from moeserve.plan import StepPlan, StepResult
 from moeserve.request import FinishReason, Request
 from moeserve.scheduler import Scheduler
 from radix_cache import PrefixCache
@@ -41,26 +41,25 @@ _IDLE_POLL_SECONDS = 0.25
 log = structlog.get_logger(__name__)
 
 
-class Executor(Protocol):
-    """Whoever computes a plan."""
-
-    def run(self, plan: StepPlan) -> StepResult: ...
-
-
 class Engine:
     """Owns the loop and the requests' way home: which frontend asked for which request."""
 
     def __init__(
-        self, socket: EngineSocket, scheduler: Scheduler, cache: PrefixCache, executor: Executor, ready: EngineReady
+        self,
+        socket: EngineSocket,
+        scheduler: Scheduler,
+        caches: Sequence[PrefixCache],
+        executor: Executor,
+        ready: EngineReady,
     ) -> None:
         self._socket = socket
         self._scheduler = scheduler
-        self._cache = cache
+        self._caches = caches
         self._executor = executor
         self._ready = ready
         self._frontends: list[bytes] = []
         self._asked_by: dict[str, bytes] = {}
-        self._stats = EngineStats(scheduler, cache)
+        self._stats = EngineStats(scheduler, caches)
         self._step = 0
 
     def run(self, stop: threading.Event) -> None:
@@ -69,15 +68,16 @@ class Engine:
             idle = self._scheduler.is_idle
             if idle:
                 self._scheduler.check_idle()
+                self._executor.check()
                 self._send_stats()
             for sender, message in self._socket.drain(_IDLE_POLL_SECONDS if idle else 0.0):
                 self._handle(sender, message)
             started = time.monotonic()
-            if plan := self._scheduler.schedule():
+            if plans := self._scheduler.schedule():
                 self._stats.count_started(self._scheduler.take_started(), started)
-                result = self._executor.run(plan)
-                self._send_outputs(self._scheduler.commit(plan, result))
-                self._step = plan.step
+                results = self._executor.run(plans)
+                self._send_outputs(self._scheduler.commit(plans, results))
+                self._step = plans[0].step
                 self._stats.count_step(time.monotonic() - started)
                 if self._stats.due():
                     self._send_stats()
@@ -114,7 +114,7 @@ class Engine:
 
     def _control(self, control: Control) -> ControlResult:
         if control.command == "reset_prefix_cache":
-            return ControlResult(control.control_id, {"blocks_freed": self._cache.reset()})
+            return ControlResult(control.control_id, {"blocks_freed": sum(cache.reset() for cache in self._caches)})
         return ControlResult(control.control_id, {}, f"unknown command {control.command!r}")
 
     def _generate(self, sender: bytes, message: Generate) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from moeserve.messages import Stats
 from moeserve.request import Request
@@ -16,9 +17,9 @@ _SMOOTHING = 0.1
 class EngineStats:
     """Counters of the engine's loop; times are `time.monotonic` seconds given by the caller."""
 
-    def __init__(self, scheduler: Scheduler, cache: PrefixCache) -> None:
+    def __init__(self, scheduler: Scheduler, caches: Sequence[PrefixCache]) -> None:
         self._scheduler = scheduler
-        self._cache = cache
+        self._caches = caches
         self._rejections: dict[str, int] = {}
         self._step_seconds = 0.0
         self._arrived: dict[str, float] = {}
@@ -62,9 +63,9 @@ class EngineStats:
             step=step,
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            blocks_free=self._cache.num_free,
-            blocks_cached=self._cache.num_cached,
-            blocks_leased=self._cache.num_leased,
+            blocks_free=sum(cache.num_free for cache in self._caches),
+            blocks_cached=sum(cache.num_cached for cache in self._caches),
+            blocks_leased=sum(cache.num_leased for cache in self._caches),
             slots_empty=self._scheduler.num_empty_slots,
             prefix_query_tokens=counters.prefix_query_tokens,
             prefix_hit_tokens=counters.prefix_hit_tokens,

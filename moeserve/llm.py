@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moeserve.config import ServeConfig
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.executor import LocalExecutor
 from moeserve.plan import TokenLogprobs
 from moeserve.request import FinishReason, Request, SamplingParams
 from moeserve.startup import build_scheduler, load_model
@@ -27,11 +28,14 @@ class LLM:
     """A model in this process, with the service's scheduler and prefix cache."""
 
     def __init__(self, model_dir: str | Path, config: ServeConfig | None = None) -> None:
+        """Loads the model. Raises ModelError or ConfigError for what cannot be served, several ranks included."""
         config = config or ServeConfig()
+        if config.expert_parallel_size > 1:
+            raise ConfigError("LLM runs one rank: expert_parallel_size is for a service.")
         model = load_model(Path(model_dir), config, lambda _: None)
         self.spec = model.spec
-        self.runner = model.runner
-        self.scheduler, self.cache = build_scheduler(config, model.kv)
+        self.executor = LocalExecutor(model.runner)
+        self.scheduler, _ = build_scheduler(config, model.kv)
         self._count = 0
 
     def generate(
@@ -48,8 +52,8 @@ class LLM:
             self._count += 1
             completions[request_id] = Completion()
             self.scheduler.add(Request(request_id, array("i", prompt), own))
-        while plan := self.scheduler.schedule():
-            for output in self.scheduler.commit(plan, self.runner.run(plan)):
+        while plans := self.scheduler.schedule():
+            for output in self.scheduler.commit(plans, self.executor.run(plans)):
                 if output.error is not None:
                     raise RuntimeError(output.error)
                 completion = completions[output.request.request_id]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import torch
 
@@ -25,9 +26,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """One forward over all chunks; mutates the KV pool."""
+        """One forward over all chunks; mutates the KV pool. Without chunks it only serves other ranks."""
         if plan.zeroed_blocks:
             self._kv_pool.zero_blocks(plan.zeroed_blocks)
+        if not plan.chunks:
+            self._decoder.serve_others()
+            return StepResult(plan.step, [])
         logit_rows, rows_of_chunk = _wanted_logits(plan.chunks)
         logits = self._decoder.forward(self._make_batch(plan.chunks, logit_rows), self._kv_pool.layers)
         sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
@@ -45,8 +49,10 @@ class ModelRunner:
         return StepResult(plan.step, results)
 
     @torch.inference_mode()
-    def warm_up(self, max_num_tokens: int) -> None:
+    def warm_up(self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None) -> None:
         """Computes a few steps of usual sizes, for which the matrix library prepares itself once.
+
+        `begin_step` is told each step's number of rows. Several ranks warm up together.
 
         Writes into blocks from 0 on, as many as `max_num_tokens` tokens need or there are; nobody may hold them yet.
         """
@@ -57,6 +63,7 @@ class ModelRunner:
             # Spread over the vocabulary, so that the gate spreads them over the experts.
             vocab_size = self._decoder.spec.vocab_size
             token_ids = array("i", (i * max(1, vocab_size // count) % vocab_size for i in range(count)))
+            begin_step(count)
             self._decoder.forward(
                 self._make_batch([Chunk("", token_ids, 0, block_table, None)], [count - 1]), self._kv_pool.layers
             )
@@ -95,12 +102,8 @@ def _wanted_logits(chunks: list[Chunk]) -> tuple[list[int], list[range]]:
     places = []
     row = 0
     for chunk in chunks:
-        count = len(chunk.token_ids)
+        row += len(chunk.token_ids)
         first_place = len(wanted)
-        if chunk.extras is not None and chunk.extras.prompt_targets:
-            wanted.extend(range(row, row + count))
-        elif chunk.sampling is not None:
-            wanted.append(row + count - 1)
+        wanted.extend(range(row - chunk.num_logit_rows, row))
         places.append(range(first_place, len(wanted)))
-        row += count
     return wanted, places

@@ -23,6 +23,13 @@ class Chunk:
     sampling: SamplingParams | None
     extras: ChunkExtras | None = None
 
+    @property
+    def num_logit_rows(self) -> int:
+        """Of how many of its last tokens the logits are wanted: all for log probabilities of the prompt."""
+        if self.extras is not None and self.extras.prompt_targets:
+            return len(self.token_ids)
+        return 0 if self.sampling is None else 1
+
 
 @dataclass(slots=True)
 class ChunkExtras:
@@ -51,6 +58,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def num_logit_rows(self) -> int:
+        """Of how many tokens the logits are wanted."""
+        return sum(chunk.num_logit_rows for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,24 @@ from moeserve.request import Request
 
 
 class PlanDraft:
-    """Collects the chunks of one step. The scheduler keeps it until the step's result has come.
+    """Collects the chunks of one step, one plan per rank. The scheduler keeps it until the step's results have come.
 
-    `requests[i]` is the request of `plan.chunks[i]`; the first `num_decodes` lacked one token, the others are prompts.
-    `budget` is the number of tokens that still fit.
+    `requests` are those behind all chunks, in the order in which they were added: those of rank r are the requests of
+    `plans[r].chunks`. The first `num_decodes` lacked one token, the others are prompts. `budgets[r]` is the number of
+    tokens that still fit into the plan of rank r.
     """
 
-    __slots__ = ("budget", "num_decodes", "plan", "requests")
+    __slots__ = ("budgets", "num_decodes", "plans", "requests")
 
-    def __init__(self, step: int, budget: int) -> None:
-        self.plan = StepPlan(step, [], array("i"))
+    def __init__(self, step: int, budget: int, num_ranks: int) -> None:
+        self.plans = [StepPlan(step, [], array("i")) for _ in range(num_ranks)]
         self.requests: list[Request] = []
         self.num_decodes = 0
-        self.budget = budget
+        self.budgets = [budget] * num_ranks
+
+    @property
+    def is_full(self) -> bool:
+        return max(self.budgets) <= 0
 
     @property
     def prompts(self) -> list[Request]:
@@ -38,9 +43,9 @@ class PlanDraft:
         sampling = request.sampling if end == len(token_ids) else None
         extras = None if request.is_plain else chunk_extras(request, start, end)
         chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
-        self.plan.chunks.append(chunk)
+        self.plans[request.rank].chunks.append(chunk)
         self.requests.append(request)
-        self.budget -= count
+        self.budgets[request.rank] -= count
 
 
 def chunk_extras(request: Request, start: int, end: int) -> ChunkExtras | None:

@@ -56,8 +56,9 @@ class Request:
 
     "Prefill" and "decode" are not states: `num_computed_tokens` catches up with `len(token_ids)`, and whatever a prefix
     hit, a chunk or a preemption does is a change of that number. `num_scheduled_tokens` are in a plan whose result has
-    not come yet. `lease` is None while the request waits. `finished` says that it ended while a plan still named it.
-    `num_prompt_logprobs` log probabilities of prompt tokens were reported, which survives a preemption.
+    not come yet. `lease` is None while the request waits; otherwise it is one of rank `rank`. `finished` says that it
+    ended while a plan still named it. `num_prompt_logprobs` log probabilities of prompt tokens were reported, which
+    survives a preemption.
     """
 
     request_id: str
@@ -73,6 +74,7 @@ class Request:
     num_preemptions: int = 0
     num_overtakers: int = 0
     num_prompt_logprobs: int = 0
+    rank: int = 0
     lease: Lease | None = None
     finished: bool = False
     is_plain: bool = field(init=False)

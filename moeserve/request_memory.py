@@ -1,4 +1,4 @@
-"""The KV blocks of requests: what each one holds, lacks, shares and leaves behind."""
+"""The KV blocks of one rank's requests: what each one holds, lacks, shares and leaves behind."""
 
 from __future__ import annotations
 
@@ -97,6 +97,7 @@ class RequestMemory:
         end = start + self._block_size
         return (
             lease.use_cache
+            and other.rank == request.rank
             and end < len(request.token_ids)
             and other.num_computed_tokens + other.num_scheduled_tokens > start
             and other.namespace == request.namespace

@@ -36,6 +36,20 @@ class RunContext:
         """The engine's PUB binds here; frontends and the supervisor subscribe."""
         return f"ipc://{self.run_dir}/heartbeat.{self.incarnation}"
 
+    @property
+    def results_address(self) -> str:
+        """Rank 0's PULL binds here; the PUSH sockets of the other ranks connect."""
+        return f"ipc://{self.run_dir}/results.{self.incarnation}"
+
+    def steps_address(self, rank: int) -> str:
+        """Rank 0's PUSH for the steps of a rank binds here; that rank's PULL connects."""
+        return f"ipc://{self.run_dir}/steps.{rank}.{self.incarnation}"
+
+    @property
+    def rendezvous(self) -> Path:
+        """The file in which ranks find each other for their collectives."""
+        return Path(self.run_dir) / f"collectives.{self.incarnation}"
+
     def save(self) -> Path:
         """Writes the file with mode 0600 and returns its path."""
         path = Path(self.run_dir) / f"run.{self.incarnation}.json"

@@ -8,10 +8,12 @@ hits, chunked prefill, preemption and resuming are all that one idea.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from moeserve.outputs import NeverFitsError, QueueFullError, RequestOutput, SchedulerCounters
 from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
 from moeserve.plan_draft import PlanDraft
+from moeserve.rank_choice import Placement, RankLoads
 from moeserve.request import FinishReason, Request
 from moeserve.request_memory import RequestMemory
 from moeserve.waiting_queue import WaitingQueue
@@ -21,7 +23,11 @@ _MAX_FOLLOWERS_TRIED = 16
 
 
 class Scheduler:
-    """The truth about requests and, through `RequestMemory`, about memory.
+    """The truth about requests and, through one `RequestMemory` per rank, about memory.
+
+    A request lives on one rank at a time, chosen at its admission (`rank_choice`). `caches[r]` are the blocks of rank
+    r. A step's time is that of its busiest rank, so `max_num_batched_tokens` holds for each rank; `max_num_seqs` and
+    the queue hold for the service as a whole.
 
     `schedule` may be called again before `commit` of the plan before: a request with tokens in flight is then left out,
     and its blocks stay as they are until its commit, even if it is aborted. Commits come in the order of the plans.
@@ -29,7 +35,7 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: PrefixCache,
+        caches: Sequence[PrefixCache],
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -39,15 +45,16 @@ class Scheduler:
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
-        if max_model_len > cache.num_blocks * cache.block_size:
-            raise ValueError(f"max_model_len {max_model_len} exceeds the {cache.num_blocks} blocks of KV memory")
+        for cache in caches:
+            if max_model_len > cache.num_blocks * cache.block_size:
+                raise ValueError(f"max_model_len {max_model_len} exceeds the {cache.num_blocks} blocks of KV memory")
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_model_len = max_model_len
-        self._memory = RequestMemory(cache)
+        self._memories = [RequestMemory(cache) for cache in caches]
         self._requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue(policy, self._memory.peek)
+        self._waiting = WaitingQueue(policy, self._longest_match)
         self._running: list[Request] = []
         self._in_flight: deque[PlanDraft] = deque()
         self._started: list[Request] = []
@@ -70,7 +77,7 @@ class Scheduler:
     @property
     def num_empty_slots(self) -> int:
         """Slots that requests hold and have not filled yet."""
-        return sum(self._memory.num_empty_slots(request) for request in self._running)
+        return sum(self._memories[request.rank].num_empty_slots(request) for request in self._running)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises NeverFitsError, QueueFullError, or ValueError for what is no valid request."""
@@ -109,9 +116,12 @@ class Scheduler:
         started, self._started = self._started, []
         return started
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can be computed before a commit. Mutates the requests it schedules."""
-        draft = PlanDraft(self._step + 1, self._max_num_batched_tokens)
+    def schedule(self) -> list[StepPlan] | None:
+        """The next step, one plan per rank, or None when nothing can be computed before a commit.
+
+        A rank with nothing to do gets an empty plan. Mutates the requests it schedules.
+        """
+        draft = PlanDraft(self._step + 1, self._max_num_batched_tokens, len(self._memories))
         prompts: list[Request] = []
         # Preemption takes requests out of the list while it is walked, but only behind the current one.
         for request in self._running:
@@ -134,20 +144,24 @@ class Scheduler:
             return None
         self._step += 1
         self._in_flight.append(draft)
-        return draft.plan
+        return draft.plans
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Takes over what a step computed. Publishes full blocks, appends tokens, ends requests.
+    def commit(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> list[RequestOutput]:
+        """Takes over what the ranks computed in a step. Publishes full blocks, appends tokens, ends requests.
 
-        Raises ValueError, with nothing changed, if `plan` is not the oldest in flight or `result` is not of its shape.
+        Raises ValueError, with nothing changed, if `plans` are not the oldest in flight or `results` are not of their
+        shape.
         """
-        if not self._in_flight or self._in_flight[0].plan is not plan:
-            raise ValueError(f"step {plan.step} is not the oldest one in flight")
-        if result.step != plan.step or len(result.chunks) != len(plan.chunks):
-            raise ValueError(f"step {plan.step} and the result of step {result.step} do not belong together")
+        if not self._in_flight or self._in_flight[0].plans is not plans:
+            raise ValueError(f"step {plans[0].step} is not the oldest one in flight")
+        for plan, result in zip(plans, results, strict=True):
+            if result.step != plan.step or len(result.chunks) != len(plan.chunks):
+                raise ValueError(f"step {plan.step} and the result of step {result.step} do not belong together")
         draft = self._in_flight.popleft()
+        rows = [zip(plan.chunks, result.chunks, strict=True) for plan, result in zip(plans, results, strict=True)]
         outputs: list[RequestOutput] = []
-        for request, chunk, computed in zip(draft.requests, plan.chunks, result.chunks, strict=True):
+        for request in draft.requests:
+            chunk, computed = next(rows[request.rank])
             num_tokens = len(chunk.token_ids)
             request.num_scheduled_tokens -= num_tokens
             error = computed.error
@@ -159,7 +173,7 @@ class Scheduler:
                 outputs.append(self._end(request, FinishReason.ERROR, error))
             else:
                 request.num_computed_tokens += num_tokens
-                self._memory.publish(request)
+                self._memories[request.rank].publish(request)
                 output = self._take_over(request, chunk, computed)
                 if output is not None:
                     outputs.append(output)
@@ -167,54 +181,62 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """R5: when nothing runs, every block is free or cached. Raises AssertionError if one is lost."""
-        self._memory.check_idle()
+        for memory in self._memories:
+            memory.check_idle()
 
     def _schedule_prompts(self, prompts: list[Request], draft: PlanDraft) -> None:
         """Plans chunks of running requests that lack more than one token, in order."""
         for request in prompts:
-            if draft.budget <= 0:
-                break
-            if request.lease is None:
+            rank = request.rank
+            if request.lease is None or draft.budgets[rank] <= 0:
                 continue
-            gained = self._memory.catch_up(request)
+            gained = self._memories[rank].catch_up(request)
             if gained:
                 self.counters.prefix_hit_tokens += gained
                 if not request.num_preemptions:
                     request.num_cached_tokens += gained
             if self._follows(request, draft):
                 continue
-            self._plan_chunk(request, draft.budget, draft)
+            self._plan_chunk(request, draft.budgets[rank], draft)
 
     def _admit(self, draft: PlanDraft, more_urgent_than: int | None = None) -> None:
         """Lets waiting requests run while budget, places and memory for their whole prompt last."""
-        if not len(self._waiting) or draft.budget <= 0 or len(self._running) >= self._max_num_seqs:
+        if not len(self._waiting) or draft.is_full or len(self._running) >= self._max_num_seqs:
             return
-        # Prompts that run already will want memory for their next chunks.
-        promised = sum(map(self._memory.num_missing_blocks, self._running))
+        loads = RankLoads(self._memories, self._running)
         num_followers = 0
         for request in self._waiting.candidates():
             if more_urgent_than is not None and request.priority >= more_urgent_than:
                 break
-            self._memory.attach(request)
-            if self._follows(request, draft):
-                self._memory.detach(request)
+            placement = self._place(request, draft, loads)
+            if placement is Placement.FOLLOWS:
                 num_followers += 1
                 if num_followers == _MAX_FOLLOWERS_TRIED:
                     break
                 continue
-            missing = self._memory.num_missing_blocks(request)
-            # Who was preempted returns when there is room to grow for all, or it would be preempted again at once.
-            headroom = len(self._running) if request.num_preemptions else 0
-            if promised + missing + headroom > self._memory.num_available_blocks:
-                self._memory.detach(request)
+            if placement is Placement.NO_ROOM:
                 break
             self._waiting.take(request)
             self._running.append(request)
             self._count_start(request)
-            self._plan_chunk(request, draft.budget, draft)
-            if draft.budget <= 0 or len(self._running) >= self._max_num_seqs:
+            self._plan_chunk(request, draft.budgets[request.rank], draft)
+            loads.add(request)
+            if draft.is_full or len(self._running) >= self._max_num_seqs:
                 break
         self._running.sort(key=lambda request: request.queue_key)
+
+    def _place(self, request: Request, draft: PlanDraft, loads: RankLoads) -> Placement:
+        """Gives a waiting request its rank and the lease on what is cached there, if it may run now."""
+        for rank in loads.preferred_ranks(request):
+            request.rank = rank
+            self._memories[rank].attach(request)
+            follows = self._follows(request, draft)
+            if not follows and loads.have_room_for(request):
+                return Placement.PLACED
+            self._memories[rank].detach(request)
+            if follows:
+                return Placement.FOLLOWS
+        return Placement.NO_ROOM
 
     def _follows(self, request: Request, draft: PlanDraft) -> bool:
         """Whether a scheduled prompt computes the block that comes next for this request.
@@ -222,7 +244,7 @@ class Scheduler:
         Waiting for it costs a step and saves the work: requests that arrive together with the same prompt prefill it
         once. Only for what is scheduled, so that nobody waits for one that waits.
         """
-        is_computed_by = self._memory.is_computed_by
+        is_computed_by = self._memories[request.rank].is_computed_by
         return any(is_computed_by(request, other) for other in draft.prompts) or any(
             is_computed_by(request, other) for earlier in self._in_flight for other in earlier.prompts
         )
@@ -230,27 +252,39 @@ class Scheduler:
     def _plan_chunk(self, request: Request, limit: int, draft: PlanDraft) -> None:
         """Plans up to `limit` of the request's pending tokens: what fits into memory, after preemptions if none does.
 
-        Without a victim the request stays as it is: those after it are scheduled and will give memory back.
+        The victim is the last of the request's rank. Without one the request stays as it is: those after it are
+        scheduled and will give memory back.
         """
+        if limit <= 0:
+            return
+        rank = request.rank
+        memory = self._memories[rank]
         count = wanted = min(len(request.token_ids) - request.num_computed_tokens, limit)
-        while (new := self._memory.grow(request, count)) is None:
-            count = self._memory.num_tokens_that_fit(request)
+        while (new := memory.grow(request, count)) is None:
+            count = memory.num_tokens_that_fit(request)
             if not count:
-                victim = next(r for r in reversed(self._running) if r is request or not r.num_scheduled_tokens)
+                victim = next(
+                    r
+                    for r in reversed(self._running)
+                    if r is request or (r.rank == rank and not r.num_scheduled_tokens)
+                )
                 if victim is request:
                     return
                 self._preempt(victim)
                 count = wanted
-        draft.plan.zeroed_blocks.extend(new)
+        draft.plans[rank].zeroed_blocks.extend(new)
         draft.add(request, count)
 
     def _preempt(self, request: Request) -> None:
         """Takes a request's memory; it waits again and will compute (or find cached) everything it had."""
         self._running.remove(request)
-        self._memory.detach(request)
+        self._memories[request.rank].detach(request)
         request.num_preemptions += 1
         self.counters.preemptions += 1
         self._waiting.add(request)
+
+    def _longest_match(self, request: Request) -> int:
+        return max(memory.peek(request) for memory in self._memories)
 
     def _count_start(self, request: Request) -> None:
         self.counters.prefix_query_tokens += len(request.token_ids)
@@ -295,4 +329,4 @@ class Scheduler:
 
     def _release(self, request: Request, error: str | None) -> None:
         """The tokens the request ended with stay cached. After an error none do, as far as nobody else uses them."""
-        self._memory.detach(request, len(request.token_ids) if error is None else 0)
+        self._memories[request.rank].detach(request, len(request.token_ids) if error is None else 0)

@@ -13,9 +13,11 @@ import structlog
 import torch
 import zmq
 
+from experts.placement import Placement
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
+from moeserve.executor import Executor, LocalExecutor
 from moeserve.kv_budget import KvBudget, plan_kv
 from moeserve.kv_pool import KVPool, kv_block_bytes
 from moeserve.memory import available_bytes
@@ -26,8 +28,8 @@ from moeserve.models.families import build_spec
 from moeserve.models.generation_config import GenerationDefaults, load_generation_defaults
 from moeserve.models.hf_config import load_config
 from moeserve.models.spec import DecoderSpec
-from moeserve.models.weight_plan import weights_num_bytes
-from moeserve.models.weights import load_decoder
+from moeserve.models.weight_plan import OwnedExperts, weights_num_bytes
+from moeserve.models.weights import DispatchOf, dispatch_here, load_decoder
 from moeserve.run_context import RunContext
 from moeserve.scheduler import Scheduler
 from radix_cache import PrefixCache
@@ -39,8 +41,18 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """What will be loaded. `kv` is the memory of each rank, `weights_bytes` are those of all ranks together."""
+
+    spec: DecoderSpec
+    dtype: torch.dtype
+    kv: KvBudget
+    weights_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to execute plans."""
+    """A model ready to execute plans. `weights_bytes` are those of all ranks, `kv_bytes` those of this one."""
 
     spec: DecoderSpec
     defaults: GenerationDefaults
@@ -56,9 +68,15 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
 
     Raises ModelError or ConfigError, one sentence each, for what cannot be served.
     """
+    model = load_model(Path(context.model_dir), context.config, report)
+    serve(context, model, LocalExecutor(model.runner), report, stop)
+
+
+def serve(context: RunContext, model: LoadedModel, executor: Executor, report: Report, stop: threading.Event) -> None:
+    """Runs the engine over an executor until `stop` is set; `model` is that of this process."""
     config = context.config
-    model = load_model(Path(context.model_dir), config, report)
-    scheduler, cache = build_scheduler(config, model.kv)
+    num_ranks = config.expert_parallel_size
+    scheduler, caches = build_scheduler(config, model.kv)
     ready = EngineReady(
         pid=os.getpid(),
         model_hash=context.model_hash,
@@ -68,16 +86,16 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
         default_sampling=model.defaults.sampling,
         max_num_seqs=config.max_num_seqs,
         max_num_queued_reqs=config.max_num_queued_reqs,
-        num_blocks=model.kv.num_blocks,
+        num_blocks=num_ranks * model.kv.num_blocks,
         block_size=config.block_size,
         device="cpu",
         dtype=str(model.dtype).removeprefix("torch."),
         weights_bytes=model.weights_bytes,
-        kv_bytes=model.kv_bytes,
+        kv_bytes=num_ranks * model.kv_bytes,
     )
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)
-    engine = Engine(socket, scheduler, cache, model.runner, ready)
+    engine = Engine(socket, scheduler, caches, executor, ready)
     heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
     heartbeat.start()
     report(
@@ -101,14 +119,19 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
         sockets.term()
 
 
-def load_model(directory: Path, config: ServeConfig, report: Report) -> LoadedModel:
-    """Reads configuration and weights, takes KV memory and warms up."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    spec = build_spec(load_config(directory))
-    dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+def read_spec(directory: Path, config: ServeConfig) -> tuple[DecoderSpec, torch.dtype]:
+    """What the model's configuration says, and the dtype to compute in."""
+    return build_spec(load_config(directory)), torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
+    """Reads the configuration and shares out the memory that is free now, before any rank takes some."""
+    spec, dtype = read_spec(directory, config)
+    num_ranks = config.expert_parallel_size
+    owned = None if num_ranks == 1 else owned_experts(spec, num_ranks)
+    of_rank = [weights_num_bytes(spec, dtype.itemsize, owned and owned(rank)) for rank in range(num_ranks)]
+    weights_bytes = sum(of_rank)
     name = str(dtype).removeprefix("torch.")
-    weights_bytes = weights_num_bytes(spec, dtype.itemsize)
     free = available_bytes()
     if weights_bytes > free:
         raise ModelError(
@@ -118,49 +141,93 @@ def load_model(directory: Path, config: ServeConfig, report: Report) -> LoadedMo
     kv = plan_kv(
         block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, dtype),
         block_size=config.block_size,
-        available_bytes=free - weights_bytes,
+        available_bytes=(free - weights_bytes) // num_ranks,
         kv_cache_memory=config.kv_cache_memory,
         model_max_len=spec.max_position,
         max_model_len=config.max_model_len,
     )
+    return ModelPlan(spec, dtype, kv, weights_bytes)
 
-    stage = f"loading {weights_bytes / 2**30:.1f} GiB of weights as {name}"
+
+def owned_experts(spec: DecoderSpec, num_ranks: int) -> Callable[[int], OwnedExperts]:
+    """Which experts each rank loads: `owned_experts(...)(rank)(layer)`. Raises ConfigError if they cannot be shared."""
+    if spec.moe is None:
+        raise ConfigError(f"--expert-parallel-size {num_ranks}: a {spec.model_type} model has no experts to share.")
+    try:
+        placement = Placement(spec.moe.num_experts, num_ranks)
+    except ValueError as error:
+        raise ConfigError(f"--expert-parallel-size {num_ranks}: {error}.") from None
+    return lambda rank: lambda _: placement.owned(rank)
+
+
+def load_model(
+    directory: Path,
+    config: ServeConfig,
+    report: Report,
+    *,
+    plan: ModelPlan | None = None,
+    owned: OwnedExperts | None = None,
+    dispatch_of: DispatchOf | None = None,
+) -> LoadedModel:
+    """Reads weights and takes KV memory, as planned or for a rank that is alone, which then warms up.
+
+    owned, dispatch_of: see `load_decoder`. A rank of several warms up when all are loaded: they meet in each layer.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    plan = plan or plan_model(directory, config)
+    spec, dtype, kv = plan.spec, plan.dtype, plan.kv
+
+    stage = f"loading {plan.weights_bytes / 2**30:.1f} GiB of weights as {str(dtype).removeprefix('torch.')}"
     if spec.quantization is not None:
         stage += f", expanded from {spec.quantization.kind}"
 
     def progress(done: int, total: int) -> None:
         report({"event": "loading", "done": done, "total": total, "stage": stage})
 
-    decoder = load_decoder(directory, spec, dtype=dtype, max_model_len=kv.max_model_len, progress=progress)
+    decoder = load_decoder(
+        directory,
+        spec,
+        dtype=dtype,
+        max_model_len=kv.max_model_len,
+        owned_experts=owned,
+        dispatch_of=dispatch_of or dispatch_here,
+        progress=progress,
+    )
     runner = ModelRunner(decoder, KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype))
-    runner.warm_up(_step_budget(config))
+    if dispatch_of is None:
+        runner.warm_up(step_budget(config))
     return LoadedModel(
         spec,
         load_generation_defaults(directory),
         runner,
         kv,
         dtype,
-        weights_bytes,
+        plan.weights_bytes,
         kv.num_blocks * kv_block_bytes(spec.kv_layers, config.block_size, dtype),
     )
 
 
-def build_scheduler(config: ServeConfig, kv: KvBudget) -> tuple[Scheduler, PrefixCache]:
-    """The scheduler and the cache it plans with. Raises ConfigError for limits that contradict each other."""
-    budget = _step_budget(config)
+def build_scheduler(config: ServeConfig, kv: KvBudget) -> tuple[Scheduler, list[PrefixCache]]:
+    """The scheduler and the caches it plans with, one per rank. Raises ConfigError for limits that contradict."""
+    budget = step_budget(config)
     if budget < config.max_num_seqs:
         raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
-    cache = PrefixCache(kv.num_blocks, config.block_size, caching=config.enable_prefix_caching)
+    caches = [
+        PrefixCache(kv.num_blocks, config.block_size, caching=config.enable_prefix_caching)
+        for _ in range(config.expert_parallel_size)
+    ]
     scheduler = Scheduler(
-        cache,
+        caches,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_model_len=kv.max_model_len,
         policy=config.scheduling_policy,
     )
-    return scheduler, cache
+    return scheduler, caches
 
 
-def _step_budget(config: ServeConfig) -> int:
+def step_budget(config: ServeConfig) -> int:
+    """Tokens per step and rank."""
     return config.max_num_batched_tokens or max(CPU_BATCHED_TOKENS, config.max_num_seqs)

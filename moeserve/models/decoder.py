@@ -101,6 +101,11 @@ class DecoderLayer:
             out.mul_(self._residual_multiplier)
         return x.add_(out)
 
+    def serve_others(self, no_rows: Tensor) -> None:
+        """What `feed_forward` does for other ranks, without rows of this one: no_rows is [0, hidden]."""
+        if isinstance(self._mlp, MoeLayer):
+            self._mlp.serve_others(no_rows)
+
 
 class Decoder:
     """A loaded model. Holds weights and tables only; whatever belongs to requests comes with each call.
@@ -147,7 +152,14 @@ class Decoder:
             if layer is last and rows is not None:
                 x = x.index_select(0, rows)  # From here on a row meets no other row.
                 if not rows.shape[0]:
+                    layer.serve_others(x)
                     return x.new_empty(0, spec.vocab_size)
             x = layer.feed_forward(x)
         logits = self._lm_head(self._norm(x))
         return logits if spec.logit_divisor == 1.0 else logits.div_(spec.logit_divisor)
+
+    def serve_others(self) -> None:
+        """A step in which this rank has no rows: its experts compute those of other ranks."""
+        no_rows = torch.empty((0, self.spec.hidden_size), dtype=self.dtype)
+        for layer in self._layers:
+            layer.serve_others(no_rows)

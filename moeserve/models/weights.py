@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,7 +20,14 @@ from moeserve.models.spec import DecoderSpec, MlaSpec
 from moeserve.models.tensor_reader import Progress, TensorReader
 from moeserve.models.weight_plan import ExpertsPlan, LayerPlan, OwnedExperts, StoredTensor, plan_weights
 
+DispatchOf = Callable[[int], Dispatch]
+
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def dispatch_here(_layer: int) -> Dispatch:
+    """All experts are in this process."""
+    return moe_experts
 
 
 def load_decoder(
@@ -30,20 +37,20 @@ def load_decoder(
     dtype: torch.dtype = torch.float32,
     max_model_len: int | None = None,
     owned_experts: OwnedExperts | None = None,
-    dispatch: Dispatch = moe_experts,
+    dispatch_of: DispatchOf = dispatch_here,
     progress: Progress | None = None,
 ) -> Decoder:
     """Load the safetensors checkpoint in ``directory`` as ``dtype`` (float32, bfloat16 or float16).
 
     max_model_len: longest context to serve, the model's own if None. owned_experts(layer): the experts to read,
-    all if None; owning fewer takes a ``dispatch`` that reaches the others. progress(done_bytes, total_bytes).
+    all if None; owning fewer takes a ``dispatch_of(layer)`` that reaches the others. progress(done_bytes, total_bytes).
     Every tensor's name and shape is checked before memory is taken: raises CheckpointError. How much memory that
     will be, ``weights_num_bytes`` tells beforehand.
     """
     index = read_index(directory)
     plan = plan_weights(spec, index, owned_experts)
     with TensorReader(index, plan.num_bytes, quantization=spec.quantization, progress=progress) as reader:
-        loader = _Loader(spec, reader, dtype, dispatch)
+        loader = _Loader(spec, reader, dtype, dispatch_of)
         embedding = reader.read(plan.outer["embedding"], _embedding_dtype(index, plan.outer["embedding"], dtype))
         layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers)]
         return Decoder(
@@ -65,11 +72,11 @@ def _embedding_dtype(index: Mapping[str, TensorInfo], stored: StoredTensor, dtyp
 class _Loader:
     """Builds the parts of a decoder out of planned tensors."""
 
-    def __init__(self, spec: DecoderSpec, reader: TensorReader, dtype: torch.dtype, dispatch: Dispatch) -> None:
+    def __init__(self, spec: DecoderSpec, reader: TensorReader, dtype: torch.dtype, dispatch_of: DispatchOf) -> None:
         self._spec = spec
         self._reader = reader
         self._dtype = dtype
-        self._dispatch = dispatch
+        self._dispatch_of = dispatch_of
 
     def layer(self, plan: LayerPlan, number: int) -> DecoderLayer:
         spec, tensors = self._spec, plan.tensors
@@ -78,7 +85,7 @@ class _Loader:
             attention = self._mla(tensors, spec.attention)
         else:
             attention = self._gqa(tensors, number)
-        mlp = self._mlp(tensors, "") if plan.experts is None else self._moe(tensors, plan.experts)
+        mlp = self._mlp(tensors, "") if plan.experts is None else self._moe(tensors, plan.experts, number)
         return DecoderLayer(
             self.norm(tensors, "input_norm"),
             attention,
@@ -144,7 +151,7 @@ class _Loader:
         gate_up = self.linear(tensors, f"{prefix}gate", f"{prefix}up")
         return GluMlp(gate_up, self.linear(tensors, f"{prefix}down"), self._spec.activation)
 
-    def _moe(self, tensors: Mapping[str, StoredTensor], experts: ExpertsPlan) -> MoeLayer:
+    def _moe(self, tensors: Mapping[str, StoredTensor], experts: ExpertsPlan, number: int) -> MoeLayer:
         moe = self._spec.moe
         assert moe is not None
         gate_dtype = torch.float32 if moe.gate_fp32 else self._dtype
@@ -157,5 +164,5 @@ class _Loader:
             correction_bias=self._optional(tensors, "correction_bias", torch.float32),
             shared=None if moe.shared is None else self._mlp(tensors, "shared."),
             shared_gate=self.linear(tensors, "shared.router") if "shared.router" in tensors else None,
-            dispatch=self._dispatch,
+            dispatch=self._dispatch_of(number),
         )

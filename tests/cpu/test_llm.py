@@ -90,9 +90,8 @@ def test_preempted_requests_end_with_the_same_tokens(
     model_dir: Path, prompts: list[list[int]], samplings: list[SamplingParams], alone: list[Completion]
 ) -> None:
     small = LLM(model_dir, replace(BASE, max_model_len=92))
-    small.cache = PrefixCache(24, 4)
     small.scheduler = Scheduler(
-        small.cache, max_num_seqs=8, max_num_batched_tokens=16, max_num_queued_reqs=64, max_model_len=92
+        [PrefixCache(24, 4)], max_num_seqs=8, max_num_batched_tokens=16, max_num_queued_reqs=64, max_model_len=92
     )
     completions = small.generate(prompts, samplings)
     assert [c.token_ids for c in completions] == [c.token_ids for c in alone]

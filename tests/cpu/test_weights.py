@@ -159,7 +159,7 @@ def test_only_owned_experts_are_read(case: str, original_format: bool, tmp_path:
             spec,
             max_model_len=32,
             owned_experts=lambda layer, half=half: half,
-            dispatch=dispatch,
+            dispatch_of=lambda _, dispatch=dispatch: dispatch,
             progress=lambda done, total, read=read: read.append((done, total)),
         )
         assert read[-1][0] == read[-1][1]
@@ -177,7 +177,7 @@ def test_only_owned_experts_are_read(case: str, original_format: bool, tmp_path:
         return first_layer[-1]
 
     start = len(first_layer)
-    logits_of(load_decoder(tmp_path, spec, max_model_len=32, dispatch=whole_dispatch))
+    logits_of(load_decoder(tmp_path, spec, max_model_len=32, dispatch_of=lambda _: whole_dispatch))
     torch.testing.assert_close(shares[0] + shares[1], first_layer[start], rtol=1e-4, atol=1e-5)
 
 

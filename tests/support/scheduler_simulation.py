@@ -1,4 +1,4 @@
-"""A scheduler, a prefix cache and the KV oracle, driven step by step and checked after each."""
+"""A scheduler, and per rank a prefix cache and a KV oracle, driven step by step and checked after each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ VOCAB_SIZE = 50
 
 
 class Simulation:
-    """`depth` is the number of plans that stay in flight while the next one is made; 0 is the plain loop."""
+    """`depth` is the number of steps that stay in flight while the next one is made; 0 is the plain loop.
+
+    `num_blocks` and `budget` hold for each rank; `cache` and `oracle` are those of rank 0.
+    """
 
     def __init__(
         self,
@@ -30,11 +33,13 @@ class Simulation:
         caching: bool = True,
         policy: str = "fcfs",
         depth: int = 0,
+        num_ranks: int = 1,
     ) -> None:
-        self.cache = PrefixCache(num_blocks, block_size, caching=caching)
-        self.oracle = KvOracle(self.cache, VOCAB_SIZE)
+        self.caches = [PrefixCache(num_blocks, block_size, caching=caching) for _ in range(num_ranks)]
+        self.oracles = [KvOracle(cache, VOCAB_SIZE) for cache in self.caches]
+        self.cache, self.oracle = self.caches[0], self.oracles[0]
         self.scheduler = Scheduler(
-            self.cache,
+            self.caches,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_num_queued_reqs=max_num_queued_reqs,
@@ -44,7 +49,7 @@ class Simulation:
         self._budget = budget
         self._max_num_seqs = max_num_seqs
         self._depth = depth
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[list[StepPlan]] = deque()
         self.records: dict[str, Record] = {}
         self.plans: list[StepPlan] = []
 
@@ -65,11 +70,11 @@ class Simulation:
 
     def step(self) -> list[RequestOutput]:
         """Makes a plan and commits the one that has been in flight for `depth` steps."""
-        plan = self._schedule()
+        plans = self._schedule()
         outputs: list[RequestOutput] = []
-        while len(self._in_flight) > (self._depth if plan else 0):
+        while len(self._in_flight) > (self._depth if plans else 0):
             outputs += self._commit()
-            if plan is None:
+            if plans is None:
                 break
         return outputs
 
@@ -87,8 +92,7 @@ class Simulation:
         assert self.scheduler.is_idle
         assert not self._in_flight
         self.scheduler.check_idle()
-        self.cache.check_invariants()
-        self.oracle.check_published()
+        self._check_memory()
         for record in self.records.values():
             tokens, reason = undisturbed(record.prompt, record.sampling, VOCAB_SIZE)
             assert record.finish_reason is not None
@@ -101,10 +105,11 @@ class Simulation:
             if record.sampling.prompt_logprobs is not None and len(record.output) > 0:
                 seen = [(-1 - int(entry.logprob), entry.top[0][0]) for entry in record.prompt_logprobs]
                 assert seen == list(enumerate(record.prompt))[1:]
-        self.cache.reset()
-        assert self.cache.num_free == self.cache.num_blocks
+        for cache in self.caches:
+            cache.reset()
+            assert cache.num_free == cache.num_blocks
 
-    def _schedule(self) -> StepPlan | None:
+    def _schedule(self) -> list[StepPlan] | None:
         ready = [
             record
             for record in self.records.values()
@@ -113,28 +118,42 @@ class Simulation:
             and not record.request.num_scheduled_tokens
             and len(record.history) - record.request.num_computed_tokens == 1
         ]
-        plan = self.scheduler.schedule()
-        if plan is None:
+        plans = self.scheduler.schedule()
+        if plans is None:
             assert self._in_flight or self.scheduler.is_idle, "something is runnable and the plan is empty"
             return None
-        assert 0 < plan.num_tokens <= self._budget
-        assert len(plan.chunks) <= self._max_num_seqs
-        planned = {chunk.request_id for chunk in plan.chunks}
+        chunks = [chunk for plan in plans for chunk in plan.chunks]
+        assert len(plans) == len(self.caches)
+        assert len({plan.step for plan in plans}) == 1
+        assert all(plan.num_tokens <= self._budget for plan in plans)
+        assert 0 < len(chunks) <= self._max_num_seqs
+        planned = {chunk.request_id for chunk in chunks}
+        assert len(planned) == len(chunks)
         for record in ready:
             if record.request.request_id not in planned and record.request.lease is not None:
-                assert self.cache.num_available == 0, "a decode was left out"
-        self.plans.append(plan)
-        self.oracle.submit(plan, [self.records[chunk.request_id] for chunk in plan.chunks])
-        self._in_flight.append(plan)
-        return plan
+                assert self.caches[record.request.rank].num_available == 0, "a decode was left out"
+        self.plans += plans
+        for rank, plan in enumerate(plans):
+            records = [self.records[chunk.request_id] for chunk in plan.chunks]
+            assert all(record.request.rank == rank for record in records)
+            self.oracles[rank].submit(plan, records)
+        self._in_flight.append(plans)
+        return plans
 
     def _commit(self) -> list[RequestOutput]:
-        plan = self._in_flight.popleft()
-        outputs = self.scheduler.commit(plan, self.oracle.execute(list(self.records.values())))
+        plans = self._in_flight.popleft()
+        results = []
+        for rank, oracle in enumerate(self.oracles):
+            results.append(oracle.execute([r for r in self.records.values() if r.request.rank == rank]))
+        outputs = self.scheduler.commit(plans, results)
         self._take(outputs)
-        self.cache.check_invariants()
-        self.oracle.check_published()
+        self._check_memory()
         return outputs
+
+    def _check_memory(self) -> None:
+        for cache, oracle in zip(self.caches, self.oracles, strict=True):
+            cache.check_invariants()
+            oracle.check_published()
 
     def _take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

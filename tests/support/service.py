@@ -87,7 +87,7 @@ def children_of(pid: int) -> dict[str, int]:
     pids = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        pids["worker" if "launcher.worker" in command else "frontend"] = int(child)
+        pids["worker" if "launcher.worker" in command or "launcher.rank_group" in command else "frontend"] = int(child)
     return pids
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,8 @@ class CountingExecutor:
     def __init__(self) -> None:
         self.gate = threading.Semaphore(10**6)
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        (plan,) = plans
         self.gate.acquire()
         results = []
         for chunk in plan.chunks:
@@ -77,7 +78,10 @@ class CountingExecutor:
                 results.append(ChunkResult(error="not finite"))
             else:
                 results.append(ChunkResult(chunk.token_ids[-1] + 1))
-        return StepResult(plan.step, results)
+        return [StepResult(plan.step, results)]
+
+    def check(self) -> None:
+        """Nothing can be missing."""
 
 
 @dataclass
@@ -129,9 +133,9 @@ def served(tmp_path: Path) -> Iterator[Served]:
     address = f"inproc://{uuid.uuid4()}"
     socket = EngineSocket(context, address, INCARNATION)
     cache = PrefixCache(32, 4)
-    scheduler = Scheduler(cache, max_num_seqs=2, max_num_batched_tokens=8, max_num_queued_reqs=1, max_model_len=64)
+    scheduler = Scheduler([cache], max_num_seqs=2, max_num_batched_tokens=8, max_num_queued_reqs=1, max_model_len=64)
     executor = CountingExecutor()
-    engine = Engine(socket, scheduler, cache, executor, READY)
+    engine = Engine(socket, scheduler, [cache], executor, READY)
     stop = threading.Event()
     thread = threading.Thread(target=engine.run, args=(stop,))
     served = Served(Client(None), executor, stop, thread, context, address, scheduler)  # type: ignore[arg-type]

@@ -170,10 +170,10 @@ def test_a_result_without_a_token_fails_its_request_alone() -> None:
     simulation = Simulation(num_blocks=16, block_size=4)
     for name in ("a", "b"):
         simulation.add(name, PROMPT[:4], SamplingParams(max_tokens=4))
-    plan = simulation.scheduler.schedule()
-    assert plan is not None
-    result = StepResult(plan.step, [ChunkResult(), ChunkResult(token_id=1)])
-    failed, other = simulation.scheduler.commit(plan, result)
+    plans = simulation.scheduler.schedule()
+    assert plans is not None
+    result = StepResult(plans[0].step, [ChunkResult(), ChunkResult(token_id=1)])
+    failed, other = simulation.scheduler.commit(plans, [result])
     assert (failed.finish_reason, failed.token_id) == (FinishReason.ERROR, None)
     assert (other.finish_reason, other.token_id) == (None, 1)
     simulation.scheduler.abort("b")
@@ -182,18 +182,19 @@ def test_a_result_without_a_token_fails_its_request_alone() -> None:
 
 def test_results_are_taken_in_the_order_of_the_plans_only() -> None:
     scheduler = Simulation(num_blocks=16, block_size=4).scheduler
-    plans: list[StepPlan] = []
+    steps: list[list[StepPlan]] = []
     for name in ("a", "b"):
         scheduler.add(Request(name, array("i", PROMPT[:4]), SamplingParams(max_tokens=4)))
-        plan = scheduler.schedule()
-        assert plan is not None
-        plans.append(plan)
-    first, second = plans
+        plans = scheduler.schedule()
+        assert plans is not None
+        steps.append(plans)
+    first, second = steps
+    token = ChunkResult(token_id=1)
     assert scheduler.schedule() is None
     with pytest.raises(ValueError, match="not the oldest"):
-        scheduler.commit(second, StepResult(second.step, [ChunkResult(token_id=1)]))
-    for wrong in (StepResult(first.step, []), StepResult(second.step, [ChunkResult(token_id=1)])):
+        scheduler.commit(second, [StepResult(second[0].step, [token])])
+    for wrong in (StepResult(first[0].step, []), StepResult(second[0].step, [token])):
         with pytest.raises(ValueError, match="do not belong together"):
-            scheduler.commit(first, wrong)
-    for plan in plans:
-        assert scheduler.commit(plan, StepResult(plan.step, [ChunkResult(token_id=1)]))
+            scheduler.commit(first, [wrong])
+    for plans in steps:
+        assert scheduler.commit(plans, [StepResult(plans[0].step, [ChunkResult(token_id=1)])])

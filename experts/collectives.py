@@ -1,0 +1,92 @@
+"""What ranks send each other during a step: three collectives through `deepspeed.comm`, over gloo.
+
+Importing this loads torch.distributed and deepspeed; a service of one rank does not.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import deepspeed
+import deepspeed.comm as comm
+from torch import Tensor
+
+from experts.errors import CollectiveError
+
+
+class Collectives:
+    """All ranks call the same methods in the same order, with sizes that agree. Tensors are contiguous, on the CPU.
+
+    `num_entered` counts the calls: of ranks that wait for one another the one at fault has entered the fewest.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, rendezvous: Path, timeout: float) -> None:
+        """Meets the other ranks in a file on this machine; only loopback is listened on. Raises CollectiveError.
+
+        timeout: seconds a rank waits in a collective for the others.
+        """
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.num_entered = 0
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        # The shared-memory operations are compiled at the first use, which takes a minute, and none is called here.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        try:
+            comm.init_distributed(
+                "gloo",
+                auto_mpi_discovery=False,
+                verbose=False,
+                timeout=timedelta(seconds=timeout),
+                init_method=f"file://{rendezvous}",
+                rank=rank,
+                world_size=num_ranks,
+            )
+        except RuntimeError as error:
+            raise CollectiveError(_first_line(error)) from error
+
+    def all_to_all(self, rows: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
+        """Sends the next `to_ranks[r]` of `rows` [N, ...] to rank r; returns `from_ranks[r]` rows of each rank r."""
+        received = rows.new_empty((sum(from_ranks), *rows.shape[1:]))
+        self.num_entered += 1
+        try:
+            comm.all_to_all_single(received, rows, list(from_ranks), list(to_ranks))
+        except RuntimeError as error:
+            raise CollectiveError(_first_line(error)) from error
+        return received
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """`rows` [N, ...] of every rank, N being the same for all: [num_ranks * N, ...] in rank order."""
+        gathered = rows.new_empty((self.num_ranks * rows.shape[0], *rows.shape[1:]))
+        self.num_entered += 1
+        try:
+            comm.all_gather_into_tensor(gathered, rows)
+        except RuntimeError as error:
+            raise CollectiveError(_first_line(error)) from error
+        return gathered
+
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """Sums over ranks what each one has for this one: `parts` [num_ranks * N, ...] -> [N, ...].
+
+        The sum runs in rank order, so that a row has the same bits wherever it stands. gloo's own reduce-scatter
+        promises no order and, at the sizes of a step, takes longer than this all-to-all.
+        """
+        num_rows = parts.shape[0] // self.num_ranks
+        sizes = [num_rows] * self.num_ranks
+        of_ranks = self.all_to_all(parts, sizes, sizes).view(self.num_ranks, num_rows, *parts.shape[1:])
+        total = of_ranks[0]
+        for part in of_ranks[1:]:
+            total = total.add_(part)
+        return total
+
+    def close(self) -> None:
+        """Leaves the group, without waiting for the others."""
+        comm.destroy_process_group()
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,94 @@
+"""Expert parallelism: each rank owns some experts of every layer, and rows travel to the owners and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from experts.collectives import Collectives
+from experts.exchange import AllGather, AllToAll, Exchange
+from experts.moe_layer import Dispatch
+from experts.placement import Placement
+from kernels.activation import Activation
+from kernels.moe_gemm import PackedExperts, moe_experts_partial
+
+_MEASURED_ROWS = 16
+_WARM_UP_ROUNDS = 3
+_MEASURED_ROUNDS = 10
+
+
+class ExpertParallel:
+    """What a rank's decoder needs to reach the experts of all ranks. `num_rows_sent` counts rows sent to others."""
+
+    def __init__(self, collectives: Collectives, placement: Placement, *, last_layer: int) -> None:
+        self._collectives = collectives
+        self._last_layer = last_layer
+        self._num_rows: Sequence[int] = ()
+        self._num_logit_rows: Sequence[int] = ()
+        self._exchanges: dict[str, Exchange] = {
+            "allgather": AllGather(collectives, placement),
+            "alltoall": AllToAll(collectives, placement),
+        }
+        self._placement = placement
+        self._exchange = self._exchanges["allgather"]
+
+    @property
+    def num_rows_sent(self) -> int:
+        return self._exchange.num_rows_sent
+
+    def use(self, shape: str) -> None:
+        """Takes the shape `allgather` or `alltoall`."""
+        self._exchange = self._exchanges[shape]
+
+    def begin_step(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
+        """Tells how many rows each rank has in this step, and in its last layer."""
+        self._num_rows = num_rows
+        self._num_logit_rows = num_logit_rows
+
+    def dispatch_of(self, layer: int) -> Dispatch:
+        """The dispatch of a layer; the last one computes only rows whose logits are wanted."""
+        is_last = layer == self._last_layer
+
+        def dispatch(
+            x: Tensor, expert_ids: Tensor, weights: Tensor, experts: PackedExperts, activation: Activation
+        ) -> Tensor:
+            num_rows = self._num_logit_rows if is_last else self._num_rows
+            if len(x) != num_rows[self._collectives.rank]:
+                raise ValueError(f"{len(x)} rows in layer {layer}, but the plan says {num_rows}")
+            if not any(num_rows):
+                return x
+            arrived = self._exchange.dispatch(x, expert_ids, weights, num_rows)
+            partial = moe_experts_partial(arrived.rows, arrived.expert_ids, arrived.weights, experts, activation)
+            return self._exchange.combine(partial, arrived, num_rows).to(x.dtype)
+
+        return dispatch
+
+    def forget_counts(self) -> None:
+        """Starts counting rows at zero again."""
+        for exchange in self._exchanges.values():
+            exchange.num_rows_sent = 0
+
+    def measure(self, hidden_size: int, top_k: int, dtype: torch.dtype) -> dict[str, float]:
+        """Seconds that each shape takes for one layer of a small step, the mean of all ranks; the same on all ranks.
+
+        All ranks call it together. Counted rows start at zero again.
+        """
+        random = torch.Generator().manual_seed(self._collectives.rank)
+        num_rows = [_MEASURED_ROWS] * self._placement.num_ranks
+        x = torch.randn((_MEASURED_ROWS, hidden_size), generator=random).to(dtype)
+        scores = torch.rand((_MEASURED_ROWS, self._placement.num_experts), generator=random)
+        weights, expert_ids = scores.topk(top_k)
+        seconds = torch.zeros((1, len(self._exchanges)), dtype=torch.float64)
+        for round_number in range(_WARM_UP_ROUNDS + _MEASURED_ROUNDS):
+            for number, exchange in enumerate(self._exchanges.values()):
+                started = time.perf_counter()
+                arrived = exchange.dispatch(x, expert_ids, weights, num_rows)
+                exchange.combine(arrived.rows.float(), arrived, num_rows)
+                if round_number >= _WARM_UP_ROUNDS:
+                    seconds[0, number] += (time.perf_counter() - started) / _MEASURED_ROUNDS
+        self.forget_counts()
+        means = self._collectives.all_gather(seconds).mean(0)
+        return dict(zip(self._exchanges, means.tolist(), strict=True))

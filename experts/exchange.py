@@ -1,0 +1,128 @@
+"""Two ways for rows to reach the ranks that own their experts and to come back, behind the same two functions.
+
+`dispatch` brings every row to the ranks that own some of its chosen experts, `combine` brings home what they made of
+it. Each rank sums, by weight, what its experts give to a row before it travels back; at home these parts are added in
+rank order, in fp32. So both shapes give the same bits, and a row's bits depend on no other row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from experts.collectives import Collectives
+from experts.placement import Placement
+
+
+@dataclass(slots=True)
+class Arrived:
+    """Rows [M, H] that this rank's experts are to compute, of all ranks in rank order.
+
+    expert_ids: [M, k] int64, numbers among this rank's experts, -1 for those of other ranks. weights: [M, k] fp32.
+    num_from[r] of the rows came from rank r; of_home[r] are the numbers of the rows of this rank that went to rank r.
+    The last two are empty where their sizes are known otherwise.
+    """
+
+    rows: Tensor
+    expert_ids: Tensor
+    weights: Tensor
+    num_from: list[int] = field(default_factory=list)
+    of_home: list[Tensor] = field(default_factory=list)
+
+
+class Exchange(Protocol):
+    """A shape of dispatch. `num_rows_sent` counts what this rank sent to others on the way out."""
+
+    num_rows_sent: int
+
+    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int]) -> Arrived:
+        """x [T, H], expert_ids [T, k] int64, weights [T, k] fp32. `num_rows[r]` is the T of rank r, known to all."""
+
+    def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
+        """partial [M, H] fp32, one row per arrived row -> [T, H] fp32."""
+
+
+class AllToAll:
+    """One row per (token, rank that owns at least one of its experts); how many is told beforehand, rank to rank."""
+
+    def __init__(self, collectives: Collectives, placement: Placement) -> None:
+        self._collectives = collectives
+        self._placement = placement
+        self.num_rows_sent = 0
+
+    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int]) -> Arrived:
+        me, num_ranks = self._collectives.rank, self._collectives.num_ranks
+        local = [self._placement.local_ids(expert_ids, rank) for rank in range(num_ranks)]
+        of_home = [(ids >= 0).any(1).nonzero().flatten() for ids in local]
+        num_to = [0 if rank == me else len(rows) for rank, rows in enumerate(of_home)]
+        ones = [1] * num_ranks
+        num_from = self._collectives.all_to_all(torch.tensor(num_to), ones, ones).tolist()
+        packed = [_pack(x[rows], local[rank][rows], weights[rows]) for rank, rows in enumerate(of_home) if rank != me]
+        received = self._collectives.all_to_all(torch.cat(packed), num_to, num_from)
+        self.num_rows_sent += sum(num_to)
+        rows, ids, of_rows = _unpack(received, x, expert_ids.shape[1])
+        mine = of_home[me]
+        before = sum(num_from[:me])
+        num_from[me] = len(mine)
+        return Arrived(
+            torch.cat((rows[:before], x[mine], rows[before:])),
+            torch.cat((ids[:before], local[me][mine], ids[before:])),
+            torch.cat((of_rows[:before], weights[mine], of_rows[before:])),
+            num_from,
+            of_home,
+        )
+
+    def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
+        me = self._collectives.rank
+        before = sum(arrived.num_from[:me])
+        after = before + arrived.num_from[me]
+        back = [0 if rank == me else count for rank, count in enumerate(arrived.num_from)]
+        num_home = [0 if rank == me else len(rows) for rank, rows in enumerate(arrived.of_home)]
+        parts = list(
+            self._collectives.all_to_all(torch.cat((partial[:before], partial[after:])), back, num_home).split(num_home)
+        )
+        parts[me] = partial[before:after]
+        out = partial.new_zeros((num_rows[me], partial.shape[1]))
+        for rows, part in zip(arrived.of_home, parts, strict=True):
+            out.index_add_(0, rows, part)
+        return out
+
+
+class AllGather:
+    """Every row goes to every rank, padded to the longest rank's number: all sizes are known from the plan."""
+
+    def __init__(self, collectives: Collectives, placement: Placement) -> None:
+        self._collectives = collectives
+        self._placement = placement
+        self.num_rows_sent = 0
+
+    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int]) -> Arrived:
+        longest = max(num_rows)
+        packed = _pack(x, expert_ids, weights)
+        padded = packed.new_zeros((longest, packed.shape[1]))
+        padded[: len(packed)] = packed
+        self.num_rows_sent += longest * (self._collectives.num_ranks - 1)
+        rows, ids, of_rows = _unpack(self._collectives.all_gather(padded), x, expert_ids.shape[1])
+        for rank, count in enumerate(num_rows):
+            ids[rank * longest + count : (rank + 1) * longest] = -1
+        return Arrived(rows, self._placement.local_ids(ids, self._collectives.rank), of_rows)
+
+    def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
+        return self._collectives.reduce_scatter(partial)[: num_rows[self._collectives.rank]]
+
+
+def _pack(x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+    """One row of bytes each, so that a row, its experts and their weights travel in one collective."""
+    parts = (x.contiguous(), weights.contiguous(), expert_ids.to(torch.int16))
+    return torch.cat([part.view(torch.uint8) for part in parts], 1)
+
+
+def _unpack(packed: Tensor, like: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = [like.shape[1] * like.element_size(), 4 * top_k, 2 * top_k]
+    # `contiguous` would leave a single row with its stride, at an offset that may be no multiple of its numbers' size.
+    rows, weights, ids = (torch.empty(part.shape, dtype=torch.uint8).copy_(part) for part in packed.split(sizes, 1))
+    return rows.view(like.dtype), ids.view(torch.int16).long(), weights.view(torch.float32)

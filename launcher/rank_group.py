@@ -1,0 +1,72 @@
+"""The ranks of one service on this machine, under torchrun: `python -m launcher.rank_group CONTEXT --status-fd N`.
+
+This process becomes torchrun's agent. Its store is a file and the ranks meet in a file, so that nothing but loopback is
+listened on. It ends with its ranks; if one fails, it says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+
+from launcher.status import Report, reporter
+from moeserve.run_context import RunContext, load_run_context
+
+
+def main() -> int:
+    """Runs the ranks until all have ended; returns the exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("context")
+    parser.add_argument("--status-fd", type=int, required=True)
+    arguments = parser.parse_args()
+    os.set_inheritable(arguments.status_fd, False)
+    os.environ |= {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONSAFEPATH": "1",
+    }
+    context = load_run_context(arguments.context)
+    worker = [arguments.context, "--status-fd", str(arguments.status_fd), "--agent-pid", str(os.getpid())]
+    with open(arguments.status_fd, "w", encoding="utf-8") as pipe:
+        return _run([*_torchrun_options(context), "-m", "launcher.worker", *worker], reporter(pipe))
+
+
+def _torchrun_options(context: RunContext) -> list[str]:
+    return [
+        "--nnodes=1",
+        f"--nproc-per-node={context.config.expert_parallel_size}",
+        "--max-restarts=0",
+        "--local-addr=127.0.0.1",
+        f"--rdzv-id={context.incarnation}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={context.run_dir}/torchrun.{context.incarnation}",
+        "--rdzv-conf=store_type=file",
+    ]
+
+
+def _run(arguments: list[str], report: Report) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    # What it has to say of a failure is said below, in one sentence.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(arguments))  # type: ignore[no-untyped-call]
+    except SignalException:
+        return 0
+    except ChildFailedError as error:
+        # A rank that was killed is the cause; the others fail because they miss it.
+        rank, failure = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
+        code = failure.exitcode
+        end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        report({"event": "error", "message": f"Rank {rank} (process {failure.pid}) {end}."})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

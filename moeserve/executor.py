@@ -1,0 +1,38 @@
+"""Whoever computes the plans of a step: this process alone, or all ranks of a group (`ranked_executor`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from moeserve.plan import StepPlan, StepResult
+
+
+class Executor(Protocol):
+    """Computes steps, one after the other."""
+
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        """The results of all ranks, `plans[r]` being what rank r computes."""
+
+    def check(self) -> None:
+        """Called now and then while the engine idles. Raises what would make the next step fail."""
+
+
+class Runner(Protocol):
+    """Computes the plan of one rank."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class LocalExecutor:
+    """The only rank, in this process."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        (plan,) = plans
+        return [self._runner.run(plan)]
+
+    def check(self) -> None:
+        """Nothing can be missing."""

@@ -1,0 +1,68 @@
+"""What rank 0 and the other ranks of one service tell each other, in the frames of `messages`.
+
+A start: every rank says `Joined`, gets `Setup`, loads, says `Loaded` and gets `Start`. Then each step is a `Forward` to
+every rank and a `RankResult` from it, until `Shutdown`.
+"""
+
+from __future__ import annotations
+
+from moeserve.messages import Message
+
+
+class RankError(Exception):
+    """A rank is lost, or does not do its part. The message is one sentence that names it."""
+
+
+class Joined(Message):
+    """A rank's process is there."""
+
+    rank: int
+    pid: int
+
+
+class Setup(Message):
+    """What rank 0 decided for all: `pid` is its own process, the blocks are those of each rank."""
+
+    pid: int
+    num_blocks: int
+    max_model_len: int
+
+
+class Loaded(Message):
+    """A rank has its weights."""
+
+    rank: int
+
+
+class Start(Message):
+    """All ranks have theirs."""
+
+
+class Forward(Message):
+    """A step: this rank's plan (`plan_codec`), and how many rows every rank has, in all layers and in the last one."""
+
+    plan: bytes
+    num_rows: list[int]
+    num_logit_rows: list[int]
+
+
+class RankResult(Message):
+    """What a rank's plan gave (`result_codec`)."""
+
+    rank: int
+    result: bytes
+
+
+class RankBeat(Message):
+    """Sent a few times a second during a step: the process runs, and has entered so many collectives."""
+
+    rank: int
+    num_entered: int
+
+
+class Shutdown(Message):
+    """There will be no further step."""
+
+
+ToRank = Setup | Start | Forward | Shutdown
+FromRank = Joined | Loaded | RankResult | RankBeat

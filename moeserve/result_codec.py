@@ -1,0 +1,70 @@
+"""The bytes of a step result, from the rank that computed it to the engine: MessagePack arrays, as in `plan_codec`."""
+
+from __future__ import annotations
+
+import msgpack
+import msgspec
+
+from moeserve.messages import MAX_FRAME_BYTES, DecodeError
+from moeserve.plan import ChunkResult, StepResult, TokenLogprobs
+
+_Entry = tuple[float, list[tuple[int, float]]]
+
+
+class _WireChunkResult(msgspec.Struct, array_like=True, frozen=True):
+    token_id: int | None
+    logprobs: _Entry | None
+    prompt_logprobs: list[_Entry] | None
+    error: str | None
+
+
+class _WireResult(msgspec.Struct, array_like=True, frozen=True):
+    step: int
+    chunks: list[_WireChunkResult]
+
+
+def encode_result(result: StepResult) -> bytes:
+    """The bytes of a result."""
+    wire = _WireResult(result.step, [_pack_chunk(chunk) for chunk in result.chunks])
+    packed: bytes = msgpack.packb(msgspec.to_builtins(wire))
+    return packed
+
+
+def decode_result(data: bytes) -> StepResult:
+    """The result of such bytes. Raises DecodeError for anything else."""
+    if len(data) > MAX_FRAME_BYTES:
+        raise DecodeError(f"result of {len(data)} bytes exceeds {MAX_FRAME_BYTES}")
+    try:
+        body = msgpack.unpackb(data, strict_map_key=False, max_ext_len=0)
+        wire = msgspec.convert(body, _WireResult)
+    except (ValueError, TypeError, RecursionError, OverflowError, msgpack.exceptions.UnpackException) as error:
+        raise DecodeError(f"{type(error).__name__}: {error}") from None
+    return StepResult(wire.step, [_unpack_chunk(chunk) for chunk in wire.chunks])
+
+
+def _pack_chunk(chunk: ChunkResult) -> _WireChunkResult:
+    prompt = chunk.prompt_logprobs
+    return _WireChunkResult(
+        chunk.token_id,
+        None if chunk.logprobs is None else _pack_entry(chunk.logprobs),
+        None if prompt is None else [_pack_entry(entry) for entry in prompt],
+        chunk.error,
+    )
+
+
+def _unpack_chunk(wire: _WireChunkResult) -> ChunkResult:
+    prompt = wire.prompt_logprobs
+    return ChunkResult(
+        wire.token_id,
+        None if wire.logprobs is None else _unpack_entry(wire.logprobs),
+        None if prompt is None else [_unpack_entry(entry) for entry in prompt],
+        wire.error,
+    )
+
+
+def _pack_entry(entry: TokenLogprobs) -> _Entry:
+    return entry.logprob, list(entry.top)
+
+
+def _unpack_entry(entry: _Entry) -> TokenLogprobs:
+    return TokenLogprobs(entry[0], tuple(entry[1]))

@@ -1,0 +1,48 @@
+"""Two real gloo processes: whatever the shape of dispatch, rows get what their experts give at home."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_service_of_one_rank_loads_nothing_of_this() -> None:
+    code = (
+        "import sys, moeserve.startup, moeserve.llm, torch.distributed\n"
+        "print([name for name in sys.modules if name.startswith(('deepspeed', 'experts.collectives'))])\n"
+        "print(torch.distributed.is_initialized())"
+    )
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["[]", "False"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_both_shapes_agree_with_local_experts_and_with_each_other(tmp_path: Path, num_ranks: int, dtype: str) -> None:
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.support.dispatch_rank",
+                str(rank),
+                str(num_ranks),
+                dtype,
+                str(tmp_path / "s"),
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    for rank in ranks:
+        said, _ = rank.communicate(timeout=120)
+        assert rank.returncode == 0, said
+        assert "all agree" in said

@@ -1,0 +1,140 @@
+"""A service of two ranks: the tokens of one rank, prefix hits on both, and an end that names the rank at fault."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.service import Service, is_alive, service, wait_until
+from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
+from tests.support.tiny_model import write_model_dir
+from tests.support.tiny_models import save
+
+TWO = ("--expert-parallel-size", "2", "--engine-timeout", "6")
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(4)
+    shared = [[rng.randrange(3, 60) for _ in range(90)] for _ in range(3)]
+    return [shared[n % 3] + [rng.randrange(3, 60) for _ in range(1 + n)] for n in range(12)]
+
+
+def complete(running: Service, prompt: list[int]) -> tuple[str, int]:
+    """The text and the number of cached prompt tokens."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    answer = running.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    return answer.json()["choices"][0]["text"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def complete_all(running: Service) -> list[tuple[str, int]]:
+    """Requests that come and go: at most five at a time, each longer than the one before."""
+    with ThreadPoolExecutor(5) as pool:
+        return list(pool.map(lambda prompt: complete(running, prompt), prompts()))
+
+
+def ranks_of(running: Service) -> list[int]:
+    """Pids of the ranks, in order."""
+    agent = running.pids["worker"]
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    ranks = {}
+    for pid in children:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        ranks[next(int(entry[5:]) for entry in environment if entry.startswith(b"RANK="))] = int(pid)
+    return [ranks[rank] for rank in range(len(ranks))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+
+
+@pytest.fixture
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(model, tmp_path_factory.mktemp("s"), *TWO) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("case", "dispatch"),
+    [("mixtral", "auto"), ("qwen3_moe", "allgather"), ("qwen3_moe", "alltoall"), ("glm4_moe", "auto")],
+)
+def test_two_ranks_give_the_text_of_one_and_end_cleanly(
+    tmp_path_factory: pytest.TempPathFactory, case: str, dispatch: str
+) -> None:
+    model = tmp_path_factory.mktemp(case)
+    write_model_dir(model)
+    save(case, model)
+    with service(model, tmp_path_factory.mktemp("one")) as one:
+        expected = [text for text, _ in complete_all(one)]
+    with service(model, tmp_path_factory.mktemp("two"), *TWO, "--dispatch", dispatch) as two:
+        pids = ranks_of(two)
+        assert len(pids) == 2
+        assert [text for text, _ in complete_all(two)] == expected
+        again = complete_all(two)
+        assert [text for text, _ in again] == expected
+        assert sum(cached > 0 for _, cached in again) == len(again)
+        two.process.send_signal(signal.SIGTERM)
+        assert two.end() == 0
+        assert two.leaves_nothing()
+        wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
+
+
+@pytest.mark.parametrize(("rank", "is_busy"), [(0, True), (1, True), (1, False)])
+def test_a_killed_rank_ends_everything_and_is_named(running: Service, rank: int, is_busy: bool) -> None:
+    pids = ranks_of(running)
+    if is_busy:
+        events = running.stream(max_tokens=MAX_POSITION // 2)
+        next(events)
+    started = time.monotonic()
+    os.kill(pids[rank], signal.SIGKILL)
+    if is_busy:
+        assert "error" in list(events)[-1]
+    assert running.end(10) == 1
+    assert time.monotonic() - started < 10
+    assert f"Rank {rank} (process {pids[rank]})" in running.errors.read_text()
+    assert running.leaves_nothing()
+    wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_found_out_and_named(running: Service, rank: int) -> None:
+    pids = ranks_of(running)
+    events = running.stream(max_tokens=MAX_POSITION // 2)
+    next(events)
+    started = time.monotonic()
+    os.kill(pids[rank], signal.SIGSTOP)
+    assert "error" in list(events)[-1]
+    assert running.end(10) == 1
+    assert time.monotonic() - started < 10
+    said = running.errors.read_text()
+    assert f"Rank {rank}" in said, said
+    assert "hung" in said
+    assert running.leaves_nothing()
+    wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
+
+
+def test_a_killed_supervisor_takes_the_ranks_with_it(running: Service) -> None:
+    pids = ranks_of(running)
+    running.process.kill()
+    running.process.wait()
+    wait_until(lambda: not any(map(is_alive, [*pids, *running.pids.values()])), timeout=5)
+
+
+def test_experts_that_cannot_be_shared_are_refused_before_serving(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    refused = Service(model, tmp_path_factory.mktemp("r"), "--expert-parallel-size", "3")
+    assert refused.end(60) == 1
+    assert "experts cannot be shared equally by 3 ranks." in refused.errors.read_text()
+    assert refused.process.stdout is not None
+    assert refused.process.stdout.read() == ""
+    refused.process.stdout.close()

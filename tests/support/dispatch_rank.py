@@ -1,0 +1,78 @@
+"""One rank of a dispatch test: `python -m tests.support.dispatch_rank RANK NUM_RANKS DTYPE RENDEZVOUS`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from experts.collectives import Collectives
+from experts.dispatch import ExpertParallel
+from experts.placement import Placement
+from kernels.activation import Activation
+from kernels.moe_gemm import moe_experts, pack_experts
+
+NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 12, 32, 24, 3
+# Rows of each rank and step; the last layer of a step computes the first half of them.
+STEPS = [[5, 9, 1], [0, 7, 2], [3, 0, 0], [0, 0, 0], [1, 1, 1], [40, 2, 0]]
+
+
+def make_inputs(step: int, rank: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn((num_rows, HIDDEN), generator=random).to(dtype)
+    weights, ids = torch.rand((num_rows, NUM_EXPERTS), generator=random).topk(TOP_K)
+    if step == 0:
+        ids[:] = torch.arange(TOP_K)
+    return x, ids, weights
+
+
+def main() -> None:
+    rank, num_ranks, dtype = int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    gate_up = torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN).div(8).to(dtype)
+    down = torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE).div(8).to(dtype)
+    everything = pack_experts(gate_up, down)
+    placement = Placement(NUM_EXPERTS, num_ranks)
+    owned = list(placement.owned(rank))
+    own = pack_experts(gate_up[owned], down[owned])
+    collectives = Collectives(rank, num_ranks, Path(sys.argv[4]), timeout=30)
+    experts = ExpertParallel(collectives, placement, last_layer=1)
+    first, last = experts.dispatch_of(0), experts.dispatch_of(1)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    assert set(experts.measure(HIDDEN, TOP_K, dtype)) == {"allgather", "alltoall"}
+    of_shape: dict[str, list[Tensor]] = {"allgather": [], "alltoall": []}
+    for shape, outputs in of_shape.items():
+        experts.use(shape)
+        wanted_rows_sent = 0
+        for step, all_rows in enumerate(STEPS):
+            num_rows = all_rows[:num_ranks]
+            num_last = [count // 2 for count in num_rows]
+            experts.begin_step(num_rows, num_last)
+            for dispatch, counts in ((first, num_rows), (last, num_last)):
+                x, ids, weights = make_inputs(step, rank, counts[rank], dtype)
+                before = x.clone()
+                out = dispatch(x, ids, weights, own, Activation())
+                outputs.append(out)
+                assert out.dtype == dtype
+                assert torch.equal(x, before)
+                if len(x):
+                    local = moe_experts(x, ids, weights, everything, Activation())
+                    torch.testing.assert_close(out, local, atol=tolerance, rtol=tolerance)
+                owners = ids // placement.per_rank
+                if shape == "alltoall":
+                    wanted_rows_sent += sum(len(set(row) - {rank}) for row in owners.tolist())
+                else:
+                    wanted_rows_sent += max(counts) * (num_ranks - 1)
+        assert experts.num_rows_sent == wanted_rows_sent
+    for gathered, exchanged in zip(*of_shape.values(), strict=True):
+        assert torch.equal(gathered, exchanged)
+    collectives.close()
+    print("all agree")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

@@ -1,0 +1,165 @@
+"""Rank 0 and another rank over real sockets, without tensors: results come home, and who is at fault is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experts.errors import CollectiveError
+from moeserve.config import ServeConfig
+from moeserve.messages import DecodeError
+from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult, TokenLogprobs
+from moeserve.plan_codec import decode_plan
+from moeserve.rank_hub import RankHub
+from moeserve.rank_link import RankLink
+from moeserve.rank_messages import Forward, Joined, RankBeat, RankError, RankResult, Shutdown
+from moeserve.ranked_executor import RankedExecutor
+from moeserve.request import SamplingParams
+from moeserve.result_codec import decode_result, encode_result
+from moeserve.run_context import RunContext
+
+LOGPROBS = st.builds(
+    TokenLogprobs,
+    logprob=st.floats(allow_nan=False),
+    top=st.lists(st.tuples(st.integers(0, 2**31), st.floats(allow_nan=False)), max_size=3).map(tuple),
+)
+RESULTS = st.builds(
+    StepResult,
+    step=st.integers(0, 2**62),
+    chunks=st.lists(
+        st.builds(
+            ChunkResult,
+            token_id=st.none() | st.integers(0, 2**31),
+            logprobs=st.none() | LOGPROBS,
+            prompt_logprobs=st.none() | st.lists(LOGPROBS, max_size=3),
+            error=st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
+        ),
+        max_size=4,
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(RESULTS)
+def test_a_result_survives_the_wire(result: StepResult) -> None:
+    assert decode_result(encode_result(result)) == result
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x92\x01", b"\x92\x01\x91\x91\x01", b"\x91" * 5000])
+def test_what_is_no_result_is_refused(data: bytes) -> None:
+    with pytest.raises(DecodeError):
+        decode_result(data)
+
+
+class FirstRank:
+    """Computes rank 0's part; fails its collective if told so."""
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.sizes: list[Sequence[int]] = []
+
+    def begin_step(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
+        self.sizes = [num_rows, num_logit_rows]
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if self.fails:
+            raise CollectiveError("timed out")
+        return StepResult(plan.step, [ChunkResult(1) for _ in plan.chunks])
+
+
+@dataclass
+class Group:
+    first: FirstRank
+    executor: RankedExecutor
+    link: RankLink
+    process: subprocess.Popen[bytes]
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    run = RunContext(
+        config=ServeConfig(expert_parallel_size=2),
+        model_dir="none",
+        model_hash="none",
+        run_dir=str(tmp_path),
+        incarnation=3,
+        secret="00",
+        served_model_names=("m",),
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    hub, link = RankHub(context, run), RankLink(context, run, 1)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    link.send(Joined(1, process.pid))
+    assert hub.gather(Joined, threading.Event())
+    first = FirstRank()
+    yield Group(first, RankedExecutor(first, first, hub, timeout=0.3, num_entered=lambda: 5), link, process)
+    process.kill()
+    process.wait()
+    hub.close()
+    link.close()
+    context.destroy(0)
+
+
+def make_plans() -> list[StepPlan]:
+    decode = Chunk("a", array("i", [5]), 3, array("i", [0]), SamplingParams(max_tokens=2))
+    prompt = Chunk("b", array("i", [5, 6, 7]), 0, array("i", [1]), None)
+    return [StepPlan(9, [decode]), StepPlan(9, [prompt, decode])]
+
+
+def test_a_step_goes_out_to_the_ranks_and_its_results_come_home(group: Group) -> None:
+    plans = make_plans()
+    group.link.send(RankResult(1, encode_result(StepResult(9, [ChunkResult(), ChunkResult(7)]))))
+    results = group.executor.run(plans)
+    assert [[chunk.token_id for chunk in result.chunks] for result in results] == [[1], [None, 7]]
+    step = group.link.receive()
+    assert isinstance(step, Forward)
+    assert decode_plan(step.plan) == plans[1]
+    assert [step.num_rows, step.num_logit_rows] == group.first.sizes == [[1, 4], [1, 1]]
+    group.executor.close()
+    assert isinstance(group.link.receive(), Shutdown)
+
+
+def test_a_missing_result_is_laid_to_its_rank(group: Group) -> None:
+    with pytest.raises(RankError, match=r"Rank 1 \(process \d+\) hung: it did not finish step 9"):
+        group.executor.run(make_plans())
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_named(group: Group) -> None:
+    group.first.fails = True
+    with pytest.raises(RankError, match=r"Rank 1 .* gives no sign of life"):
+        group.executor.run(make_plans())
+
+
+@pytest.mark.parametrize(("entered", "sentence"), [(4, "Rank 1 .* hung: the others waited"), (5, "cannot reach")])
+def test_the_rank_that_is_behind_is_named(group: Group, entered: int, sentence: str) -> None:
+    group.first.fails = True
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.05):
+            group.link.send(RankBeat(1, entered))
+
+    beats = threading.Thread(target=beat)
+    beats.start()
+    with pytest.raises(RankError, match=sentence):
+        group.executor.run(make_plans())
+    stop.set()
+    beats.join()
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_dead_rank_is_named(group: Group, is_busy: bool) -> None:
+    group.process.kill()
+    group.process.wait()
+    with pytest.raises(RankError, match=r"Rank 1 .* died"):
+        group.executor.run(make_plans()) if is_busy else group.executor.check()

@@ -1,0 +1,92 @@
+"""A scheduler over several ranks: where requests go, and that each gets the tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from moeserve.request import SamplingParams
+from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
+from tests.unit.test_scheduler_oracle import converse, make_conversations
+
+ONE = SamplingParams(max_tokens=1)
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    random = Random(seed)
+    return [random.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+@pytest.mark.parametrize(("num_blocks", "budget"), [(17, 8), (17, 40), (250, 13)])
+def test_conversations_get_the_tokens_of_an_undisturbed_run(
+    num_ranks: int, depth: int, policy: str, num_blocks: int, budget: int
+) -> None:
+    random = Random(f"{num_ranks} {depth} {policy} {num_blocks} {budget}")
+    simulation = Simulation(
+        num_blocks=num_blocks, block_size=4, budget=budget, policy=policy, depth=depth, num_ranks=num_ranks
+    )
+    converse(simulation, make_conversations(random), random)
+    assert simulation.scheduler.counters.prefix_hit_tokens > 0
+    assert all(oracle.num_computed_tokens > 0 for oracle in simulation.oracles)
+
+
+def test_requests_that_come_together_are_shared_out() -> None:
+    simulation = Simulation(num_blocks=64, block_size=4, budget=200, num_ranks=2)
+    records = [simulation.add(f"r{n}", prompt_of(n, 20), SamplingParams(max_tokens=4)) for n in range(6)]
+    simulation.step()
+    assert [record.request.rank for record in records] == [0, 1, 0, 1, 0, 1]
+    simulation.run()
+    simulation.check_all_done()
+
+
+def test_a_request_goes_where_its_prefix_is_cached() -> None:
+    simulation = Simulation(num_blocks=64, block_size=4, budget=200, num_ranks=2)
+    prompts = [prompt_of(n, 80) for n in range(2)]
+    for n, prompt in enumerate(prompts):
+        simulation.add(f"first {n}", prompt, ONE)
+    simulation.run()
+    follow_up = [simulation.add(f"second {n}", [*prompts[n], 1, 2], ONE) for n in (1, 0)]
+    simulation.run()
+    assert [record.request.rank for record in follow_up] == [1, 0]
+    assert all(record.request.num_cached_tokens == 80 for record in follow_up)
+    simulation.check_all_done()
+
+
+def test_a_short_cached_prefix_does_not_outweigh_much_work() -> None:
+    simulation = Simulation(num_blocks=64, block_size=4, budget=20, num_ranks=2)
+    simulation.add("cached", prompt_of(1, 8), ONE)
+    simulation.run()
+    simulation.add("work", prompt_of(2, 150), ONE)
+    simulation.step()
+    late = simulation.add("late", [*prompt_of(1, 8), 1], ONE)
+    simulation.step()
+    assert late.request.rank == 1
+    simulation.run()
+    simulation.check_all_done()
+
+
+def test_a_rank_without_room_leaves_a_request_to_another() -> None:
+    simulation = Simulation(num_blocks=10, block_size=4, budget=100, num_ranks=2)
+    prompt = prompt_of(1, 30)
+    holder = simulation.add("holder", prompt, SamplingParams(max_tokens=8))
+    simulation.step()
+    late = simulation.add("late", [*prompt[:28], *prompt_of(2, 10)], SamplingParams(max_tokens=2))
+    simulation.step()
+    assert (holder.request.rank, late.request.rank) == (0, 1)
+    simulation.run()
+    simulation.check_all_done()
+
+
+def test_the_token_budget_holds_for_each_rank_and_the_number_of_requests_for_all() -> None:
+    simulation = Simulation(num_blocks=64, block_size=4, budget=10, max_num_seqs=3, num_ranks=2)
+    for n in range(5):
+        simulation.add(f"r{n}", prompt_of(n, 40), ONE)
+    simulation.step()
+    assert [plan.num_tokens for plan in simulation.plans] == [10, 10]
+    assert simulation.scheduler.num_running <= 3
+    simulation.run()
+    simulation.check_all_done()
