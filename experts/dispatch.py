@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from experts.collectives import Collectives
+from experts.equal_shares import EqualShares
 from experts.exchange import AllGather, AllToAll, Exchange
 from experts.moe_layer import Dispatch
-from experts.placement import Placement
 from kernels.activation import Activation
 from kernels.moe_gemm import PackedExperts, moe_experts_partial
 
@@ -23,7 +23,7 @@ _MEASURED_ROUNDS = 10
 class ExpertParallel:
     """What a rank's decoder needs to reach the experts of all ranks. `num_rows_sent` counts rows sent to others."""
 
-    def __init__(self, collectives: Collectives, placement: Placement, *, last_layer: int) -> None:
+    def __init__(self, collectives: Collectives, placement: EqualShares, *, last_layer: int) -> None:
         self._collectives = collectives
         self._last_layer = last_layer
         self._num_rows: Sequence[int] = ()

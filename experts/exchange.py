@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from experts.collectives import Collectives
-from experts.placement import Placement
+from experts.equal_shares import EqualShares
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Exchange(Protocol):
 class AllToAll:
     """One row per (token, rank that owns at least one of its experts); how many is told beforehand, rank to rank."""
 
-    def __init__(self, collectives: Collectives, placement: Placement) -> None:
+    def __init__(self, collectives: Collectives, placement: EqualShares) -> None:
         self._collectives = collectives
         self._placement = placement
         self.num_rows_sent = 0
@@ -95,7 +95,7 @@ class AllToAll:
 class AllGather:
     """Every row goes to every rank, padded to the longest rank's number: all sizes are known from the plan."""
 
-    def __init__(self, collectives: Collectives, placement: Placement) -> None:
+    def __init__(self, collectives: Collectives, placement: EqualShares) -> None:
         self._collectives = collectives
         self._placement = placement
         self.num_rows_sent = 0

@@ -12,8 +12,8 @@ import zmq
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
+from experts.equal_shares import EqualShares
 from experts.errors import CollectiveError
-from experts.placement import Placement
 from moeserve.config import ServeConfig
 from moeserve.kv_budget import KvBudget
 from moeserve.plan_codec import decode_plan
@@ -136,7 +136,7 @@ class _Member:
         self._config = config
         self._moe = plan.spec.moe
         self.collectives = Collectives(rank, num_ranks, context.rendezvous, _collective_timeout(config))
-        placement = Placement(self._moe.num_experts, num_ranks)
+        placement = EqualShares(self._moe.num_experts, num_ranks)
         self.experts = ExpertParallel(self.collectives, placement, last_layer=plan.spec.num_layers - 1)
         self.model: LoadedModel = load_model(
             Path(context.model_dir),

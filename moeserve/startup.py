@@ -13,7 +13,7 @@ import structlog
 import torch
 import zmq
 
-from experts.placement import Placement
+from experts.equal_shares import EqualShares
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
@@ -154,7 +154,7 @@ def owned_experts(spec: DecoderSpec, num_ranks: int) -> Callable[[int], OwnedExp
     if spec.moe is None:
         raise ConfigError(f"--expert-parallel-size {num_ranks}: a {spec.model_type} model has no experts to share.")
     try:
-        placement = Placement(spec.moe.num_experts, num_ranks)
+        placement = EqualShares(spec.moe.num_experts, num_ranks)
     except ValueError as error:
         raise ConfigError(f"--expert-parallel-size {num_ranks}: {error}.") from None
     return lambda rank: lambda _: placement.owned(rank)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.placement import Placement
+from experts.equal_shares import EqualShares
 from kernels.activation import Activation
 from kernels.moe_gemm import moe_experts, pack_experts
 
@@ -35,7 +35,7 @@ def main() -> None:
     gate_up = torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN).div(8).to(dtype)
     down = torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE).div(8).to(dtype)
     everything = pack_experts(gate_up, down)
-    placement = Placement(NUM_EXPERTS, num_ranks)
+    placement = EqualShares(NUM_EXPERTS, num_ranks)
     owned = list(placement.owned(rank))
     own = pack_experts(gate_up[owned], down[owned])
     collectives = Collectives(rank, num_ranks, Path(sys.argv[4]), timeout=30)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 
-class Placement:
+class EqualShares:
     """Experts in order, the same number for each rank. Raises ValueError if that is impossible."""
 
     def __init__(self, num_experts: int, num_ranks: int) -> None:
