@@ -18,7 +18,7 @@ endif
 endif
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv test lint unit cpu e2e test-long clean
+.PHONY: serve venv test lint unit cpu kernels e2e test-long clean
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(MODEL) $(ARGS)
@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-demo.txt
 	$$install --no-deps --requirement requirements-demo.txt
 	@touch $@
 
-test: lint unit cpu e2e
+test: lint unit cpu kernels e2e
 
 lint: venv
 	@echo "-- ruff and mypy"
@@ -55,6 +55,10 @@ unit: venv
 cpu: venv
 	@echo "-- tests of the model on a CPU"
 	@$(TIMED) $(RUN) -m pytest tests/cpu
+
+kernels: venv
+	@echo "-- Triton kernels, in the interpreter where there is no GPU"
+	@$(TIMED) $(RUN) -m pytest tests/kernels
 
 e2e: venv
 	@echo "-- end-to-end tests over HTTP"
