@@ -50,6 +50,7 @@ PURE = [
     "moeserve.models.source",
     "moeserve.models.spec",
     "moeserve.models.families",
+    "experts.residency_control",
     "radix_cache",
 ]
 

@@ -1,0 +1,109 @@
+"""Which resident expert a layer gives up first. One policy object belongs to one layer and counts its events. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+Worth = tuple[float, float]
+
+
+class EvictionPolicy(Protocol):
+    """What is remembered of a layer's experts, and what it makes them worth.
+
+    An event is what one step asks of one layer: a set of distinct experts, touched at once.
+    """
+
+    def touch(self, experts: Sequence[int]) -> None:
+        """One event used these experts, resident or not."""
+
+    def worth(self, expert: int) -> Worth:
+        """The resident expert of least worth is evicted; among equals that of the smallest number."""
+
+
+class Lru:
+    """Least recently used first."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._now = 0
+        self._last_use = [0] * num_experts
+
+    def touch(self, experts: Sequence[int]) -> None:
+        self._now += 1
+        for expert in experts:
+            self._last_use[expert] = self._now
+
+    def worth(self, expert: int) -> Worth:
+        return self._last_use[expert], 0.0
+
+
+class Lfu:
+    """Least frequently used first, by events since the start; among equals the least recent."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._now = 0
+        self._last_use = [0] * num_experts
+        self._count = [0] * num_experts
+
+    def touch(self, experts: Sequence[int]) -> None:
+        self._now += 1
+        for expert in experts:
+            self._last_use[expert] = self._now
+            self._count[expert] += 1
+
+    def worth(self, expert: int) -> Worth:
+        return self._count[expert], self._last_use[expert]
+
+
+class Lfru:
+    """Least (uses per event since the last use) first: frequency counts, and fades while an expert is not used."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._now = 0
+        self._last_use = [0] * num_experts
+        self._count = [0] * num_experts
+
+    def touch(self, experts: Sequence[int]) -> None:
+        self._now += 1
+        for expert in experts:
+            self._last_use[expert] = self._now
+            self._count[expert] += 1
+
+    def worth(self, expert: int) -> Worth:
+        last_use = self._last_use[expert]
+        return self._count[expert] / (self._now - last_use + 1), last_use
+
+
+class Static:
+    """Lowest given score first, whatever happens; scores are loads measured earlier, for example."""
+
+    def __init__(self, scores: Sequence[float]) -> None:
+        self._scores = list(scores)
+
+    def touch(self, experts: Sequence[int]) -> None:
+        """Nothing is remembered."""
+
+    def worth(self, expert: int) -> Worth:
+        return self._scores[expert], 0.0
+
+
+class Affinity:
+    """Least likely to be used in the layer's next event first, by scores a predictor hands in; then least recent."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._recency = Lru(num_experts)
+        self._scores: Sequence[float] = [0.0] * num_experts
+
+    def rate(self, scores: Sequence[float]) -> None:
+        """Takes the scores of all experts for the next event; they hold until new ones come."""
+        self._scores = scores
+
+    def touch(self, experts: Sequence[int]) -> None:
+        self._recency.touch(experts)
+
+    def worth(self, expert: int) -> Worth:
+        return self._scores[expert], self._recency.worth(expert)[0]
+
+
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": Lru, "lfu": Lfu, "lfru": Lfru, "affinity": Affinity}
+"""Policies that start from the number of experts alone, by name."""
