@@ -7,7 +7,7 @@ no more than how popular its experts are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +66,10 @@ class Affinity:
     def popularity(self) -> Float:
         """[L, E]: P(a token chooses the expert)."""
         return self._popularity
+
+    def distances(self) -> Set[int]:
+        """The distances that `conditional` and `predict` know."""
+        return self._conditional.keys()
 
     def conditional(self, distance: int) -> Float:
         """[L - distance, E, E]: P(j at l + distance | i at l)."""

@@ -7,6 +7,7 @@ told everything and asked anything; who asks (the prefetcher, the simulator) dec
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -43,7 +44,10 @@ class Predictor(Protocol):
         """A step of T tokens begins. token_ids: [T]. requests: [T], a number for each running request."""
 
     def observe(self, layer: int, expert_ids: Ids, weights: Float) -> None:
-        """The gate of a layer chose. expert_ids: [T, k], distinct within a token. weights: [T, k]."""
+        """The gate of a layer chose. expert_ids: [T, k], distinct within a token. weights: [T, k].
+
+        A layer that computes only some rows (the last one, where only they are sampled from) counts as left out.
+        """
 
     def observe_gate(self, tap: Tap, layer: int, distance: int, logits: Float) -> None:
         """The gate of layer + distance, applied to the state at `layer`. logits: [T, E], as the gate ranks them."""
@@ -55,64 +59,98 @@ class Predictor(Protocol):
         """These requests are over; their numbers may be used again."""
 
 
-class TokenPredictor(Protocol):
-    """The same for tokens: a source of probabilities that others combine. The calls are those of `Predictor`."""
+@dataclass(slots=True)
+class ObservedStep:
+    """What is known of a step so far, for the tokens that are followed.
 
-    def begin(self, token_ids: Ids, requests: Ids) -> None: ...
+    token_ids, requests: [T]. ids[layer]: [T, k] int64. weights[layer]: [T, k]. gates[tap, layer, distance]: [T, E].
+    """
 
-    def observe(self, layer: int, expert_ids: Ids, weights: Float) -> None: ...
+    token_ids: Ids
+    requests: Ids
+    ids: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    weights: dict[int, Float] = field(default_factory=dict)
+    gates: dict[tuple[Tap, int, int], Float] = field(default_factory=dict)
 
-    def observe_gate(self, tap: Tap, layer: int, distance: int, logits: Float) -> None: ...
 
-    def token_probabilities(self, layer: int, distance: int) -> Float | None:
+class Source(Protocol):
+    """One reason to expect experts. Sources are combined (`experts.combined_prediction`) or stand alone."""
+
+    def probabilities(self, step: ObservedStep, layer: int, distance: int) -> Float | None:
         """[T, E]: the probability that the token chooses the expert at layer + distance, each expert by itself.
 
-        None where nothing is known. A row sums to about k. The caller does not write into it.
+        A row sums to about k. None where the source knows nothing. The caller does not write into it.
         """
 
-    def end(self, requests: Iterable[int]) -> None: ...
+    def learn(self, step: ObservedStep) -> None:
+        """The step is complete. Called once for each step, before the next begins."""
+
+    def end(self, requests: Iterable[int]) -> None:
+        """These requests are over; what is kept of them alone may go."""
 
 
 class StepPredictor:
-    """A `Predictor` from a `TokenPredictor`: an expert is needed if any token chooses it.
+    """A `Predictor` from a `Source`: an expert is needed if any token chooses it.
 
     Of a step longer than `max_rows` an even sample is followed, so that its cost is bounded; the sampled tokens then
     stand for the others.
     """
 
-    __slots__ = ("_max_rows", "_num_experts", "_num_rows", "_rows", "source")
+    __slots__ = ("_max_rows", "_num_experts", "_num_rows", "_rows", "_step", "source")
 
-    def __init__(self, source: TokenPredictor, num_experts: int, max_rows: int = 32) -> None:
+    def __init__(self, source: Source, num_experts: int, max_rows: int = 32) -> None:
         self.source = source
         self._num_experts = num_experts
         self._max_rows = max_rows
         self._num_rows = 0
-        self._rows: Ids | None = None
+        self._rows: NDArray[np.int64] | None = None
+        self._step: ObservedStep | None = None
 
     def begin(self, token_ids: Ids, requests: Ids) -> None:
+        self._finish_step()
         self._num_rows = len(token_ids)
         self._rows = None
         if self._num_rows > self._max_rows:
             self._rows = np.linspace(0, self._num_rows - 1, self._max_rows).astype(np.int64)
-        self.source.begin(self._sample(token_ids), self._sample(requests))
+        self._step = ObservedStep(self._sampled(token_ids), self._sampled(requests))
 
     def observe(self, layer: int, expert_ids: Ids, weights: Float) -> None:
-        self.source.observe(layer, self._sample(expert_ids), self._sample(weights))
+        step = self._current()
+        if len(expert_ids) != self._num_rows:
+            return
+        step.ids[layer] = self._sampled(expert_ids).astype(np.int64, copy=False)
+        step.weights[layer] = self._sampled(weights)
 
     def observe_gate(self, tap: Tap, layer: int, distance: int, logits: Float) -> None:
-        self.source.observe_gate(tap, layer, distance, self._sample(logits))
+        if len(logits) == self._num_rows:
+            self._current().gates[tap, layer, distance] = self._sampled(logits)
 
     def predict(self, layer: int, distance: int) -> Float:
-        probabilities = self.source.token_probabilities(layer, distance)
-        if probabilities is None or not len(probabilities):
+        rows = self.token_probabilities(layer, distance)
+        if rows is None or not len(rows):
             return np.zeros(self._num_experts, np.float32)
-        return any_token(probabilities, self._num_rows)
+        return any_token(rows, self._num_rows)
+
+    def token_probabilities(self, layer: int, distance: int) -> Float | None:
+        """[T, E] of the followed tokens, as `Source.probabilities`."""
+        return self.source.probabilities(self._current(), layer, distance)
 
     def end(self, requests: Iterable[int]) -> None:
+        self._finish_step()
         self.source.end(requests)
 
-    def _sample(self, rows: NDArray[Any]) -> NDArray[Any]:
-        return rows if self._rows is None else rows[self._rows]
+    def _finish_step(self) -> None:
+        if self._step is not None:
+            self.source.learn(self._step)
+            self._step = None
+
+    def _current(self) -> ObservedStep:
+        if self._step is None:
+            raise ValueError("no step has begun")
+        return self._step
+
+    def _sampled(self, rows: NDArray[Any]) -> NDArray[Any]:
+        return rows.copy() if self._rows is None else rows[self._rows]
 
 
 def any_token(probabilities: Float, num_tokens: int) -> Float:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experts.prediction import BEFORE, StepPredictor, any_token
+from experts.prediction import BEFORE, StepPredictor, Tap, any_token
 
 
 class Recorder:
@@ -11,22 +11,19 @@ class Recorder:
 
     def __init__(self, rows):
         self.rows = rows
-        self.seen = []
+        self.step = None
+        self.learnt = []
+        self.ended = []
 
-    def begin(self, token_ids, requests):
-        self.seen.append((token_ids.tolist(), requests.tolist()))
-
-    def observe(self, layer, expert_ids, weights):
-        self.seen.append((layer, expert_ids.tolist()))
-
-    def observe_gate(self, tap, layer, distance, logits):
-        pass
-
-    def token_probabilities(self, layer, distance):
+    def probabilities(self, step, layer, distance):
+        self.step = step
         return self.rows
 
+    def learn(self, step):
+        self.learnt.append(step.token_ids.tolist())
+
     def end(self, requests):
-        self.seen.append(list(requests))
+        self.ended += requests
 
 
 def rows(*values):
@@ -44,13 +41,30 @@ def test_a_sample_of_the_tokens_stands_for_all_of_them():
 def test_a_long_step_is_followed_by_an_even_sample():
     source = Recorder(rows([0.1], [0.1]))
     predictor = StepPredictor(source, num_experts=1, max_rows=2)
-    predictor.begin(np.arange(5), np.zeros(5, np.int64))
+    predictor.begin(np.arange(5), np.array([7, 7, 7, 8, 8]))
     predictor.observe(0, np.arange(5)[:, None], np.ones((5, 1), np.float32))
-    assert source.seen == [([0, 4], [0, 0]), (0, [[0], [4]])]
+    predictor.observe_gate(Tap.LATE, 0, 2, np.arange(5, dtype=np.float32)[:, None])
     assert predictor.predict(BEFORE, 1) == pytest.approx([1 - 0.9**5], abs=1e-5)
+    assert source.step.requests.tolist() == [7, 8]
+    assert source.step.ids[0].tolist() == [[0], [4]]
+    assert source.step.gates[Tap.LATE, 0, 2].tolist() == [[0], [4]]
+
+
+def test_a_step_is_learnt_once_when_it_is_over():
+    source = Recorder(None)
+    predictor = StepPredictor(source, num_experts=1)
+    predictor.begin(np.array([1]), np.array([0]))
+    predictor.begin(np.array([2]), np.array([0]))
+    assert source.learnt == [[1]]
+    predictor.end([0])
+    predictor.end([])
+    assert source.learnt == [[1], [2]]
+    assert source.ended == [0]
 
 
 def test_what_is_not_known_is_not_predicted():
     predictor = StepPredictor(Recorder(None), num_experts=3)
+    with pytest.raises(ValueError, match="no step"):
+        predictor.predict(0, 2)
     predictor.begin(np.arange(2), np.zeros(2, np.int64))
     assert predictor.predict(0, 2).tolist() == [0, 0, 0]
