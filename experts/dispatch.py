@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank owns some experts of every layer, and rows travel to the owners and back."""
+"""Expert parallelism: each rank holds some experts of every layer, and rows travel to them and back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from experts.collectives import Collectives
-from experts.equal_shares import EqualShares
 from experts.exchange import AllGather, AllToAll, Exchange
 from experts.moe_layer import Dispatch
+from experts.placement import Placement, Ranks
+from experts.slot_tables import SlotTables
 from kernels.activation import Activation
 from kernels.moe_gemm import PackedExperts, moe_experts_partial
 
@@ -23,17 +24,31 @@ _MEASURED_ROUNDS = 10
 class ExpertParallel:
     """What a rank's decoder needs to reach the experts of all ranks. `num_rows_sent` counts rows sent to others."""
 
-    def __init__(self, collectives: Collectives, placement: EqualShares, *, last_layer: int) -> None:
+    def __init__(
+        self, collectives: Collectives, placement: Placement, moe_layers: Sequence[int], *, last_layer: int
+    ) -> None:
+        """moe_layers: the decoder's layers that the layers of the placement are. last_layer: the decoder's last."""
         self._collectives = collectives
         self._last_layer = last_layer
         self._num_rows: Sequence[int] = ()
         self._num_logit_rows: Sequence[int] = ()
         self._exchanges: dict[str, Exchange] = {
-            "allgather": AllGather(collectives, placement),
-            "alltoall": AllToAll(collectives, placement),
+            "allgather": AllGather(collectives),
+            "alltoall": AllToAll(collectives),
         }
-        self._placement = placement
         self._exchange = self._exchanges["allgather"]
+        self._placed_layer = {layer: number for number, layer in enumerate(moe_layers)}
+        self._placement = placement
+        self._tables = [SlotTables.of(placement, layer, collectives.rank) for layer in range(placement.num_layers)]
+
+    @property
+    def placement(self) -> Placement:
+        return self._placement
+
+    def place(self, layer: int, ranks: tuple[Ranks, ...]) -> None:
+        """Places one layer of the placement anew, from the next step on; all ranks do, before the same step."""
+        self._placement = self._placement.with_layer(layer, ranks)
+        self._tables[layer] = SlotTables.of(self._placement, layer, self._collectives.rank)
 
     @property
     def num_rows_sent(self) -> int:
@@ -51,6 +66,7 @@ class ExpertParallel:
     def dispatch_of(self, layer: int) -> Dispatch:
         """The dispatch of a layer; the last one computes only rows whose logits are wanted."""
         is_last = layer == self._last_layer
+        placed_layer = self._placed_layer[layer]
 
         def dispatch(
             x: Tensor, expert_ids: Tensor, weights: Tensor, experts: PackedExperts, activation: Activation
@@ -60,8 +76,8 @@ class ExpertParallel:
                 raise ValueError(f"{len(x)} rows in layer {layer}, but the plan says {num_rows}")
             if not any(num_rows):
                 return x
-            arrived = self._exchange.dispatch(x, expert_ids, weights, num_rows)
-            partial = moe_experts_partial(arrived.rows, arrived.expert_ids, arrived.weights, experts, activation)
+            arrived = self._exchange.dispatch(x, expert_ids, weights, num_rows, self._tables[placed_layer])
+            partial = moe_experts_partial(arrived.rows, arrived.slots, arrived.weights, experts, activation)
             return self._exchange.combine(partial, arrived, num_rows).to(x.dtype)
 
         return dispatch
@@ -85,7 +101,7 @@ class ExpertParallel:
         for round_number in range(_WARM_UP_ROUNDS + _MEASURED_ROUNDS):
             for number, exchange in enumerate(self._exchanges.values()):
                 started = time.perf_counter()
-                arrived = exchange.dispatch(x, expert_ids, weights, num_rows)
+                arrived = exchange.dispatch(x, expert_ids, weights, num_rows, self._tables[0])
                 exchange.combine(arrived.rows.float(), arrived, num_rows)
                 if round_number >= _WARM_UP_ROUNDS:
                     seconds[0, number] += (time.perf_counter() - started) / _MEASURED_ROUNDS

@@ -2,7 +2,8 @@
 
 `dispatch` brings every row to the ranks that own some of its chosen experts, `combine` brings home what they made of
 it. Each rank sums, by weight, what its experts give to a row before it travels back; at home these parts are added in
-rank order, in fp32. So both shapes give the same bits, and a row's bits depend on no other row.
+rank order, in fp32. So both shapes give the same bits, and a row's bits depend on no other row: only on the placement
+and, where experts have replicas, on the row's home, which decides among them.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ import torch
 from torch import Tensor
 
 from experts.collectives import Collectives
-from experts.equal_shares import EqualShares
+from experts.slot_tables import SlotTables
 
 
 @dataclass(slots=True)
 class Arrived:
     """Rows [M, H] that this rank's experts are to compute, of all ranks in rank order.
 
-    expert_ids: [M, k] int64, numbers among this rank's experts, -1 for those of other ranks. weights: [M, k] fp32.
+    slots: [M, k] int64, this rank's expert slots, -1 for experts that other ranks compute. weights: [M, k] fp32.
     num_from[r] of the rows came from rank r; of_home[r] are the numbers of the rows of this rank that went to rank r.
     The last two are empty where their sizes are known otherwise.
     """
 
     rows: Tensor
-    expert_ids: Tensor
+    slots: Tensor
     weights: Tensor
     num_from: list[int] = field(default_factory=list)
     of_home: list[Tensor] = field(default_factory=list)
@@ -39,7 +40,9 @@ class Exchange(Protocol):
 
     num_rows_sent: int
 
-    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int]) -> Arrived:
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
+    ) -> Arrived:
         """x [T, H], expert_ids [T, k] int64, weights [T, k] fp32. `num_rows[r]` is the T of rank r, known to all."""
 
     def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
@@ -47,21 +50,22 @@ class Exchange(Protocol):
 
 
 class AllToAll:
-    """One row per (token, rank that owns at least one of its experts); how many is told beforehand, rank to rank."""
+    """One row per (token, rank that serves at least one of its experts); how many is told beforehand, rank to rank."""
 
-    def __init__(self, collectives: Collectives, placement: EqualShares) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._placement = placement
         self.num_rows_sent = 0
 
-    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int]) -> Arrived:
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
+    ) -> Arrived:
         me, num_ranks = self._collectives.rank, self._collectives.num_ranks
-        local = [self._placement.local_ids(expert_ids, rank) for rank in range(num_ranks)]
-        of_home = [(ids >= 0).any(1).nonzero().flatten() for ids in local]
+        slots = tables.slots_on_ranks(expert_ids)
+        of_home = [reached.nonzero().flatten() for reached in (slots >= 0).any(2)]
         num_to = [0 if rank == me else len(rows) for rank, rows in enumerate(of_home)]
         ones = [1] * num_ranks
         num_from = self._collectives.all_to_all(torch.tensor(num_to), ones, ones).tolist()
-        packed = [_pack(x[rows], local[rank][rows], weights[rows]) for rank, rows in enumerate(of_home) if rank != me]
+        packed = [_pack(x[rows], slots[rank][rows], weights[rows]) for rank, rows in enumerate(of_home) if rank != me]
         received = self._collectives.all_to_all(torch.cat(packed), num_to, num_from)
         self.num_rows_sent += sum(num_to)
         rows, ids, of_rows = _unpack(received, x, expert_ids.shape[1])
@@ -70,7 +74,7 @@ class AllToAll:
         num_from[me] = len(mine)
         return Arrived(
             torch.cat((rows[:before], x[mine], rows[before:])),
-            torch.cat((ids[:before], local[me][mine], ids[before:])),
+            torch.cat((ids[:before], slots[me][mine], ids[before:])),
             torch.cat((of_rows[:before], weights[mine], of_rows[before:])),
             num_from,
             of_home,
@@ -95,29 +99,31 @@ class AllToAll:
 class AllGather:
     """Every row goes to every rank, padded to the longest rank's number: all sizes are known from the plan."""
 
-    def __init__(self, collectives: Collectives, placement: EqualShares) -> None:
+    def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._placement = placement
         self.num_rows_sent = 0
 
-    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int]) -> Arrived:
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
+    ) -> Arrived:
         longest = max(num_rows)
         packed = _pack(x, expert_ids, weights)
         padded = packed.new_zeros((longest, packed.shape[1]))
         padded[: len(packed)] = packed
         self.num_rows_sent += longest * (self._collectives.num_ranks - 1)
         rows, ids, of_rows = _unpack(self._collectives.all_gather(padded), x, expert_ids.shape[1])
+        slots = tables.slots_here(ids)
         for rank, count in enumerate(num_rows):
-            ids[rank * longest + count : (rank + 1) * longest] = -1
-        return Arrived(rows, self._placement.local_ids(ids, self._collectives.rank), of_rows)
+            slots[rank * longest + count : (rank + 1) * longest] = -1
+        return Arrived(rows, slots, of_rows)
 
     def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
         return self._collectives.reduce_scatter(partial)[: num_rows[self._collectives.rank]]
 
 
-def _pack(x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """One row of bytes each, so that a row, its experts and their weights travel in one collective."""
-    parts = (x.contiguous(), weights.contiguous(), expert_ids.to(torch.int16))
+def _pack(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """One row of bytes each, so that a row, its experts (or slots) and their weights travel in one collective."""
+    parts = (x.contiguous(), weights.contiguous(), ids.to(torch.int16))
     return torch.cat([part.view(torch.uint8) for part in parts], 1)
 
 

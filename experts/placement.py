@@ -19,6 +19,8 @@ class PlacementError(ValueError):
 class Placement:
     """ranks[layer][expert]: the ranks that hold the expert, the first of them by default.
 
+    Layers are those that have experts, in the model's order.
+
     Every expert is somewhere, never twice on a rank, and within a layer all ranks hold equally many: their
     expert memory is one array. PlacementError otherwise.
     """
@@ -63,6 +65,17 @@ class Placement:
     def first_ranks(self) -> NDArray[np.int64]:
         """[L, E]: the first rank of each expert."""
         return np.array([[ranks[0] for ranks in experts] for experts in self.ranks], np.int64)
+
+    def slots_on(self, layer: int, rank: int) -> NDArray[np.int64]:
+        """[E]: the expert's slot among those on the rank, -1 where it is not there."""
+        slots = np.full(self.num_experts, -1, np.int64)
+        held = self.experts_on(layer, rank)
+        slots[list(held)] = np.arange(len(held))
+        return slots
+
+    def with_layer(self, layer: int, ranks: tuple[Ranks, ...]) -> Placement:
+        """The same but for one layer. ranks[expert]."""
+        return Placement(self.num_ranks, (*self.ranks[:layer], ranks, *self.ranks[layer + 1 :]))
 
     def destinations(self, layer: int) -> NDArray[np.int64]:
         """[R, E]: where a token at home on a rank is sent for an expert.

@@ -10,6 +10,7 @@ from launcher.errors import LaunchError
 from moeserve.config import ConfigError, ServeConfig
 
 _SHORTEST_TIMEOUT_OF_RANKS = 4.0
+_FOR_SEVERAL_RANKS = ("dispatch", "placement", "num_redundant_experts")
 
 
 def check_machine() -> None:
@@ -22,8 +23,12 @@ def check_machine() -> None:
 
 def check_settings(config: ServeConfig) -> None:
     """Raises ConfigError for settings that contradict each other."""
-    if config.dispatch != "auto" and config.expert_parallel_size == 1:
-        raise ConfigError(f"--dispatch {config.dispatch} needs --expert-parallel-size of at least 2.")
+    if config.expert_parallel_size == 1:
+        for name in _FOR_SEVERAL_RANKS:
+            value = getattr(config, name)
+            if value != getattr(ServeConfig, name):
+                flag = "--" + name.replace("_", "-")
+                raise ConfigError(f"{flag} {value} needs --expert-parallel-size of at least 2.")
     if config.expert_parallel_size > 1 and config.engine_timeout < _SHORTEST_TIMEOUT_OF_RANKS:
         raise ConfigError(
             f"--engine-timeout {config.engine_timeout:g} is too short to tell which of several ranks hangs: "

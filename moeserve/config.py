@@ -55,6 +55,16 @@ class ServeConfig:
         group="Model",
         choices=("auto", "allgather", "alltoall"),
     )
+    placement: str = setting(
+        "contiguous",
+        "Which ranks hold which experts; the last three learn it from the statistics.",
+        group="Model",
+        choices=("contiguous", "round-robin", "balanced", "coactivation", "affinity"),
+    )
+    num_redundant_experts: int = setting(
+        0, "Replicas per layer, of its busiest experts; each rank holds equally many.", group="Model", minimum=0
+    )
+    expert_statistics: str | None = setting(None, "File of what the gates chose, to place experts by.", group="Model")
     max_model_len: int | None = setting(None, "Longest prompt plus output, in tokens.", group="Model", minimum=1)
     seed: int = setting(0, "Base of the seeds drawn for requests that bring none.", group="Model", minimum=0)
     block_size: int = setting(16, "Tokens per KV block.", group="Memory and scheduling", minimum=1, maximum=1024)

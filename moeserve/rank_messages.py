@@ -21,11 +21,15 @@ class Joined(Message):
 
 
 class Setup(Message):
-    """What rank 0 decided for all: `pid` is its own process, the blocks are those of each rank."""
+    """What rank 0 decided for all: `pid` is its own process, the blocks are those of each rank.
+
+    placement[layer][expert]: the ranks that hold the expert (`experts.placement`).
+    """
 
     pid: int
     num_blocks: int
     max_model_len: int
+    placement: tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class Loaded(Message):

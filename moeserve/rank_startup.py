@@ -12,8 +12,8 @@ import zmq
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.equal_shares import EqualShares
 from experts.errors import CollectiveError
+from experts.placement import Placement
 from moeserve.config import ServeConfig
 from moeserve.kv_budget import KvBudget
 from moeserve.plan_codec import decode_plan
@@ -54,12 +54,13 @@ def _run_first(
     context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], report: Report, stop: threading.Event
 ) -> None:
     plan = plan_model(Path(context.model_dir), context.config)
+    assert plan.placement is not None
     hub = RankHub(sockets, context)
     try:
         if not hub.gather(Joined, stop):
             return
         for rank in hub.others:
-            hub.send(rank, Setup(os.getpid(), plan.kv.num_blocks, plan.kv.max_model_len))
+            hub.send(rank, Setup(os.getpid(), plan.kv.num_blocks, plan.kv.max_model_len, plan.placement.ranks))
         member = _Member(context, 0, plan, report)
         if not hub.gather(Loaded, stop):
             return
@@ -94,7 +95,8 @@ def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], ran
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         link.watch(setup.pid)
         spec, dtype = read_spec(Path(context.model_dir), context.config)
-        plan = ModelPlan(spec, dtype, KvBudget(setup.num_blocks, setup.max_model_len), weights_bytes=0)
+        placement = Placement(context.config.expert_parallel_size, setup.placement)
+        plan = ModelPlan(spec, dtype, KvBudget(setup.num_blocks, setup.max_model_len), 0, placement)
         member = _Member(context, rank, plan, lambda _: None)
         link.send(Loaded(rank))
         if isinstance(link.receive(), Start):
@@ -133,17 +135,19 @@ class _Member:
         config = context.config
         num_ranks = config.expert_parallel_size
         assert plan.spec.moe is not None
+        assert plan.placement is not None
         self._config = config
         self._moe = plan.spec.moe
         self.collectives = Collectives(rank, num_ranks, context.rendezvous, _collective_timeout(config))
-        placement = EqualShares(self._moe.num_experts, num_ranks)
-        self.experts = ExpertParallel(self.collectives, placement, last_layer=plan.spec.num_layers - 1)
+        self.experts = ExpertParallel(
+            self.collectives, plan.placement, plan.spec.moe_layers, last_layer=plan.spec.num_layers - 1
+        )
         self.model: LoadedModel = load_model(
             Path(context.model_dir),
             config,
             report,
             plan=plan,
-            owned=owned_experts(plan.spec, num_ranks)(rank),
+            owned=owned_experts(plan.spec, plan.placement, rank),
             dispatch_of=self.experts.dispatch_of,
         )
 

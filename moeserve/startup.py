@@ -13,11 +13,12 @@ import structlog
 import torch
 import zmq
 
-from experts.equal_shares import EqualShares
+from experts.placement import Placement
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
 from moeserve.executor import Executor, LocalExecutor
+from moeserve.expert_placement import plan_placement
 from moeserve.kv_budget import KvBudget, plan_kv
 from moeserve.kv_pool import KVPool, kv_block_bytes
 from moeserve.memory import available_bytes
@@ -42,12 +43,16 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """What will be loaded. `kv` is the memory of each rank, `weights_bytes` are those of all ranks together."""
+    """What will be loaded. `kv` is the memory of each rank, `weights_bytes` are those of all ranks together.
+
+    placement: which ranks hold which experts, None where one rank holds all.
+    """
 
     spec: DecoderSpec
     dtype: torch.dtype
     kv: KvBudget
     weights_bytes: int
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +133,12 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     """Reads the configuration and shares out the memory that is free now, before any rank takes some."""
     spec, dtype = read_spec(directory, config)
     num_ranks = config.expert_parallel_size
-    owned = None if num_ranks == 1 else owned_experts(spec, num_ranks)
-    of_rank = [weights_num_bytes(spec, dtype.itemsize, owned and owned(rank)) for rank in range(num_ranks)]
-    weights_bytes = sum(of_rank)
+    placement: Placement | None = None
+    owned: list[OwnedExperts | None] = [None]
+    if num_ranks > 1:
+        placement = plan_placement(directory, spec, config)
+        owned = [owned_experts(spec, placement, rank) for rank in range(num_ranks)]
+    weights_bytes = sum(weights_num_bytes(spec, dtype.itemsize, of_rank) for of_rank in owned)
     name = str(dtype).removeprefix("torch.")
     free = available_bytes()
     if weights_bytes > free:
@@ -146,18 +154,13 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
         model_max_len=spec.max_position,
         max_model_len=config.max_model_len,
     )
-    return ModelPlan(spec, dtype, kv, weights_bytes)
+    return ModelPlan(spec, dtype, kv, weights_bytes, placement)
 
 
-def owned_experts(spec: DecoderSpec, num_ranks: int) -> Callable[[int], OwnedExperts]:
-    """Which experts each rank loads: `owned_experts(...)(rank)(layer)`. Raises ConfigError if they cannot be shared."""
-    if spec.moe is None:
-        raise ConfigError(f"--expert-parallel-size {num_ranks}: a {spec.model_type} model has no experts to share.")
-    try:
-        placement = EqualShares(spec.moe.num_experts, num_ranks)
-    except ValueError as error:
-        raise ConfigError(f"--expert-parallel-size {num_ranks}: {error}.") from None
-    return lambda rank: lambda _: placement.owned(rank)
+def owned_experts(spec: DecoderSpec, placement: Placement, rank: int) -> OwnedExperts:
+    """The experts that a rank loads, by layer of the decoder."""
+    placed_layer = {layer: number for number, layer in enumerate(spec.moe_layers)}
+    return lambda layer: placement.experts_on(placed_layer[layer], rank)
 
 
 def load_model(

@@ -132,6 +132,11 @@ class DecoderSpec:
         return len(self.sparse_layers)
 
     @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layers that have experts."""
+        return tuple(layer for layer, sparse in enumerate(self.sparse_layers) if sparse)
+
+    @property
     def kv_layers(self) -> tuple[KvLayerSpec, ...]:
         attention = self.attention
         if isinstance(attention, MlaSpec):

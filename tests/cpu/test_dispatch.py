@@ -21,20 +21,17 @@ def test_a_service_of_one_rank_loads_nothing_of_this() -> None:
     assert said.split() == ["[]", "False"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_both_shapes_agree_with_local_experts_and_with_each_other(tmp_path: Path, num_ranks: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "num_redundant", "dtype"),
+    [(2, 0, "float32"), (3, 0, "bfloat16"), (2, 4, "bfloat16"), (3, 6, "float32"), (4, 4, "float32")],
+)
+def test_both_shapes_agree_with_local_experts_and_with_each_other(
+    tmp_path: Path, num_ranks: int, num_redundant: int, dtype: str
+) -> None:
+    sizes = [str(num_ranks), str(num_redundant), dtype, str(tmp_path / "s")]
     ranks = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.support.dispatch_rank",
-                str(rank),
-                str(num_ranks),
-                dtype,
-                str(tmp_path / "s"),
-            ],
+            [sys.executable, "-m", "tests.support.dispatch_rank", str(rank), *sizes],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,22 +1,24 @@
-"""One rank of a dispatch test: `python -m tests.support.dispatch_rank RANK NUM_RANKS DTYPE RENDEZVOUS`."""
+"""One rank of a dispatch test: `python -m tests.support.dispatch_rank RANK RANKS REDUNDANT DTYPE RENDEZVOUS`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.equal_shares import EqualShares
+from experts.load_balance import load_balanced
+from experts.placement import Placement, contiguous
 from kernels.activation import Activation
 from kernels.moe_gemm import moe_experts, pack_experts
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 12, 32, 24, 3
 # Rows of each rank and step; the last layer of a step computes the first half of them.
-STEPS = [[5, 9, 1], [0, 7, 2], [3, 0, 0], [0, 0, 0], [1, 1, 1], [40, 2, 0]]
+STEPS = [[5, 9, 1, 2], [0, 7, 2, 0], [3, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1], [40, 2, 0, 4]]
 
 
 def make_inputs(step: int, rank: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,18 +30,27 @@ def make_inputs(step: int, rank: int, num_rows: int, dtype: torch.dtype) -> tupl
     return x, ids, weights
 
 
+def make_placement(num_ranks: int, num_redundant: int) -> Placement:
+    """Of two layers."""
+    if not num_redundant:
+        return contiguous(2, NUM_EXPERTS, num_ranks)
+    load = np.random.default_rng(0).random((2, NUM_EXPERTS)) ** 3
+    return load_balanced(load, num_ranks, num_redundant=num_redundant)
+
+
 def main() -> None:
-    rank, num_ranks, dtype = int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3])
+    rank, num_ranks, num_redundant = map(int, sys.argv[1:4])
+    dtype = getattr(torch, sys.argv[4])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     gate_up = torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN).div(8).to(dtype)
     down = torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE).div(8).to(dtype)
     everything = pack_experts(gate_up, down)
-    placement = EqualShares(NUM_EXPERTS, num_ranks)
-    owned = list(placement.owned(rank))
-    own = pack_experts(gate_up[owned], down[owned])
-    collectives = Collectives(rank, num_ranks, Path(sys.argv[4]), timeout=30)
-    experts = ExpertParallel(collectives, placement, last_layer=1)
+    placement = make_placement(num_ranks, num_redundant)
+    held = [list(placement.experts_on(layer, rank)) for layer in range(2)]
+    own = [pack_experts(gate_up[here], down[here]) for here in held]
+    collectives = Collectives(rank, num_ranks, Path(sys.argv[5]), timeout=30)
+    experts = ExpertParallel(collectives, placement, [0, 1], last_layer=1)
     first, last = experts.dispatch_of(0), experts.dispatch_of(1)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     assert set(experts.measure(HIDDEN, TOP_K, dtype)) == {"allgather", "alltoall"}
@@ -51,17 +62,17 @@ def main() -> None:
             num_rows = all_rows[:num_ranks]
             num_last = [count // 2 for count in num_rows]
             experts.begin_step(num_rows, num_last)
-            for dispatch, counts in ((first, num_rows), (last, num_last)):
+            for layer, (dispatch, counts) in enumerate(((first, num_rows), (last, num_last))):
                 x, ids, weights = make_inputs(step, rank, counts[rank], dtype)
                 before = x.clone()
-                out = dispatch(x, ids, weights, own, Activation())
+                out = dispatch(x, ids, weights, own[layer], Activation())
                 outputs.append(out)
                 assert out.dtype == dtype
                 assert torch.equal(x, before)
                 if len(x):
                     local = moe_experts(x, ids, weights, everything, Activation())
                     torch.testing.assert_close(out, local, atol=tolerance, rtol=tolerance)
-                owners = ids // placement.per_rank
+                owners = placement.destinations(layer)[rank][ids]
                 if shape == "alltoall":
                     wanted_rows_sent += sum(len(set(row) - {rank}) for row in owners.tolist())
                 else:

@@ -1,0 +1,43 @@
+"""A layer's placement as the tables that dispatch looks experts up in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experts.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTables:
+    """What rank `here` has to know of a layer's placement; both [R, E] int64, -1 for "not there".
+
+    to_ranks[r, e]: the slot on rank r that serves expert e for tokens at home here.
+    from_homes[h, e]: the slot here that serves expert e for tokens at home on rank h.
+    """
+
+    to_ranks: Tensor
+    from_homes: Tensor
+
+    @classmethod
+    def of(cls, placement: Placement, layer: int, here: int) -> SlotTables:
+        destinations = placement.destinations(layer)
+        ranks = range(placement.num_ranks)
+        slots = np.stack([placement.slots_on(layer, rank) for rank in ranks])
+        served = destinations[here] == np.arange(placement.num_ranks)[:, None]
+        return cls(
+            torch.from_numpy(np.where(served, slots, -1)),
+            torch.from_numpy(np.where(destinations == here, slots[here], -1)),
+        )
+
+    def slots_on_ranks(self, expert_ids: Tensor) -> Tensor:
+        """Ids [T, k] of tokens at home here -> [R, T, k]."""
+        return self.to_ranks[:, expert_ids]
+
+    def slots_here(self, expert_ids: Tensor) -> Tensor:
+        """Ids [R * T, k], T tokens of each home in rank order -> [R * T, k]."""
+        of_homes = expert_ids.view(len(self.from_homes), -1)
+        return self.from_homes.gather(1, of_homes).view(expert_ids.shape)
