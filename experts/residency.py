@@ -91,6 +91,10 @@ class LayerResidency:
         """The experts that are ready, in ascending order."""
         return sorted(slot.expert for slot in self._slots if slot.state is SlotState.READY)
 
+    def loading(self) -> list[int]:
+        """The experts that are on their way into a slot, in ascending order."""
+        return sorted(slot.expert for slot in self._slots if slot.state is SlotState.LOADING)
+
     def access(self, experts: Iterable[int]) -> Access:
         """Decides one event at once: what is there, what is missing, who makes room. Members are never victims.
 
