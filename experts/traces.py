@@ -7,6 +7,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from experts.prediction import Tap
+
+
+@dataclass(frozen=True, slots=True)
+class GateGuesses:
+    """What the gates of layers further on said of earlier states. logits: [L - distance, T, E] float, by layer of the
+    state: those of layer l are the gate of l + distance."""
+
+    tap: Tap
+    distance: int
+    logits: NDArray[np.floating]
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingTrace:
@@ -14,7 +26,7 @@ class RoutingTrace:
 
     ids: [L, T, k] uint16, distinct experts of a token, the gate's first choice first. requests: [T] int32.
     token_ids: [T] int32. families: [T] int32, requests that begin alike (an agent and its system prompt), which a
-    scheduler that looks for cached prefixes sends to the same rank.
+    scheduler that looks for cached prefixes sends to the same rank. guesses: of any taps and distances, or none.
     """
 
     num_experts: int
@@ -22,12 +34,17 @@ class RoutingTrace:
     requests: NDArray[np.int32]
     token_ids: NDArray[np.int32]
     families: NDArray[np.int32]
+    guesses: tuple[GateGuesses, ...] = ()
 
     def __post_init__(self) -> None:
         num_tokens = self.ids.shape[1] if self.ids.ndim == 3 else -1
         for name in ("requests", "token_ids", "families"):
             if getattr(self, name).shape != (num_tokens,):
                 raise ValueError(f"ids are {list(self.ids.shape)}, {name} {list(getattr(self, name).shape)}")
+        for guesses in self.guesses:
+            expected = (len(self.ids) - guesses.distance, num_tokens, self.num_experts)
+            if guesses.logits.shape != expected:
+                raise ValueError(f"gate logits are {list(guesses.logits.shape)}, expected {list(expected)}")
 
     def select(self, tokens: NDArray[np.bool_]) -> RoutingTrace:
         """The tokens of a mask [T]."""
@@ -37,6 +54,7 @@ class RoutingTrace:
             requests=self.requests[tokens],
             token_ids=self.token_ids[tokens],
             families=self.families[tokens],
+            guesses=tuple(replace(guesses, logits=guesses.logits[:, tokens]) for guesses in self.guesses),
         )
 
     def split(self) -> tuple[RoutingTrace, RoutingTrace]:
@@ -69,7 +87,7 @@ class RoutingTrace:
 
 
 def uniform_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
-    """The same tokens, each choosing any k experts."""
+    """The same tokens, each choosing any k experts. What gates guessed stays, and means nothing."""
     num_layers, num_tokens, top_k = trace.ids.shape
     random = np.random.default_rng(seed)
     ids = np.empty_like(trace.ids)
@@ -79,7 +97,10 @@ def uniform_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
 
 
 def shuffled_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
-    """Each choice of each layer shuffled over all tokens by itself: loads stay, and nothing goes together any more."""
+    """Each choice of each layer shuffled over all tokens by itself: loads stay, and nothing goes together any more.
+
+    What gates guessed stays with its token, and means nothing.
+    """
     random = np.random.default_rng(seed)
     ids = trace.ids.copy()
     for layer in ids:

@@ -1,8 +1,12 @@
 """Synthetic traces, their controls, and the figures they are tuned to."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from experts.prediction import Tap
 from experts.synthetic import MIXTRAL_LIKE, SPARSE, SyntheticSpec, synthetic_trace
 from experts.trace_figures import (
     adjacent_jaccard,
@@ -13,7 +17,8 @@ from experts.trace_figures import (
     transition_lookup,
     union_size,
 )
-from experts.traces import RoutingTrace, shuffled_control, uniform_control
+from experts.trace_file import TraceError, load_trace, save_trace
+from experts.traces import GateGuesses, RoutingTrace, shuffled_control, uniform_control
 
 
 def trace_of(*tokens, requests=None, num_experts=8):
@@ -83,3 +88,46 @@ def test_the_fitted_exponent_is_that_of_the_loads():
     ids = random.choice(8, (1, 50_000, 1), p=weights / weights.sum()).astype(np.uint16)
     trace = RoutingTrace(8, ids, *[np.zeros(50_000, np.int32)] * 3)
     assert load_exponent(trace) == pytest.approx(0.7, abs=0.02)
+
+
+def guessed(trace):
+    logits = np.random.default_rng(0).standard_normal((len(trace.ids) - 2, trace.ids.shape[1], trace.num_experts))
+    return replace(trace, guesses=(GateGuesses(Tap.LATE, 2, logits.astype(np.float16)),))
+
+
+def test_what_gates_guessed_stays_with_its_token():
+    trace = guessed(synthetic_trace(SyntheticSpec(4, 8, 2), 2, 3, 0))
+    held_out = trace.split()[1]
+    assert (held_out.guesses[0].logits == trace.guesses[0].logits[:, 3:]).all()
+    with pytest.raises(ValueError, match="gate logits"):
+        replace(trace, guesses=(replace(trace.guesses[0], distance=1),))
+
+
+def test_a_trace_comes_back_from_its_file(tmp_path):
+    trace = guessed(synthetic_trace(SyntheticSpec(4, 8, 2), 2, 3, 0))
+    save_trace(tmp_path / "trace", trace)
+    again = load_trace(tmp_path / "trace")
+    assert [path.name for path in tmp_path.iterdir()] == ["trace"]
+    assert again.num_experts == 8
+    for name in ("ids", "requests", "token_ids", "families"):
+        assert (getattr(again, name) == getattr(trace, name)).all()
+    assert (again.guesses[0].tap, again.guesses[0].distance) == (Tap.LATE, 2)
+    assert (again.guesses[0].logits == trace.guesses[0].logits).all()
+
+
+def test_a_file_that_is_no_trace_is_named(tmp_path):
+    path = tmp_path / "trace"
+    with pytest.raises(TraceError, match="There is no trace file"):
+        load_trace(path)
+    save_trace(path, trace_of([0, 1], [2, 2]))
+    with pytest.raises(TraceError, match="chooses an expert twice"):
+        load_trace(path)
+    save_trace(path, trace_of([0, 9]))
+    with pytest.raises(TraceError, match="outside 0 … 7"):
+        load_trace(path)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(TraceError, match="is torn"):
+        load_trace(path)
+    save_file({"ids": np.zeros(1)}, path)
+    with pytest.raises(TraceError, match="no routing trace"):
+        load_trace(path)
