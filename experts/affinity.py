@@ -36,14 +36,15 @@ class Affinity:
     def __init__(
         self,
         load: Float,
-        pair_load: Float,
         transitions: Mapping[int, Float],
         top_k: int,
         pseudo_counts: float | None = None,
     ) -> None:
-        """load, pair_load: [L, E]; transitions[d]: [L - d, E, E], all in tokens, as `RoutingStatistics` has them.
+        """load: [L, E]; transitions[d]: [L - d, E, E], both in tokens, as `RoutingStatistics` has them.
 
-        pseudo_counts: tokens that the prior is worth, E / 4 by default.
+        A token counts for a pair of layers only if both computed it: with k choices in the second one, a row of
+        transitions sums to k times the tokens behind it. pseudo_counts: tokens that the prior is worth, by default
+        E / 4.
         """
         num_experts = load.shape[1]
         prior = np.float32(num_experts / 4 if pseudo_counts is None else pseudo_counts)
@@ -54,14 +55,14 @@ class Affinity:
         self._popularity: Float = (load + prior * uniform) / (tokens + prior)
         self._conditional = {
             distance: (counts + prior * self._popularity[distance:, None, :])
-            / (pair_load[: len(counts), :, None] + prior)
+            / (counts.sum(axis=2, keepdims=True) / np.float32(top_k) + prior)
             for distance, counts in transitions.items()
         }
 
     @classmethod
     def of(cls, statistics: RoutingStatistics, pseudo_counts: float | None = None) -> Affinity:
         transitions = {distance: statistics.transitions(distance) for distance in statistics.spec.distances()}
-        return cls(statistics.load(), statistics.pair_load(), transitions, statistics.spec.top_k, pseudo_counts)
+        return cls(statistics.load(), transitions, statistics.spec.top_k, pseudo_counts)
 
     def popularity(self) -> Float:
         """[L, E]: P(a token chooses the expert)."""

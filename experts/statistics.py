@@ -92,8 +92,9 @@ class RoutingStatistics:
     def update(self, routing: Ids, token_ids: Ids | None = None) -> None:
         """Counts one step.
 
-        routing: expert ids [L, T, k], distinct within a token. token_ids: [T], the tokens that were routed; without
-        them the table of first-layer experts stays as it is. ValueError for another shape or an unknown expert.
+        routing: expert ids [L, T, k], distinct within a token; -1 where a layer did not compute the token, which
+        is then not counted there. token_ids: [T], the tokens that were routed; without them the table of first-layer
+        experts stays as it is. ValueError for another shape or an unknown expert.
         """
         spec = self.spec
         if routing.ndim != 3 or routing.shape[0] != spec.num_layers or routing.shape[2] != spec.top_k:
@@ -102,12 +103,12 @@ class RoutingStatistics:
         if num_rows == 0:
             return
         ids = routing.astype(np.int64)
-        if ids.min() < 0 or ids.max() >= spec.num_experts:
+        if ids.min() < -1 or ids.max() >= spec.num_experts:
             raise ValueError(f"routing names an expert outside 0 … {spec.num_experts - 1}")
         if token_ids is not None and token_ids.shape != (num_rows,):
             raise ValueError(f"token_ids is {list(token_ids.shape)}, expected [{num_rows}]")
         self._grow_weight(num_rows)
-        _count(self._load, self._cells(ids), self._weight)
+        _count(self._load, self._cells(ids), self._weight, ids >= 0)
         sample = ids
         if num_rows > spec.max_rows_per_step:
             chosen = np.linspace(0, num_rows - 1, spec.max_rows_per_step).astype(np.int64)
@@ -134,7 +135,7 @@ class RoutingStatistics:
         return self._coactivation / np.float32(self._weight)
 
     def recent(self) -> NDArray[np.uint16]:
-        """[L, N, k]: the routing of up to `num_recent` sampled tokens, in no order."""
+        """[L, N, k]: the routing of up to `num_recent` sampled tokens that all layers computed, in no order."""
         return self._recent[:, : self._num_recent]
 
     def first_experts(self, token_id: int) -> Float | None:
@@ -209,14 +210,18 @@ class RoutingStatistics:
     def _count_pairs(self, routing: NDArray[np.int64], weight: float) -> None:
         cells = self._cells(routing)
         rows = cells * self.spec.num_experts
-        _count(self._pair_load, cells, weight)
-        _count(self._coactivation, rows[..., None] + routing[..., None, :], weight)
+        known = routing >= 0
+        _count(self._pair_load, cells, weight, known)
+        _count(self._coactivation, rows[..., None] + routing[..., None, :], weight, _both(known, known))
         for distance, table in self._transitions.items():
-            _count(table, rows[:-distance, ..., None] + routing[distance:, :, None, :], weight)
+            pairs = rows[:-distance, ..., None] + routing[distance:, :, None, :]
+            _count(table, pairs, weight, _both(known[:-distance], known[distance:]))
 
     def _keep_recent(self, routing: NDArray[np.int64]) -> None:
         size = self.spec.num_recent
-        routing = routing[:, -size:]
+        routing = routing[:, (routing >= 0).all(axis=(0, 2))][:, -size:]
+        if not routing.shape[1]:
+            return
         positions = (self._recent_at + np.arange(routing.shape[1])) % size
         self._recent[:, positions] = routing
         self._recent_at = int(positions[-1] + 1) % size
@@ -228,9 +233,10 @@ class RoutingStatistics:
         wanted: list[int] = known.tolist()
         self._make_room([token for token in wanted if token not in self._token_row], keep=set(wanted))
         rows = np.fromiter((self._token_row[token] for token in wanted), np.int64, len(wanted))
-        _count(self._token_seen, rows[inverse], self._weight)
-        cells = rows[inverse][:, None] * self.spec.num_experts + first[: len(inverse)]
-        _count(self._token_counts, cells, self._weight)
+        _count(self._token_seen, rows[inverse], self._weight, first[: len(inverse), 0] >= 0)
+        first = first[: len(inverse)]
+        cells = rows[inverse][:, None] * self.spec.num_experts + first
+        _count(self._token_counts, cells, self._weight, first >= 0)
 
     def _make_room(self, new: list[int], keep: set[int]) -> None:
         """Gives every new token a row; those counted least leave."""
@@ -259,5 +265,10 @@ class RoutingStatistics:
         self._token_seen[: len(found)] = self._token_counts[: len(found)].sum(axis=1) / self.spec.top_k
 
 
-def _count(table: Float, cells: NDArray[np.int64], weight: float) -> None:
-    np.add.at(table.reshape(-1), cells.reshape(-1), np.float32(weight))
+def _both(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """[L, T, k, k] of two [L, T, k]."""
+    return first[..., None] & second[..., None, :]
+
+
+def _count(table: Float, cells: NDArray[np.int64], weight: float, known: NDArray[np.bool_]) -> None:
+    np.add.at(table.reshape(-1), cells[known], np.float32(weight))

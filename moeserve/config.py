@@ -64,7 +64,12 @@ class ServeConfig:
     num_redundant_experts: int = setting(
         0, "Replicas per layer, of its busiest experts; each rank holds equally many.", group="Model", minimum=0
     )
-    expert_statistics: str | None = setting(None, "File of what the gates chose, to place experts by.", group="Model")
+    record_experts: bool = setting(
+        True, "Gather which experts tokens choose, for `/v1/experts` and for placement.", group="Model"
+    )
+    expert_statistics: str | None = setting(
+        None, "File that these statistics begin with, if it is there, and are saved to.", group="Model"
+    )
     max_model_len: int | None = setting(None, "Longest prompt plus output, in tokens.", group="Model", minimum=1)
     seed: int = setting(0, "Base of the seeds drawn for requests that bring none.", group="Model", minimum=0)
     block_size: int = setting(16, "Tokens per KV block.", group="Memory and scheduling", minimum=1, maximum=1024)

@@ -85,7 +85,11 @@ class ChunkResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """One `ChunkResult` per chunk of the plan, in the plan's order."""
+    """One `ChunkResult` per chunk of the plan, in the plan's order.
+
+    `routing`: the experts that the gates chose for the plan's rows (`experts.step_routing`), if that is recorded.
+    """
 
     step: int
     chunks: list[ChunkResult]
+    routing: bytes | None = None

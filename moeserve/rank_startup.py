@@ -15,6 +15,7 @@ from experts.dispatch import ExpertParallel
 from experts.errors import CollectiveError
 from experts.placement import Placement
 from moeserve.config import ServeConfig
+from moeserve.expert_statistics import open_recording
 from moeserve.kv_budget import KvBudget
 from moeserve.plan_codec import decode_plan
 from moeserve.rank_hub import RankHub
@@ -31,8 +32,10 @@ from moeserve.startup import (
     owned_experts,
     plan_model,
     read_spec,
+    routing_tap,
     serve,
     step_budget,
+    tapped,
 )
 
 log = structlog.get_logger(__name__)
@@ -53,8 +56,10 @@ def run_rank(context: RunContext, rank: int, report: Report, stop: threading.Eve
 def _run_first(
     context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], report: Report, stop: threading.Event
 ) -> None:
-    plan = plan_model(Path(context.model_dir), context.config)
+    directory = Path(context.model_dir)
+    plan = plan_model(directory, context.config)
     assert plan.placement is not None
+    recording = open_recording(context.config, directory, plan.spec)
     hub = RankHub(sockets, context)
     try:
         if not hub.gather(Joined, stop):
@@ -68,13 +73,13 @@ def _run_first(
             hub.send(rank, Start())
         member.warm_up()
         executor = RankedExecutor(
-            member.model.runner,
+            member.runner,
             member.experts,
             hub,
             timeout=_collective_timeout(context.config),
             num_entered=lambda: member.collectives.num_entered,
         )
-        serve(context, member.model, executor, report, stop)
+        serve(context, member.model, executor, report, stop, recording)
         executor.close()
         member.collectives.close()
     except CollectiveError as error:
@@ -118,7 +123,7 @@ def _run_steps(
         while isinstance(step := link.receive(), Forward):
             beats.busy.set()
             member.experts.begin_step(step.num_rows, step.num_logit_rows)
-            result = member.model.runner.run(decode_plan(step.plan))
+            result = member.runner.run(decode_plan(step.plan))
             beats.busy.clear()
             link.send(RankResult(rank, encode_result(result)))
     except CollectiveError:
@@ -142,6 +147,7 @@ class _Member:
         self.experts = ExpertParallel(
             self.collectives, plan.placement, plan.spec.moe_layers, last_layer=plan.spec.num_layers - 1
         )
+        tap = routing_tap(plan.spec, config)
         self.model: LoadedModel = load_model(
             Path(context.model_dir),
             config,
@@ -149,7 +155,9 @@ class _Member:
             plan=plan,
             owned=owned_experts(plan.spec, plan.placement, rank),
             dispatch_of=self.experts.dispatch_of,
+            tap=tap,
         )
+        self.runner = tapped(self.model.runner, tap)
 
     def warm_up(self) -> None:
         """Takes the shape of dispatch that the settings name, or else the one that is faster here; then warms up."""

@@ -14,11 +14,14 @@ import torch
 import zmq
 
 from experts.placement import Placement
+from experts.routing_tap import RoutingTap
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
-from moeserve.executor import Executor, LocalExecutor
+from moeserve.executor import Executor, LocalExecutor, Runner
 from moeserve.expert_placement import plan_placement
+from moeserve.expert_recording import RecordingExecutor, TappedRunner
+from moeserve.expert_statistics import ExpertRecording, open_recording
 from moeserve.kv_budget import KvBudget, plan_kv
 from moeserve.kv_pool import KVPool, kv_block_bytes
 from moeserve.memory import available_bytes
@@ -73,13 +76,40 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
 
     Raises ModelError or ConfigError, one sentence each, for what cannot be served.
     """
-    model = load_model(Path(context.model_dir), context.config, report)
-    serve(context, model, LocalExecutor(model.runner), report, stop)
+    directory, config = Path(context.model_dir), context.config
+    plan = plan_model(directory, config)
+    recording = open_recording(config, directory, plan.spec)
+    tap = routing_tap(plan.spec, config)
+    model = load_model(directory, config, report, plan=plan, tap=tap)
+    serve(context, model, LocalExecutor(tapped(model.runner, tap)), report, stop, recording)
 
 
-def serve(context: RunContext, model: LoadedModel, executor: Executor, report: Report, stop: threading.Event) -> None:
-    """Runs the engine over an executor until `stop` is set; `model` is that of this process."""
+def routing_tap(spec: DecoderSpec, config: ServeConfig) -> RoutingTap | None:
+    """What hears the gates of this process, if routing is recorded."""
+    if spec.moe is None or not config.record_experts:
+        return None
+    return RoutingTap(spec.moe_layers, spec.moe.num_experts)
+
+
+def tapped(runner: Runner, tap: RoutingTap | None) -> Runner:
+    return runner if tap is None else TappedRunner(runner, tap)
+
+
+def serve(
+    context: RunContext,
+    model: LoadedModel,
+    executor: Executor,
+    report: Report,
+    stop: threading.Event,
+    recording: ExpertRecording | None,
+) -> None:
+    """Runs the engine over an executor until `stop` is set; `model` is that of this process.
+
+    recording: where the routing goes that the results carry. It is saved at the end.
+    """
     config = context.config
+    if recording is not None:
+        executor = RecordingExecutor(executor, recording.recorder, recording.shape)
     num_ranks = config.expert_parallel_size
     scheduler, caches = build_scheduler(config, model.kv)
     ready = EngineReady(
@@ -120,8 +150,17 @@ def serve(context: RunContext, model: LoadedModel, executor: Executor, report: R
         engine.run(stop)
     finally:
         heartbeat.stop()
+        if recording is not None:
+            _save(recording)
         socket.close()
         sockets.term()
+
+
+def _save(recording: ExpertRecording) -> None:
+    try:
+        recording.save()
+    except OSError as error:
+        log.error("expert_statistics_not_saved", file=str(recording.path), error=str(error))
 
 
 def read_spec(directory: Path, config: ServeConfig) -> tuple[DecoderSpec, torch.dtype]:
@@ -171,10 +210,12 @@ def load_model(
     plan: ModelPlan | None = None,
     owned: OwnedExperts | None = None,
     dispatch_of: DispatchOf | None = None,
+    tap: RoutingTap | None = None,
 ) -> LoadedModel:
     """Reads weights and takes KV memory, as planned or for a rank that is alone, which then warms up.
 
     owned, dispatch_of: see `load_decoder`. A rank of several warms up when all are loaded: they meet in each layer.
+    tap: hears what the gates choose.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -188,13 +229,14 @@ def load_model(
     def progress(done: int, total: int) -> None:
         report({"event": "loading", "done": done, "total": total, "stage": stage})
 
+    dispatch = dispatch_of or dispatch_here
     decoder = load_decoder(
         directory,
         spec,
         dtype=dtype,
         max_model_len=kv.max_model_len,
         owned_experts=owned,
-        dispatch_of=dispatch_of or dispatch_here,
+        dispatch_of=dispatch if tap is None else tap.around(dispatch),
         progress=progress,
     )
     runner = ModelRunner(decoder, KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype))

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from experts.statistics_file import load_statistics
+from moeserve.expert_placement import statistics_key
 from tests.support.service import Service, is_alive, service, wait_until
 from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
 from tests.support.tiny_model import write_model_dir
@@ -147,3 +149,15 @@ def test_experts_that_cannot_be_shared_are_refused_before_serving(
     assert refused.process.stdout is not None
     assert refused.process.stdout.read() == ""
     refused.process.stdout.close()
+
+
+def test_what_two_ranks_saw_is_saved_at_the_end(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("statistics") / "experts.safetensors"
+    with service(model, tmp_path_factory.mktemp("s"), *TWO, "--expert-statistics", str(file)) as running:
+        usage = [complete(running, prompt) for prompt in prompts()[:4]]
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 0
+    statistics = load_statistics(file, statistics_key(model))
+    computed = sum(len(prompt) + 23 - cached for prompt, (_, cached) in zip(prompts(), usage, strict=False))
+    spec = statistics.spec
+    assert statistics.load().sum(axis=1)[0] == pytest.approx(computed * spec.top_k, rel=0.01)

@@ -116,7 +116,7 @@ def test_a_frequent_token_outlives_rare_ones():
         (np.zeros((3, 2, TOP_K), np.int64), None),
         (np.zeros((LAYERS, 2, 3), np.int64), None),
         (np.full((LAYERS, 2, TOP_K), EXPERTS), None),
-        (np.full((LAYERS, 2, TOP_K), -1), None),
+        (np.full((LAYERS, 2, TOP_K), -2), None),
         (routing(2), np.array([1])),
     ],
 )

@@ -1,0 +1,61 @@
+"""Listens to what the gates choose, on the way from the gate to the experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from experts.moe_layer import Dispatch
+from kernels.activation import Activation
+from kernels.moe_gemm import PackedExperts, moe_experts
+
+
+class RoutingTap:
+    """Keeps the expert ids of the step that runs, one tensor per sparse layer. Used by one thread.
+
+    Within the step it only holds references, so nobody may write into ids that a gate has given out.
+    """
+
+    __slots__ = ("_chosen", "_narrow", "_place")
+
+    def __init__(self, sparse_layers: Sequence[int], num_experts: int) -> None:
+        """sparse_layers: numbers of the layers with experts, ascending."""
+        self._place = {layer: place for place, layer in enumerate(sparse_layers)}
+        self._chosen: list[Tensor | None] = [None] * len(sparse_layers)
+        self._narrow = torch.uint8 if num_experts <= 256 else torch.int16
+
+    def around(self, dispatch_of: Callable[[int], Dispatch]) -> Callable[[int], Dispatch]:
+        """The same dispatches, heard by this tap."""
+        return lambda layer: self._around_one(layer, dispatch_of(layer))
+
+    def begin(self) -> None:
+        """Forgets what was heard: a step begins."""
+        self._chosen = [None] * len(self._chosen)
+
+    def take(self) -> bytes:
+        """Ids of the step, layer after layer and row after row, k per row; see `step_routing.unpack`.
+
+        A layer has as many rows as it computed: the last one often fewer, or none.
+        """
+        heard = [ids.flatten() for ids in self._chosen if ids is not None]
+        self.begin()
+        if not heard:
+            return b""
+        data: bytes = torch.cat(heard).to(self._narrow).cpu().numpy().tobytes()
+        return data
+
+    def _around_one(self, layer: int, inner: Dispatch) -> Dispatch:
+        place = self._place[layer]
+        here_alone = inner is moe_experts
+
+        def dispatch(
+            x: Tensor, expert_ids: Tensor, weights: Tensor, experts: PackedExperts, activation: Activation
+        ) -> Tensor:
+            self._chosen[place] = expert_ids
+            if here_alone and not len(x):
+                return x
+            return inner(x, expert_ids, weights, experts, activation)
+
+        return dispatch

@@ -1,0 +1,77 @@
+"""A tap between gate and experts: it hears every choice and changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from experts.routing_tap import RoutingTap
+from experts.step_routing import RoutingShape, unpack
+from kernels.moe_gate import GateSpec, select_experts
+from moeserve.config import ServeConfig
+from moeserve.executor import LocalExecutor
+from moeserve.expert_recording import RecordingExecutor
+from moeserve.expert_statistics import open_recording
+from moeserve.llm import LLM
+from moeserve.models.weights import dispatch_here
+from moeserve.request import SamplingParams
+from moeserve.startup import load_model, plan_model, routing_tap, tapped
+from tests.support.checkpoints import TOKENS, load, logits_of, spec_of
+from tests.support.tiny_models import save
+
+CONFIG = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160, max_num_batched_tokens=8, max_num_seqs=4)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "glm4_moe", "qwen2_moe"])
+def test_logits_keep_their_bits_and_all_choices_are_heard(case: str, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    spec = spec_of(tmp_path)
+    moe = spec.moe
+    assert moe is not None
+    sparse = [layer for layer, is_sparse in enumerate(spec.sparse_layers) if is_sparse]
+    tap = RoutingTap(sparse, moe.num_experts)
+    assert torch.equal(logits_of(load(tmp_path, dispatch_of=tap.around(dispatch_here))), logits_of(load(tmp_path)))
+    top_k = moe.gate.top_k
+    heard = np.frombuffer(tap.take(), np.uint8)
+    assert len(heard) == len(sparse) * len(TOKENS) * top_k
+    assert tap.take() == b""
+    assert len({tuple(sorted(row)) for row in heard.reshape(-1, top_k).tolist()}) > 1
+    assert all(len(set(row)) == top_k and max(row) < moe.num_experts for row in heard.reshape(-1, top_k).tolist())
+
+
+def test_a_tap_hears_the_ids_that_the_gate_gave() -> None:
+    logits = torch.randn(5, 300)
+    ids, weights = select_experts(logits, GateSpec(4, renormalise=True))
+    tap = RoutingTap([2], 300)
+    seen = []
+    dispatch = tap.around(lambda layer: lambda x, i, w, e, a: seen.append((layer, i)) or x)(2)
+    assert dispatch(torch.zeros(5, 8), ids, weights, [], None) is not None  # type: ignore[arg-type]
+    assert seen[0][0] == 2
+    assert torch.equal(seen[0][1], ids)
+    shape = RoutingShape(1, 300, 4, last_is_sparse=False)
+    np.testing.assert_array_equal(unpack(tap.take(), shape, 5, [])[0], ids.numpy())
+
+
+def test_an_engine_that_records_gives_the_same_tokens_and_counts_every_row(tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    prompts = [[5 * n + i for i in range(9 + n)] for n in range(4)]
+    sampling = SamplingParams(max_tokens=6, temperature=0.0)
+    expected = [completion.token_ids for completion in LLM(tmp_path, CONFIG).generate(prompts, sampling)]
+
+    plan = plan_model(tmp_path, CONFIG)
+    tap, recording = routing_tap(plan.spec, CONFIG), open_recording(CONFIG, tmp_path, plan.spec)
+    assert tap is not None
+    assert recording is not None
+    model = load_model(tmp_path, CONFIG, lambda _: None, plan=plan, tap=tap)
+    heard = LLM(tmp_path, CONFIG)
+    executor = LocalExecutor(tapped(model.runner, tap))
+    heard.executor = RecordingExecutor(executor, recording.recorder, recording.shape)  # type: ignore[assignment]
+    assert [completion.token_ids for completion in heard.generate(prompts, sampling)] == expected
+    num_rows = sum(map(len, prompts)) + 4 * 5
+    load_of = recording.recorder.statistics().load().sum(axis=1) / 2
+    assert recording.recorder.num_tokens == num_rows
+    assert load_of[:-1] == pytest.approx([num_rows] * 2, rel=1e-2)
+    assert load_of[-1] == pytest.approx(4 * 6, rel=1e-2)

@@ -1,0 +1,187 @@
+"""From the bytes that a rank hears to statistics, and the executor that brings them together."""
+
+import json
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experts.recorder import RoutingRecorder
+from experts.statistics import RoutingStatistics, StatisticsSpec
+from experts.step_routing import NOT_COMPUTED, RoutingShape, unpack
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.expert_recording import RecordingExecutor, TappedRunner
+from moeserve.expert_statistics import open_recording, routing_shape
+from moeserve.models.families import build_spec
+from moeserve.plan import Chunk, StepPlan, StepResult
+from moeserve.request import SamplingParams
+
+LAYERS, EXPERTS, TOP_K = 3, 6, 2
+SPEC = StatisticsSpec(LAYERS, EXPERTS, TOP_K)
+SHAPE = RoutingShape(LAYERS, EXPERTS, TOP_K)
+
+
+def routing(num_tokens: int, seed: int = 0) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    return random.random((LAYERS, num_tokens, EXPERTS)).argsort(axis=2)[..., :TOP_K].astype(np.int16)
+
+
+def as_heard(ids: np.ndarray, logit_rows: list[int], dtype: type = np.uint8) -> bytes:
+    """What a tap gives when the last layer computes only some rows."""
+    return np.concatenate([ids[:-1].reshape(-1), ids[-1, logit_rows].reshape(-1)]).astype(dtype).tobytes()
+
+
+def chunk(token_ids: list[int], *, draws: bool) -> Chunk:
+    return Chunk("r", array("i", token_ids), 0, array("i", [0]), SamplingParams(max_tokens=4) if draws else None)
+
+
+def test_rows_that_the_last_layer_left_out_are_marked():
+    ids = routing(4)
+    found = unpack(as_heard(ids, [1, 3]), SHAPE, 4, [1, 3])
+    np.testing.assert_array_equal(found[:-1], ids[:-1])
+    np.testing.assert_array_equal(found[-1, [1, 3]], ids[-1, [1, 3]])
+    assert (found[-1, [0, 2]] == NOT_COMPUTED).all()
+
+
+def test_many_experts_and_a_dense_last_layer():
+    ids = np.array([[[299, 0]], [[3, 258]]], np.int16)
+    found = unpack(ids.tobytes(), RoutingShape(2, 300, 2, last_is_sparse=False), 1, [])
+    np.testing.assert_array_equal(found, ids)
+
+
+def test_bytes_of_another_number_of_rows_are_refused():
+    with pytest.raises(ValueError, match="20 expert ids where 18 belong"):
+        unpack(bytes(20), SHAPE, 3, [0, 1, 2])
+
+
+def test_steps_counted_together_are_counted_like_one_by_one():
+    recorder, plain = RoutingRecorder(RoutingStatistics(SPEC)), RoutingStatistics(SPEC)
+    for step in range(50):
+        ids, tokens = routing(3, step), [step % 5, 7, 8]
+        recorder.add(ids, tokens)
+        plain.update(ids, np.array(tokens))
+    gathered = recorder.statistics()
+    assert recorder.num_tokens == 150
+    for name, table in plain.tables().items():
+        if name != "token_ids":
+            np.testing.assert_allclose(np.sort(gathered.tables()[name].ravel()), np.sort(table.ravel()), rtol=1e-2)
+    np.testing.assert_allclose(gathered.load(), plain.load(), rtol=1e-2)
+
+
+def test_a_row_that_a_layer_left_out_counts_in_the_other_layers_only():
+    ids = routing(2)
+    ids[-1, 0] = NOT_COMPUTED
+    statistics = RoutingStatistics(StatisticsSpec(LAYERS, EXPERTS, TOP_K, half_life=10**12))
+    statistics.update(ids, np.array([4, 5]))
+    assert statistics.load().sum(axis=1).tolist() == [4, 4, 2]
+    assert statistics.coactivation().sum(axis=(1, 2)).tolist() == [8, 8, 4]
+    assert statistics.transitions(1).sum(axis=(1, 2)).tolist() == [8, 4]
+    assert statistics.transitions(2).sum() == 4
+    np.testing.assert_array_equal(statistics.recent()[:, 0], ids[:, 1])
+    assert statistics.recent().shape[1] == 1
+
+
+class Ranks:
+    """An executor whose ranks answer with given routing."""
+
+    def __init__(self, heard: list[bytes | None]) -> None:
+        self.heard = heard
+
+    def run(self, plans: list[StepPlan]) -> list[StepResult]:
+        return [StepResult(plan.step, [], routing) for plan, routing in zip(plans, self.heard, strict=True)]
+
+    def check(self) -> None: ...
+
+
+def test_the_routing_of_all_ranks_is_counted_with_its_tokens():
+    first, second = routing(3, 1), routing(1, 2)
+    plans = [
+        StepPlan(1, [chunk([4, 5], draws=False), chunk([6], draws=True)]),
+        StepPlan(1, []),
+        StepPlan(1, [chunk([9], draws=True)]),
+    ]
+    recorder = RoutingRecorder(RoutingStatistics(SPEC))
+    RecordingExecutor(Ranks([as_heard(first, [2]), b"", as_heard(second, [0])]), recorder, SHAPE).run(plans)
+    statistics = recorder.statistics()
+    assert statistics.load().sum(axis=1) == pytest.approx([8, 8, 4], rel=1e-3)
+    for token_id, chosen in ((4, first[0, 0]), (9, second[0, 0])):
+        found = statistics.first_experts(token_id)
+        assert found is not None
+        assert sorted(np.flatnonzero(found)) == sorted(chosen)
+
+
+def test_a_runner_with_a_tap_gives_what_was_heard_in_that_step():
+    class Tap:
+        heard = b"before"
+
+        def begin(self) -> None:
+            self.heard = b""
+
+        def take(self) -> bytes:
+            return self.heard
+
+    class Runner:
+        def run(self, plan: StepPlan) -> StepResult:
+            tap.heard += b"now"
+            return StepResult(plan.step, [])
+
+    tap = Tap()
+    assert TappedRunner(Runner(), tap).run(StepPlan(7, [])).routing == b"now"
+
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": TOP_K,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def model(folder: Path, **changes: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(MIXTRAL | changes))
+    return folder
+
+
+def test_a_file_is_saved_and_begun_with_again(tmp_path: Path):
+    folder, spec = model(tmp_path), build_spec(MIXTRAL)
+    config = ServeConfig(expert_statistics=str(tmp_path / "experts.safetensors"))
+    recording = open_recording(config, folder, spec)
+    assert recording is not None
+    assert recording.shape == routing_shape(spec) == SHAPE
+    recording.recorder.add(routing(5), [1, 2, 3, 4, 5])
+    recording.save()
+    again = open_recording(config, folder, spec)
+    assert again is not None
+    np.testing.assert_allclose(again.recorder.statistics().load(), recording.recorder.statistics().load(), rtol=1e-6)
+
+
+def test_nothing_is_recorded_where_that_is_switched_off_or_there_are_no_experts(tmp_path: Path):
+    dense = build_spec(MIXTRAL | {"model_type": "llama"})
+    assert open_recording(ServeConfig(), model(tmp_path), dense) is None
+    assert open_recording(ServeConfig(record_experts=False), tmp_path, build_spec(MIXTRAL)) is None
+
+
+def test_statistics_that_cannot_serve_are_one_sentence(tmp_path: Path):
+    path = tmp_path / "experts.safetensors"
+    config = ServeConfig(expert_statistics=str(path))
+    folder, spec = model(tmp_path), build_spec(MIXTRAL)
+    with pytest.raises(ConfigError, match="this model has no experts"):
+        open_recording(config, folder, build_spec(MIXTRAL | {"model_type": "llama"}))
+    with pytest.raises(ConfigError, match="there is no folder"):
+        open_recording(ServeConfig(expert_statistics=str(tmp_path / "no" / "x")), folder, spec)
+    recording = open_recording(config, folder, spec)
+    assert recording is not None
+    recording.save()
+    with pytest.raises(ConfigError, match="gathered from another model"):
+        open_recording(config, model(tmp_path, hidden_size=128), spec)
+    path.write_bytes(b"torn")
+    with pytest.raises(ConfigError, match="torn"):
+        open_recording(config, folder, spec)
