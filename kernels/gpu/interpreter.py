@@ -2,7 +2,8 @@
 
 The interpreter keeps bf16 as uint16 and computes with the bit patterns: dots and sums of bf16 are garbage, and casts
 from fp32 truncate. Here casts round to nearest as on a GPU, dots widen their bf16 operands first, and bf16 arithmetic
-outside a dot, which no kernel should do, is an error instead of noise. Casts to and from fp8 e4m3 go through torch.
+outside a dot, which no kernel should do, is an error instead of noise. Casts to and from fp8 e4m3 go through torch. A
+scalar comparison may be part of a mask.
 
 These are names inside Triton: `mend_interpreter` refuses a Triton that lacks them.
 """
@@ -49,7 +50,10 @@ def mend_interpreter() -> None:
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         if tl.bfloat16 in (lhs.dtype.scalar, rhs.dtype.scalar):
             raise TypeError("bf16 arithmetic outside a dot: convert to fp32 first")
-        return plain_binary(self, lhs, rhs, op)
+        result = plain_binary(self, lhs, rhs, op)
+        if result.data.dtype == np.bool_:
+            result.dtype = tl.int1  # A comparison keeps its operands' dtype, and a scalar one broadcasts as integers.
+        return result
 
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp

@@ -30,6 +30,12 @@ def add_kernel(a, out, N: tl.constexpr):
     tl.store(out + places, values + values)
 
 
+@triton.jit
+def scalar_mask_kernel(flag, out, N: tl.constexpr):
+    places = tl.arange(0, N)
+    tl.store(out + places, places, mask=(places < 3) & (tl.load(flag) >= 0))
+
+
 def bits(values):
     return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[values.element_size()])
 
@@ -77,3 +83,10 @@ def test_bf16_arithmetic_outside_a_dot_is_refused():
     values = torch.ones(16, dtype=torch.bfloat16)
     with pytest.raises(Exception, match="bf16 arithmetic"):
         add_kernel[(1,)](values, torch.empty_like(values), 16)
+
+
+@pytest.mark.parametrize(("flag", "expected"), [(0, [0, 1, 2, 9]), (-1, [9, 9, 9, 9])])
+def test_a_scalar_comparison_may_be_part_of_a_mask(flag, expected):
+    out = torch.full((4,), 9, dtype=torch.int32)
+    scalar_mask_kernel[(1,)](torch.tensor([flag]), out, 4)
+    assert out.tolist() == expected

@@ -1,0 +1,311 @@
+"""Choosing tokens from logits on a GPU without sorting them.
+
+A draw at temperature T is the argmax of logits / T plus Gumbel noise (Gumbel, 1954), which comes from a counter-based
+generator (Philox 4x32-10; Salmon et al., 2011) keyed by the row's seed and counted by position and token: so it depends
+on seed and position alone, not on the batch. It is another stream than that of `kernels.sampling`, which inverts the
+distribution function: the two draw from the same distribution, but not the same tokens. Greedy tokens are the same.
+
+Filters become one threshold per row. The k-th largest logit, and the smallest logit of the nucleus, are found digit by
+digit of their bit pattern, eight passes of sixteen pivots each (radix selection). Tokens equal to the threshold are all
+kept, where sorting would cut between them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Both are part of the random stream: another unit draws other tokens.
+_LANES = 1024
+_UNIT = 4 * _LANES
+_SCAN = 512
+
+
+@triton.jit
+def _gumbel(word):
+    """Gumbel noise from 32 random bits. Small uniforms keep their precision: they make the largest values."""
+    uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    series = uniform * (1.0 + uniform * (0.5 + uniform * 0.3333333333))
+    exponential = tl.where(uniform < 1e-3, series, -tl.log(1.0 - uniform))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _pick_kernel(
+    logits,
+    temperatures,
+    thresholds,
+    seeds,
+    positions,
+    best_scores,
+    best_tokens,
+    largest,
+    row_stride: tl.int64,
+    VOCAB: tl.constexpr,
+    NUM_UNITS: tl.constexpr,
+    LANES: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    FILTER: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    unit = tl.program_id(1)
+    lanes = tl.arange(0, LANES)
+    if SAMPLE:
+        temperature = tl.load(temperatures + row)
+        inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
+        noisy = temperature > 0
+        position = tl.load(positions + row)
+        counter = (unit * LANES + lanes).to(tl.uint32)
+        none = counter * 0
+        low = none + (position & 0xFFFFFFFF).to(tl.uint32)
+        high = none + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
+        word_0, word_1, word_2, word_3 = tl.philox(tl.load(seeds + row), counter, low, high, none)
+    if FILTER:
+        threshold = tl.load(thresholds + row)
+    scores = tl.full([LANES], float("-inf"), tl.float32)
+    tokens = unit * 4 * LANES + lanes
+    maxima = tl.full([LANES], float("-inf"), tl.float32)
+    num_nan = tl.zeros([LANES], tl.int32)
+    for quarter in tl.static_range(4):
+        token = (unit * 4 + quarter) * LANES + lanes
+        inside = token < VOCAB
+        values = tl.load(logits + row * row_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+        num_nan += (values != values).to(tl.int32)
+        maxima = tl.maximum(maxima, values)
+        score = values
+        if FILTER:
+            score = tl.where(score >= threshold, score, float("-inf"))
+        if SAMPLE:
+            if quarter == 0:
+                noise = _gumbel(word_0)
+            elif quarter == 1:
+                noise = _gumbel(word_1)
+            elif quarter == 2:
+                noise = _gumbel(word_2)
+            else:
+                noise = _gumbel(word_3)
+            score = score * inverse + tl.where(noisy, noise, 0.0)
+        # Strictly larger: of equal scores the first token wins, as in torch.
+        better = (score > scores) & inside
+        scores = tl.where(better, score, scores)
+        tokens = tl.where(better, token, tokens)
+    best = tl.max(scores, 0)
+    token = tl.min(tl.where(scores == best, tokens, VOCAB - 1), 0)
+    place = row * NUM_UNITS + unit
+    tl.store(best_scores + place, best)
+    tl.store(best_tokens + place, token)
+    value = tl.max(maxima, 0)
+    tl.store(largest + place, tl.where(tl.sum(num_nan, 0) > 0, float("nan"), value))
+
+
+@triton.jit
+def _finish_kernel(
+    best_scores,
+    best_tokens,
+    largest_of_unit,
+    token_ids,
+    largest,
+    VOCAB: tl.constexpr,
+    NUM_UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    units = tl.arange(0, BLOCK)
+    inside = units < NUM_UNITS
+    place = row * NUM_UNITS + units
+    scores = tl.load(best_scores + place, mask=inside, other=float("-inf"))
+    tokens = tl.load(best_tokens + place, mask=inside, other=VOCAB - 1)
+    best = tl.max(scores, 0)
+    tl.store(token_ids + row, tl.min(tl.where(scores == best, tokens, VOCAB - 1), 0).to(tl.int64))
+    values = tl.load(largest_of_unit + place, mask=inside, other=float("-inf"))
+    num_nan = tl.sum((values != values).to(tl.int32), 0)
+    tl.store(largest + row, tl.where(num_nan > 0, float("nan"), tl.max(values, 0)))
+
+
+@triton.jit
+def _ordered(values):
+    """fp32 as uint32 in the same order."""
+    bits = values.to(tl.int32, bitcast=True)
+    flipped = tl.where(bits < 0, ~bits, bits ^ -2147483648)
+    return flipped.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _unordered(keys):
+    bits = keys.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _threshold_kernel(
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    thresholds,
+    row_stride: tl.int64,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * row_stride
+    lanes = tl.arange(0, BLOCK)
+    digits = tl.arange(0, 16)
+    temperature = tl.load(temperatures + row)
+    top_k = tl.load(top_ks + row)
+    top_p = tl.load(top_ps + row)
+    min_p = tl.load(min_ps + row)
+    threshold = float("-inf")
+    if temperature > 0:
+        largest = float("-inf")
+        for first in range(0, VOCAB, BLOCK):
+            values = tl.load(logits + first + lanes, mask=first + lanes < VOCAB, other=float("-inf")).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(values, 0))
+        if min_p > 0:
+            threshold = largest + temperature * tl.log(min_p)
+        # The nucleus is taken of what top-k left; min-p comes after it.
+        floor = float("-inf")
+        if (top_k > 0) & (top_k < VOCAB):
+            prefix = tl.zeros([1], tl.uint32)
+            shift = tl.full([1], 28, tl.uint32)
+            for _ in range(8):
+                pivots = prefix + (digits.to(tl.uint32) << shift)
+                counts = tl.zeros([16], tl.int32)
+                for first in range(0, VOCAB, BLOCK):
+                    inside = first + lanes < VOCAB
+                    values = tl.load(logits + first + lanes, mask=inside, other=float("-inf")).to(tl.float32)
+                    reached = (_ordered(values)[:, None] >= pivots[None, :]) & inside[:, None]
+                    counts += tl.sum(reached.to(tl.int32), 0)
+                digit = tl.sum((counts >= top_k).to(tl.int32), 0) - 1
+                prefix += digit.to(tl.uint32) << shift
+                shift -= 4
+            floor = tl.max(_unordered(prefix), 0)
+            threshold = tl.maximum(threshold, floor)
+        if top_p < 1:
+            inverse = 1.0 / temperature
+            prefix = tl.zeros([1], tl.uint32)
+            shift = tl.full([1], 28, tl.uint32)
+            target = 0.0
+            for step in range(8):
+                pivots = prefix + (digits.to(tl.uint32) << shift)
+                masses = tl.zeros([16], tl.float32)
+                for first in range(0, VOCAB, BLOCK):
+                    inside = first + lanes < VOCAB
+                    values = tl.load(logits + first + lanes, mask=inside, other=float("-inf")).to(tl.float32)
+                    weights = tl.where(inside & (values >= floor), tl.exp((values - largest) * inverse), 0.0)
+                    reached = _ordered(values)[:, None] >= pivots[None, :]
+                    masses += tl.sum(tl.where(reached, weights[:, None], 0.0), 0)
+                if step == 0:
+                    # Every token reaches the pivot zero.
+                    target = top_p * tl.max(masses, 0)
+                digit = tl.maximum(tl.sum((masses >= target).to(tl.int32), 0) - 1, 0)
+                prefix += digit.to(tl.uint32) << shift
+                shift -= 4
+            threshold = tl.maximum(threshold, tl.max(_unordered(prefix), 0))
+    tl.store(thresholds + row, threshold)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token with the largest logit of each row of [S, V] (int64 [S]), and that logit (fp32 [S]).
+
+    A row with a NaN has NaN for its largest logit, and some token.
+    """
+    return _pick(logits, None, None, None, None)
+
+
+def sample(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A token of each row of logits [S, V] (int64 [S]), and the row's largest logit (fp32 [S]; NaN if there is one).
+
+    temperatures [S] fp32, 0 for greedy rows. seeds, positions [S] int64. top_k [S] int32 (0: off), top_p [S] fp32 (1:
+    off) and min_p [S] fp32 (0: off) are given together or not at all. Reads the logits once, or, with filters, once per
+    four bits of the threshold and filter.
+    """
+    thresholds = None
+    if top_k is not None and top_p is not None and min_p is not None:
+        thresholds = filter_thresholds(logits, temperatures, top_k, top_p, min_p)
+    return _pick(logits, temperatures, thresholds, seeds, positions)
+
+
+def filter_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The smallest logit of each row [S, V] that the filters keep (fp32 [S]); minus infinity for rows without any.
+
+    As in `kernels.sampling`: top-k first, of those the fewest likeliest whose probabilities reach top_p, of those what
+    has at least min_p of the likeliest's.
+    """
+    num_rows, vocab = logits.shape
+    thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if num_rows:
+        _threshold_kernel[(num_rows,)](
+            logits,
+            temperatures,
+            top_k,
+            top_p,
+            min_p,
+            thresholds,
+            logits.stride(0),
+            VOCAB=vocab,
+            BLOCK=_SCAN,
+            num_warps=8,
+        )
+    return thresholds
+
+
+def _pick(
+    logits: Tensor,
+    temperatures: Tensor | None,
+    thresholds: Tensor | None,
+    seeds: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    num_rows, vocab = logits.shape
+    if logits.stride(1) != 1:
+        raise ValueError("a row of logits must be contiguous")
+    num_units = triton.cdiv(vocab, _UNIT)
+    device = logits.device
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+    largest = torch.empty(num_rows, dtype=torch.float32, device=device)
+    if not num_rows:
+        return token_ids, largest
+    scores, of_unit = torch.empty((2, num_rows, num_units), dtype=torch.float32, device=device)
+    tokens = torch.empty((num_rows, num_units), dtype=torch.int32, device=device)
+    _pick_kernel[(num_rows, num_units)](
+        logits,
+        largest if temperatures is None else temperatures,
+        largest if thresholds is None else thresholds,
+        largest if seeds is None else seeds,
+        largest if positions is None else positions,
+        scores,
+        tokens,
+        of_unit,
+        logits.stride(0),
+        VOCAB=vocab,
+        NUM_UNITS=num_units,
+        LANES=_LANES,
+        SAMPLE=temperatures is not None,
+        FILTER=thresholds is not None,
+        num_warps=4,
+    )
+    _finish_kernel[(num_rows,)](
+        scores,
+        tokens,
+        of_unit,
+        token_ids,
+        largest,
+        VOCAB=vocab,
+        NUM_UNITS=num_units,
+        BLOCK=triton.next_power_of_2(num_units),
+        num_warps=1,
+    )
+    return token_ids, largest
