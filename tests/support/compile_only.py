@@ -1,0 +1,93 @@
+"""Compiles Triton kernels for a GPU that is not there, with the assembler that Triton brings, and launches nothing.
+
+`compiled_for_sm90()` catches every launch inside it. A module of cases has `calls()`, which yields (name, function);
+`python -m tests.support.compile_only MODULE...` compiles what each function launches and prints one line per kernel.
+It has to run in a process of its own, without TRITON_INTERPRET.
+"""
+
+import contextlib
+import importlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+
+@dataclass(frozen=True)
+class Compiled:
+    name: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    num_warps: int
+
+
+class AbsentGpu(CudaDriver):
+    """What Triton asks of a driver before it compiles."""
+
+    def __init__(self):
+        """Loads no CUDA library, unlike the driver of a GPU that is there."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@contextlib.contextmanager
+def compiled_for_sm90() -> Iterator[list[Compiled]]:
+    """Yields a list that fills with the kernels that are "launched" meanwhile; their outputs stay as they are."""
+    found: list[Compiled] = []
+    plain = JITFunction.run
+
+    def run(self, *args, grid, warmup, **kwargs):
+        found.append(inspect_kernel(plain(self, *args, grid=grid, warmup=True, **kwargs)))
+
+    driver.set_active(AbsentGpu())
+    JITFunction.run = run
+    try:
+        yield found
+    finally:
+        JITFunction.run = plain
+
+
+def inspect_kernel(kernel) -> Compiled:
+    """Registers and stack as the assembler reports them; a stack means that registers were spilled."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
+    metadata = kernel.metadata
+    return Compiled(metadata.name, int(registers), int(stack), metadata.shared, metadata.num_warps)
+
+
+def main(modules: list[str]) -> None:
+    for module in modules:
+        for case, call in importlib.import_module(module).calls():
+            with compiled_for_sm90() as found:
+                call()
+            for kernel in found:
+                print(
+                    f"{case}: {kernel.name} registers={kernel.registers} stack={kernel.stack_bytes} "
+                    f"shared={kernel.shared_bytes} warps={kernel.num_warps}"
+                )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
