@@ -1,5 +1,9 @@
-"""Exceptions of expert parallelism that callers without torch can name too."""
+"""Exceptions of experts that callers without torch can name too."""
 
 
 class CollectiveError(RuntimeError):
     """A collective failed: another rank is gone, or did not enter it in time."""
+
+
+class ExpertStoreError(RuntimeError):
+    """Weights of experts cannot be had from where they are stored; the message is one sentence for the user."""

@@ -87,9 +87,13 @@ class LayerResidency:
         """The slot that holds the expert or is being filled with it."""
         return self._slot_of.get(expert)
 
+    def contents(self) -> list[int]:
+        """The expert that is ready in each slot, -1 for none."""
+        return [slot.expert if slot.state is SlotState.READY else -1 for slot in self._slots]
+
     def resident(self) -> list[int]:
         """The experts that are ready, in ascending order."""
-        return sorted(slot.expert for slot in self._slots if slot.state is SlotState.READY)
+        return sorted(expert for expert in self.contents() if expert >= 0)
 
     def loading(self) -> list[int]:
         """The experts that are on their way into a slot, in ascending order."""

@@ -55,6 +55,11 @@ class ResidencyControl:
         self._predicted: list[frozenset[int]] = [frozenset()] * len(self.layers)
         self._generation = 0
         self._current = len(self.layers) - 1
+        self._num_events = 0
+
+    def forget_counts(self) -> None:
+        """Starts counting at zero; what is resident and on its way stays."""
+        self.counters = ResidencyCounters()
 
     @property
     def num_in_flight(self) -> int:
@@ -66,6 +71,7 @@ class ResidencyControl:
         ones are promoted, and what else was predicted for this event is cancelled."""
         access = self.layers[layer].access(experts)
         counters = self.counters
+        self._num_events += 1
         counters.num_events += 1
         counters.num_hits += len(access.ready)
         counters.num_late += len(access.loading)
@@ -88,7 +94,7 @@ class ResidencyControl:
         """
         self._generation += 1
         self._predicted[layer] = frozenset(experts)
-        due = self.counters.num_events + (layer - self._current - 1) % len(self.layers)
+        due = self._num_events + (layer - self._current - 1) % len(self.layers)
         for rank, expert in enumerate(experts):
             transfer = self._queue.find(layer, expert)
             if transfer is None:
@@ -146,7 +152,7 @@ class ResidencyControl:
             queued = self._queue.find(layer, load.expert)
             if queued is not None:  # Predicted, but nothing of it has moved: it has no slot.
                 self._queue.remove(queued)
-            transfer = Transfer(layer, load.expert, Priority.DEMAND, self.counters.num_events, load.expert, 0)
+            transfer = Transfer(layer, load.expert, Priority.DEMAND, self._num_events, load.expert, 0)
             transfer.slot = load.slot
             self._queue.add(transfer)
 
@@ -157,7 +163,7 @@ class ResidencyControl:
                 continue
             if transfer.expert in wanted:
                 transfer.priority, transfer.cancelled = Priority.DEMAND, False
-                transfer.due, transfer.rank = self.counters.num_events, transfer.expert
+                transfer.due, transfer.rank = self._num_events, transfer.expert
             else:
                 self._cancel(transfer)
 

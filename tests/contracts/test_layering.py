@@ -51,6 +51,7 @@ PURE = [
     "moeserve.models.spec",
     "moeserve.models.families",
     "experts.residency_control",
+    "experts.store",
     "radix_cache",
 ]
 

@@ -1,0 +1,144 @@
+"""The file experts are read from: whole, checked, and refused with one sentence where it is not what it should be."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from experts.errors import ExpertStoreError
+from experts.expert_file import PAGE_BYTES, read_header, round_to_page, write_expert_file
+from experts.store import DiskTier, SlowedTier
+
+SOURCE = bytes(range(32))
+EXPERT_BYTES = 2 * PAGE_BYTES + 100
+EXPERTS = [bytes([number]) * EXPERT_BYTES for number in range(6)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write(tmp_path / "experts.bin")
+    return tmp_path / "experts.bin"
+
+
+def write(path: Path, experts: list[bytes] = EXPERTS, source: bytes = SOURCE) -> None:
+    write_expert_file(
+        path,
+        source=source,
+        num_layers=2,
+        num_experts=3,
+        expert_bytes=EXPERT_BYTES,
+        experts=(memoryview(expert) for expert in experts),
+    )
+
+
+def read_whole(tier: DiskTier | SlowedTier, layer: int, expert: int) -> bytes:
+    """In two pieces, into memory that starts on a page."""
+    out = memoryview(mmap.mmap(-1, round_to_page(EXPERT_BYTES)))
+    tier.read(layer, expert, 0, out[:PAGE_BYTES])
+    tier.read(layer, expert, PAGE_BYTES, out[PAGE_BYTES:])
+    tier.check(layer, expert, out)
+    return bytes(out[:EXPERT_BYTES])
+
+
+def refuse_direct(really_open):
+    def open_buffered(path, flags):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return really_open(path, flags)
+
+    return open_buffered
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_every_expert_is_read_back(path, monkeypatch, direct):
+    if not direct:
+        monkeypatch.setattr(os, "open", refuse_direct(os.open))
+    tier = DiskTier(path, SOURCE)
+    assert direct or not tier.is_direct
+    assert path.stat().st_size == tier.header.file_bytes
+    for layer in range(2):
+        for expert in range(3):
+            assert tier.header.offset(layer, expert) % PAGE_BYTES == 0
+            assert read_whole(tier, layer, expert) == EXPERTS[layer * 3 + expert]
+    tier.close()
+
+
+def test_a_slowed_tier_takes_at_least_the_time_of_its_link(path):
+    tier = SlowedTier(DiskTier(path, SOURCE), bytes_per_second=1_000_000)
+    started = time.monotonic()
+    assert read_whole(tier, 0, 1) == EXPERTS[1]
+    assert time.monotonic() - started >= round_to_page(EXPERT_BYTES) / 1_000_000
+    tier.close()
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - PAGE_BYTES)
+
+
+def _unfinish(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(bytes(PAGE_BYTES))
+
+
+def _damage_header(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(70)
+        file.write(b"?")
+
+
+def _another_version(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write(b"\x63")
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (_cut, "is torn: 73728 of 77824 bytes"),
+        (_unfinish, "never finished"),
+        (_damage_header, "damaged: its header"),
+        (_another_version, "version 99"),
+        (lambda path: write(path, source=bytes(32)), "made of other weights"),
+        (lambda path: path.unlink(), "cannot be read"),
+        (lambda path: path.write_bytes(b"short"), "not an expert file"),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_refused_in_one_sentence(path, harm, words):
+    harm(path)
+    with pytest.raises(ExpertStoreError, match=words) as error:
+        read_header(path, SOURCE)
+    assert "\n" not in str(error.value)
+
+
+def test_an_expert_whose_bytes_changed_is_found_out(path):
+    tier = DiskTier(path, SOURCE)
+    with path.open("r+b") as file:
+        file.seek(tier.header.offset(1, 2) + 50)
+        file.write(b"?")
+    assert read_whole(tier, 1, 1) == EXPERTS[4]
+    with pytest.raises(ExpertStoreError, match="expert 2 of layer 1"):
+        read_whole(tier, 1, 2)
+    tier.close()
+
+
+def test_a_file_that_is_cut_while_in_use_is_found_out(path):
+    tier = DiskTier(path, SOURCE)
+    os.truncate(path, tier.header.offset(1, 2))
+    with pytest.raises(ExpertStoreError, match="cut off"):
+        read_whole(tier, 1, 2)
+    tier.close()
+
+
+def test_a_writer_that_is_given_the_wrong_experts_says_so(tmp_path):
+    with pytest.raises(ValueError, match="5 experts, not 6"):
+        write(tmp_path / "few.bin", EXPERTS[:5])
+    with pytest.raises(ValueError, match="an expert of 3 bytes"):
+        write(tmp_path / "short.bin", [b"abc"])
+    with pytest.raises(ExpertStoreError, match="never finished"):
+        read_header(tmp_path / "few.bin", SOURCE)
