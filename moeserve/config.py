@@ -70,6 +70,9 @@ class ServeConfig:
     expert_statistics: str | None = setting(
         None, "File that these statistics begin with, if it is there, and are saved to.", group="Model"
     )
+    expert_trace: str | None = setting(
+        None, "File for a trace of the routing from the start on, bounded, without token ids.", group="Model"
+    )
     max_model_len: int | None = setting(None, "Longest prompt plus output, in tokens.", group="Model", minimum=1)
     seed: int = setting(0, "Base of the seeds drawn for requests that bring none.", group="Model", minimum=0)
     block_size: int = setting(16, "Tokens per KV block.", group="Memory and scheduling", minimum=1, maximum=1024)

@@ -12,6 +12,7 @@ import structlog
 from moeserve.engine_socket import EngineSocket
 from moeserve.engine_stats import EngineStats
 from moeserve.executor import Executor
+from moeserve.expert_monitor import ExpertCommandError, ExpertMonitor
 from moeserve.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -51,12 +52,14 @@ class Engine:
         caches: Sequence[PrefixCache],
         executor: Executor,
         ready: EngineReady,
+        experts: ExpertMonitor | None = None,
     ) -> None:
         self._socket = socket
         self._scheduler = scheduler
         self._caches = caches
         self._executor = executor
         self._ready = ready
+        self._experts = experts
         self._frontends: list[bytes] = []
         self._asked_by: dict[str, bytes] = {}
         self._stats = EngineStats(scheduler, caches)
@@ -115,6 +118,11 @@ class Engine:
     def _control(self, control: Control) -> ControlResult:
         if control.command == "reset_prefix_cache":
             return ControlResult(control.control_id, {"blocks_freed": sum(cache.reset() for cache in self._caches)})
+        if self._experts is not None:
+            try:
+                return ControlResult(control.control_id, self._experts.command(control.command, control.arguments))
+            except ExpertCommandError as error:
+                return ControlResult(control.control_id, {}, str(error))
         return ControlResult(control.control_id, {}, f"unknown command {control.command!r}")
 
     def _generate(self, sender: bytes, message: Generate) -> None:
@@ -157,7 +165,7 @@ class Engine:
             self._send(receiver, Outputs(messages))
 
     def _send_stats(self) -> None:
-        stats = self._stats.snapshot(self._step)
+        stats = self._stats.snapshot(self._step, None if self._experts is None else self._experts.stats())
         for frontend in list(self._frontends):
             self._send(frontend, stats)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from moeserve.messages import Stats
+from moeserve.messages import ExpertStats, Stats
 from moeserve.request import Request
 from moeserve.scheduler import Scheduler
 from radix_cache import PrefixCache
@@ -54,7 +54,7 @@ class EngineStats:
     def due(self) -> bool:
         return time.monotonic() - self._last_sent >= _SECONDS_BETWEEN_STATS
 
-    def snapshot(self, step: int) -> Stats:
+    def snapshot(self, step: int, experts: ExpertStats | None = None) -> Stats:
         """The message for the frontends; queue times are told once."""
         self._last_sent = time.monotonic()
         queue_seconds, self._queue_seconds = self._queue_seconds, []
@@ -75,4 +75,5 @@ class EngineStats:
             rejections=dict(self._rejections),
             step_seconds=self._step_seconds,
             queue_seconds=queue_seconds,
+            experts=experts,
         )

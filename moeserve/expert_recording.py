@@ -6,9 +6,10 @@ from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
-from experts.recorder import RoutingRecorder
-from experts.step_routing import RoutingShape, unpack
+from experts.step_routing import unpack
+from experts.trace_recorder import RequestRows
 from moeserve.executor import Executor, Runner
+from moeserve.expert_statistics import ExpertRecording
 from moeserve.plan import StepPlan, StepResult
 
 
@@ -35,29 +36,34 @@ class TappedRunner:
 
 
 class RecordingExecutor:
-    """Takes the routing out of the results of all ranks and counts it."""
+    """Takes the routing out of the results of all ranks and records it."""
 
-    def __init__(self, executor: Executor, recorder: RoutingRecorder, shape: RoutingShape) -> None:
+    def __init__(self, executor: Executor, recording: ExpertRecording) -> None:
         self._executor = executor
-        self._recorder = recorder
-        self._shape = shape
+        self._recording = recording
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
         results = self._executor.run(plans)
-        for plan, result in zip(plans, results, strict=True):
+        for rank, (plan, result) in enumerate(zip(plans, results, strict=True)):
             if plan.chunks and result.routing is not None:
-                self._record(plan, result.routing)
+                self._record(rank, plan, result.routing)
         return results
 
     def check(self) -> None:
         self._executor.check()
 
-    def _record(self, plan: StepPlan, routing: bytes) -> None:
+    def _record(self, rank: int, plan: StepPlan, routing: bytes) -> None:
         token_ids: array[int] = array("i")
         logit_rows: list[int] = []
         for chunk in plan.chunks:
             token_ids += chunk.token_ids
             num_rows = len(token_ids)
             logit_rows.extend(range(num_rows - chunk.num_logit_rows, num_rows))
-        ids = unpack(routing, self._shape, len(token_ids), logit_rows)
-        self._recorder.add(ids, token_ids)
+        ids = unpack(routing, self._recording.shape, len(token_ids), logit_rows)
+        self._recording.add(rank, ids, token_ids)
+        if self._recording.trace is not None:
+            rows = [
+                RequestRows(chunk.request_id, len(chunk.token_ids), chunk.start, (rank, chunk.block_table[0]))
+                for chunk in plan.chunks
+            ]
+            self._recording.trace.add(ids, token_ids, rows)

@@ -2,35 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
+from experts.placement import Placement
 from experts.recorder import RoutingRecorder
+from experts.remote_ranks import RemoteRanks
 from experts.statistics import RoutingStatistics, StatisticsSpec
 from experts.statistics_file import StatisticsError, load_statistics, save_statistics
 from experts.step_routing import RoutingShape
+from experts.trace_file import save_trace
+from experts.trace_recorder import TraceRecorder
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.expert_placement import statistics_key
 from moeserve.models.spec import DecoderSpec
+
+MAX_TRACE_BYTES = 64 * 2**20
 
 log = structlog.get_logger(__name__)
 
 
 class ExpertRecording:
-    """The recorder of a service and the file it is saved to, if there is one."""
+    """What is gathered of a service's routing.
 
-    def __init__(self, shape: RoutingShape, recorder: RoutingRecorder, path: Path | None, key: str) -> None:
+    path: the file the statistics are saved to, if there is one. key: `model_key` of the model. placement: where the
+    experts are, asked in every step; None of one rank. trace: what a trace is recorded into, None while none is.
+    """
+
+    def __init__(
+        self,
+        shape: RoutingShape,
+        recorder: RoutingRecorder,
+        key: str,
+        path: Path | None = None,
+        trace_path: Path | None = None,
+    ) -> None:
         self.shape = shape
         self.recorder = recorder
-        self.path = path
         self.key = key
+        self.path = path
+        self.trace_path = trace_path
+        self.placement: Callable[[], Placement | None] = lambda: None
+        self.remote_ranks = RemoteRanks()
+        self.trace: TraceRecorder | None = None
+        if trace_path is not None:
+            self.start_trace(with_token_ids=False)
+
+    def add(self, rank: int, ids: NDArray[np.int16], token_ids: Sequence[int]) -> None:
+        """Takes the routing of a rank's rows in one step: ids [L, T, k], token_ids [T]."""
+        self.recorder.add(ids, token_ids)
+        placement = self.placement()
+        if placement is not None:
+            self.remote_ranks.add(ids, rank, placement)
+
+    def start_trace(self, *, with_token_ids: bool, max_tokens: int | None = None) -> TraceRecorder:
+        """Begins a trace; one that was being recorded is lost. It has room for MAX_TRACE_BYTES at most."""
+        room = MAX_TRACE_BYTES // (2 * self.shape.num_layers * self.shape.top_k + 12)
+        self.trace = TraceRecorder(self.shape, min(max_tokens or room, room), with_token_ids=with_token_ids)
+        return self.trace
+
+    def end_trace(self, path: Path) -> int:
+        """Ends the trace and writes it. Returns how many tokens it has; nothing is written for 0. Raises OSError."""
+        recorder, self.trace = self.trace, None
+        trace = None if recorder is None else recorder.trace()
+        if trace is None:
+            return 0
+        save_trace(path, trace, self.key)
+        return len(trace.requests)
 
     def save(self) -> None:
-        """Writes the statistics to the file; does nothing without one. Raises OSError."""
+        """Writes the statistics to their file; does nothing without one. Raises OSError."""
         if self.path is not None:
             save_statistics(self.path, self.recorder.statistics(), self.key)
             log.info("expert_statistics_saved", file=str(self.path), tokens=self.recorder.num_tokens)
+
+    def close(self) -> None:
+        """Writes what the settings want written at the end. Raises OSError."""
+        self.save()
+        if self.trace_path is not None and self.trace is not None:
+            tokens = self.end_trace(self.trace_path)
+            log.info("expert_trace_saved", file=str(self.trace_path), tokens=tokens)
 
 
 def open_recording(config: ServeConfig, model_dir: Path, spec: DecoderSpec) -> ExpertRecording | None:
@@ -41,15 +96,21 @@ def open_recording(config: ServeConfig, model_dir: Path, spec: DecoderSpec) -> E
     shape = routing_shape(spec)
     path = None if config.expert_statistics is None else Path(config.expert_statistics)
     if shape is None:
-        if path is not None:
-            raise ConfigError("--expert-statistics: this model has no experts.")
+        if path is not None or config.expert_trace is not None:
+            flag = "--expert-trace" if path is None else "--expert-statistics"
+            raise ConfigError(f"{flag}: this model has no experts.")
         return None
     if not config.record_experts:
+        if config.expert_trace is not None:
+            raise ConfigError("--expert-trace needs --record-experts.")
         return None
-    if path is not None and not path.parent.is_dir():
-        raise ConfigError(f"--expert-statistics {path}: there is no folder {path.parent}.")
+    trace_path = None if config.expert_trace is None else Path(config.expert_trace)
+    for flag, file in (("--expert-statistics", path), ("--expert-trace", trace_path)):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{flag} {file}: there is no folder {file.parent}.")
     known = None if path is None or not path.exists() else _read(path, model_dir, shape)
-    return ExpertRecording(shape, RoutingRecorder(known or _empty(shape)), path, statistics_key(model_dir))
+    recorder = RoutingRecorder(known or _empty(shape))
+    return ExpertRecording(shape, recorder, statistics_key(model_dir), path, trace_path)
 
 
 def _read(path: Path, model_dir: Path, shape: RoutingShape) -> RoutingStatistics:

@@ -58,10 +58,14 @@ class Abort(Message):
 
 
 class Control(Message):
-    """An operator's command; answered with `ControlResult` of the same id. Commands: `reset_prefix_cache`."""
+    """An operator's command; answered with `ControlResult` of the same id.
+
+    Commands: `reset_prefix_cache`, and those of `moeserve.expert_monitor`.
+    """
 
     control_id: int
     command: str
+    arguments: dict[str, Any] = {}
 
 
 class EngineReady(Message):
@@ -81,6 +85,7 @@ class EngineReady(Message):
     dtype: str
     weights_bytes: int
     kv_bytes: int
+    num_experts: int = 0
 
 
 class Refused(Message):
@@ -127,6 +132,19 @@ class Outputs(Message):
     outputs: list[Output]
 
 
+class ExpertStats(Message):
+    """What of the experts is counted. None, or empty, is what is not there: nothing recorded, one rank, all resident.
+
+    expert_balancedness, rank_balancedness: by layer with experts, mean over maximum of the recent load.
+    remote_rows: how many rows were sent to other ranks, each rank once, of how many (a row is a token in a layer).
+    """
+
+    tokens_recorded: int | None = None
+    expert_balancedness: list[float] = []
+    rank_balancedness: list[float] | None = None
+    remote_rows: list[int] | None = None
+
+
 class Stats(Message):
     """The engine's counters (since its start) and gauges (now)."""
 
@@ -145,13 +163,14 @@ class Stats(Message):
     rejections: dict[str, int]
     step_seconds: float
     queue_seconds: list[float] = []
+    experts: ExpertStats | None = None
 
 
 class ControlResult(Message):
     """What a `Control` did; `error` is None on success."""
 
     control_id: int
-    result: dict[str, int]
+    result: dict[str, Any]
     error: str | None = None
 
 

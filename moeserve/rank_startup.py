@@ -79,7 +79,7 @@ def _run_first(
             timeout=_collective_timeout(context.config),
             num_entered=lambda: member.collectives.num_entered,
         )
-        serve(context, member.model, executor, report, stop, recording)
+        serve(context, member.model, executor, report, stop, recording, lambda: member.experts.placement)
         executor.close()
         member.collectives.close()
     except CollectiveError as error:

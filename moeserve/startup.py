@@ -19,6 +19,7 @@ from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
 from moeserve.executor import Executor, LocalExecutor, Runner
+from moeserve.expert_monitor import ExpertFacts, ExpertMonitor
 from moeserve.expert_placement import plan_placement
 from moeserve.expert_recording import RecordingExecutor, TappedRunner
 from moeserve.expert_statistics import ExpertRecording, open_recording
@@ -102,14 +103,17 @@ def serve(
     report: Report,
     stop: threading.Event,
     recording: ExpertRecording | None,
+    placement: Callable[[], Placement | None] = lambda: None,
 ) -> None:
     """Runs the engine over an executor until `stop` is set; `model` is that of this process.
 
-    recording: where the routing goes that the results carry. It is saved at the end.
+    recording: where the routing goes that the results carry. It is saved at the end. placement: where the experts are
+    now, None of one rank.
     """
     config = context.config
     if recording is not None:
-        executor = RecordingExecutor(executor, recording.recorder, recording.shape)
+        recording.placement = placement
+        executor = RecordingExecutor(executor, recording)
     num_ranks = config.expert_parallel_size
     scheduler, caches = build_scheduler(config, model.kv)
     ready = EngineReady(
@@ -127,10 +131,12 @@ def serve(
         dtype=str(model.dtype).removeprefix("torch."),
         weights_bytes=model.weights_bytes,
         kv_bytes=num_ranks * model.kv_bytes,
+        num_experts=0 if model.spec.moe is None else model.spec.moe.num_experts,
     )
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)
-    engine = Engine(socket, scheduler, caches, executor, ready)
+    monitor = _monitor(context, model.spec, recording, placement)
+    engine = Engine(socket, scheduler, caches, executor, ready, monitor)
     heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
     heartbeat.start()
     report(
@@ -156,11 +162,24 @@ def serve(
         sockets.term()
 
 
+def _monitor(
+    context: RunContext,
+    spec: DecoderSpec,
+    recording: ExpertRecording | None,
+    placement: Callable[[], Placement | None],
+) -> ExpertMonitor | None:
+    if spec.moe is None:
+        return None
+    num_ranks = context.config.expert_parallel_size
+    facts = ExpertFacts(spec.moe_layers, spec.moe.num_experts, spec.moe.gate.top_k, num_ranks)
+    return ExpertMonitor(facts, recording, placement, Path(context.run_dir))
+
+
 def _save(recording: ExpertRecording) -> None:
     try:
-        recording.save()
+        recording.close()
     except OSError as error:
-        log.error("expert_statistics_not_saved", file=str(recording.path), error=str(error))
+        log.error("experts_not_saved", error=str(error))
 
 
 def read_spec(directory: Path, config: ServeConfig) -> tuple[DecoderSpec, torch.dtype]:

@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 from moeserve.frontend.auth import AuthGate, load_keys
 from moeserve.frontend.boundary import RequestBoundary, as_api_error
+from moeserve.frontend.routes.experts import ExpertRoutes
 from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, GenerateRoute
 from moeserve.frontend.routes.service import ServiceRoutes
 from moeserve.frontend.routes.tokens import TokenRoutes
@@ -48,7 +49,7 @@ def create_app(services: Services) -> Starlette:
 
 
 def _routes(services: Services) -> list[BaseRoute]:
-    service, tokens = ServiceRoutes(services), TokenRoutes(services)
+    service, tokens, experts = ServiceRoutes(services), TokenRoutes(services), ExpertRoutes(services)
     return [
         Route("/v1/chat/completions", GenerateRoute(services, CHAT), methods=["POST"]),
         Route("/v1/completions", GenerateRoute(services, COMPLETIONS), methods=["POST"]),
@@ -61,6 +62,9 @@ def _routes(services: Services) -> list[BaseRoute]:
         Route("/metrics", service.metrics),
         Route("/version", service.version),
         Route("/reset_prefix_cache", service.reset_prefix_cache, methods=["POST"]),
+        Route("/v1/experts", experts.experts),
+        Route("/v1/experts/statistics", experts.save_statistics, methods=["POST"]),
+        Route("/v1/experts/trace", experts.trace, methods=["POST"]),
         Route("/", service.index),
     ]
 

@@ -20,7 +20,13 @@ from moeserve.frontend.errors import ApiError
 USER, METRICS, ADMIN = "user", "metrics", "admin"
 ROLES = (USER, METRICS, ADMIN)
 PUBLIC_PATHS = frozenset({"/", "/health", "/ready"})
-ROLE_OF_PATH = {"/metrics": METRICS, "/reset_prefix_cache": ADMIN}
+ROLE_OF_PATH = {
+    "/metrics": METRICS,
+    "/reset_prefix_cache": ADMIN,
+    "/v1/experts": ADMIN,
+    "/v1/experts/statistics": ADMIN,
+    "/v1/experts/trace": ADMIN,
+}
 _GRANTS = {USER: {USER}, METRICS: {METRICS}, ADMIN: {USER, METRICS, ADMIN}}
 
 

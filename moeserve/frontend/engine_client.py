@@ -110,14 +110,14 @@ class EngineClient:
                 if self.dead_reason is None:
                     self._try_send(Abort(request_id))
 
-    async def control(self, command: str) -> ControlResult:
+    async def control(self, command: str, arguments: dict[str, Any] | None = None) -> ControlResult:
         """Has the engine carry out an operator's command. Raises EngineGone."""
         self._next_control += 1
         control_id = self._next_control
         future: asyncio.Future[ControlResult] = asyncio.get_running_loop().create_future()
         self._controls[control_id] = future
         try:
-            self._send(Control(control_id, command))
+            self._send(Control(control_id, command, arguments or {}))
             return await future
         finally:
             self._controls.pop(control_id, None)

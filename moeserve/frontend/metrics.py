@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from moeserve.frontend.dialects.fields import HARMLESS
+from moeserve.frontend.expert_metrics import expert_metrics
 from moeserve.messages import Stats
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -96,6 +97,8 @@ class _EngineCollector(Collector):
         yield rejected
         if stats is not None:
             yield from _engine_metrics(stats)
+            if stats.experts is not None:
+                yield from expert_metrics(stats.experts)
 
 
 def _engine_metrics(stats: Stats) -> Iterator[Metric]:

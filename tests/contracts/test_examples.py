@@ -11,7 +11,8 @@ def test_the_dashboard_asks_for_metrics_that_are_exported():
     dashboard = json.loads((ROOT / "examples" / "grafana" / "moeserve.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked = set(re.findall(r"moeserve_\w+", " ".join(expressions)))
-    source = (ROOT / "moeserve" / "frontend" / "metrics.py").read_text()
+    folder = ROOT / "moeserve" / "frontend"
+    source = "".join((folder / name).read_text() for name in ("metrics.py", "expert_metrics.py"))
     exported = set(re.findall(r'"moeserve_(\w+)"', source)) | set(re.findall(r'\("(\w+)", "', source))
     names = {re.sub(r"_(total|bucket)$", "", name.removeprefix("moeserve_")) for name in asked}
     assert names

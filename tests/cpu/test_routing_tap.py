@@ -68,7 +68,7 @@ def test_an_engine_that_records_gives_the_same_tokens_and_counts_every_row(tmp_p
     model = load_model(tmp_path, CONFIG, lambda _: None, plan=plan, tap=tap)
     heard = LLM(tmp_path, CONFIG)
     executor = LocalExecutor(tapped(model.runner, tap))
-    heard.executor = RecordingExecutor(executor, recording.recorder, recording.shape)  # type: ignore[assignment]
+    heard.executor = RecordingExecutor(executor, recording)  # type: ignore[assignment]
     assert [completion.token_ids for completion in heard.generate(prompts, sampling)] == expected
     num_rows = sum(map(len, prompts)) + 4 * 5
     load_of = recording.recorder.statistics().load().sum(axis=1) / 2

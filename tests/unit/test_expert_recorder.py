@@ -12,7 +12,7 @@ from experts.statistics import RoutingStatistics, StatisticsSpec
 from experts.step_routing import NOT_COMPUTED, RoutingShape, unpack
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.expert_recording import RecordingExecutor, TappedRunner
-from moeserve.expert_statistics import open_recording, routing_shape
+from moeserve.expert_statistics import ExpertRecording, open_recording, routing_shape
 from moeserve.models.families import build_spec
 from moeserve.plan import Chunk, StepPlan, StepResult
 from moeserve.request import SamplingParams
@@ -102,7 +102,10 @@ def test_the_routing_of_all_ranks_is_counted_with_its_tokens():
         StepPlan(1, [chunk([9], draws=True)]),
     ]
     recorder = RoutingRecorder(RoutingStatistics(SPEC))
-    RecordingExecutor(Ranks([as_heard(first, [2]), b"", as_heard(second, [0])]), recorder, SHAPE).run(plans)
+    executor = RecordingExecutor(
+        Ranks([as_heard(first, [2]), b"", as_heard(second, [0])]), ExpertRecording(SHAPE, recorder, "key")
+    )
+    executor.run(plans)
     statistics = recorder.statistics()
     assert statistics.load().sum(axis=1) == pytest.approx([8, 8, 4], rel=1e-3)
     for token_id, chosen in ((4, first[0, 0]), (9, second[0, 0])):

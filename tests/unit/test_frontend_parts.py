@@ -183,7 +183,9 @@ def test_metrics_show_the_engines_newest_counters() -> None:
     assert "moeserve_requests_running" not in metrics.render().decode()
     facts = dict.fromkeys(Stats.__struct_fields__, 0) | {"num_running": 2, "prefix_hit_tokens": 96, "blocks_cached": 5}
     metrics.rejections["queue_full"] += 1
-    metrics.on_stats(Stats(**{**facts, "rejections": {"queue_full": 2, "invalid": 1}, "queue_seconds": [0.25]}))
+    metrics.on_stats(
+        Stats(**{**facts, "rejections": {"queue_full": 2, "invalid": 1}, "queue_seconds": [0.25], "experts": None})
+    )
     text = metrics.render().decode()
     for line in (
         "moeserve_requests_running 2.0",

@@ -28,6 +28,9 @@ ENDPOINTS = (
     "GET /metrics",
     "GET /version",
     "POST /reset_prefix_cache",
+    "GET /v1/experts",
+    "POST /v1/experts/statistics",
+    "POST /v1/experts/trace",
 )
 
 

@@ -1,0 +1,126 @@
+"""What is told of experts: counters, the description, and commands that cannot be carried out."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
+
+from experts.placement import Placement, contiguous
+from experts.recorder import RoutingRecorder
+from experts.statistics import RoutingStatistics, StatisticsSpec
+from experts.step_routing import RoutingShape
+from experts.trace_file import load_trace
+from experts.trace_recorder import RequestRows
+from moeserve.expert_monitor import ExpertCommandError, ExpertFacts, ExpertMonitor
+from moeserve.expert_statistics import ExpertRecording
+from moeserve.frontend.expert_metrics import expert_metrics
+from moeserve.messages import ExpertStats
+
+FACTS = ExpertFacts((1, 2), 4, 1, 2)
+IDS = np.array([[[0], [1], [1], [2]], [[3], [3], [3], [3]]], np.int16)
+PLACEMENT = contiguous(2, 4, 2)
+
+
+def recording(path: Path | None = None, placement: Placement | None = PLACEMENT) -> ExpertRecording:
+    statistics = RoutingStatistics(StatisticsSpec(2, 4, 1, half_life=10**12))
+    made = ExpertRecording(RoutingShape(2, 4, 1, last_is_sparse=False), RoutingRecorder(statistics), "key", path)
+    made.placement = lambda: placement
+    made.add(0, IDS, [5, 6, 7, 8])
+    return made
+
+
+def monitor(folder: Path, made: ExpertRecording | None, placement: Placement | None = PLACEMENT) -> ExpertMonitor:
+    return ExpertMonitor(FACTS, made, lambda: placement, folder)
+
+
+def samples(stats: ExpertStats) -> dict[tuple[str, ...], float]:
+    class Newest(Collector):
+        def collect(self):
+            return expert_metrics(stats)
+
+    registry = CollectorRegistry()
+    registry.register(Newest())
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+    }
+
+
+def test_counters_of_two_ranks(tmp_path: Path):
+    stats = monitor(tmp_path, recording()).stats()
+    assert stats.tokens_recorded == 4
+    assert stats.expert_balancedness == pytest.approx([0.5, 0.25])
+    assert stats.rank_balancedness == pytest.approx([2 / 3, 0.5])
+    assert stats.remote_rows == [5, 8]
+    found = samples(stats)
+    assert found["moeserve_expert_balancedness", "1", "ranks"] == pytest.approx(0.5)
+    assert found["moeserve_expert_remote_rows_total",] == 5
+    assert found["moeserve_expert_rows_total",] == 8
+
+
+def test_what_is_not_there_is_not_exported(tmp_path: Path):
+    assert samples(monitor(tmp_path, None).stats()) == {}
+    alone = samples(monitor(tmp_path, recording(placement=None), None).stats())
+    assert {name for name, *_ in alone} == {"moeserve_expert_recorded_tokens_total", "moeserve_expert_balancedness"}
+    assert all("ranks" not in labels for _, *labels in alone)
+
+
+def test_the_description_of_two_ranks(tmp_path: Path):
+    described = monitor(tmp_path, recording()).command("experts", {})
+    assert described["layers"] == [1, 2]
+    assert described["load"] == [[1, 2, 1, 0], [0, 0, 0, 4]]
+    assert described["placement"]["ranks"] == [[[0], [0], [1], [1]]] * 2
+    assert described["balancedness"]["ranks"] == pytest.approx([2 / 3, 0.5])
+    assert described["recording"] == {"tokens": 4, "half_life": 10**12, "saved_to_file": False, "trace": None}
+
+
+def test_the_description_without_recording_and_with_one_rank(tmp_path: Path):
+    described = monitor(tmp_path, None, None).command("experts", {})
+    assert described == {"layers": [1, 2], "num_experts": 4, "top_k": 1, "num_ranks": 2}
+
+
+def test_statistics_are_saved_on_demand(tmp_path: Path):
+    path = tmp_path / "experts.safetensors"
+    assert monitor(tmp_path, recording(path)).command("save_expert_statistics", {}) == {"tokens": 4}
+    assert path.exists()
+
+
+def test_a_trace_from_start_to_file(tmp_path: Path):
+    made = recording()
+    operator = monitor(tmp_path, made)
+    assert operator.command("start_expert_trace", {"max_tokens": 3, "token_ids": True}) == {"max_tokens": 3}
+    assert made.trace is not None
+    made.trace.add(IDS, [5, 6, 7, 8], [RequestRows("a", 4, 0, 0)])
+    assert operator.command("experts", {})["recording"]["trace"] == {"tokens": 3, "max_tokens": 3}
+    with pytest.raises(ExpertCommandError, match="already"):
+        operator.command("start_expert_trace", {})
+    ended = operator.command("stop_expert_trace", {})
+    assert ended["tokens"] == 3
+    assert load_trace(Path(ended["file"])).token_ids.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("save_expert_statistics", "without --expert-statistics"),
+        ("stop_expert_trace", "No trace is being recorded"),
+        ("format_disk", "unknown command"),
+    ],
+)
+def test_commands_that_cannot_be_carried_out(tmp_path: Path, command: str, sentence: str):
+    with pytest.raises(ExpertCommandError, match=sentence):
+        monitor(tmp_path, recording()).command(command, {})
+
+
+def test_an_empty_trace_and_a_full_disk_are_said(tmp_path: Path):
+    operator = monitor(tmp_path, recording())
+    operator.command("start_expert_trace", {})
+    with pytest.raises(ExpertCommandError, match="empty"):
+        operator.command("stop_expert_trace", {})
+    with pytest.raises(ExpertCommandError, match="cannot be written"):
+        monitor(tmp_path, recording(tmp_path / "gone" / "file")).command("save_expert_statistics", {})
+    with pytest.raises(ExpertCommandError, match="--no-record-experts"):
+        monitor(tmp_path, None).command("start_expert_trace", {})
