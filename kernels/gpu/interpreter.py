@@ -69,6 +69,8 @@ def _cast(src: Any, dst_type: Any) -> Any:
     if source in _TORCH_OF and target in _TORCH_OF and {source, target} & {tl.bfloat16, tl.float8e4nv}:
         values = _to_torch(src.data, source).to(torch.float32).to(_TORCH_OF[target])
         return TensorHandle(_to_numpy(values).reshape(np.shape(src.data)), target)
+    if target == tl.bfloat16 and source.is_int():
+        return TensorHandle(_to_numpy(torch.from_numpy(np.array(src.data)).to(torch.bfloat16)), target)
     if source == tl.bfloat16:
         widened = _widened(src)
         return TensorHandle(widened.data.astype(interpreter._get_np_dtype(target)), target)

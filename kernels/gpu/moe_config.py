@@ -1,0 +1,251 @@
+"""Which kernels a mixture-of-experts layer runs with for a number of tokens, and with which tiles. Pure.
+
+A tile is chosen by rows per expert, T * k / E, and only among those that fit the device. Which configuration is the
+fastest is a matter of measurement (`moeserve tune`); the heuristic below promises no more than a sound one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+Variant = Literal["gemv", "tiled", "persistent"]
+Projection = Literal["gate_up", "down"]
+WeightFormat = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4"]
+
+WEIGHT_BITS: dict[WeightFormat, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "fp8": 8, "int4": 4}
+TUNED_NUM_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
+MAX_CANDIDATES = 24
+
+# What a thread may hold in accumulators before the compiler runs out of its 255 registers.
+_MAX_ACCUMULATORS_PER_THREAD = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """Sizes of one layer's experts: E experts of width I over hidden size H, k per token. Weights as stored.
+
+    group_size: rows of K that share a scale, for int4.
+    """
+
+    num_experts: int
+    intermediate_size: int
+    hidden_size: int
+    top_k: int
+    weights: WeightFormat
+    group_size: int = 0
+
+    def name(self) -> str:
+        """How tuned files call it."""
+        group = f"-g{self.group_size}" if self.group_size else ""
+        sizes = f"e{self.num_experts}-i{self.intermediate_size}-h{self.hidden_size}-k{self.top_k}"
+        return f"moe-{sizes}-{self.weights}{group}"
+
+    def rows_per_expert(self, num_tokens: int) -> float:
+        return num_tokens * self.top_k / self.num_experts
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a configuration has to fit: shared memory of one program in bytes, multiprocessors, tensor descriptors."""
+
+    shared_bytes: int
+    num_multiprocessors: int
+    has_descriptors: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one projection is cut: output columns and depth per step, launch order, warps, steps loaded ahead."""
+
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """block_m rows of one expert per tile in both projections, so that rows are sorted once; unused by `gemv`."""
+
+    variant: Variant
+    block_m: int
+    gate_up: Tile
+    down: Tile
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(fields: dict[str, Any]) -> MoeConfig:
+        """The inverse of `to_dict`. Raises TypeError or KeyError for fields that are missing or unknown."""
+        if fields["variant"] not in ("gemv", "tiled", "persistent"):
+            raise KeyError(fields["variant"])
+        return MoeConfig(fields["variant"], int(fields["block_m"]), Tile(**fields["gate_up"]), Tile(**fields["down"]))
+
+
+def shared_bytes(tile: Tile, block_m: int, projection: Projection, weights: WeightFormat) -> int:
+    """Shared memory that the steps in flight take, in bytes: both operands, the weights twice for gate and up.
+
+    Activations count as wide as unquantised weights; quantised ones are widened in registers on their way to the dot,
+    through one more buffer of the wide type.
+    """
+    wide = 4 if weights == "float32" else 2
+    matrices = 2 if projection == "gate_up" else 1
+    stages = max(tile.num_stages, 1)
+    stored = matrices * tile.block_n * tile.block_k
+    widened = 0 if WEIGHT_BITS[weights] >= 16 else stored * wide
+    return stages * (block_m * tile.block_k * wide + stored * WEIGHT_BITS[weights] // 8) + widened
+
+
+def fits(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, device: Device) -> bool:
+    """Whether a tile of the `tiled` and `persistent` variants can run on the device without spilling by design."""
+    accumulators = block_m * tile.block_n * (2 if projection == "gate_up" else 1)
+    if shape.weights == "int4":
+        # The product of a group is held beside the accumulator until it is scaled.
+        accumulators *= 2
+    # One int4 group per step: its scale belongs to the product of that step.
+    whole_group = shape.weights != "int4" or tile.block_k == shape.group_size
+    return (
+        whole_group
+        and shared_bytes(tile, block_m, projection, shape.weights) <= device.shared_bytes
+        and accumulators <= _MAX_ACCUMULATORS_PER_THREAD * 32 * tile.num_warps
+    )
+
+
+def variant_of(shape: MoeShape, num_tokens: int, device: Device) -> Variant:
+    """`gemv` while most experts would see one row at most, `persistent` from 128 rows per expert on, else `tiled`."""
+    if num_tokens * shape.top_k * 4 <= shape.num_experts or num_tokens == 1:
+        return "gemv"
+    if allows_persistent(shape, device) and num_tokens >= 1024 and shape.rows_per_expert(num_tokens) >= 128:
+        return "persistent"
+    return "tiled"
+
+
+def allows_persistent(shape: MoeShape, device: Device) -> bool:
+    """Whether the persistent variant can run: descriptors, rows at multiples of 16 bytes, neither fp32 nor int4."""
+    bits = WEIGHT_BITS[shape.weights]
+    aligned = all(size * bits % 128 == 0 and size % 8 == 0 for size in (shape.hidden_size, shape.intermediate_size))
+    return device.has_descriptors and bits in (8, 16) and aligned
+
+
+def block_m_of(rows_per_expert: float) -> int:
+    """Rows per tile: the tensor cores' least, then the number at hand, up to 128."""
+    return next((block for block in (16, 32, 64) if rows_per_expert <= block), 128)
+
+
+def heuristic_config(shape: MoeShape, num_tokens: int, device: Device) -> MoeConfig:
+    """A sound configuration for any shape, number of tokens and device. Raises ValueError if none fits the device."""
+    variant = variant_of(shape, num_tokens, device)
+    if variant == "gemv":
+        return MoeConfig(variant, 1, _gemv_tile(shape, "gate_up"), _gemv_tile(shape, "down"))
+    block_m = min(block_m_of(shape.rows_per_expert(num_tokens)), 32 if shape.weights == "float32" else 128)
+    while block_m >= 16:
+        tiles = [_first_that_fits(block_m, projection, shape, device) for projection in ("gate_up", "down")]
+        if tiles[0] is not None and tiles[1] is not None:
+            return MoeConfig(variant, block_m, tiles[0], tiles[1])
+        block_m //= 2
+    raise ValueError(f"no tile of {shape.name()} fits {device.shared_bytes} bytes of shared memory")
+
+
+def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, device: Device) -> Tile | None:
+    """The widest tile first. Few rows want bytes in flight, so a deep step; many want a large product per step."""
+    few = block_m <= 32
+    widths, wanted = _wanted_sizes(shape, projection, few)
+    depths = _depths(shape, projection, wanted)
+    for block_n, block_k, num_stages in itertools.product(widths, depths, (4, 3, 2)):
+        columns = shape.intermediate_size if projection == "gate_up" else shape.hidden_size
+        if block_n > max(16, _power_of_two(columns)):
+            continue
+        tile = Tile(block_n, block_k, 1 if few else 8, 4 if block_m * block_n <= 64 * 128 else 8, num_stages)
+        if fits(tile, block_m, projection, shape, device):
+            return tile
+    return None
+
+
+def _wanted_sizes(shape: MoeShape, projection: Projection, few: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Widths and depths from the best on."""
+    if shape.weights == "float32":
+        # Without tensor cores a product is unrolled over its depth: more than this and operands spill.
+        return (32, 16), (32, 16)
+    sizes = (128, 64, 32, 16)
+    return sizes[1:] if projection == "gate_up" and few else sizes, sizes if few else sizes[1:]
+
+
+def _depths(shape: MoeShape, projection: Projection, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    if shape.weights == "int4":
+        return (shape.group_size,)
+    depth = shape.hidden_size if projection == "gate_up" else shape.intermediate_size
+    return tuple(block for block in wanted if block <= max(16, _power_of_two(depth)))
+
+
+def _gemv_tile(shape: MoeShape, projection: Projection) -> Tile:
+    depth = shape.hidden_size if projection == "gate_up" else shape.intermediate_size
+    block_k = shape.group_size if shape.weights == "int4" else min(512, _power_of_two(depth))
+    # A program of the down projection reads k experts, one of the other reads gate and up of one.
+    return Tile(16 if projection == "gate_up" else 8, block_k, 1, 4, 1)
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(0, count - 1).bit_length()
+
+
+def candidate_block_ms(shape: MoeShape, num_tokens: int) -> list[int]:
+    """Row tiles worth timing: the heuristic's and its neighbours."""
+    own = block_m_of(shape.rows_per_expert(num_tokens))
+    return [block for block in (16, 32, 64, 128) if own // 2 <= block <= own * 2]
+
+
+def candidate_tiles(
+    shape: MoeShape, num_tokens: int, projection: Projection, variant: Variant, block_m: int, device: Device
+) -> list[Tile]:
+    """At most `MAX_CANDIDATES` tiles worth timing for one projection, the heuristic's first where it has one."""
+    if variant == "gemv":
+        own = _gemv_tile(shape, projection)
+        depths: tuple[int, ...] = (own.block_k,) if shape.weights == "int4" else (own.block_k, own.block_k // 2)
+        tiles = [
+            Tile(block_n, block_k, 1, num_warps, 1)
+            for block_n, block_k, num_warps in itertools.product((4, 8, 16, 32), depths, (2, 4, 8))
+            if block_k >= 16
+        ]
+        return _own_first(own, tiles)
+    few = block_m <= 32
+    depths = _depths(shape, projection, (64, 128, 256) if few else (64, 128))
+    widths = (32, 64, 128) if projection == "gate_up" else (64, 128, 256)
+    tiles = [
+        Tile(block_n, block_k, group_m, num_warps, num_stages)
+        for block_n, block_k, num_stages, num_warps, group_m in itertools.product(
+            widths, depths, (2, 3, 4, 5), (4, 8), (1,) if few else (1, 8)
+        )
+        if (num_warps == 8) == (block_m * block_n >= 64 * 128)
+    ]
+    own_tile = _first_that_fits(block_m, projection, shape, device)
+    tiles = [tile for tile in tiles if fits(tile, block_m, projection, shape, device)]
+    return tiles[:MAX_CANDIDATES] if own_tile is None else _own_first(own_tile, tiles)
+
+
+def _own_first(own: Tile, tiles: list[Tile]) -> list[Tile]:
+    """Nearer ones before farther ones, so that the limit cuts the outskirts."""
+
+    def distance(tile: Tile) -> float:
+        width, depth = math.log2(tile.block_n / own.block_n), math.log2(tile.block_k / own.block_k)
+        return abs(width) + abs(depth) + abs(tile.num_stages - own.num_stages) / 2 + (tile.group_m != own.group_m) / 4
+
+    return [own, *sorted((tile for tile in tiles if tile != own), key=distance)][:MAX_CANDIDATES]
+
+
+def candidate_variants(shape: MoeShape, num_tokens: int, device: Device) -> list[Variant]:
+    """Variants worth timing for a number of tokens."""
+    variants: list[Variant] = ["tiled"]
+    if num_tokens <= 8:
+        variants.insert(0, "gemv")
+    if num_tokens >= 256 and allows_persistent(shape, device):
+        variants.append("persistent")
+    return variants
+
+
+def with_tiles(config: MoeConfig, gate_up: Tile, down: Tile) -> MoeConfig:
+    return replace(config, gate_up=gate_up, down=down)

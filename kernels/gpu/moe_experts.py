@@ -1,0 +1,184 @@
+"""The experts of a mixture-of-experts layer on the GPU: what `kernels.moe_gemm` is on a CPU.
+
+For one configuration a row has the same bits whatever shares its batch and wherever it stands in it: no product mixes
+rows, and a token's choices are added in their order. Another configuration may cut K otherwise and round otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kernels.activation import glu
+from kernels.gpu.moe_align import SortedPairs, max_row_tiles, num_chunks, padded_bins, sort_pairs
+from kernels.gpu.moe_config import Device, MoeConfig
+from kernels.gpu.moe_gemv import down_gemv, gate_up_gemv
+from kernels.gpu.moe_persistent import down_persistent, gate_up_persistent, has_descriptors
+from kernels.gpu.moe_tiled import combine, down_tiled, gate_up_tiled
+from kernels.gpu.moe_weights import GpuExperts
+from kernels.specs import Activation
+
+_INTERPRETED = Device(shared_bytes=227 << 10, num_multiprocessors=4, has_descriptors=True)
+
+
+def device_of(device: torch.device) -> Device:
+    """What configurations have to fit on a CUDA device; a made-up Hopper under Triton's interpreter."""
+    if device.type != "cuda":
+        return _INTERPRETED
+    properties = torch.cuda.get_device_properties(device)
+    # What a program may have at most, where torch tells; else what it may always have.
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return Device(shared, properties.multi_processor_count, has_descriptors(device))
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWorkspace:
+    """Scratch of one layer at a time, shared by all layers of a stream. Its addresses never change.
+
+    pairs [n] int32; tiles [3, m] int32; num_tiles int32 scalar; counts int32; hidden [n, I] and results [n, H], for up
+    to n = max_tokens * k pairs in at most m row tiles.
+    """
+
+    pairs: Tensor
+    tiles: Tensor
+    num_tiles: Tensor
+    counts: Tensor
+    hidden: Tensor
+    results: Tensor
+
+    @staticmethod
+    def allocate(
+        max_tokens: int,
+        top_k: int,
+        num_slots: int,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> MoeWorkspace:
+        """Takes its memory. num_slots: the most slots of any layer's experts. dtype: of the activations."""
+        pairs = max_tokens * top_k
+
+        def ints(*sizes: int) -> Tensor:
+            return torch.empty(sizes, dtype=torch.int32, device=device)
+
+        return MoeWorkspace(
+            pairs=ints(pairs),
+            tiles=ints(3, max_row_tiles(pairs, num_slots, 16)),
+            num_tiles=ints(),
+            counts=ints(num_chunks(pairs) * padded_bins(num_slots)),
+            hidden=torch.empty((pairs, intermediate_size), dtype=dtype, device=device),
+            results=torch.empty((pairs, hidden_size), dtype=dtype, device=device),
+        )
+
+    def sorted_pairs(self, num_pairs: int, num_slots: int, block_m: int) -> SortedPairs:
+        """The part that a batch of num_pairs uses. Raises ValueError if it is larger than the workspace."""
+        num_tiles = max_row_tiles(num_pairs, num_slots, block_m)
+        if num_pairs > self.pairs.shape[0] or num_tiles > self.tiles.shape[1]:
+            raise ValueError(f"{num_pairs} rows of experts are more than the workspace holds ({self.pairs.shape[0]})")
+        slot, first, rows = self.tiles[:, :num_tiles].unbind(0)
+        return SortedPairs(self.pairs[:num_pairs], slot, first, rows, self.num_tiles)
+
+
+def moe_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    experts: GpuExperts,
+    activation: Activation,
+    config: MoeConfig,
+    workspace: MoeWorkspace,
+    out: Tensor | None = None,
+    *,
+    num_programs: int = 1,
+) -> Tensor:
+    """Sum over k of weight * expert(x), in fp32 until it is stored: -> out [T, H], which is returned.
+
+    x [T, H], rows contiguous; expert_ids [T, k] and expert_weights [T, k] fp32, contiguous. Experts that are not here
+    (id -1, or without a slot) add nothing. out: default a new tensor like x; its dtype may be wider. num_programs: of
+    the persistent variant, one per multiprocessor. Raises ValueError if the workspace is too small.
+    """
+    num_tokens, top_k = expert_ids.shape
+    result = torch.empty_like(x) if out is None else out
+    if num_tokens == 0:
+        return result
+    if x.stride(1) != 1 or not expert_ids.is_contiguous() or not expert_weights.is_contiguous():
+        raise ValueError("rows of x, expert ids and expert weights must be contiguous")
+    block_m = config.block_m
+    tiles = workspace.sorted_pairs(num_tokens * top_k, experts.gate_up.num_slots, max(block_m, 16))
+    hidden, slots = workspace.hidden[: num_tokens * top_k], experts.expert_slot
+    if config.variant == "gemv":
+        gate_up_gemv(x, experts.gate_up, activation, expert_ids, slots, config.gate_up, hidden)
+        down_gemv(hidden, experts.down, expert_ids, expert_weights, slots, config.down, result)
+        return result
+    sort_pairs(expert_ids, experts.gate_up.num_slots, block_m, tiles, workspace.counts, slots)
+    results = workspace.results[: num_tokens * top_k]
+    if config.variant == "persistent":
+        gate_up_persistent(x, experts.gate_up, activation, top_k, tiles, block_m, config.gate_up, hidden, num_programs)
+        down_persistent(hidden, experts.down, expert_weights, tiles, block_m, config.down, results, num_programs)
+    else:
+        gate_up_tiled(x, experts.gate_up, activation, top_k, tiles, block_m, config.gate_up, hidden)
+        down_tiled(hidden, experts.down, expert_weights, tiles, block_m, config.down, results)
+    combine(results, expert_ids, slots, experts.num_experts, result)
+    return result
+
+
+class TritonMoe:
+    """`moe_experts` with its configuration and scratch chosen beforehand: called as a dispatch, one for all layers.
+
+    choose: the configuration for a number of tokens, see `kernels.gpu.tuning.MoeConfigs`.
+    """
+
+    def __init__(self, choose: Callable[[int], MoeConfig], workspace: MoeWorkspace, num_programs: int) -> None:
+        self._choose = choose
+        self._workspace = workspace
+        self._num_programs = num_programs
+
+    def __call__(
+        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: GpuExperts, activation: Activation
+    ) -> Tensor:
+        """x [T, H] -> [T, H], a new tensor."""
+        return self._run(x, expert_ids, expert_weights, experts, activation, torch.empty_like(x))
+
+    def partial(
+        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: GpuExperts, activation: Activation
+    ) -> Tensor:
+        """The same over those experts that are here, fp32 whatever x is: what ranks add up among each other."""
+        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        return self._run(x, expert_ids, expert_weights, experts, activation, out)
+
+    def _run(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: GpuExperts, activation: Activation, out: Tensor
+    ) -> Tensor:
+        if not len(x):
+            return out
+        config = self._choose(len(x))
+        if config.variant == "persistent" and not experts.gate_up.values.is_contiguous():
+            config = replace(config, variant="tiled")
+        return moe_experts(
+            x, ids, weights, experts, activation, config, self._workspace, out, num_programs=self._num_programs
+        )
+
+
+def moe_experts_reference(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: GpuExperts, activation: Activation
+) -> Tensor:
+    """The same in plain torch and fp32, token by token: -> [T, H] fp32."""
+    gate_up, down = experts.gate_up.expanded(), experts.down.expanded()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for t in range(x.shape[0]):
+        for e, weight in zip(expert_ids[t].tolist(), expert_weights[t], strict=True):
+            slot = e if experts.expert_slot is None or e < 0 else int(experts.expert_slot[e])
+            if slot < 0:
+                continue
+            merged = x[t].float() @ gate_up[slot].T
+            if experts.gate_up.bias is not None:
+                merged = merged + experts.gate_up.bias[slot].float()
+            result = glu(merged[None], activation)[0] @ down[slot].T
+            if experts.down.bias is not None:
+                result = result + experts.down.bias[slot].float()
+            out[t] += result * weight
+    return out

@@ -1,0 +1,175 @@
+"""How the matrices of experts lie in memory for the GPU kernels, plain or quantised, and plain-torch references.
+
+Matrices are [S, N, K]: S slots, N output channels, K contiguous. Formats:
+- plain: fp32, fp16 or bf16.
+- int8: symmetric, one fp32 scale per output channel, scale [S, N].
+- fp8: e4m3, one fp32 scale per output channel, scale [S, N].
+- int4: symmetric, one fp32 scale per output channel and group of `group_size` values along K, scale [S, K / group, N].
+  Values -7..7 are stored plus 8 in nibbles, packed [S, N, K / 2] uint8. Within a group of g values, byte j holds
+  value j in its low nibble and value j + g / 2 in its high one: both halves of a group unpack to contiguous operands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.moe_config import MoeShape, WeightFormat
+
+_FP8 = torch.float8_e4m3fn
+_FORMATS: dict[torch.dtype, WeightFormat] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.int8: "int8",
+    _FP8: "fp8",
+    torch.uint8: "int4",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """One projection of all experts held: values [S, N, K] ([S, N, K / 2] for int4), scale as above, bias [S, N]."""
+
+    values: Tensor
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.values.dim() != 3 or self.values.stride(2) != 1:
+            raise ValueError("expert matrices are [slots, N, K] with contiguous rows")
+        quantised = self.format in ("int8", "fp8", "int4")
+        if quantised != (self.scale is not None):
+            raise ValueError(f"{self.format} weights take {'a scale' if quantised else 'no scale'}")
+        for vector in (self.scale, self.bias):
+            if vector is not None and vector.stride(-1) != 1:
+                raise ValueError("scales and biases have contiguous channels")
+
+    @property
+    def format(self) -> WeightFormat:
+        return _FORMATS[self.values.dtype]
+
+    @property
+    def num_slots(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.values.shape[1]
+
+    @property
+    def depth(self) -> int:
+        return self.values.shape[2] * (2 if self.format == "int4" else 1)
+
+    @property
+    def group_size(self) -> int:
+        """Values along K that share a scale; 0 unless int4."""
+        return self.depth // self.scale.shape[1] if self.format == "int4" and self.scale is not None else 0
+
+    def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Values, scale and bias as kernel arguments; an absent one is never read."""
+        return (
+            self.values,
+            self.values if self.scale is None else self.scale,
+            self.values if self.bias is None else self.bias,
+        )
+
+    def strides(self) -> tuple[int, int, int, int, int]:
+        """In elements: slot and row of values, slot and group of scale, slot of bias."""
+        scale_slot = 0 if self.scale is None else self.scale.stride(0)
+        scale_group = self.scale.stride(1) if self.scale is not None and self.format == "int4" else 0
+        bias_slot = 0 if self.bias is None else self.bias.stride(0)
+        return (self.values.stride(0), self.values.stride(1), scale_slot, scale_group, bias_slot)
+
+    def flags(self) -> dict[str, Any]:
+        return {
+            "FORMAT": "int4" if self.format == "int4" else "plain",
+            "HAS_SCALE": self.format in ("int8", "fp8"),
+            "HAS_BIAS": self.bias is not None,
+        }
+
+    def expanded(self) -> Tensor:
+        """The matrices [S, N, K] in fp32."""
+        if self.scale is None:
+            return self.values.float()
+        if self.format != "int4":
+            return self.values.float() * self.scale[..., None]
+        groups = unpack_int4(self.values, self.group_size).float().unflatten(-1, (-1, self.group_size))
+        return (groups * self.scale.transpose(1, 2)[..., None]).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuExperts:
+    """The experts of one layer on one device: gate_up [S, 2I, H], gate rows first, and down [S, H, I].
+
+    expert_slot: [E] int32 on the device, the slot that holds each expert now, -1 for none; None when expert e is in
+    slot e. Its contents may change between steps, its address may not.
+    """
+
+    gate_up: StoredMatrix
+    down: StoredMatrix
+    expert_slot: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        up, down = self.gate_up, self.down
+        if up.num_slots != down.num_slots or up.num_rows != 2 * down.depth or down.num_rows != up.depth:
+            raise ValueError(f"experts of {tuple(up.values.shape)} and {tuple(down.values.shape)} do not fit together")
+        if up.format != down.format or up.group_size != down.group_size:
+            raise ValueError("both projections are stored in one format")
+
+    def __len__(self) -> int:
+        return self.num_experts
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up.num_slots if self.expert_slot is None else self.expert_slot.shape[0]
+
+    def shape(self, top_k: int) -> MoeShape:
+        up = self.gate_up
+        return MoeShape(self.num_experts, up.num_rows // 2, up.depth, top_k, up.format, up.group_size)
+
+
+def quantise_int8(weights: Tensor, bias: Tensor | None = None) -> StoredMatrix:
+    """weights [S, N, K], any float dtype -> int8 per output channel."""
+    wide = weights.float()
+    scale = _scale_of(wide, 127.0)
+    values = (wide / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+    return StoredMatrix(values, scale, bias)
+
+
+def quantise_fp8(weights: Tensor, bias: Tensor | None = None) -> StoredMatrix:
+    """weights [S, N, K], any float dtype -> fp8 e4m3 per output channel."""
+    wide = weights.float()
+    limit = torch.finfo(_FP8).max
+    scale = _scale_of(wide, limit)
+    return StoredMatrix((wide / scale[..., None]).clamp_(-limit, limit).to(_FP8), scale, bias)
+
+
+def quantise_int4(weights: Tensor, group_size: int, bias: Tensor | None = None) -> StoredMatrix:
+    """weights [S, N, K], any float dtype -> int4 per group. group_size: a power of two from 32 on that divides K."""
+    if group_size < 32 or group_size & (group_size - 1) or weights.shape[-1] % group_size:
+        raise ValueError(f"groups of {group_size} do not cut rows of {weights.shape[-1]}")
+    groups = weights.float().unflatten(-1, (-1, group_size))
+    scale = _scale_of(groups, 7.0)
+    values = (groups / scale[..., None]).round_().clamp_(-7, 7).to(torch.int8).flatten(-2)
+    return StoredMatrix(pack_int4(values, group_size), scale.transpose(1, 2).contiguous(), bias)
+
+
+def pack_int4(values: Tensor, group_size: int) -> Tensor:
+    """Values -8..7 int8 [.., K] -> uint8 [.., K / 2] in the layout above."""
+    halves = (values + 8).to(torch.uint8).unflatten(-1, (-1, 2, group_size // 2))
+    return (halves[..., 0, :] | (halves[..., 1, :] << 4)).flatten(-2)
+
+
+def unpack_int4(packed: Tensor, group_size: int) -> Tensor:
+    """The inverse of `pack_int4`: int8 [.., K]."""
+    groups = packed.unflatten(-1, (-1, group_size // 2))
+    return torch.stack((groups & 0xF, groups >> 4), -2).flatten(-3).to(torch.int8) - 8
+
+
+def _scale_of(values: Tensor, limit: float) -> Tensor:
+    # A channel of zeros keeps a scale that does not divide by zero.
+    return values.abs().amax(-1).clamp_(min=torch.finfo(torch.float32).tiny * limit) / limit
