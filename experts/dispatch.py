@@ -14,7 +14,8 @@ from experts.moe_layer import Dispatch
 from experts.placement import Placement, Ranks
 from experts.slot_tables import SlotTables
 from kernels.activation import Activation
-from kernels.moe_gemm import PackedExperts, moe_experts_partial
+from kernels.moe_gemm import moe_experts_partial
+from kernels.packed_experts import PackedExperts
 
 _MEASURED_ROWS = 16
 _WARM_UP_ROUNDS = 3

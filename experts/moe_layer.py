@@ -11,7 +11,8 @@ from experts.glu_mlp import GluMlp
 from kernels.activation import Activation, sigmoid
 from kernels.linear import Linear
 from kernels.moe_gate import GateSpec, select_experts
-from kernels.moe_gemm import PackedExperts, moe_experts
+from kernels.moe_gemm import moe_experts
+from kernels.packed_experts import PackedExperts
 
 # How tokens reach their experts: (x [T, H], ids [T, k], weights [T, k], experts, activation) -> [T, H], a new tensor
 # unless T is 0. One that reaches other ranks is called in every layer of every step, with no rows if need be.

@@ -1,51 +1,107 @@
 """Matrix product with a weight that is packed once.
 
-On a CPU oneDNN's blocked layout makes a row of the result the same bits whatever other rows are in the batch, which
-plain `torch.nn.functional.linear` does not; requests then get the same logits in any batch and any chunking.
+On a CPU a row of the result is the same bits whatever other rows are in the batch, which plain
+`torch.nn.functional.linear` does not promise; requests then get the same logits in any batch and any chunking.
 """
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-
-class Linear:
-    """`x [M, in_features] -> [M, out_features]` in the dtype of the weight. Build one with `pack_linear`."""
-
-    __slots__ = ("_bias", "_packed", "_run", "_weight", "in_features", "num_bytes", "out_features")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.num_bytes = weight.numel() * weight.element_size()
-        self._bias = bias
-        self._packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
-        if self._packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-            self._run = torch.ops.mkldnn._linear_pointwise.default
-        else:
-            self._weight = weight.contiguous()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._packed:
-            return self._run(x, self._weight, self._bias, "none", [], "")
-        return functional.linear(x, self._weight, self._bias)
+from kernels.cpu.library import native_kernels
+from kernels.cpu.panels import PanelWeight
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """A `Linear` over weight [N, K] and bias [N]; it keeps a packed copy, so the caller may drop the weight."""
-    return Linear(weight, bias)
+class Linear(ABC):
+    """`x [M, in_features] -> [M, out_features]` in the dtype it was packed for. Build one with `pack_linear`."""
+
+    def __init__(self, out_features: int, in_features: int, num_bytes: int) -> None:
+        self.out_features, self.in_features, self.num_bytes = out_features, in_features, num_bytes
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
+    """A `Linear` over weight [N, K] and bias [N]; it keeps a packed copy, so the caller may drop the weight.
+
+    It computes in `dtype`, by default the weight's. Weights of fewer bits may stay as they are: float32 products with
+    bfloat16 weights are exact, and half as much is read.
+    """
+    dtype = dtype or weight.dtype
+    if weight.device.type == "cpu":
+        if dtype == torch.float32 and native_kernels() is not None:
+            return _NativeLinear(weight, bias)
+        if _onednn_computes(dtype):
+            return _OneDnnLinear(weight.to(dtype), bias)
+    return _TorchLinear(weight.to(dtype), bias)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same product by plain torch."""
-    return functional.linear(x, weight, bias)
+    return functional.linear(x, weight.to(x.dtype), bias)
 
 
-def _can_pack(dtype: torch.dtype) -> bool:
+class _NativeLinear(Linear):
+    """The compiled body, in float32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        kernels = native_kernels()
+        assert kernels is not None
+        self._run = kernels.linear
+        self._weight = PanelWeight.pack(weight)
+        self._bias = None if bias is None else bias.float().contiguous()
+        super().__init__(weight.shape[0], weight.shape[1], self._weight.data.numel())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32:
+            raise TypeError(f"x is {x.dtype}, the product is in float32")
+        num_rows, width = x.shape[0], self.out_features
+        out = x.new_empty((num_rows, width))
+        self._run(
+            x.data_ptr(),
+            x.stride(0),
+            num_rows,
+            self._weight.address,
+            self._weight.is_bf16,
+            self.in_features,
+            width,
+            None if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            width,
+        )
+        return out
+
+
+class _OneDnnLinear(Linear):
+    """oneDNN's blocked layout, whose rows do not depend on how many there are."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], weight.numel() * weight.element_size())
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+        return out
+
+
+class _TorchLinear(Linear):
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight.shape[0], weight.shape[1], weight.numel() * weight.element_size())
+        self._weight, self._bias = weight.contiguous(), bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weight, self._bias)
+
+
+def _onednn_computes(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.float32:
         return True
-    return dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

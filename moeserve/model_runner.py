@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.attention_plan import ChunkSpan, plan_attention
+from kernels.attention_plan import AttentionPlan, ChunkSpan
 from moeserve.kv_pool import KVPool
 from moeserve.models.decoder import Decoder, ForwardBatch
 from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
@@ -22,7 +22,6 @@ class ModelRunner:
     def __init__(self, decoder: Decoder, kv_pool: KVPool) -> None:
         self._decoder = decoder
         self._kv_pool = kv_pool
-        self._windows = sorted(set(decoder.spec.windows), key=lambda window: window or 0)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -91,7 +90,7 @@ class ModelRunner:
             token_ids=torch.frombuffer(token_ids, dtype=torch.int32).to(torch.int64),
             positions=torch.frombuffer(positions, dtype=torch.int64),
             slots=torch.frombuffer(slots, dtype=torch.int64),
-            attention=plan_attention(spans, block_size, self._windows),
+            attention=AttentionPlan(spans, block_size),
             logit_rows=None if len(logit_rows) == len(token_ids) else torch.tensor(logit_rows, dtype=torch.int64),
         )
 

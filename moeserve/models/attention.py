@@ -13,6 +13,7 @@ from kernels.attention_plan import AttentionPlan
 from kernels.kv_write import write_kv
 from kernels.linear import Linear
 from kernels.norm import rms_norm
+from kernels.rope_kv import rotate_and_store
 from kernels.rotary import apply_rotary
 from moeserve.models.spec import AttentionSpec, MlaSpec
 
@@ -38,7 +39,7 @@ class GqaAttention:
         "_clip",
         "_eps",
         "_flat_norms",
-        "_head_norm",
+        "_head_norms",
         "_interleaved",
         "_num_heads",
         "_num_kv_heads",
@@ -67,42 +68,34 @@ class GqaAttention:
         self._qkv, self._o = qkv, o
         self._window, self._interleaved, self._eps, self._sinks = window, interleaved, eps, sinks
         self._flat_norms: tuple[Tensor, Tensor] | None = None
-        self._head_norm: tuple[Tensor, Tensor] | None = None
+        self._head_norms: tuple[Tensor, Tensor] | None = None
         if q_norm is not None and k_norm is not None:
             if spec.qk_norm == "flat":
                 self._flat_norms = (q_norm, k_norm)
             else:
-                # Both norms share their statistics' width, so one call and one product with every head's weights do.
-                counts = torch.tensor([spec.num_heads, spec.num_kv_heads], device=q_norm.device)
-                weights = torch.stack([q_norm, k_norm]).repeat_interleave(counts, 0)
-                self._head_norm = (torch.ones_like(q_norm), weights)
+                self._head_norms = (q_norm, k_norm)
 
     def __call__(self, x: Tensor, step: StepInputs, keys: Tensor, values: Tensor | None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. Writes the new keys and values into the pools [KV, num_slots, D]."""
-        num_heads = self._num_heads
-        num_qk = num_heads + self._num_kv_heads
         num_tokens = x.shape[0]
         qkv = self._qkv(x)
         if self._flat_norms is not None:
             self._normalise_flat(qkv)
         if self._clip is not None:
             qkv.clamp_(-self._clip, self._clip)
-        heads = qkv.view(num_tokens, num_qk + self._num_kv_heads, -1)
-        qk = heads[:, :num_qk]
-        if self._head_norm is not None:
-            ones, weights = self._head_norm
-            qk = rms_norm(qk, ones, self._eps).mul_(weights)
-        qk = apply_rotary(qk, step.cos, step.sin, interleaved=self._interleaved)
-        write_kv(keys, values, step.slots, qk[:, num_heads:], heads[:, num_qk:])
-        out = paged_attention(
-            qk[:, :num_heads],
+        assert values is not None
+        q = rotate_and_store(
+            qkv.view(num_tokens, self._num_heads + 2 * self._num_kv_heads, -1),
+            step.cos,
+            step.sin,
+            step.slots,
             keys,
-            keys if values is None else values,
-            step.plan,
-            scale=self._scale,
-            window=self._window,
-            sinks=self._sinks,
+            values,
+            interleaved=self._interleaved,
+            head_norms=self._head_norms,
+            eps=self._eps,
         )
+        out = paged_attention(q, keys, values, step.plan, scale=self._scale, window=self._window, sinks=self._sinks)
         return self._o(out.view(num_tokens, -1))
 
     def _normalise_flat(self, qkv: Tensor) -> None:

@@ -2,72 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from kernels.moe_gemm import PackedExperts, pack_experts
-from moeserve.models.spec import DecoderSpec, MoeSpec
+from kernels.moe_gemm import expert_layout
+from kernels.packed_experts import ExpertShape, PackedExperts
+from moeserve.models.spec import DecoderSpec
 from moeserve.models.tensor_reader import TensorReader
-from moeserve.models.weight_plan import ExpertsPlan
+from moeserve.models.weight_plan import ExpertsPlan, StoredTensor
 
 
-def load_experts(spec: DecoderSpec, plan: ExpertsPlan, reader: TensorReader, dtype: torch.dtype) -> PackedExperts:
-    """Read and pack the owned experts of a layer, in the order of ``plan.owned``. Nothing else is read."""
-    moe = spec.moe
-    assert moe is not None
-    count, hidden, width = len(plan.owned), spec.hidden_size, moe.intermediate_size
-    gate_up = torch.empty((count, 2 * width, hidden), dtype=dtype)
-    down = torch.empty((count, hidden, width), dtype=dtype)
-    if plan.storage == "split":
-        _fill_split(plan, reader, gate_up, down)
-        return pack_experts(gate_up, down)
-    if plan.storage == "fused":
-        _fill_fused(moe, plan, reader, gate_up, down)
-    else:
-        _fill_mxfp4(plan, reader, gate_up, down)
-    if not moe.expert_bias:
-        return pack_experts(gate_up, down)
-    return pack_experts(gate_up, down, *_read_biases(moe, plan, reader, gate_up, down))
+class ExpertReader:
+    """Reads and packs the owned experts of one layer, one at a time. Nothing else is read.
 
+    `layout` says what the packed bytes are; `owned` which experts there are, in the order of their places.
+    """
 
-def _fill_split(plan: ExpertsPlan, reader: TensorReader, gate_up: Tensor, down: Tensor) -> None:
-    width = down.shape[2]
-    for slot, tensors in enumerate(plan.tensors):
-        reader.read_into(tensors["gate"], gate_up[slot, :width])
-        reader.read_into(tensors["up"], gate_up[slot, width:])
-        reader.read_into(tensors["down"], down[slot])
+    def __init__(self, spec: DecoderSpec, plan: ExpertsPlan, reader: TensorReader, dtype: torch.dtype) -> None:
+        """dtype: what the experts compute in."""
+        assert spec.moe is not None
+        self._moe, self._plan, self._reader = spec.moe, plan, reader
+        self.owned = plan.owned
+        self.shape = ExpertShape(
+            spec.hidden_size, spec.moe.intermediate_size, dtype, kept_dtype(plan, dtype), spec.moe.expert_bias
+        )
+        self.layout = expert_layout(self.shape)
 
-
-def _fill_fused(moe: MoeSpec, plan: ExpertsPlan, reader: TensorReader, gate_up: Tensor, down: Tensor) -> None:
-    (tensors,) = plan.tensors
-    for slot, expert in enumerate(plan.owned):
-        if moe.transposed_experts:
+    def read(self, place: int) -> Tensor:
+        """The packed bytes of the expert at a place, uint8 [layout.num_bytes], in memory of their own."""
+        hidden, width, dtype = self.shape.hidden_size, self.shape.intermediate_size, self.shape.weight_dtype
+        gate_up, down = torch.empty((2 * width, hidden), dtype=dtype), torch.empty((hidden, width), dtype=dtype)
+        tensors, expert = self._plan.tensors[place if self._plan.storage == "split" else 0], self.owned[place]
+        if self._plan.storage == "split":
+            self._reader.read_into(tensors["gate"], gate_up[:width])
+            self._reader.read_into(tensors["up"], gate_up[width:])
+            self._reader.read_into(tensors["down"], down)
+        elif self._plan.storage == "mxfp4":
+            # The file holds [I, (gate, up), H] and [H, I].
+            for key, out in (("gate_up", _halves(gate_up).transpose(0, 1)), ("down", down)):
+                self._reader.read_mxfp4_expert_into(tensors[f"{key}.blocks"], tensors[f"{key}.scales"], expert, out)
+        elif self._moe.transposed_experts:
             # The file holds [H, I, (gate, up)] and [I, H].
-            reader.read_expert_into(tensors["gate_up"], expert, _halves(gate_up[slot]).permute(2, 1, 0))
-            reader.read_expert_into(tensors["down"], expert, down[slot].T)
+            self._reader.read_expert_into(tensors["gate_up"], expert, _halves(gate_up).permute(2, 1, 0))
+            self._reader.read_expert_into(tensors["down"], expert, down.T)
         else:
-            reader.read_expert_into(tensors["gate_up"], expert, gate_up[slot])
-            reader.read_expert_into(tensors["down"], expert, down[slot])
+            self._reader.read_expert_into(tensors["gate_up"], expert, gate_up)
+            self._reader.read_expert_into(tensors["down"], expert, down)
+        return self.layout.pack(gate_up, down, *self._read_biases(tensors, expert))
+
+    def _read_biases(self, tensors: Mapping[str, StoredTensor], expert: int) -> tuple[()] | tuple[Tensor, Tensor]:
+        if not self.shape.has_bias:
+            return ()
+        gate_up_bias = torch.empty(2 * self.shape.intermediate_size, dtype=self.shape.dtype)
+        down_bias = torch.empty(self.shape.hidden_size, dtype=self.shape.dtype)
+        seen = _halves(gate_up_bias).T if self._moe.transposed_experts else gate_up_bias
+        self._reader.read_expert_into(tensors["gate_up.bias"], expert, seen)
+        self._reader.read_expert_into(tensors["down.bias"], expert, down_bias)
+        return gate_up_bias, down_bias
 
 
-def _fill_mxfp4(plan: ExpertsPlan, reader: TensorReader, gate_up: Tensor, down: Tensor) -> None:
-    (tensors,) = plan.tensors
-    for slot, expert in enumerate(plan.owned):
-        # The file holds [I, (gate, up), H] and [H, I].
-        for key, out in (("gate_up", _halves(gate_up[slot]).transpose(0, 1)), ("down", down[slot])):
-            reader.read_mxfp4_expert_into(tensors[f"{key}.blocks"], tensors[f"{key}.scales"], expert, out)
+def load_experts(reader: ExpertReader) -> PackedExperts:
+    """All experts that a reader owns, each at its place."""
+    experts = reader.layout.experts(len(reader.owned))
+    for place in range(len(reader.owned)):
+        experts.put(place, reader.read(place))
+    return experts
 
 
-def _read_biases(
-    moe: MoeSpec, plan: ExpertsPlan, reader: TensorReader, gate_up: Tensor, down: Tensor
-) -> tuple[Tensor, Tensor]:
-    (tensors,) = plan.tensors
-    gate_up_bias, down_bias = gate_up.new_empty(gate_up.shape[:2]), down.new_empty(down.shape[:2])
-    for slot, expert in enumerate(plan.owned):
-        row = gate_up_bias[slot]
-        reader.read_expert_into(tensors["gate_up.bias"], expert, _halves(row).T if moe.transposed_experts else row)
-        reader.read_expert_into(tensors["down.bias"], expert, down_bias[slot])
-    return gate_up_bias, down_bias
+def kept_dtype(plan: ExpertsPlan, dtype: torch.dtype) -> torch.dtype:
+    """bfloat16 where that holds exactly what the checkpoint says and computing is in float32, else `dtype`."""
+    # An MXFP4 number has one bit after the point, times a power of two.
+    exact = plan.storage == "mxfp4" or all(
+        tensor.dtype == "BF16" for tensors in plan.tensors for key, tensor in tensors.items() if "bias" not in key
+    )
+    return torch.bfloat16 if exact and dtype == torch.float32 else dtype
 
 
 def _halves(rows: Tensor) -> Tensor:

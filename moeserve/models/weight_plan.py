@@ -31,12 +31,13 @@ _PLAIN_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor to read: its name in the checkpoint, the shape it is used in, the file's bytes it takes, and the name
-    of its block scales if it is stored in FP8."""
+    """A tensor to read: its name in the checkpoint, the shape it is used in, the file's bytes it takes, the dtype they
+    are in (as safetensors names it), and the name of its block scales if it is stored in FP8."""
 
     name: str
     shape: tuple[int, ...]
     num_bytes: int
+    dtype: str
     scale: str | None = None
 
 
@@ -170,7 +171,7 @@ class _Matcher:
     def _match_one(self, ref: TensorRef) -> StoredTensor:
         name, info = self._take(ref)
         if info.dtype in _PLAIN_DTYPES:
-            return StoredTensor(name, ref.shape, info.num_bytes)
+            return StoredTensor(name, ref.shape, info.num_bytes, info.dtype)
         if info.dtype != "F8_E4M3":
             raise CheckpointError(f"{name} is stored as {info.dtype}, which cannot be read.")
         return self._match_fp8(name, info, ref)
@@ -186,7 +187,7 @@ class _Matcher:
         expected = (*leading, -(-rows // row_block), -(-columns // column_block))
         _check_shape(scale, self._index[scale].shape, expected)
         self._used.add(scale)
-        return StoredTensor(name, ref.shape, info.num_bytes + self._index[scale].num_bytes, scale)
+        return StoredTensor(name, ref.shape, info.num_bytes + self._index[scale].num_bytes, info.dtype, scale)
 
     def _match_bytes(self, key: str, ref: TensorRef) -> StoredTensor:
         if key.endswith(".bias"):
@@ -194,7 +195,7 @@ class _Matcher:
         name, info = self._take(ref)
         if info.dtype != "U8":
             raise CheckpointError(f"{name} is stored as {info.dtype}, not as bytes.")
-        return StoredTensor(name, ref.shape, info.num_bytes)
+        return StoredTensor(name, ref.shape, info.num_bytes, info.dtype)
 
     def _take(self, ref: TensorRef) -> tuple[str, TensorInfo]:
         name = self._find(ref)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,9 +13,9 @@ from experts.moe_layer import Dispatch, MoeLayer
 from kernels.linear import Linear, pack_linear
 from kernels.moe_gemm import moe_experts
 from moeserve.models.attention import GqaAttention, HeadLinear, MlaAttention
-from moeserve.models.checkpoint import TensorInfo, read_index
+from moeserve.models.checkpoint import read_index
 from moeserve.models.decoder import Decoder, DecoderLayer, Norm
-from moeserve.models.expert_weights import load_experts
+from moeserve.models.expert_weights import ExpertReader, load_experts
 from moeserve.models.spec import DecoderSpec, MlaSpec
 from moeserve.models.tensor_reader import Progress, TensorReader
 from moeserve.models.weight_plan import ExpertsPlan, LayerPlan, OwnedExperts, StoredTensor, plan_weights
@@ -51,7 +51,7 @@ def load_decoder(
     plan = plan_weights(spec, index, owned_experts)
     with TensorReader(index, plan.num_bytes, quantization=spec.quantization, progress=progress) as reader:
         loader = _Loader(spec, reader, dtype, dispatch_of)
-        embedding = reader.read(plan.outer["embedding"], _embedding_dtype(index, plan.outer["embedding"], dtype))
+        embedding = reader.read(plan.outer["embedding"], _embedding_dtype(plan.outer["embedding"], dtype))
         layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers)]
         return Decoder(
             spec,
@@ -64,9 +64,15 @@ def load_decoder(
         )
 
 
-def _embedding_dtype(index: Mapping[str, TensorInfo], stored: StoredTensor, dtype: torch.dtype) -> torch.dtype:
+def _embedding_dtype(stored: StoredTensor, dtype: torch.dtype) -> torch.dtype:
     """Rows are widened when looked up, so a table of 16-bit numbers need not take 32."""
-    return _NARROW.get(index[stored.name].dtype, dtype) if dtype == torch.float32 else dtype
+    return _NARROW.get(stored.dtype, dtype) if dtype == torch.float32 else dtype
+
+
+def _kept_dtype(parts: Sequence[StoredTensor], dtype: torch.dtype) -> torch.dtype:
+    """float32 products read bfloat16 weights as they are."""
+    narrow = dtype == torch.float32 and all(part.dtype == "BF16" for part in parts)
+    return torch.bfloat16 if narrow else dtype
 
 
 class _Loader:
@@ -101,15 +107,21 @@ class _Loader:
     def linear(self, tensors: Mapping[str, StoredTensor], *keys: str, dtype: torch.dtype | None = None) -> Linear:
         """One packed projection out of those of ``keys``, their rows one below the other."""
         dtype = dtype or self._dtype
-        weight = self._reader.read_rows([tensors[key] for key in keys], dtype)
+        parts = [tensors[key] for key in keys]
+        weight = self._reader.read_rows(parts, _kept_dtype(parts, dtype))
+        return pack_linear(weight, self._biases(tensors, keys, dtype), dtype)
+
+    def _biases(self, tensors: Mapping[str, StoredTensor], keys: Sequence[str], dtype: torch.dtype) -> Tensor | None:
+        """The biases of some projections one after another, zeros where one has none; None if none has."""
         biases = [f"{key}.bias" for key in keys]
         if not any(bias in tensors for bias in biases):
-            return pack_linear(weight)
-        parts = []
-        for key, bias in zip(keys, biases, strict=True):
-            rows = tensors[key].shape[0]
-            parts.append(self._reader.read(tensors[bias], dtype) if bias in tensors else torch.zeros(rows, dtype=dtype))
-        return pack_linear(weight, torch.cat(parts))
+            return None
+        return torch.cat(
+            [
+                self._reader.read(tensors[bias], dtype) if bias in tensors else torch.zeros(tensors[key].shape[0])
+                for key, bias in zip(keys, biases, strict=True)
+            ]
+        ).to(dtype)
 
     def _optional(
         self, tensors: Mapping[str, StoredTensor], key: str, dtype: torch.dtype | None = None
@@ -148,8 +160,16 @@ class _Loader:
         )
 
     def _mlp(self, tensors: Mapping[str, StoredTensor], prefix: str) -> GluMlp:
-        gate_up = self.linear(tensors, f"{prefix}gate", f"{prefix}up")
-        return GluMlp(gate_up, self.linear(tensors, f"{prefix}down"), self._spec.activation)
+        keys = [f"{prefix}{name}" for name in ("gate", "up", "down")]
+        gate, up, down = (tensors[key] for key in keys)
+        dtype = _kept_dtype([gate, up, down], self._dtype)
+        return GluMlp(
+            self._reader.read_rows([gate, up], dtype),
+            self._reader.read(down, dtype),
+            self._spec.activation,
+            biases=self._biases(tensors, keys, self._dtype),
+            dtype=self._dtype,
+        )
 
     def _moe(self, tensors: Mapping[str, StoredTensor], experts: ExpertsPlan, number: int) -> MoeLayer:
         moe = self._spec.moe
@@ -158,7 +178,7 @@ class _Loader:
         return MoeLayer(
             self.linear(tensors, "router", dtype=gate_dtype),
             moe.gate,
-            load_experts(self._spec, experts, self._reader, self._dtype),
+            load_experts(ExpertReader(self._spec, experts, self._reader, self._dtype)),
             moe.activation,
             gate_widens=gate_dtype != self._dtype,
             correction_bias=self._optional(tensors, "correction_bias", torch.float32),

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from kernels.activation import Activation
+from kernels.activation import Activation, glu
+from kernels.cpu.library import native_kernels
+from kernels.cpu.native_experts import PanelLayout
+from kernels.cpu.torch_experts import RowLayout
 from kernels.linear import linear_reference, pack_linear
 from kernels.moe_gemm import moe_experts, moe_experts_reference, pack_experts
+from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
 
-NUM_EXPERTS, HIDDEN, INTERMEDIATE = 6, 64, 48
+NUM_EXPERTS, HIDDEN, INTERMEDIATE = 6, 80, 40
+ACTIVATIONS = [
+    Activation(),
+    Activation("gelu"),
+    Activation("gelu_tanh"),
+    Activation("relu"),
+    Activation("swigluoai", alpha=1.702, limit=1.0),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +33,9 @@ def _inference_mode():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_packed_linear_matches_plain_linear(dtype: torch.dtype, with_bias: bool) -> None:
-    weight, x = torch.randn(40, 24, dtype=dtype), torch.randn(9, 24, dtype=dtype)
+@pytest.mark.parametrize("num_rows", [1, 3, 9, 25, 200])
+def test_packed_linear_matches_plain_linear(dtype: torch.dtype, with_bias: bool, num_rows: int) -> None:
+    weight, x = torch.randn(40, 24, dtype=dtype), torch.randn(num_rows, 24, dtype=dtype)
     bias = torch.randn(40, dtype=dtype) if with_bias else None
     tolerance = 1e-5 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(
@@ -30,35 +43,85 @@ def test_packed_linear_matches_plain_linear(dtype: torch.dtype, with_bias: bool)
     )
 
 
+def test_bfloat16_weights_give_the_bits_of_the_same_numbers_in_float32() -> None:
+    weight, x = torch.randn(70, 50).bfloat16(), torch.randn(30, 50)
+    narrow = pack_linear(weight, dtype=torch.float32)
+    assert torch.equal(narrow(x), pack_linear(weight.float())(x))
+    assert narrow.num_bytes < 4 * 96 * 50
+
+
 @pytest.mark.parametrize(("in_features", "out_features"), [(576, 960), (64, 8), (768, 576), (48, 130)])
 def test_a_row_of_a_packed_linear_has_the_same_bits_in_any_batch(in_features: int, out_features: int) -> None:
     linear = pack_linear(torch.randn(out_features, in_features))
-    x = torch.randn(130, in_features)
+    x = torch.randn(430, in_features)
     whole = linear(x)
-    for first, last in [(0, 1), (5, 6), (0, 2), (3, 10), (7, 40), (0, 129), (129, 130)]:
+    for first, last in [(0, 1), (5, 6), (0, 2), (3, 10), (7, 40), (0, 129), (129, 130), (100, 400)]:
         assert torch.equal(linear(x[first:last]), whole[first:last]), (first, last)
 
 
-def make_experts() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN) / 8, torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE) / 8
+def test_a_linear_refuses_rows_of_another_dtype() -> None:
+    with pytest.raises(TypeError):
+        pack_linear(torch.randn(8, 8))(torch.randn(2, 8, dtype=torch.float64))
 
 
-def choose(num_tokens: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def layout_of(kind: str, weight_dtype: torch.dtype, has_bias: bool = False) -> ExpertLayout:
+    shape = ExpertShape(HIDDEN, INTERMEDIATE, torch.float32, weight_dtype, has_bias)
+    kernels = native_kernels()
+    assert kernels is not None
+    return PanelLayout(shape, kernels) if kind == "panels" else RowLayout(shape)
+
+
+def make_experts(weight_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    gate_up = torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN) / 8
+    down = torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE) / 8
+    return gate_up.to(weight_dtype), down.to(weight_dtype)
+
+
+def packed(layout: ExpertLayout, gate_up: Tensor, down: Tensor, *biases: Tensor) -> PackedExperts:
+    experts = layout.experts(NUM_EXPERTS)
+    for e in range(NUM_EXPERTS):
+        data = layout.pack(gate_up[e], down[e], *(bias[e] for bias in biases))
+        assert data.dtype == torch.uint8
+        assert len(data) == layout.num_bytes
+        experts.put(e, data)
+    return experts
+
+
+def choose(num_tokens: int, top_k: int) -> tuple[Tensor, Tensor]:
     ids = torch.stack([torch.randperm(NUM_EXPERTS)[:top_k] for _ in range(num_tokens)])
     return ids, torch.rand(num_tokens, top_k)
 
 
+every_layout = pytest.mark.parametrize("kind", ["panels", "rows"])
+every_weight_dtype = pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+
+
+@every_layout
+@every_weight_dtype
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 33])
 @pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_experts_match_the_token_by_token_reference(num_tokens: int, top_k: int) -> None:
-    gate_up, down = make_experts()
+def test_experts_match_the_token_by_token_reference(
+    kind: str, weight_dtype: torch.dtype, num_tokens: int, top_k: int
+) -> None:
+    gate_up, down = make_experts(weight_dtype)
     x = torch.randn(num_tokens, HIDDEN)
     ids, weights = choose(num_tokens, top_k)
-    activation = Activation()
-    out = moe_experts(x, ids, weights, pack_experts(gate_up, down), activation)
-    torch.testing.assert_close(
-        out, moe_experts_reference(x, ids, weights, gate_up, down, activation), atol=1e-5, rtol=1e-5
-    )
+    for activation in ACTIVATIONS:
+        out = moe_experts(x, ids, weights, packed(layout_of(kind, weight_dtype), gate_up, down), activation)
+        expected = moe_experts_reference(x, ids, weights, gate_up, down, activation)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@every_layout
+def test_biases_stay_in_float32(kind: str) -> None:
+    gate_up, down = make_experts(torch.bfloat16)
+    biases = torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE), torch.randn(NUM_EXPERTS, HIDDEN)
+    experts = packed(layout_of(kind, torch.bfloat16, has_bias=True), gate_up, down, *biases)
+    x, ids = torch.randn(3, HIDDEN), torch.tensor([[2], [5], [0]])
+    out = moe_experts(x, ids, torch.ones(3, 1), experts, Activation())
+    for row, (e,) in enumerate(ids.tolist()):
+        hidden = glu((x[row] @ gate_up[e].float().T + biases[0][e])[None], Activation())[0]
+        torch.testing.assert_close(out[row], hidden @ down[e].float().T + biases[1][e], atol=1e-5, rtol=1e-5)
 
 
 def test_all_tokens_on_one_expert_and_empty_experts() -> None:
@@ -72,11 +135,40 @@ def test_all_tokens_on_one_expert_and_empty_experts() -> None:
     )
 
 
-def test_a_token_gets_the_same_bits_from_its_experts_in_any_batch() -> None:
-    experts = pack_experts(*make_experts())
+@every_layout
+@every_weight_dtype
+def test_a_token_gets_the_same_bits_from_its_experts_in_any_batch(kind: str, weight_dtype: torch.dtype) -> None:
+    experts = packed(layout_of(kind, weight_dtype), *make_experts(weight_dtype))
     x = torch.randn(40, HIDDEN)
     ids, weights = choose(40, 3)
+    for activation in ACTIVATIONS:
+        whole = moe_experts(x, ids, weights, experts, activation)
+        for first, last in [(0, 1), (17, 18), (0, 2), (5, 30), (39, 40)]:
+            part = moe_experts(x[first:last], ids[first:last], weights[first:last], experts, activation)
+            assert torch.equal(part, whole[first:last]), (first, last)
+
+
+@every_layout
+def test_experts_elsewhere_add_nothing_and_parts_add_up(kind: str) -> None:
+    experts = packed(layout_of(kind, torch.float32), *make_experts())
+    x = torch.randn(9, HIDDEN)
+    ids, weights = choose(9, 3)
     whole = moe_experts(x, ids, weights, experts, Activation())
-    for first, last in [(0, 1), (17, 18), (0, 2), (5, 30), (39, 40)]:
-        part = moe_experts(x[first:last], ids[first:last], weights[first:last], experts, Activation())
-        assert torch.equal(part, whole[first:last]), (first, last)
+    parts = [moe_experts(x, torch.where(here, ids, -1), weights, experts, Activation()) for here in (ids < 3, ids >= 3)]
+    torch.testing.assert_close(parts[0] + parts[1], whole, atol=1e-6, rtol=1e-5)
+    nowhere = moe_experts(x, torch.full_like(ids, -1), weights, experts, Activation())
+    assert torch.equal(nowhere, torch.zeros_like(x))
+
+
+@every_layout
+def test_a_dropped_expert_is_missed_and_put_again_computes_the_same_bits(kind: str) -> None:
+    layout = layout_of(kind, torch.float32)
+    gate_up, down = make_experts()
+    experts = packed(layout, gate_up, down)
+    x, ids, weights = torch.randn(4, HIDDEN), torch.full((4, 1), 2), torch.ones(4, 1)
+    before = moe_experts(x, ids, weights, experts, Activation())
+    experts.drop(2)
+    with pytest.raises(ValueError, match="expert 2 is not here"):
+        moe_experts(x, ids, weights, experts, Activation())
+    experts.put(2, layout.pack(gate_up[2], down[2]))
+    assert torch.equal(moe_experts(x, ids, weights, experts, Activation()), before)

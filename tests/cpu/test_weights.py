@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.moe_gemm import PackedExperts
+from kernels.moe_gemm import moe_experts, moe_experts_partial
+from kernels.packed_experts import PackedExperts
 from moeserve.models.checkpoint import read_index
 from moeserve.models.fp8 import dequantise_fp8
 from moeserve.models.mxfp4 import dequantise_mxfp4
@@ -145,11 +146,7 @@ def test_only_owned_experts_are_read(case: str, original_format: bool, tmp_path:
             local: Tensor = local,
         ) -> Tensor:
             assert len(experts) == 4
-            out = torch.zeros_like(x)
-            for row, (chosen, of_row) in enumerate(zip(local[ids].tolist(), weights.tolist(), strict=True)):
-                for expert, weight in zip(chosen, of_row, strict=True):
-                    if expert >= 0:
-                        out[row] += experts[expert](x[row : row + 1].clone(), activation)[0] * weight
+            out = moe_experts_partial(x, local[ids], weights, experts, activation)
             first_layer.append(out)
             return out
 
@@ -171,8 +168,6 @@ def test_only_owned_experts_are_read(case: str, original_format: bool, tmp_path:
     assert 0.5 * whole.num_bytes < expert_bytes < whole.num_bytes
 
     def whole_dispatch(*arguments: Any) -> Tensor:
-        from kernels.moe_gemm import moe_experts
-
         first_layer.append(moe_experts(*arguments))
         return first_layer[-1]
 

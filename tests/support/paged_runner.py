@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention_plan import ChunkSpan, plan_attention
+from kernels.attention_plan import AttentionPlan, ChunkSpan
 from moeserve.models.decoder import Decoder, ForwardBatch, KvPools
 
 
@@ -47,12 +47,11 @@ class PagedRunner:
             positions += range(start, end)
             slots += [table[p // self._block_size] * self._block_size + p % self._block_size for p in range(start, end)]
             spans.append(ChunkSpan(end - start, start, table[: -(-end // self._block_size)]))
-        windows = sorted(set(self._decoder.spec.windows), key=lambda window: window or 0)
         batch = ForwardBatch(
             torch.tensor(tokens),
             torch.tensor(positions),
             torch.tensor(slots),
-            plan_attention(spans, self._block_size, windows, "cpu"),
+            AttentionPlan(spans, self._block_size),
             None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64),
         )
         with torch.inference_mode():

@@ -1,0 +1,365 @@
+// Causal attention of new tokens over paged keys and values, block by block in place.
+//
+// A row is one query head of one token. Its keys are taken in tiles of 64 positions, and its softmax is kept running
+// over the tiles of a segment of 256 positions (Milakov and Gimelshein, 2018); segments are then put together in order,
+// as split-KV decoding does (Dao et al., 2023). Tiles and segments lie at fixed positions, so a row has the same bits
+// in any batch and any chunking, whether its segments were computed one after another or side by side.
+#include <algorithm>
+#include <vector>
+
+#include "simd.h"
+
+namespace moeserve {
+namespace {
+
+constexpr int64_t kTileKeys = 64;
+constexpr int64_t kSegmentKeys = 256;
+constexpr int kGroupRows = 6;         // Rows that share the registers: 6 x 64 floats.
+constexpr int64_t kTaskRows = 96;     // Rows that share a transposed tile of keys.
+constexpr int64_t kSplitTokens = 4;   // Chunks up to this long have their segments computed side by side.
+constexpr int kVectors = int(kTileKeys / kLanes);
+
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+struct Inputs {
+  const float* q;
+  int64_t q_stride, num_heads, num_kv_heads, key_dim, value_dim;
+  const float *keys, *values;
+  int64_t num_slots, block_size;
+  const int64_t *first_rows, *starts, *table_offsets;  // Per chunk, first_rows and table_offsets with one more bound.
+  const int32_t* block_tables;
+  float scale;
+  int64_t window;  // 0 for none.
+  const float* sinks;
+  float* out;
+
+  int64_t group() const { return num_heads / num_kv_heads; }
+};
+
+// Running softmax of some rows: the largest score, the sum of weights and the weighted sum of values.
+struct State {
+  float *largest, *total, *sums;
+};
+
+// Some tokens of a chunk under one KV head, over some of their segments.
+struct Task {
+  int64_t chunk, kv_head, first_token, num_tokens, first_segment, last_segment;
+  int64_t scratch;  // Where its State lies if segments are computed side by side, else -1.
+};
+
+// Buffers of one thread, kept from call to call.
+class Workspace {
+ public:
+  void reserve(int64_t rows, int64_t key_dim, int64_t value_dim) {
+    rows_ = rows;
+    value_dim_ = value_dim;
+    queries.resize(rows * key_dim);
+    positions.resize(rows);
+    keys.resize(key_dim * kTileKeys);
+    weights.resize(rows * kTileKeys);
+    states_.resize(2 * rows * (value_dim + 2));
+  }
+
+  State state(int which) {
+    float* base = states_.data() + which * rows_ * (value_dim_ + 2);
+    return {base, base + rows_, base + 2 * rows_};
+  }
+
+  std::vector<float> queries, keys, weights;
+  std::vector<int64_t> positions;
+  const float *key_rows[kTileKeys], *value_rows[kTileKeys];
+
+ private:
+  std::vector<float> states_;
+  int64_t rows_ = 0, value_dim_ = 0;
+};
+
+void clear(State state, int64_t rows, int64_t value_dim) {
+  std::fill_n(state.largest, rows, kNothing);
+  std::fill_n(state.total, rows, 0.0f);
+  std::fill_n(state.sums, rows * value_dim, 0.0f);
+}
+
+// Adds what `part` saw to `whole`. Where one of them is empty the other's bits remain.
+void merge(State whole, State part, int64_t rows, int64_t value_dim) {
+  for (int64_t r = 0; r < rows; ++r) {
+    if (part.largest[r] == kNothing) continue;
+    float* to = whole.sums + r * value_dim;
+    const float* from = part.sums + r * value_dim;
+    if (whole.largest[r] == kNothing) {
+      whole.largest[r] = part.largest[r], whole.total[r] = part.total[r];
+      std::copy_n(from, value_dim, to);
+      continue;
+    }
+    const float top = std::max(whole.largest[r], part.largest[r]);
+    const float old_share = exp(whole.largest[r] - top), new_share = exp(part.largest[r] - top);
+    whole.largest[r] = top;
+    whole.total[r] = std::fma(part.total[r], new_share, whole.total[r] * old_share);
+    for (int64_t i = 0; i < value_dim; ++i) to[i] = std::fma(from[i], new_share, to[i] * old_share);
+  }
+}
+
+// Keys [count][dim] to [dim][64]; columns from `count` on hold anything finite.
+void transpose_keys(const float* const* rows, int64_t count, int64_t dim, float* out) {
+  for (int64_t column = 0; column < count; column += kLanes) {
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      Floats square[kLanes];
+      for (int i = 0; i < kLanes; ++i) square[i] = load(rows[std::min(column + i, count - 1)] + d);
+      transpose_16x16(square);
+      for (int i = 0; i < kLanes; ++i) store(out + (d + i) * kTileKeys + column, square[i]);
+    }
+  }
+}
+
+template <int Rows>
+void score(const float* queries, int64_t dim, const float* keys, float* scores) {
+  Floats sums[Rows][kVectors] = {};
+  for (int64_t d = 0; d < dim; ++d) {
+    Floats key[kVectors];
+    for (int v = 0; v < kVectors; ++v) key[v] = load(keys + d * kTileKeys + v * kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) {
+      const Floats q = splat(queries[r * dim + d]);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] += q * key[v];
+    }
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int v = 0; v < kVectors; ++v) store(scores + r * kTileKeys + v * kLanes, sums[r][v]);
+}
+
+// sums[r] += weights[r] . values over `Vectors` vectors of channels.
+template <int Rows, int Vectors>
+void add_values(const float* weights, const float* const* values, int64_t count, int64_t channel, int64_t value_dim,
+                float* sums) {
+  Floats local[Rows][Vectors];
+  for (int r = 0; r < Rows; ++r)
+    for (int v = 0; v < Vectors; ++v) local[r][v] = load(sums + r * value_dim + channel + v * kLanes);
+  for (int64_t k = 0; k < count; ++k) {
+    Floats value[Vectors];
+    for (int v = 0; v < Vectors; ++v) value[v] = load(values[k] + channel + v * kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) {
+      const Floats weight = splat(weights[r * kTileKeys + k]);
+      for (int v = 0; v < Vectors; ++v) local[r][v] += weight * value[v];
+    }
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int v = 0; v < Vectors; ++v) store(sums + r * value_dim + channel + v * kLanes, local[r][v]);
+}
+
+template <int Rows>
+void add_all_values(const float* weights, const float* const* values, int64_t count, int64_t value_dim, float* sums) {
+  int64_t channel = 0;
+  for (; channel + kVectors * kLanes <= value_dim; channel += kVectors * kLanes)
+    add_values<Rows, kVectors>(weights, values, count, channel, value_dim, sums);
+  for (; channel < value_dim; channel += kLanes)
+    add_values<Rows, 1>(weights, values, count, channel, value_dim, sums);
+}
+
+// Turns a row's scores of the tile at `first_key` into weights, and its state into one that has seen them.
+void weigh(const Inputs& in, int64_t position, int64_t first_key, int64_t num_keys, float* scores, float* largest_seen,
+           float* total, float* sums) {
+  const int64_t last = std::min(num_keys, position + 1 - first_key);
+  const int64_t first = in.window ? std::max<int64_t>(0, position + 1 - in.window - first_key) : 0;
+  Floats top = splat(kNothing), scaled[kVectors];
+  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int v = 0; v < kVectors; ++v) {
+    const Ints key = lane + v * kLanes;
+    const Ints seen = (Ints)(key >= int32_t(std::min(first, kTileKeys))) & (Ints)(key < int32_t(std::max<int64_t>(last, 0)));
+    scaled[v] = select(seen, load(scores + v * kLanes) * in.scale, splat(kNothing));
+    top = max(top, scaled[v]);
+  }
+  const float tile_top = largest(top);
+  if (tile_top == kNothing) {
+    std::fill_n(scores, kTileKeys, 0.0f);
+    return;
+  }
+  const float new_top = std::max(*largest_seen, tile_top);
+  Floats weight_sum{};
+  for (int v = 0; v < kVectors; ++v) {
+    const Floats weight = exp(scaled[v] - new_top);
+    store(scores + v * kLanes, weight);
+    weight_sum += weight;
+  }
+  if (new_top != *largest_seen && *largest_seen != kNothing) {
+    const float share = exp(*largest_seen - new_top);
+    *total *= share;
+    for (int64_t i = 0; i < in.value_dim; ++i) sums[i] *= share;
+  }
+  *largest_seen = new_top;
+  *total += sum(weight_sum);
+}
+
+template <int Rows>
+void attend_group(const Inputs& in, const float* queries, const int64_t* positions, int64_t first_key, int64_t num_keys,
+                  Workspace& work, float* scores, State state, int64_t row) {
+  score<Rows>(queries, in.key_dim, work.keys.data(), scores);
+  for (int r = 0; r < Rows; ++r)
+    weigh(in, positions[r], first_key, num_keys, scores + r * kTileKeys, state.largest + row + r, state.total + row + r,
+          state.sums + (row + r) * in.value_dim);
+  add_all_values<Rows>(scores, work.value_rows, num_keys, in.value_dim, state.sums + row * in.value_dim);
+}
+
+template <int Rows = kGroupRows>
+void attend_rows(int count, const Inputs& in, const float* queries, const int64_t* positions, int64_t first_key,
+                 int64_t num_keys, Workspace& work, float* scores, State state, int64_t row) {
+  if constexpr (Rows > 1) {
+    if (count < Rows)
+      return attend_rows<Rows - 1>(count, in, queries, positions, first_key, num_keys, work, scores, state, row);
+  }
+  attend_group<Rows>(in, queries, positions, first_key, num_keys, work, scores, state, row);
+}
+
+// One segment of a task's rows into `state`, which is cleared first.
+void attend_segment(const Inputs& in, const Task& task, int64_t segment, const int64_t* positions, Workspace& work,
+                    State state) {
+  const int64_t rows = task.num_tokens * in.group();
+  clear(state, rows, in.value_dim);
+  const int64_t end = std::min((segment + 1) * kSegmentKeys, positions[rows - 1] + 1);
+  const int64_t oldest = in.window ? std::max<int64_t>(0, positions[0] + 1 - in.window) : 0;
+  const int64_t begin = std::max(segment * kSegmentKeys, oldest / kTileKeys * kTileKeys);
+  const int32_t* table = in.block_tables + in.table_offsets[task.chunk];
+  for (int64_t first_key = begin; first_key < end; first_key += kTileKeys) {
+    const int64_t num_keys = std::min(kTileKeys, end - first_key);
+    for (int64_t k = 0; k < num_keys; ++k) {
+      const int64_t position = first_key + k;
+      const int64_t slot = table[position / in.block_size] * in.block_size + position % in.block_size;
+      work.key_rows[k] = in.keys + (task.kv_head * in.num_slots + slot) * in.key_dim;
+      work.value_rows[k] = in.values + (task.kv_head * in.num_slots + slot) * in.value_dim;
+    }
+    transpose_keys(work.key_rows, num_keys, in.key_dim, work.keys.data());
+    for (int64_t row = 0; row < rows; row += kGroupRows) {
+      const int count = int(std::min<int64_t>(kGroupRows, rows - row));
+      if (positions[row + count - 1] < first_key) continue;
+      attend_rows(count, in, work.queries.data() + row * in.key_dim, positions + row, first_key, num_keys, work,
+                  work.weights.data() + row * kTileKeys, state, row);
+    }
+  }
+}
+
+// The task's queries, rows of one KV head side by side, and the position of each row.
+void take_queries(const Inputs& in, const Task& task, Workspace& work, int64_t* positions) {
+  const int64_t group = in.group();
+  for (int64_t t = 0; t < task.num_tokens; ++t) {
+    const int64_t token = task.first_token + t;
+    const float* from = in.q + (in.first_rows[task.chunk] + token) * in.q_stride + task.kv_head * group * in.key_dim;
+    std::copy_n(from, group * in.key_dim, work.queries.data() + t * group * in.key_dim);
+    std::fill_n(positions + t * group, group, in.starts[task.chunk] + token);
+  }
+}
+
+// Divides by the sum of weights, to which a sink adds its own, and stores the rows of a task.
+void finish(const Inputs& in, const Task& task, State state) {
+  const int64_t group = in.group();
+  for (int64_t row = 0; row < task.num_tokens * group; ++row) {
+    const int64_t token = in.first_rows[task.chunk] + task.first_token + row / group;
+    const int64_t head = task.kv_head * group + row % group;
+    float share = 1.0f, total = state.total[row];
+    if (in.sinks) {
+      const float top = std::max(state.largest[row], in.sinks[head]);
+      share = exp(state.largest[row] - top);
+      total = std::fma(total, share, exp(in.sinks[head] - top));
+    }
+    const float factor = share / total;
+    float* to = in.out + (token * in.num_heads + head) * in.value_dim;
+    const float* sums = state.sums + row * in.value_dim;
+    for (int64_t i = 0; i < in.value_dim; ++i) to[i] = sums[i] * factor;
+  }
+}
+
+State scratch_state(float* scratch, int64_t place, int64_t rows) {
+  return {scratch + place, scratch + place + rows, scratch + place + 2 * rows};
+}
+
+void run(const Inputs& in, const Task& task, Workspace& work, float* scratch) {
+  int64_t* positions = work.positions.data();
+  take_queries(in, task, work, positions);
+  if (task.scratch >= 0)
+    return attend_segment(in, task, task.first_segment, positions, work,
+                          scratch_state(scratch, task.scratch, task.num_tokens * in.group()));
+  State whole = work.state(0);
+  for (int64_t segment = task.first_segment; segment < task.last_segment; ++segment) {
+    const bool is_first = segment == task.first_segment;
+    attend_segment(in, task, segment, positions, work, work.state(is_first ? 0 : 1));
+    if (!is_first) merge(whole, work.state(1), task.num_tokens * in.group(), in.value_dim);
+  }
+  finish(in, task, whole);
+}
+
+class Plan {
+ public:
+  Plan(const Inputs& in, int64_t num_chunks) {
+    const int64_t task_tokens = std::max<int64_t>(1, kTaskRows / in.group());
+    for (int64_t kv_head = 0; kv_head < in.num_kv_heads; ++kv_head)
+      for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+        const int64_t tokens = in.first_rows[chunk + 1] - in.first_rows[chunk];
+        for (int64_t first = 0; first < tokens; first += task_tokens)
+          add(in, {chunk, kv_head, first, std::min(task_tokens, tokens - first), 0, 0, -1}, tokens);
+      }
+    // Tasks of one segment stand side by side, so that requests that share blocks find them in the cache.
+    std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
+      return a.kv_head != b.kv_head ? a.kv_head < b.kv_head : a.first_segment < b.first_segment;
+    });
+  }
+
+  std::vector<Task> tasks;
+  std::vector<Task> splits;  // Each stands for its segments' tasks; their states lie one after another at `scratch`.
+  int64_t scratch_size = 0;
+
+ private:
+  void add(const Inputs& in, Task task, int64_t tokens) {
+    const int64_t start = in.starts[task.chunk] + task.first_token;
+    const int64_t oldest = in.window ? std::max<int64_t>(0, start + 1 - in.window) : 0;
+    task.first_segment = oldest / kSegmentKeys;
+    task.last_segment = (start + task.num_tokens - 1) / kSegmentKeys + 1;
+    if (tokens > kSplitTokens || task.last_segment - task.first_segment == 1) {
+      tasks.push_back(task);
+      return;
+    }
+    task.scratch = scratch_size;
+    splits.push_back(task);
+    for (int64_t segment = task.first_segment; segment < task.last_segment; ++segment) {
+      tasks.push_back({task.chunk, task.kv_head, task.first_token, task.num_tokens, segment, segment + 1, scratch_size});
+      scratch_size += task.num_tokens * in.group() * (in.value_dim + 2);
+    }
+  }
+};
+
+void run_all(const Inputs& in, int64_t num_chunks) {
+  const Plan plan(in, num_chunks);
+  std::vector<float> scratch(plan.scratch_size);
+  const int64_t num_tasks = int64_t(plan.tasks.size()), num_splits = int64_t(plan.splits.size());
+#pragma omp parallel
+  {
+    static thread_local Workspace work;
+    work.reserve(std::max(kTaskRows, in.group()), in.key_dim, in.value_dim);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < num_tasks; ++i) run(in, plan.tasks[i], work, scratch.data());
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < num_splits; ++i) {
+      const Task& task = plan.splits[i];
+      const int64_t rows = task.num_tokens * in.group(), size = rows * (in.value_dim + 2);
+      const State whole = scratch_state(scratch.data(), task.scratch, rows);
+      for (int64_t segment = task.first_segment + 1; segment < task.last_segment; ++segment)
+        merge(whole, scratch_state(scratch.data(), task.scratch + (segment - task.first_segment) * size, rows), rows,
+              in.value_dim);
+      finish(in, task, whole);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace moeserve
+
+// q rows `q_stride` floats apart, each [num_heads, key_dim]; keys and values pools [num_kv_heads, num_slots, dim] (dims
+// multiples of 16); per chunk its rows, the position of its first token and its block table. window 0 and sinks null
+// for none. out [num_rows, num_heads, value_dim].
+extern "C" void moeserve_attention(const float* q, int64_t q_stride, int64_t num_heads, int64_t num_kv_heads,
+                                   int64_t key_dim, int64_t value_dim, const float* keys, const float* values,
+                                   int64_t num_slots, int64_t block_size, int64_t num_chunks, const int64_t* first_rows,
+                                   const int64_t* starts, const int64_t* table_offsets, const int32_t* block_tables,
+                                   double scale, int64_t window, const float* sinks, float* out) {
+  moeserve::run_all({q, q_stride, num_heads, num_kv_heads, key_dim, value_dim, keys, values, num_slots, block_size,
+                     first_rows, starts, table_offsets, block_tables, float(scale), window, sinks, out},
+                    num_chunks);
+}

@@ -1,0 +1,71 @@
+// Norms, and rotating and storing new keys and values.
+#include <cstring>
+
+#include "simd.h"
+
+namespace moeserve {
+namespace {
+
+constexpr int64_t kRowsInParallel = 24;  // Below it starting threads costs more than it saves.
+
+// out = x / rms(x) * weight over `width` floats.
+void norm_row(const float* x, const float* weight, int64_t width, float eps, float* out) {
+  Floats squares{};
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    const Floats value = load(x + i);
+    squares += value * value;
+  }
+  float total = sum(squares);
+  for (; i < width; ++i) total = std::fma(x[i], x[i], total);
+  const float inverse = 1.0f / std::sqrt(total / float(width) + eps);
+  for (i = 0; i + kLanes <= width; i += kLanes) store(out + i, load(x + i) * inverse * load(weight + i));
+  for (; i < width; ++i) out[i] = x[i] * inverse * weight[i];
+}
+
+// The first 2 * half channels of a head, by angles [half].
+void rotate(float* head, const float* cos, const float* sin, int64_t half, bool interleaved) {
+  const int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
+  for (int64_t i = 0; i < half; ++i) {
+    float* first = head + i * step;
+    const float a = first[0], b = first[apart];
+    first[0] = a * cos[i] - b * sin[i];
+    first[apart] = b * cos[i] + a * sin[i];
+  }
+}
+
+}  // namespace
+}  // namespace moeserve
+
+// x and out [num_rows, width], rows `*_stride` floats apart; weight [width].
+extern "C" void moeserve_rms_norm(const float* x, int64_t x_stride, int64_t num_rows, int64_t width, const float* weight,
+                                  double eps, float* out, int64_t out_stride) {
+#pragma omp parallel for schedule(static) if (num_rows >= moeserve::kRowsInParallel)
+  for (int64_t row = 0; row < num_rows; ++row)
+    moeserve::norm_row(x + row * x_stride, weight, width, float(eps), out + row * out_stride);
+}
+
+// qkv [num_rows, num_heads + 2 * num_kv_heads, dim], rows `stride` floats apart: normalises query and key heads (norm
+// weights [dim] or null), rotates them by cos, sin [num_rows, half], all in place, and copies keys and values into the
+// slots [num_rows] of pools [num_kv_heads, num_slots, dim].
+extern "C" void moeserve_rotate_and_store(float* qkv, int64_t stride, int64_t num_rows, int64_t num_heads,
+                                          int64_t num_kv_heads, int64_t dim, const float* q_norm, const float* k_norm,
+                                          double eps, const float* cos, const float* sin, int64_t half,
+                                          int64_t interleaved, const int64_t* slots, float* keys, float* values,
+                                          int64_t num_slots) {
+#pragma omp parallel for schedule(static) if (num_rows >= moeserve::kRowsInParallel)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    float* heads = qkv + row * stride;
+    for (int64_t h = 0; h < num_heads + num_kv_heads; ++h) {
+      float* head = heads + h * dim;
+      const float* weight = h < num_heads ? q_norm : k_norm;
+      if (weight) moeserve::norm_row(head, weight, dim, float(eps), head);
+      moeserve::rotate(head, cos + row * half, sin + row * half, half, interleaved != 0);
+    }
+    for (int64_t h = 0; h < num_kv_heads; ++h) {
+      const int64_t slot = (h * num_slots + slots[row]) * dim;
+      std::memcpy(keys + slot, heads + (num_heads + h) * dim, dim * sizeof(float));
+      std::memcpy(values + slot, heads + (num_heads + num_kv_heads + h) * dim, dim * sizeof(float));
+    }
+  }
+}

@@ -1,0 +1,160 @@
+// The experts of a mixture-of-experts layer over the rows their gate chose: sorted by expert, two products with the
+// activation between them, and each token's results summed in the order of its choice.
+#include <algorithm>
+#include <vector>
+
+#include "activation.h"
+#include "panels.h"
+
+namespace moeserve {
+namespace {
+
+// A packed expert: panels of gate and up [intermediate / 16, hidden, 32] (16 gate columns beside their 16 up columns),
+// panels of down [hidden / 32, intermediate, 32], then float32 biases in the same order of columns, where there are any.
+struct Shape {
+  int64_t hidden, intermediate;
+  bool has_bias;
+  Activation activation;
+  float alpha, limit;
+
+  int64_t gate_up_panels() const { return (intermediate + kLanes - 1) / kLanes; }
+  int64_t gate_up_weights() const { return gate_up_panels() * kPanelColumns * hidden; }
+  int64_t down_weights() const { return num_panels(hidden) * kPanelColumns * intermediate; }
+};
+
+struct Rows {
+  std::vector<int64_t> places;  // Positions in [num_tokens * top_k], sorted by expert.
+  std::vector<int64_t> experts, first;  // Experts with rows, and where theirs begin; one more bound at the end.
+};
+
+Rows sort_by_expert(const int64_t* ids, int64_t count, int64_t num_experts) {
+  std::vector<int64_t> next(num_experts + 1, 0);
+  int64_t chosen = 0;
+  for (int64_t i = 0; i < count; ++i)
+    if (ids[i] >= 0) ++next[ids[i] + 1], ++chosen;
+  Rows rows;
+  for (int64_t e = 0; e < num_experts; ++e) {
+    if (next[e + 1]) {
+      rows.experts.push_back(e);
+      rows.first.push_back(next[e]);
+    }
+    next[e + 1] += next[e];
+  }
+  rows.first.push_back(chosen);
+  rows.places.resize(chosen);
+  for (int64_t i = 0; i < count; ++i)
+    if (ids[i] >= 0) rows.places[next[ids[i]]++] = i;
+  return rows;
+}
+
+struct Step {
+  const float* x;
+  int64_t x_stride, top_k;
+  const void* const* experts;
+  Rows rows;
+  float* hidden;   // [chosen rows in sorted order, padded intermediate]
+  float* results;  // [num_tokens * top_k, hidden]
+};
+
+template <typename Weight>
+const float* biases(const Shape& shape, const void* expert) {
+  const Weight* weights = static_cast<const Weight*>(expert);
+  return reinterpret_cast<const float*>(weights + shape.gate_up_weights() + shape.down_weights());
+}
+
+template <typename Weight>
+void gate_up_panel(const Shape& shape, const Step& step, int64_t group, int64_t panel) {
+  const void* expert = step.experts[step.rows.experts[group]];
+  const int64_t first_row = step.rows.first[group], num_rows = step.rows.first[group + 1] - first_row;
+  const int64_t width = shape.gate_up_panels() * kLanes;
+  const Columns bias = shape.has_bias ? load_columns(biases<Weight>(shape, expert) + panel * kPanelColumns) : Columns{};
+  for_tiles(
+      num_rows, static_cast<const Weight*>(expert) + panel * kPanelColumns * shape.hidden, shape.hidden,
+      [&](int64_t r) { return step.x + step.rows.places[first_row + r] / step.top_k * step.x_stride; },
+      [&](int64_t first, int count, const Columns* sums) {
+        for (int r = 0; r < count; ++r) {
+          const Floats gate = sums[r].low + bias.low, up = sums[r].high + bias.high;
+          store(step.hidden + (first_row + first + r) * width + panel * kLanes,
+                gated(gate, up, shape.activation, shape.alpha, shape.limit));
+        }
+      });
+}
+
+template <typename Weight>
+void down_panel(const Shape& shape, const Step& step, int64_t group, int64_t panel) {
+  const void* expert = step.experts[step.rows.experts[group]];
+  const int64_t first_row = step.rows.first[group], num_rows = step.rows.first[group + 1] - first_row;
+  const int64_t width = shape.gate_up_panels() * kLanes, column = panel * kPanelColumns;
+  const int64_t columns = std::min<int64_t>(kPanelColumns, shape.hidden - column);
+  const Weight* down = static_cast<const Weight*>(expert) + shape.gate_up_weights();
+  const Columns bias =
+      shape.has_bias
+          ? load_existing(biases<Weight>(shape, expert) + shape.gate_up_panels() * kPanelColumns + column, columns)
+          : Columns{};
+  for_tiles(
+      num_rows, down + column * shape.intermediate, shape.intermediate,
+      [&](int64_t r) { return step.hidden + (first_row + r) * width; },
+      [&](int64_t first, int count, const Columns* sums) {
+        for (int r = 0; r < count; ++r) {
+          const Columns value = {sums[r].low + bias.low, sums[r].high + bias.high};
+          store_columns(step.results + step.rows.places[first_row + first + r] * shape.hidden + column, value, columns);
+        }
+      });
+}
+
+void combine(const Shape& shape, const Step& step, const int64_t* ids, const float* weights, int64_t token, float* out) {
+  std::fill_n(out, shape.hidden, 0.0f);
+  for (int64_t place = token * step.top_k; place < (token + 1) * step.top_k; ++place) {
+    if (ids[place] < 0) continue;
+    const float weight = weights[place];
+    const float* result = step.results + place * shape.hidden;
+    for (int64_t i = 0; i < shape.hidden; ++i) out[i] = std::fma(weight, result[i], out[i]);
+  }
+}
+
+template <typename Weight>
+void run(const Shape& shape, const Step& step, const int64_t* ids, const float* weights, int64_t num_tokens, float* out,
+         int64_t out_stride) {
+  const int64_t groups = int64_t(step.rows.experts.size());
+  const int64_t gate_up_panels = shape.gate_up_panels(), down_panels = num_panels(shape.hidden);
+  const int64_t gate_up_grain = std::max<int64_t>(1, groups * gate_up_panels / 16);
+  const int64_t down_grain = std::max<int64_t>(1, groups * down_panels / 12);
+#pragma omp parallel
+  {
+#pragma omp for schedule(dynamic, gate_up_grain)
+    for (int64_t task = 0; task < groups * gate_up_panels; ++task)
+      gate_up_panel<Weight>(shape, step, task / gate_up_panels, task % gate_up_panels);
+#pragma omp for schedule(dynamic, down_grain)
+    for (int64_t task = 0; task < groups * down_panels; ++task)
+      down_panel<Weight>(shape, step, task / down_panels, task % down_panels);
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < num_tokens; ++token)
+      combine(shape, step, ids, weights, token, out + token * out_stride);
+  }
+}
+
+}  // namespace
+}  // namespace moeserve
+
+// out [num_tokens, hidden] = sum over k of weight * expert(x [num_tokens, hidden]). ids [num_tokens, top_k], -1 for an
+// expert elsewhere; weights [num_tokens, top_k]; experts [num_experts] point to packed experts, null where one is
+// not here. scratch holds num_tokens * top_k * (padded intermediate + hidden) floats. Returns -1, or a chosen expert that
+// is not here, and then computes nothing.
+extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t num_tokens, const int64_t* ids,
+                                 const float* weights, int64_t top_k, const void* const* experts, int64_t num_experts,
+                                 int64_t is_bf16, int64_t hidden, int64_t intermediate, int64_t has_bias,
+                                 int64_t activation, double alpha, double limit, float* scratch, float* out,
+                                 int64_t out_stride) {
+  using namespace moeserve;
+  const Shape shape = {hidden,       intermediate, has_bias != 0, static_cast<Activation>(activation),
+                       float(alpha), float(limit)};
+  for (int64_t i = 0; i < num_tokens * top_k; ++i)
+    if (ids[i] >= num_experts || (ids[i] >= 0 && !experts[ids[i]])) return ids[i];
+  Step step = {x, x_stride, top_k, experts, sort_by_expert(ids, num_tokens * top_k, num_experts), scratch, nullptr};
+  step.results = scratch + num_tokens * top_k * shape.gate_up_panels() * kLanes;
+  if (is_bf16)
+    run<Bf16>(shape, step, ids, weights, num_tokens, out, out_stride);
+  else
+    run<float>(shape, step, ids, weights, num_tokens, out, out_stride);
+  return -1;
+}

@@ -1,0 +1,130 @@
+"""The compiled kernels: built once per machine with g++ from the sources beside this file, then loaded.
+
+They compute in float32. Where there is no compiler, or `MOESERVE_CPU_KERNELS=torch` says so, torch computes instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from ctypes import c_double, c_int64, c_void_p
+from pathlib import Path
+
+_SOURCES = ("linear.cpp", "experts.cpp", "elementwise.cpp", "attention.cpp")
+_HEADERS = ("simd.h", "panels.h", "activation.h")
+_FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+_BUILD_SECONDS = 120
+
+_P, _N, _R = c_void_p, c_int64, c_double
+_SIGNATURES: dict[str, tuple[type, ...]] = {
+    "linear": (_P, _N, _N, _P, _N, _N, _N, _P, _P, _N),
+    "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _R, _R, _P, _P, _N),
+    "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
+    "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N),
+    "attention": (_P, _N, _N, _N, _N, _N, _P, _P, _N, _N, _N, _P, _P, _P, _P, _R, _N, _P, _P),
+}
+
+
+class NativeKernels:
+    """The functions of the compiled library, which the sources describe. They release the interpreter lock."""
+
+    __slots__ = ("attention", "experts", "linear", "rms_norm", "rotate_and_store")
+
+    linear: Callable[..., None]
+    experts: Callable[..., int]
+    rms_norm: Callable[..., None]
+    rotate_and_store: Callable[..., None]
+    attention: Callable[..., None]
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, f"moeserve_{name}")
+            function.argtypes = arguments
+            function.restype = _N if name == "experts" else None
+            setattr(self, name, function)
+
+
+class KernelBuildError(Exception):
+    """The sources could not be compiled; the message is one sentence."""
+
+
+@functools.cache
+def native_kernels() -> NativeKernels | None:
+    """The compiled kernels, built on first use, or None where there are none; `native_kernels_absence` says why."""
+    return None if native_kernels_absence() else NativeKernels(build_library())
+
+
+@functools.cache
+def native_kernels_absence() -> str | None:
+    """Why torch computes instead, in one sentence, or None. Builds the kernels if need be."""
+    if os.environ.get("MOESERVE_CPU_KERNELS", "auto") == "torch":
+        return "MOESERVE_CPU_KERNELS is torch."
+    try:
+        build_library()
+    except KernelBuildError as error:
+        return str(error)
+    return None
+
+
+def build_library(cache_dir: Path | None = None) -> Path:
+    """The path of the library for this machine and these sources, compiled unless it is in `cache_dir` already.
+
+    Raises KernelBuildError. Processes that build at the same time do not disturb each other.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise KernelBuildError("There is no C++ compiler (g++).")
+    here = Path(__file__).parent
+    cache_dir = cache_dir or _cache_dir()
+    target = cache_dir / f"moeserve-cpu-{_fingerprint(compiler, here)}.so"
+    if target.exists():
+        return target
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
+            built = Path(folder) / "kernels.so"
+            command = [compiler, *_FLAGS, *(str(here / source) for source in _SOURCES), "-o", str(built)]
+            result = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
+            if result.returncode:
+                lines = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
+                raise KernelBuildError(f"{compiler} failed: {lines[0]}")
+            built.replace(target)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelBuildError(f"The kernels could not be compiled: {error}") from None
+    return target
+
+
+def _fingerprint(compiler: str, sources: Path) -> str:
+    digest = hashlib.sha256(repr((_FLAGS, _compiler_version(compiler), _processor())).encode())
+    for name in _SOURCES + _HEADERS:
+        digest.update((sources / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compiler_version(compiler: str) -> str:
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelBuildError(f"{compiler} does not run: {error}") from None
+
+
+def _processor() -> str:
+    """What the instructions of `-march=native` depend on: a cache may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "moeserve" / "kernels"

@@ -1,0 +1,104 @@
+// Products with weights in panels: 32 output columns, depth after depth. A panel of 16-bit weights keeps the columns
+// (j, 16 + j) as the two halves of one 32-bit word, so that widening to float32 takes a shift and a mask.
+//
+// Every result is one chain of fused multiply-adds over the depth in order, whatever the number of rows: a row has the
+// same bits in any batch.
+#pragma once
+
+#include "simd.h"
+
+namespace moeserve {
+
+constexpr int kPanelColumns = 2 * kLanes;
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12;  // 24 accumulators of the 32 registers.
+#else
+constexpr int kTileRows = 3;
+#endif
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+struct Columns {
+  Floats low, high;
+};
+
+static inline Columns load_columns(const float* from) { return {load(from), load(from + kLanes)}; }
+
+static inline Columns load_columns(const Bf16* from) {
+  Words words;
+  std::memcpy(&words, from, sizeof(words));
+  return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
+}
+
+// sums[r] = rows[r] . panel, for rows of `depth` floats.
+template <int Rows, typename Weight>
+static inline void multiply(const float* const* rows, const Weight* panel, int64_t depth, Columns* sums) {
+  Floats low[Rows], high[Rows];
+  const float* row[Rows];
+  for (int r = 0; r < Rows; ++r) {
+    low[r] = high[r] = Floats{};
+    row[r] = rows[r];
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    __builtin_prefetch((const char*)(panel + k * kPanelColumns) + 2048);
+    const Columns weight = load_columns(panel + k * kPanelColumns);
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+      const Floats x = splat(row[r][k]);
+      low[r] += x * weight.low;
+      high[r] += x * weight.high;
+    }
+  }
+  for (int r = 0; r < Rows; ++r) sums[r] = {low[r], high[r]};
+}
+
+// The same for a number of rows that is known at run time: 1 ... kTileRows.
+template <typename Weight, int Rows = kTileRows>
+static inline void multiply_tile(int count, const float* const* rows, const Weight* panel, int64_t depth,
+                                 Columns* sums) {
+  if constexpr (Rows > 1) {
+    if (count < Rows) return multiply_tile<Weight, Rows - 1>(count, rows, panel, depth, sums);
+  }
+  multiply<Rows>(rows, panel, depth, sums);
+}
+
+// Calls use(first, count, sums) for tiles of rows, as equal as can be. `row_of(r)` is where row r begins.
+template <typename Weight, typename RowOf, typename Use>
+static inline void for_tiles(int64_t num_rows, const Weight* panel, int64_t depth, RowOf row_of, Use use) {
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  Columns sums[kTileRows];
+  const float* rows[kTileRows];
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t first = num_rows * tile / num_tiles, last = num_rows * (tile + 1) / num_tiles;
+    const int count = int(last - first);
+    for (int r = 0; r < count; ++r) rows[r] = row_of(first + r);
+    multiply_tile(count, rows, panel, depth, sums);
+    use(first, count, sums);
+  }
+}
+
+static inline int64_t num_panels(int64_t columns) { return (columns + kPanelColumns - 1) / kPanelColumns; }
+
+// Writes the columns of a panel that exist.
+static inline void store_columns(float* to, const Columns& values, int64_t count) {
+  if (count >= kPanelColumns) {
+    store(to, values.low);
+    store(to + kLanes, values.high);
+    return;
+  }
+  float lanes[kPanelColumns];
+  store(lanes, values.low);
+  store(lanes + kLanes, values.high);
+  std::memcpy(to, lanes, count * sizeof(float));
+}
+
+static inline Columns load_existing(const float* from, int64_t count) {
+  if (count >= kPanelColumns) return load_columns(from);
+  float lanes[kPanelColumns] = {};
+  std::memcpy(lanes, from, count * sizeof(float));
+  return load_columns(lanes);
+}
+
+}  // namespace moeserve

@@ -1,0 +1,94 @@
+// Sixteen floats at a time, through the compiler's vector extensions: AVX-512 where the machine has it, else whatever
+// the compiler splits them into.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace moeserve {
+
+constexpr int kLanes = 16;
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+static inline Floats load(const float* from) {
+  Floats value;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+static inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof(value)); }
+
+static inline Floats splat(float value) { return Floats{} + value; }
+
+static inline Floats select(Ints condition, Floats yes, Floats no) {
+  return (Floats)((condition & (Ints)yes) | (~condition & (Ints)no));
+}
+
+static inline Floats max(Floats a, Floats b) { return select((Ints)(a > b), a, b); }
+
+static inline Floats min(Floats a, Floats b) { return select((Ints)(a < b), a, b); }
+
+// The sum of all lanes, always in the same order.
+static inline float sum(Floats value) {
+  float lanes[kLanes];
+  store(lanes, value);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+static inline float largest(Floats value) {
+  float lanes[kLanes];
+  store(lanes, value);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+  return lanes[0];
+}
+
+// e^x to about two units in the last place; exactly 0 below -87.3 (the smallest normal result) and for -infinity.
+static inline Floats exp(Floats x) {
+  const Floats clamped = min(max(x, splat(-87.33654f)), splat(88.72283f));
+  const Floats magic = splat(12582912.0f);  // Adding it rounds to an integer in the low bits.
+  const Floats n = (clamped * 1.44269504f + magic) - magic;
+  Floats r = clamped - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  // 2^n in two steps, because at n = 128 the exponent would not fit.
+  const Ints whole = __builtin_convertvector(n, Ints), half = whole >> 1;
+  const Floats first = (Floats)((half + 127) << 23), second = (Floats)((whole - half + 127) << 23);
+  return select((Ints)(x < -87.33654f), Floats{}, p * first * second);
+}
+
+static inline float exp(float x) { return exp(splat(x))[0]; }
+
+// rows[i] becomes column i of a 16 x 16 matrix.
+static inline void transpose(Floats (&rows)[kLanes]) {
+  Floats next[kLanes];
+  for (int i = 0; i < 8; ++i) {
+    next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    next[2 * i + 1] =
+        __builtin_shufflevector(rows[i], rows[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  }
+  for (int i = 0; i < kLanes; ++i) rows[i] = next[i];
+}
+
+// Four interleaving passes of `transpose` make a whole transposition.
+static inline void transpose_16x16(Floats (&rows)[kLanes]) {
+  transpose(rows);
+  transpose(rows);
+  transpose(rows);
+  transpose(rows);
+}
+
+}  // namespace moeserve

@@ -1,0 +1,112 @@
+"""Experts by the matrix library, one after another.
+
+The library prepares itself for every new number of rows, which takes longer than a product with few rows. So an
+expert's rows are rounded up to one of a few numbers, with rows of the next expert whose results are dropped.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.activation import Activation, glu
+from kernels.linear import Linear, pack_linear
+from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
+
+
+class RowLayout(ExpertLayout):
+    """gate_up [2I, H], down [H, I] and float32 biases one after another, row by row."""
+
+    def __init__(self, shape: ExpertShape) -> None:
+        self.shape = shape
+        self.name = f"rows of {str(shape.weight_dtype).removeprefix('torch.')}"
+        hidden, width, dtype = shape.hidden_size, shape.intermediate_size, shape.weight_dtype
+        self._parts: list[tuple[tuple[int, ...], torch.dtype]] = [
+            ((2 * width, hidden), dtype),
+            ((hidden, width), dtype),
+        ]
+        if shape.has_bias:
+            self._parts += [((2 * width,), torch.float32), ((hidden,), torch.float32)]
+        self._part_bytes = [torch.Size(size).numel() * dtype.itemsize for size, dtype in self._parts]
+        self.num_bytes = sum(self._part_bytes)
+
+    def pack(
+        self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
+    ) -> Tensor:
+        parts = [gate_up, down] + ([] if gate_up_bias is None or down_bias is None else [gate_up_bias, down_bias])
+        flat = [
+            part.to(dtype).contiguous().view(torch.uint8).flatten()
+            for part, (_, dtype) in zip(parts, self._parts, strict=True)
+        ]
+        return torch.cat(flat)
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        """Views of packed bytes: gate_up, down and, where there are any, their biases."""
+        pieces = packed.split(self._part_bytes)
+        return [piece.view(dtype).view(size) for piece, (size, dtype) in zip(pieces, self._parts, strict=True)]
+
+    def experts(self, num_experts: int) -> PackedExperts:
+        return _TorchExperts(self, num_experts)
+
+
+class _TorchExperts(PackedExperts):
+    def __init__(self, layout: RowLayout, num_experts: int) -> None:
+        self._layout = layout
+        self._linears: list[tuple[Linear, Linear] | None] = [None] * num_experts
+
+    def __len__(self) -> int:
+        return len(self._linears)
+
+    def put(self, expert: int, packed: Tensor) -> None:
+        gate_up, down, *biases = self._layout.unpack(packed)
+        dtype = self._layout.shape.dtype
+        gate_up_bias, down_bias = (bias.to(dtype) for bias in biases) if biases else (None, None)
+        # A copy of the weights even where packing them would not take one: the bytes belong to the caller.
+        self._linears[expert] = (
+            pack_linear(gate_up.clone(), gate_up_bias, dtype),
+            pack_linear(down.clone(), down_bias, dtype),
+        )
+
+    def drop(self, expert: int) -> None:
+        self._linears[expert] = None
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, activation: Activation) -> Tensor:
+        num_tokens, top_k = expert_ids.shape
+        flat_ids = expert_ids.flatten()
+        chosen = (flat_ids >= 0).nonzero().flatten()
+        ids = flat_ids[chosen]
+        order = torch.sort(ids, stable=True).indices
+        counts = torch.bincount(ids, minlength=len(self._linears)).tolist()
+        places = chosen[order]
+        results = self._run_sorted(x, places // top_k, counts, activation)
+        of_places = torch.zeros((num_tokens * top_k, x.shape[1]), dtype=torch.float32)
+        of_places[places] = results.float()
+        out = torch.zeros((num_tokens, x.shape[1]), dtype=torch.float32)
+        for k, of_choice in enumerate(of_places.view(num_tokens, top_k, x.shape[1]).unbind(1)):
+            out.addcmul_(of_choice, expert_weights[:, k : k + 1])
+        return out
+
+    def _run_sorted(self, x: Tensor, tokens: Tensor, counts: list[int], activation: Activation) -> Tensor:
+        """Results [rows, H] of the rows of x that `tokens` name, sorted by expert."""
+        num_rows = len(tokens)
+        rows = x.new_zeros((num_rows + padded_rows(max(counts)), x.shape[1]))
+        torch.index_select(x, 0, tokens, out=rows[:num_rows])
+        results = torch.empty_like(rows[:num_rows])
+        first = 0
+        for expert, (linears, count) in enumerate(zip(self._linears, counts, strict=True)):
+            if count:
+                if linears is None:
+                    raise ValueError(f"expert {expert} is not here")
+                gate_up, down = linears
+                hidden = glu(gate_up(rows[first : first + padded_rows(count)]), activation)
+                results[first : first + count] = down(hidden)[:count]
+                first += count
+        return results
+
+
+def padded_rows(count: int) -> int:
+    """The number of rows an expert is run with for `count` of them: at most an eighth more, from 16 on."""
+    if count <= 16:
+        return count
+    step = 8 if count <= 64 else 1 << ((count - 1).bit_length() - 4)
+    return -(-count // step) * step

@@ -1,0 +1,61 @@
+"""What the bodies of the expert product share: the shape of an expert, its packed bytes, and a layer's packed experts.
+
+The bytes are the same in a file, in a slot of memory and under the kernel, so an expert that was dropped and loaded
+again computes the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sized
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.specs import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """What one expert of a layer is: its sizes, the dtype its weights are kept in and the one it computes in."""
+
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    has_bias: bool = False
+
+
+class PackedExperts(ABC, Sized):
+    """Some experts of one layer, numbered from 0, each there or not. Not every layer, rank or moment has all."""
+
+    @abstractmethod
+    def put(self, expert: int, packed: Tensor) -> None:
+        """Takes packed bytes [num_bytes] for an expert. They may be used where they are: the caller leaves them so
+        until the expert is dropped or put again."""
+
+    @abstractmethod
+    def drop(self, expert: int) -> None:
+        """Forgets an expert's bytes."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, activation: Activation) -> Tensor:
+        """See `moe_experts_partial`. Raises ValueError if a chosen expert is not here."""
+
+
+class ExpertLayout(ABC):
+    """How experts of a shape are packed. `name` tells layouts apart: bytes of one are meaningless in another."""
+
+    name: str
+    num_bytes: int
+
+    @abstractmethod
+    def pack(
+        self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
+    ) -> Tensor:
+        """gate_up [2I, H] (gate rows first), down [H, I], biases [2I] and [H] -> uint8 [num_bytes]."""
+
+    @abstractmethod
+    def experts(self, num_experts: int) -> PackedExperts:
+        """Places for experts of this layout, none of them there yet."""

@@ -1,0 +1,82 @@
+"""The compiled kernels: how they are built, and their results beside those of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kernels.cpu import library
+from kernels.cpu.library import KernelBuildError, build_library, native_kernels, native_kernels_absence
+from kernels.norm import rms_norm
+from kernels.rope_kv import rotate_and_store, rotate_and_store_reference
+
+
+@pytest.fixture(autouse=True)
+def _inference_mode():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def test_the_kernels_are_compiled_where_the_suite_runs() -> None:
+    assert native_kernels_absence() is None
+    assert native_kernels() is not None
+
+
+def test_a_library_is_built_once_and_found_again(tmp_path: Path) -> None:
+    first = build_library(tmp_path)
+    built = first.stat().st_mtime_ns
+    assert build_library(tmp_path) == first
+    assert first.stat().st_mtime_ns == built
+    assert list(tmp_path.iterdir()) == [first]
+
+
+def test_a_missing_or_failing_compiler_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(KernelBuildError, match="There is no C"):
+        build_library(tmp_path)
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(KernelBuildError, match="failed"):
+        build_library(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torch_computes_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESERVE_CPU_KERNELS", "torch")
+    library.native_kernels_absence.cache_clear()
+    try:
+        assert library.native_kernels_absence() == "MOESERVE_CPU_KERNELS is torch."
+    finally:
+        library.native_kernels_absence.cache_clear()
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 64, 576, 577])
+def test_rms_norm_matches_torch_and_a_row_has_the_same_bits_anywhere(width: int) -> None:
+    x, weight = torch.randn(40, width + 3)[:, :width], torch.randn(width)
+    out = rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(out, functional.rms_norm(x, (width,), weight, 1e-5), atol=1e-6, rtol=1e-5)
+    assert torch.equal(rms_norm(x[7:8], weight, 1e-5), out[7:8])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [8, 20, 32])
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 33])
+def test_rotating_and_storing_matches_its_reference(
+    interleaved: bool, rotary_dim: int, with_norms: bool, num_tokens: int
+) -> None:
+    num_heads, num_kv_heads, dim = 6, 2, 32
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, dim)
+    angles = torch.randn(num_tokens, rotary_dim // 2)
+    slots = torch.randperm(64)[:num_tokens]
+    norms = (torch.randn(dim), torch.randn(dim)) if with_norms else None
+    found, expected = ([torch.zeros(num_kv_heads, 64, dim) for _ in range(2)] for _ in range(2))
+    arguments = {"interleaved": interleaved, "head_norms": norms, "eps": 1e-6}
+    want = rotate_and_store_reference(qkv.clone(), angles.cos(), angles.sin(), slots, *expected, **arguments)
+    got = rotate_and_store(qkv, angles.cos(), angles.sin(), slots, *found, **arguments)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5)
+    for pool, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(pool, wanted, atol=2e-6, rtol=2e-5)
