@@ -9,7 +9,8 @@ from torch import Tensor
 
 from experts.moe_layer import Dispatch
 from kernels.activation import Activation
-from kernels.moe_gemm import PackedExperts, moe_experts
+from kernels.moe_gemm import moe_experts
+from kernels.packed_experts import PackedExperts
 
 
 class RoutingTap:

@@ -1,4 +1,4 @@
-"""What attention needs to know of one step: whose rows they are, where they stand and which blocks hold their context."""
+"""What attention needs to know of one step: whose rows they are, where they stand, which blocks hold their context."""
 
 from __future__ import annotations
 
