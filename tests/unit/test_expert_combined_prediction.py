@@ -1,0 +1,131 @@
+"""Sources combined and calibrated online; routes; predictors by name."""
+
+import numpy as np
+import pytest
+
+from experts.affinity import Affinity
+from experts.combined_prediction import CombinedSource
+from experts.prediction import BEFORE, ObservedStep, StepPredictor
+from experts.prediction_sources import LearntAffinity
+from experts.predictor_choice import SOURCE_NAMES, make_predictor, source_names
+from experts.route_source import RouteSource
+from experts.statistics import RoutingStatistics, StatisticsSpec
+from experts.synthetic import SyntheticSpec, synthetic_trace
+
+
+class Says:
+    """A source whose rows a function makes of the true choice."""
+
+    def __init__(self, rows_of):
+        self.rows_of = rows_of
+        self.truth = None
+
+    def probabilities(self, step, layer, distance):
+        return self.rows_of(self.truth)
+
+    def learn(self, step):
+        pass
+
+    def end(self, requests):
+        pass
+
+
+def one_hot(expert, size=4):
+    return np.eye(size, dtype=np.float32)[[expert]]
+
+
+def run(sources, num_steps, seed=0):
+    """One layer ahead of one; what the combination said of the chosen and of the other experts, late in the run."""
+    random = np.random.default_rng(seed)
+    combined = CombinedSource(sources, num_layers=2, max_distance=1)
+    chosen, others = [], []
+    for number in range(num_steps):
+        truth = int(random.integers(4))
+        for source in sources:
+            source.truth = truth
+        step = ObservedStep(np.zeros(1), np.zeros(1), {0: np.array([[0]]), 1: np.array([[truth]])})
+        found = combined.probabilities(step, 0, 1)[0]
+        combined.learn(step)
+        if number >= num_steps // 2:
+            chosen.append(found[truth])
+            others.append(np.delete(found, truth).mean())
+    return combined, float(np.mean(chosen)), float(np.mean(others))
+
+
+def test_a_source_that_knows_is_believed_and_noise_is_not():
+    random = np.random.default_rng(1)
+    knows = Says(lambda truth: 0.2 + 0.6 * one_hot(truth))
+    noise = Says(lambda truth: random.random((1, 4)).astype(np.float32))
+    combined, chosen, others = run([noise, knows], 400)
+    assert chosen > 0.95
+    assert others < 0.05
+    weights = combined.weights(0, 1)
+    assert weights[1] > 1 > 0.2 > abs(weights[0])
+
+
+def test_a_single_source_is_calibrated():
+    random = np.random.default_rng(1)
+    # It is always sure, and right in half the cases.
+    boasts = Says(lambda truth: 0.01 + 0.98 * one_hot(truth if random.random() < 0.5 else (truth + 1) % 4))
+    _, chosen, _ = run([boasts], 800)
+    assert chosen == pytest.approx(0.5 * 0.5 + 0.5 * 1 / 6, abs=0.06)
+
+
+def test_before_anything_is_learnt_the_sources_count_alike_and_the_silent_ones_not_at_all():
+    step = ObservedStep(np.zeros(1), np.zeros(1))
+    eighty = Says(lambda truth: np.full((1, 4), 0.8, np.float32))
+    silent = Says(lambda truth: None)
+    assert CombinedSource([eighty, silent], 2, 1).probabilities(step, 0, 1)[0] == pytest.approx([0.8] * 4)
+    assert CombinedSource([silent], 2, 1).probabilities(step, 0, 1) is None
+
+
+def test_what_a_step_did_not_show_is_not_learnt():
+    says = Says(lambda truth: np.full((1, 4), 0.3, np.float32))
+    combined = CombinedSource([says], 3, 1)
+    step = ObservedStep(np.zeros(1), np.zeros(1), {0: np.array([[0]])})
+    combined.probabilities(step, 0, 1)
+    before = combined.weights(0, 1).copy()
+    combined.learn(step)
+    assert (combined.weights(0, 1) == before).all()
+
+
+def learnt_from(trace):
+    statistics = RoutingStatistics(StatisticsSpec(len(trace.ids), trace.num_experts, trace.ids.shape[2]))
+    for start in range(0, trace.ids.shape[1], 32):
+        statistics.update(trace.ids[:, start : start + 32], trace.token_ids[start : start + 32])
+    return LearntAffinity(statistics)
+
+
+def test_routes_find_the_tree_of_the_most_probable_paths():
+    learnt = learnt_from(synthetic_trace(SyntheticSpec(5, 6, 1), 4, 50, 0))
+    source = RouteSource(learnt)
+    predictor = StepPredictor(source, 6)
+    predictor.begin(np.array([0]), np.array([0]))
+    predictor.observe(0, np.array([[2]]), np.ones((1, 1), np.float32))
+    affinity: Affinity = learnt.current
+    expected = {(step.layer, step.expert): step.probability for step in affinity.paths(0, [2], 3, budget=100)}
+    for distance in (1, 2, 3):
+        row = predictor.token_probabilities(0, distance)[0]
+        assert row == pytest.approx([expected[distance, expert] for expert in range(6)], abs=1e-5)
+
+
+@pytest.mark.parametrize("choice", [*SOURCE_NAMES, "affinity+signature+popularity"])
+def test_every_named_predictor_follows_a_trace(choice):
+    trace = synthetic_trace(SyntheticSpec(4, 8, 2), 4, 10, 0)
+    predictor, sources = make_predictor(choice, learnt_from(trace))
+    assert list(sources) == choice.split("+")
+    for row in range(trace.ids.shape[1]):
+        predictor.begin(trace.token_ids[row : row + 1], trace.requests[row : row + 1])
+        found = [predictor.predict(BEFORE, 1)]
+        for layer in range(4):
+            predictor.observe(layer, trace.ids[layer, row : row + 1], np.full((1, 2), 0.5, np.float32))
+            found += [predictor.predict(layer, distance) for distance in range(1, 4 - layer)]
+        assert all(scores.shape == (8,) and (scores >= 0).all() and (scores <= 1).all() for scores in found)
+    predictor.end(range(4))
+
+
+def test_a_choice_that_cannot_be_is_named():
+    with pytest.raises(ValueError, match="no predictor 'magic'; there are popularity"):
+        source_names("affinity+magic")
+    with pytest.raises(ValueError, match="twice"):
+        source_names("affinity+affinity")
