@@ -14,8 +14,12 @@ from pathlib import Path
 import deepspeed
 import deepspeed.comm as comm
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from experts.errors import CollectiveError
+
+# Ranks come from loading, at different times.
+_SECONDS_TO_MEET = 60
 
 
 class Collectives:
@@ -24,15 +28,18 @@ class Collectives:
     `num_entered` counts the calls: of ranks that wait for one another the one at fault has entered the fewest.
     """
 
-    def __init__(self, rank: int, num_ranks: int, rendezvous: Path, timeout: float) -> None:
-        """Meets the other ranks in a file on this machine; only loopback is listened on. Raises CollectiveError.
+    def __init__(
+        self, rank: int, num_ranks: int, rendezvous: Path | None, timeout: float, *, interface: str = "lo"
+    ) -> None:
+        """Meets the other ranks in a file on this machine, or in torchrun's store if that is None.
 
-        timeout: seconds a rank waits in a collective for the others.
+        Raises CollectiveError. timeout: seconds a rank waits in a collective for the others. interface: the network
+        that is listened on, and no other; what travels there is neither encrypted nor authenticated.
         """
         self.rank = rank
         self.num_ranks = num_ranks
         self.num_entered = 0
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
         # The shared-memory operations are compiled at the first use, which takes a minute, and none is called here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -41,13 +48,14 @@ class Collectives:
                 "gloo",
                 auto_mpi_discovery=False,
                 verbose=False,
-                timeout=timedelta(seconds=timeout),
-                init_method=f"file://{rendezvous}",
+                timeout=timedelta(seconds=_SECONDS_TO_MEET),
+                init_method="env://" if rendezvous is None else f"file://{rendezvous}",
                 rank=rank,
                 world_size=num_ranks,
             )
         except RuntimeError as error:
             raise CollectiveError(_first_line(error)) from error
+        _set_pg_timeout(timedelta(seconds=timeout))
 
     def all_to_all(self, rows: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
         """Sends the next `to_ranks[r]` of `rows` [N, ...] to rank r; returns `from_ranks[r]` rows of each rank r."""

@@ -11,6 +11,7 @@ _COMMANDS = {
     "serve": ("launcher.serve:serve", "Serve a model over HTTP until stopped."),
     "chat": ("launcher.chat:chat", "Talk to a running server from the terminal."),
     "bench": ("moeserve.bench.cli:bench", "Measure a running server."),
+    "curve-key": ("launcher.curve_key:curve_key", "Make the key that several nodes of one service share."),
     "version": ("launcher.version:version", "Print the versions of moeserve and of what it runs on."),
 }
 

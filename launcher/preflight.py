@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 from launcher.errors import LaunchError
 from moeserve.config import ConfigError, ServeConfig
+from moeserve.rank_keys import load_keys
+from moeserve.rank_network import is_own, resolve
 
 _SHORTEST_TIMEOUT_OF_RANKS = 4.0
 _FOR_SEVERAL_RANKS = ("dispatch", "placement", "num_redundant_experts")
@@ -34,6 +37,31 @@ def check_settings(config: ServeConfig) -> None:
             f"--engine-timeout {config.engine_timeout:g} is too short to tell which of several ranks hangs: "
             f"use at least {_SHORTEST_TIMEOUT_OF_RANKS:g}."
         )
+
+
+def check_nodes(config: ServeConfig) -> None:
+    """Raises ConfigError for settings of several nodes that are missing, wrong, or given for one node."""
+    if config.nnodes == 1:
+        for name in ("node_rank", "rdzv_endpoint", "curve_key_file"):
+            if getattr(config, name):
+                raise ConfigError(f"--{name.replace('_', '-')} is for several nodes: give --nnodes too.")
+        return
+    if config.expert_parallel_size % config.nnodes:
+        raise ConfigError(
+            f"--expert-parallel-size {config.expert_parallel_size} cannot be shared equally by {config.nnodes} nodes."
+        )
+    if config.node_rank >= config.nnodes:
+        raise ConfigError(f"--node-rank {config.node_rank}: {config.nnodes} nodes count from 0 to {config.nnodes - 1}.")
+    host, _, port = (config.rdzv_endpoint or "").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError("--nnodes needs --rdzv-endpoint HOST:PORT, the same on all nodes, HOST being node 0.")
+    if config.node_rank == 0 and not is_own(resolve(host)):
+        raise ConfigError(f"--rdzv-endpoint: {host} is no address of this machine, which is node 0.")
+    if config.curve_key_file is None:
+        raise ConfigError(
+            "--nnodes needs --curve-key-file FILE, the same key on all nodes: moeserve curve-key FILE makes one."
+        )
+    load_keys(Path(config.curve_key_file))
 
 
 def check_packages() -> None:

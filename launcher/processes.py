@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from launcher.machine import usable_cores
 from moeserve.config import ServeConfig
 from moeserve.settings import environment_name
 
@@ -41,6 +42,11 @@ def child_environment(environment: Mapping[str, str], threads: int) -> dict[str,
             "HF_HUB_DISABLE_TELEMETRY": "1",
         }
     )
+
+
+def default_threads(config: ServeConfig) -> int:
+    """Threads of a rank that shares this machine's cores with the other ranks of its node."""
+    return max(1, usable_cores() // (config.expert_parallel_size // config.nnodes))
 
 
 class Child:

@@ -1,7 +1,8 @@
 """The ranks of one service on this machine, under torchrun: `python -m launcher.rank_group CONTEXT --status-fd N`.
 
-This process becomes torchrun's agent. Its store is a file and the ranks meet in a file, so that nothing but loopback is
-listened on. It ends with its ranks; if one fails, it says which.
+This process becomes torchrun's agent. On one node its store is a file and the ranks meet in a file, so that nothing but
+loopback is listened on. Of several nodes node 0 has the store, which listens on every interface. The agent ends with
+its ranks; if one fails, it says which.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 from launcher.status import Report, reporter
 from moeserve.run_context import RunContext, load_run_context
 
+_MEETING_SECONDS = 600
+
 
 def main() -> int:
     """Runs the ranks until all have ended; returns the exit code."""
@@ -23,22 +26,34 @@ def main() -> int:
     parser.add_argument("--status-fd", type=int, required=True)
     arguments = parser.parse_args()
     os.set_inheritable(arguments.status_fd, False)
-    os.environ |= {
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONSAFEPATH": "1",
-    }
+    os.environ |= {"DS_ACCELERATOR": "cpu", "PYTHONSAFEPATH": "1"}
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     context = load_run_context(arguments.context)
+    if context.config.nnodes == 1:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     worker = [arguments.context, "--status-fd", str(arguments.status_fd), "--agent-pid", str(os.getpid())]
     with open(arguments.status_fd, "w", encoding="utf-8") as pipe:
         return _run([*_torchrun_options(context), "-m", "launcher.worker", *worker], reporter(pipe))
 
 
 def _torchrun_options(context: RunContext) -> list[str]:
-    return [
-        "--nnodes=1",
-        f"--nproc-per-node={context.config.expert_parallel_size}",
+    config = context.config
+    options = [
+        f"--nnodes={config.nnodes}",
+        f"--nproc-per-node={config.expert_parallel_size // config.nnodes}",
         "--max-restarts=0",
+    ]
+    if config.nnodes > 1:
+        return [
+            *options,
+            f"--node-rank={config.node_rank}",
+            "--rdzv-id=moeserve",
+            "--rdzv-backend=static",
+            f"--rdzv-endpoint={config.rdzv_endpoint}",
+            f"--rdzv-conf=timeout={_MEETING_SECONDS}",
+        ]
+    return [
+        *options,
         "--local-addr=127.0.0.1",
         f"--rdzv-id={context.incarnation}",
         "--rdzv-backend=c10d",
@@ -48,16 +63,22 @@ def _torchrun_options(context: RunContext) -> list[str]:
 
 
 def _run(arguments: list[str], report: Report) -> int:
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
     # What it has to say of a failure is said below, in one sentence.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
     try:
         run(parse_args(arguments))  # type: ignore[no-untyped-call]
     except SignalException:
         return 0
+    except DistError as error:
+        report(
+            {"event": "error", "message": f"The nodes did not meet: {str(error).partition(chr(10))[0].rstrip('.')}."}
+        )
+        return 1
     except ChildFailedError as error:
         # A rank that was killed is the cause; the others fail because they miss it.
         rank, failure = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))

@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -21,13 +22,15 @@ from launcher.errors import LaunchError
 from launcher.listener import is_loopback, open_listener, reachable_address, url
 from launcher.machine import gpu_names
 from launcher.model_hash import hash_model
-from launcher.preflight import check_machine, check_packages, check_settings
+from launcher.node_supervisor import NodeSupervisor
+from launcher.preflight import check_machine, check_nodes, check_packages, check_settings
 from launcher.run_directory import run_directory
 from launcher.serve_options import ServeCommand, settings_options
 from launcher.status import Loading, Ready
 from launcher.supervisor import Listeners, Supervisor
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.models.errors import ModelError
+from moeserve.rank_messages import RankError
 from moeserve.run_context import RunContext
 from moeserve.settings import load_config
 
@@ -48,48 +51,79 @@ def serve(config_file: Path | None, **flags: Any) -> None:
         check_machine()
         config = load_config(flags, os.environ, config_file)
         check_settings(config)
-        sys.exit(_run(config, errors))
+        check_nodes(config)
+        check_packages()
+        sys.exit(run_first_node(config, errors) if config.node_rank == 0 else _run_other_node(config, errors))
     except ConfigError as error:
-        _say(errors, "Error", str(error))
+        say(errors, "Error", str(error))
         sys.exit(2)
-    except (LaunchError, ModelError) as error:
-        _say(errors, "Error", str(error))
+    except (LaunchError, ModelError, RankError) as error:
+        say(errors, "Error", str(error))
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
 
-def _run(config: ServeConfig, errors: Console) -> int:
+def run_first_node(
+    config: ServeConfig, errors: Console, *, worker_module: str | None = None, meets_in_store: bool = False
+) -> int:
+    """Serves HTTP over an engine, and over all ranks of this node unless the worker is to be another module.
+
+    Raises LaunchError, ModelError or ConfigError for what keeps it from starting; returns the exit code.
+    """
     # Until the supervisor owns the signals, SIGTERM must still remove what was made so far.
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    check_packages()
     if not is_loopback(config.host) and not (config.api_key or config.api_key_file):
-        _say(errors, "Warning", f"{config.host} is reachable from other machines and no API key is set (--api-key).")
+        say(errors, "Warning", f"{config.host} is reachable from other machines and no API key is set (--api-key).")
     with open_listener(config.host, config.port) as listener:
         address = reachable_address(listener)
         progress = ProgressDisplay(errors)
         try:
-            model_dir = _resolve(config, progress)
+            model_dir = resolve(config, progress.update)
         finally:
             progress.close()
         with run_directory(os.environ) as directory:
-            context = _make_context(config, model_dir, directory)
-            supervisor = Supervisor(context, listener, _listeners(context, url(address), progress, errors))
+            context = make_context(config, model_dir, directory, meets_in_store=meets_in_store or config.nnodes > 1)
+            listeners = _listeners(context, url(address), progress, errors)
+            supervisor = Supervisor(context, listener, listeners, worker_module=worker_module)
+            if config.nnodes > 1:
+                click.echo(f"Node 0 of {config.nnodes}: waits for the others at {config.rdzv_endpoint}.", err=True)
             try:
                 return asyncio.run(supervisor.run())
             finally:
                 progress.close()
 
 
-def _resolve(config: ServeConfig, progress: ProgressDisplay) -> Path:
+def _run_other_node(config: ServeConfig, errors: Console) -> int:
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    per_node = config.expert_parallel_size // config.nnodes
+    first = config.node_rank * per_node
+    who = f"Node {config.node_rank} of {config.nnodes}, ranks {first} to {first + per_node - 1}"
+    progress = ProgressDisplay(errors)
+    try:
+        model_dir = resolve(config, progress.update)
+    finally:
+        progress.close()
+    with run_directory(os.environ) as directory:
+        context = make_context(config, model_dir, directory, meets_in_store=True)
+        click.echo(f"{who}: joins node 0 at {config.rdzv_endpoint}.", err=True)
+        supervisor = NodeSupervisor(
+            context,
+            computing=lambda: click.echo(f"{who}: computes for node 0, which serves HTTP."),
+            failed=lambda sentence: say(errors, "Error", sentence),
+        )
+        return asyncio.run(supervisor.run())
+
+
+def resolve(config: ServeConfig, progress: Callable[[str, int, int], None]) -> Path:
+    """The folder of the model that the settings name, fetched or built if need be."""
     from moeserve.models.source import resolve_model
 
-    return resolve_model(
-        config.model, revision=config.revision, offline=config.offline, progress=progress.update
-    ).absolute()
+    return resolve_model(config.model, revision=config.revision, offline=config.offline, progress=progress).absolute()
 
 
-def _make_context(config: ServeConfig, model_dir: Path, directory: Path) -> RunContext:
+def make_context(config: ServeConfig, model_dir: Path, directory: Path, *, meets_in_store: bool) -> RunContext:
+    """One life of one service, with its sockets in `directory`."""
     return RunContext(
         config=config,
         model_dir=str(model_dir),
@@ -98,6 +132,7 @@ def _make_context(config: ServeConfig, model_dir: Path, directory: Path) -> RunC
         incarnation=1 + secrets.randbelow(2**31),
         secret=secrets.token_hex(32),
         served_model_names=config.served_model_name or (_default_name(config.model),),
+        meets_in_store=meets_in_store,
     )
 
 
@@ -126,12 +161,13 @@ def _listeners(context: RunContext, base_url: str, progress: ProgressDisplay, er
 
     def failed(sentence: str) -> None:
         progress.close()
-        _say(errors, "Error", sentence)
+        say(errors, "Error", sentence)
 
     return Listeners(loading=loading, ready=ready, stopping=stopping, failed=failed)
 
 
-def _say(console: Console, kind: str, sentence: str) -> None:
+def say(console: Console, kind: str, sentence: str) -> None:
+    """Prints an `Error` or a `Warning`."""
     colour = "red" if kind == "Error" else "yellow"
     console.print(f"[bold {colour}]{kind}:[/] {escape(sentence)}", highlight=False)
 

@@ -32,13 +32,17 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     model_max_len: int | None = None
 
 
+class Computing(msgspec.Struct, tag_field="event", tag="computing"):
+    """A rank other than 0 takes steps from now on."""
+
+
 class Failed(msgspec.Struct, tag_field="event", tag="error"):
     """The engine ends; one sentence why."""
 
     message: str
 
 
-Status = Loading | Ready | Failed
+Status = Loading | Ready | Computing | Failed
 _decoder = msgspec.json.Decoder(Status)
 _encoder = msgspec.json.Encoder()
 

@@ -17,9 +17,8 @@ from typing import Any
 from launcher.hang_watch import wait_for_hang
 from launcher.http_probe import wait_until_ready
 from launcher.listener import reachable_address
-from launcher.machine import usable_cores
-from launcher.processes import Child, child_environment
-from launcher.status import Failed, Loading, Ready, decode_status
+from launcher.processes import Child, child_environment, default_threads
+from launcher.status import Computing, Failed, Loading, Ready, decode_status
 from moeserve.run_context import RunContext
 
 WORKER_MODULE = "launcher.worker"
@@ -67,13 +66,14 @@ class _Stuck:
     sentence: str
 
 
-_Event = _Signal | _Exited | _Serving | _Stuck | Loading | Ready | Failed
+_Event = _Signal | _Exited | _Serving | _Stuck | Loading | Ready | Computing | Failed
 
 
 class Supervisor:
     """One service: a worker, a frontend, and this process above them.
 
-    With several ranks the worker is torchrun's agent (`launcher.rank_group`), and they die with it.
+    With several ranks the worker is torchrun's agent (`launcher.rank_group`), and they die with it, unless
+    `worker_module` says otherwise.
 
     `listener` is the listening socket; it is closed here once the frontend has it. The modules are the children's
     entry points: `WORKER CONTEXT --status-fd N` and `FRONTEND CONTEXT --fd N`.
@@ -86,12 +86,13 @@ class Supervisor:
         listeners: Listeners,
         *,
         grace: Grace | None = None,
-        worker_module: str = WORKER_MODULE,
+        worker_module: str | None = None,
         frontend_module: str = FRONTEND_MODULE,
     ) -> None:
         self._context, self._listener, self._tell = context, listener, listeners
         self._grace = grace or Grace()
-        self._worker_module, self._frontend_module = worker_module, frontend_module
+        of_size = WORKER_MODULE if context.config.expert_parallel_size == 1 else GROUP_MODULE
+        self._worker_module, self._frontend_module = worker_module or of_size, frontend_module
         self._address = reachable_address(listener)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -131,11 +132,11 @@ class Supervisor:
     def _start_worker(self, context_file: str) -> Child:
         reading, writing = os.pipe()
         config = self._context.config
-        threads = config.threads or max(1, usable_cores() // config.expert_parallel_size)
+        threads = config.threads or default_threads(config)
         try:
             worker = Child(
                 "model process",
-                self._worker_module if config.expert_parallel_size == 1 else GROUP_MODULE,
+                self._worker_module,
                 [context_file, "--status-fd", str(writing)],
                 environment=child_environment(os.environ, threads),
                 pass_fds=[writing],

@@ -1,6 +1,7 @@
 """The model process: `python -m launcher.worker CONTEXT --status-fd N`, or one of its ranks, under torchrun.
 
-Under torchrun (`launcher.rank_group`) the status pipe is descriptor N of the agent, whose pid is `--agent-pid`.
+Under the supervisor's torchrun (`launcher.rank_group`) the status pipe is descriptor N of the agent, whose pid is
+`--agent-pid`. Without a status pipe this is a rank of somebody's own torchrun (`launcher.torchrun_worker`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ _EXIT_FAILED = 3
 
 def main() -> int:
     """Runs the engine until SIGTERM; returns the exit code. What went wrong is on the status pipe, in one sentence."""
+    if "--status-fd" not in sys.argv:
+        from launcher.torchrun_worker import serve_rank
+
+        serve_rank(prog_name="torchrun -m launcher.worker")
     parser = argparse.ArgumentParser()
     parser.add_argument("context")
     parser.add_argument("--status-fd", type=int, required=True)

@@ -75,6 +75,14 @@ class ServeConfig:
     )
     max_model_len: int | None = setting(None, "Longest prompt plus output, in tokens.", group="Model", minimum=1)
     seed: int = setting(0, "Base of the seeds drawn for requests that bring none.", group="Model", minimum=0)
+    nnodes: int = setting(1, "Machines (nodes) that share the ranks equally.", group="Several nodes", minimum=1)
+    node_rank: int = setting(0, "Number of this node; node 0 serves HTTP.", group="Several nodes", minimum=0)
+    rdzv_endpoint: str | None = setting(
+        None, "Where the nodes meet: HOST:PORT, HOST being an address of node 0.", group="Several nodes"
+    )
+    curve_key_file: str | None = setting(
+        None, "Key that all nodes share (moeserve curve-key FILE makes one).", group="Several nodes"
+    )
     block_size: int = setting(16, "Tokens per KV block.", group="Memory and scheduling", minimum=1, maximum=1024)
     kv_cache_memory: int | None = setting(
         None,

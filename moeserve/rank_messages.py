@@ -1,7 +1,7 @@
 """What rank 0 and the other ranks of one service tell each other, in the frames of `messages`.
 
-A start: every rank says `Joined`, gets `Setup`, loads, says `Loaded` and gets `Start`. Then each step is a `Forward` to
-every rank and a `RankResult` from it, until `Shutdown`.
+A start: every rank says `Joined`, gets `Setup` (or `Dismissed`), loads, says `Loaded` and gets `Start`. Then each step
+is a `Forward` to every rank and a `RankResult` from it, until `Shutdown`. From `Joined` on a rank sends `RankBeat`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,33 @@ class RankError(Exception):
 
 
 class Joined(Message):
-    """A rank's process is there."""
+    """A rank's process is there, on a machine named `node`. `software` and `model_hash` must be those of rank 0.
+
+    Only where `machine` (`rank_network.machine_id`) is that of the receiver does `pid` mean something to it.
+    """
 
     rank: int
     pid: int
+    node: str
+    machine: str
+    software: str
+    model_hash: str
+
+
+class Dismissed(Message):
+    """The rank cannot take part; one sentence why."""
+
+    reason: str
 
 
 class Setup(Message):
     """What rank 0 decided for all: `pid` is its own process, the blocks are those of each rank.
 
+    `settings` are those of rank 0 (JSON of a `ServeConfig` without keys), which hold for all ranks.
     placement[layer][expert]: the ranks that hold the expert (`experts.placement`).
     """
 
+    settings: bytes
     pid: int
     num_blocks: int
     max_model_len: int
@@ -58,7 +73,7 @@ class RankResult(Message):
 
 
 class RankBeat(Message):
-    """Sent a few times a second during a step: the process runs, and has entered so many collectives."""
+    """Sent a few times a second: the process runs, and has entered so many collectives."""
 
     rank: int
     num_entered: int
@@ -68,5 +83,5 @@ class Shutdown(Message):
     """There will be no further step."""
 
 
-ToRank = Setup | Start | Forward | Shutdown
+ToRank = Setup | Dismissed | Start | Forward | Shutdown
 FromRank = Joined | Loaded | RankResult | RankBeat

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import threading
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import structlog
+import torch
 import zmq
 
 from experts.collectives import Collectives
@@ -20,7 +25,9 @@ from moeserve.kv_budget import KvBudget
 from moeserve.plan_codec import decode_plan
 from moeserve.rank_hub import RankHub
 from moeserve.rank_link import BeatThread, RankLink
-from moeserve.rank_messages import Forward, Joined, Loaded, RankError, RankResult, Setup, Start
+from moeserve.rank_meeting import Meeting, meet_as_first, meet_first
+from moeserve.rank_messages import Dismissed, Forward, Joined, Loaded, RankError, RankResult, Setup, Start
+from moeserve.rank_network import machine_id
 from moeserve.ranked_executor import RankedExecutor
 from moeserve.result_codec import encode_result
 from moeserve.run_context import RunContext
@@ -37,6 +44,10 @@ from moeserve.startup import (
     step_budget,
     tapped,
 )
+from moeserve.version import VERSION
+
+# Of the engine's timeout: how long a rank that loads may be silent.
+_LOADING_PATIENCE = 3
 
 log = structlog.get_logger(__name__)
 
@@ -50,24 +61,33 @@ def run_rank(context: RunContext, rank: int, report: Report, stop: threading.Eve
         if rank == 0:
             _run_first(context, sockets, report, stop)
         else:
-            _run_other(context, sockets, rank)
+            _run_other(context, sockets, rank, report)
 
 
 def _run_first(
     context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], report: Report, stop: threading.Event
 ) -> None:
+    config = context.config
     directory = Path(context.model_dir)
-    plan = plan_model(directory, context.config)
+    plan = plan_model(directory, config)
     assert plan.placement is not None
-    recording = open_recording(context.config, directory, plan.spec)
-    hub = RankHub(sockets, context)
+    recording = open_recording(config, directory, plan.spec)
+    meeting = meet_as_first(context)
+    hub = RankHub(sockets, meeting)
     try:
-        if not hub.gather(Joined, stop):
+        if context.meets_in_store:
+            meeting.announce(*hub.addresses)
+        joined = hub.gather(Joined, stop)
+        if joined is None:
             return
+        _dismiss_strangers(hub, joined, _introduction(context, 0))
+        hub.watch(machine_id())
+        settings = msgspec.json.encode(replace(config, api_key=()))
+        setup = Setup(settings, os.getpid(), plan.kv.num_blocks, plan.kv.max_model_len, plan.placement.ranks)
         for rank in hub.others:
-            hub.send(rank, Setup(os.getpid(), plan.kv.num_blocks, plan.kv.max_model_len, plan.placement.ranks))
-        member = _Member(context, 0, plan, report)
-        if not hub.gather(Loaded, stop):
+            hub.send(rank, setup)
+        member = _Member(context, meeting, 0, plan, report)
+        if hub.gather(Loaded, stop, patience=_LOADING_PATIENCE * config.engine_timeout) is None:
             return
         for rank in hub.others:
             hub.send(rank, Start())
@@ -76,7 +96,7 @@ def _run_first(
             member.runner,
             member.experts,
             hub,
-            timeout=_collective_timeout(context.config),
+            timeout=_collective_timeout(config),
             num_entered=lambda: member.collectives.num_entered,
         )
         serve(context, member.model, executor, report, stop, recording, lambda: member.experts.placement)
@@ -89,38 +109,46 @@ def _run_first(
         hub.close()
 
 
-def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], rank: int) -> None:
-    link = RankLink(sockets, context, rank)
+def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], rank: int, report: Report) -> None:
+    meeting = meet_first(context)
+    link = RankLink(sockets, meeting, rank)
+    member: _Member | None = None
+    beats = BeatThread(sockets, meeting, rank, lambda: member.collectives.num_entered if member else 0)
+    beats.start()
     try:
-        link.send(Joined(rank, os.getpid()))
-        setup = link.receive()
+        link.send(_introduction(context, rank))
+        setup = link.receive(beats.say_waiting)
+        if isinstance(setup, Dismissed):
+            raise RankError(setup.reason)
         if not isinstance(setup, Setup):
             return
         # From here on rank 0 says when to leave: it finishes its step first.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        link.watch(setup.pid)
+        beats.busy.set()
+        if context.config.nnodes == 1:
+            link.watch(setup.pid)
+        context = replace(context, config=_shared_config(context.config, setup.settings))
         spec, dtype = read_spec(Path(context.model_dir), context.config)
         placement = Placement(context.config.expert_parallel_size, setup.placement)
         plan = ModelPlan(spec, dtype, KvBudget(setup.num_blocks, setup.max_model_len), 0, placement)
-        member = _Member(context, rank, plan, lambda _: None)
+        member = _Member(context, meeting, rank, plan, lambda _: None)
         link.send(Loaded(rank))
         if isinstance(link.receive(), Start):
             member.warm_up()
-            _run_steps(context, sockets, rank, link, member)
+            report({"event": "computing"})
+            _run_steps(rank, link, member, beats)
         member.collectives.close()
     except CollectiveError as error:
         raise RankError(f"Rank {rank} cannot reach the others: {error}.") from error
     finally:
+        beats.stop()
         link.close()
 
 
-def _run_steps(
-    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], rank: int, link: RankLink, member: _Member
-) -> None:
-    beats = BeatThread(sockets, context, rank, lambda: member.collectives.num_entered)
-    beats.start()
+def _run_steps(rank: int, link: RankLink, member: _Member, beats: BeatThread) -> None:
+    beats.busy.clear()
     try:
-        while isinstance(step := link.receive(), Forward):
+        while isinstance(step := link.receive(beats.say_waiting), Forward):
             beats.busy.set()
             member.experts.begin_step(step.num_rows, step.num_logit_rows)
             result = member.runner.run(decode_plan(step.plan))
@@ -129,21 +157,52 @@ def _run_steps(
     except CollectiveError:
         # Rank 0 finds out whose fault it is and ends, which ends the wait here. The beats say that it is not ours.
         link.receive()
-    finally:
-        beats.stop()
+
+
+def _introduction(context: RunContext, rank: int) -> Joined:
+    software = f"moeserve {VERSION} with torch {torch.__version__}"
+    return Joined(rank, os.getpid(), platform.node(), machine_id(), software, context.model_hash)
+
+
+def _dismiss_strangers(hub: RankHub, joined: Mapping[int, Joined], first: Joined) -> None:
+    """Raises RankError, and tells the rank why, if one has another model or other software than rank 0."""
+    for rank, other in sorted(joined.items()):
+        where = f"{hub.name(rank)} cannot take part"
+        if other.software != first.software:
+            reason = f"{where}: it runs {other.software}, rank 0 {first.software}."
+        elif other.model_hash != first.model_hash:
+            reason = f"{where}: its model differs from that of rank 0; give every node the same files."
+        else:
+            continue
+        hub.send(rank, Dismissed(reason))
+        raise RankError(reason)
+
+
+def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:
+    """The settings of rank 0, but what is a node's own matter."""
+    return replace(
+        msgspec.json.decode(settings, type=ServeConfig),
+        threads=own.threads,
+        node_rank=own.node_rank,
+        curve_key_file=own.curve_key_file,
+        log_level=own.log_level,
+        log_format=own.log_format,
+    )
 
 
 class _Member:
     """What every rank has: its collectives, its experts and its model."""
 
-    def __init__(self, context: RunContext, rank: int, plan: ModelPlan, report: Report) -> None:
+    def __init__(self, context: RunContext, meeting: Meeting, rank: int, plan: ModelPlan, report: Report) -> None:
         config = context.config
         num_ranks = config.expert_parallel_size
         assert plan.spec.moe is not None
         assert plan.placement is not None
         self._config = config
         self._moe = plan.spec.moe
-        self.collectives = Collectives(rank, num_ranks, context.rendezvous, _collective_timeout(config))
+        self.collectives = Collectives(
+            rank, num_ranks, meeting.collectives, _collective_timeout(config), interface=meeting.interface
+        )
         self.experts = ExpertParallel(
             self.collectives, plan.placement, plan.spec.moe_layers, last_layer=plan.spec.num_layers - 1
         )

@@ -53,12 +53,14 @@ class RankedExecutor:
         return [result, *self._collect(result.step)]
 
     def check(self) -> None:
-        """Raises RankError if a rank has died while nothing was to be done."""
-        self._hub.check()
+        """Raises RankError if a rank has died or fallen silent while nothing was to be done."""
+        while self._hub.receive(0) is not None:
+            continue
+        self._hub.check_signs_of_life(self._timeout)
 
     def close(self) -> None:
         """Lets the other ranks go. Raises RankError if one has gone before."""
-        self.check()
+        self._hub.check()
         for rank in self._hub.others:
             self._hub.send(rank, Shutdown())
 
@@ -84,7 +86,7 @@ class RankedExecutor:
             return found
         for rank in self._hub.others:
             if rank not in num_entered:
-                return RankError(f"{self._hub.name(rank)} hung: it gives no sign of life.")
+                return RankError(f"{self._hub.name(rank)} is lost or hung: it gives no sign of life.")
         last = min(num_entered, key=num_entered.__getitem__)
         if num_entered[last] < self._num_entered():
             return RankError(f"{self._hub.name(last)} hung: the others waited for it for {self._timeout:g} s.")

@@ -15,7 +15,8 @@ class RunContext:
     """One life of one service. The file holds secrets; its directory is 0700.
 
     `incarnation` numbers the engine's life: it is in every frame and in the socket paths. `secret` (hex) keys the cache
-    namespaces of API keys. `model_hash` is compared in `Hello`.
+    namespaces of API keys. `model_hash` is compared in `Hello`. `meets_in_store`: not all ranks were started with this
+    context, so they find each other in torchrun's store.
     """
 
     config: ServeConfig
@@ -25,6 +26,7 @@ class RunContext:
     incarnation: int
     secret: str
     served_model_names: tuple[str, ...]
+    meets_in_store: bool = False
 
     @property
     def engine_address(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,17 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.errors import CollectiveError
-from moeserve.config import ServeConfig
 from moeserve.messages import DecodeError
 from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult, TokenLogprobs
 from moeserve.plan_codec import decode_plan
 from moeserve.rank_hub import RankHub
 from moeserve.rank_link import RankLink
+from moeserve.rank_meeting import Meeting
 from moeserve.rank_messages import Forward, Joined, RankBeat, RankError, RankResult, Shutdown
 from moeserve.ranked_executor import RankedExecutor
 from moeserve.request import SamplingParams
 from moeserve.result_codec import decode_result, encode_result
-from moeserve.run_context import RunContext
 
 LOGPROBS = st.builds(
     TokenLogprobs,
@@ -87,20 +87,19 @@ class Group:
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[Group]:
-    run = RunContext(
-        config=ServeConfig(expert_parallel_size=2),
-        model_dir="none",
-        model_hash="none",
-        run_dir=str(tmp_path),
+    meeting = Meeting(
         incarnation=3,
-        secret="00",
-        served_model_names=("m",),
+        results=f"ipc://{tmp_path}/results",
+        steps=(f"ipc://{tmp_path}/steps",),
+        collectives=tmp_path / "collectives",
+        interface="lo",
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    hub, link = RankHub(context, run), RankLink(context, run, 1)
+    hub, link = RankHub(context, meeting), RankLink(context, meeting, 1)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    link.send(Joined(1, process.pid))
+    link.send(Joined(1, process.pid, "name", "here", "software", "model"))
     assert hub.gather(Joined, threading.Event())
+    hub.watch("here")
     first = FirstRank()
     yield Group(first, RankedExecutor(first, first, hub, timeout=0.3, num_entered=lambda: 5), link, process)
     process.kill()
@@ -163,3 +162,17 @@ def test_a_dead_rank_is_named(group: Group, is_busy: bool) -> None:
     group.process.wait()
     with pytest.raises(RankError, match=r"Rank 1 .* died"):
         group.executor.run(make_plans()) if is_busy else group.executor.check()
+
+
+def test_a_rank_that_falls_silent_while_nothing_is_to_be_done_is_named(group: Group) -> None:
+    deadline = time.monotonic() + 0.6
+    while time.monotonic() < deadline:
+        group.link.send(RankBeat(1, 0))
+        group.executor.check()
+    with pytest.raises(RankError, match=r"Rank 1 .* gives no sign of life"):
+        check_until(group.executor, deadline + 5)
+
+
+def check_until(executor: RankedExecutor, deadline: float) -> None:
+    while time.monotonic() < deadline:
+        executor.check()

@@ -1,0 +1,106 @@
+"""`torchrun ... -m launcher.worker [MODEL] [options of moeserve serve]`: a rank that torchrun itself started.
+
+Rank 0 serves HTTP like `moeserve serve`, with its engine as a child in its place in the group. The others compute.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from launcher.child import die_with_parent
+from launcher.errors import LaunchError
+from launcher.preflight import check_machine, check_nodes, check_packages, check_settings
+from launcher.processes import child_environment, default_threads
+from launcher.serve import make_context, resolve, run_first_node, say
+from launcher.serve_options import ServeCommand, settings_options
+from launcher.supervisor import WORKER_MODULE
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.frontend.logs import configure_logs
+from moeserve.models.errors import ModelError
+from moeserve.rank_messages import RankError
+from moeserve.settings import load_config
+
+_EXIT_FAILED = 3
+# Torchrun kills what has not ended this long after its SIGTERM.
+_TORCHRUN_PATIENCE = 30.0
+
+
+@click.command(cls=ServeCommand)
+@settings_options
+def serve_rank(config_file: Path | None, **flags: Any) -> None:
+    """One rank of a service, started by torchrun, which says how many there are and which one this is."""
+    errors = Console(stderr=True, soft_wrap=True)
+    try:
+        check_machine()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with_parent(os.getppid())
+        config = _config_of_group(load_config(flags, os.environ, config_file))
+        check_settings(config)
+        check_nodes(config)
+        check_packages()
+        sys.exit(_run(config, errors))
+    except ConfigError as error:
+        say(errors, "Error", str(error))
+        sys.exit(2)
+    except (LaunchError, ModelError, RankError) as error:
+        say(errors, "Error", str(error))
+        sys.exit(_EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _config_of_group(config: ServeConfig) -> ServeConfig:
+    """The settings with the sizes that torchrun gave. Raises ConfigError if a setting contradicts them."""
+    environment = os.environ
+    try:
+        num_ranks, num_here = int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
+        node_rank = int(environment.get("GROUP_RANK", int(environment["RANK"]) // num_here))
+        endpoint = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    except (KeyError, ValueError):
+        raise ConfigError(
+            "launcher.worker is for torchrun (torchrun --nproc-per-node 2 -m launcher.worker MODEL): "
+            "on its own, use moeserve serve."
+        ) from None
+    if config.expert_parallel_size not in (1, num_ranks):
+        raise ConfigError(f"--expert-parallel-size {config.expert_parallel_size}: torchrun started {num_ranks} ranks.")
+    if num_ranks % num_here:
+        raise ConfigError(f"{num_ranks} ranks, {num_here} of them on this node: all nodes need the same number.")
+    nnodes = num_ranks // num_here
+    return replace(
+        config,
+        expert_parallel_size=num_ranks,
+        nnodes=nnodes,
+        node_rank=node_rank if nnodes > 1 else 0,
+        rdzv_endpoint=endpoint if nnodes > 1 else None,
+    )
+
+
+def _run(config: ServeConfig, errors: Console) -> int:
+    rank = int(os.environ["RANK"])
+    # Torchrun gives one thread to each rank unless told otherwise, and so OMP_NUM_THREADS says nothing.
+    threads = config.threads or default_threads(config)
+    os.environ |= child_environment(os.environ, threads) | {"DS_ACCELERATOR": "cpu"}
+    if rank == 0:
+        if config.shutdown_timeout >= _TORCHRUN_PATIENCE:
+            config = replace(config, shutdown_timeout=_TORCHRUN_PATIENCE - 5)
+        return run_first_node(config, errors, worker_module=WORKER_MODULE, meets_in_store=True)
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    configure_logs(config.log_level, config.log_format)
+    model_dir = resolve(config, lambda *_: None)
+    context = make_context(config, model_dir, Path(os.devnull), meets_in_store=True)
+    # Imports torch, which takes seconds.
+    from moeserve.rank_startup import run_rank
+
+    run_rank(context, rank, lambda _: None, threading.Event())
+    return 0
