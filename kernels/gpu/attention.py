@@ -1,0 +1,320 @@
+"""Attention over paged keys and values on a GPU: decode, short extends, prefill, and batches of all of them.
+
+Pools are [KV, num_slots, D] with any strides but the last; slot = block id * block_size + offset, and the block of
+position p of sequence s is `block_table[s, p // block_size]` (int32). The new tokens' own keys and values are in the
+pools already. Only slots that a sequence's visible positions map to are ever read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.attention_config import PrefillConfig, head_blocks, power_of_two, prefill_config
+from kernels.gpu.attention_prefill import prefill_kernel
+from kernels.gpu.attention_split import reduce_kernel, split_kernel
+from kernels.gpu.attention_work import SplitWork
+
+_BLOCK_PARTS = 64
+_REDUCE_DIM = 64
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True)
+class Partials:
+    """Scratch of split attention, fp32: parts [pieces, tokens per tile, H, Dv] and base-2 log-sum-exps without Dv.
+
+    One for all layers: a layer's parts are read before the next one writes.
+    """
+
+    parts: Tensor
+    logsumexps: Tensor
+
+    @classmethod
+    def allocate(cls, work: SplitWork, num_heads: int, value_dim: int) -> Partials:
+        """As much as `work` may need for this many query heads."""
+        shape = (work.capacity, work.tokens_per_tile, num_heads)
+        device = work.offsets.device
+        return cls(
+            torch.empty((*shape, value_dim), dtype=torch.float32, device=device),
+            torch.empty(shape, dtype=torch.float32, device=device),
+        )
+
+
+def split_attention(
+    q: Tensor,
+    keys_pool: Tensor,
+    values_pool: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    work: SplitWork,
+    partials: Partials,
+    *,
+    block_size: int,
+    scale: float,
+    query_starts: Tensor | None = None,
+    sinks: Tensor | None = None,
+    soft_cap: float | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of few new tokens per sequence; returns out [T, H, Dv].
+
+    q [T, H, Dk]: one token for each of `seq_lens` [S] (int32, with the new tokens; 0 gives zeros), or, with
+    `query_starts` [S + 1] int32, the tokens from query_starts[s] on for sequence s. `work` has been updated with the
+    same lengths and starts since they changed, and holds the window. `sinks` [H] are logits of a key without value.
+    fp8 pools (e4m3) are multiplied by `key_scale` and `value_scale`. Rows that belong to no sequence stay as they are.
+    Launches two kernels and waits for nothing, so a graph can hold it. Overwrites `partials`.
+    """
+    shape = _Shape(q, keys_pool, values_pool, block_size)
+    config, tokens = work.config, work.tokens_per_tile
+    if tokens > 1 and tokens * shape.group > config.rows:
+        raise ValueError(f"{tokens} tokens of {shape.group} heads do not fit {config.rows} rows")
+    out = shape.output(q, out)
+    score_scale, cap_scale = _score_scales(scale * key_scale, soft_cap)
+    head_groups = -(-shape.group // config.rows)
+    one_query = query_starts is None
+    starts = seq_lens if query_starts is None else query_starts
+    split_kernel[(work.capacity * shape.kv_heads * head_groups,)](
+        q,
+        keys_pool,
+        values_pool,
+        block_table,
+        seq_lens,
+        starts,
+        work.offsets,
+        work.sequences,
+        work.chunk,
+        q if sinks is None else sinks,
+        out,
+        partials.parts,
+        partials.logsumexps,
+        seq_lens.shape[0],
+        work.window or 0,
+        score_scale,
+        cap_scale,
+        value_scale,
+        *shape.strides(q, keys_pool, values_pool, block_table, out),
+        KV_HEADS=shape.kv_heads,
+        GROUP=shape.group,
+        TOKENS=tokens,
+        ONE_QUERY=one_query,
+        ROWS=config.rows,
+        **shape.constants(config.tile),
+        HAS_WINDOW=work.window is not None,
+        HAS_SOFT_CAP=soft_cap is not None,
+        HAS_SINKS=sinks is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    block_dim = min(_REDUCE_DIM, max(16, power_of_two(shape.value_dim)))
+    num_tokens = seq_lens.shape[0] if one_query else q.shape[0]
+    reduce_kernel[(num_tokens, shape.num_heads, -(-shape.value_dim // block_dim))](
+        partials.parts,
+        partials.logsumexps,
+        seq_lens,
+        starts,
+        work.offsets,
+        work.chunk,
+        q if sinks is None else sinks,
+        out,
+        seq_lens.shape[0],
+        work.window or 0,
+        value_scale,
+        out.stride(0),
+        out.stride(1),
+        HEADS=shape.num_heads,
+        TOKENS=tokens,
+        ONE_QUERY=one_query,
+        VALUE_DIM=shape.value_dim,
+        BLOCK_DIM=block_dim,
+        BLOCK_PARTS=_BLOCK_PARTS,
+        HAS_SINKS=sinks is not None,
+        num_warps=4,
+    )
+    return out
+
+
+def prefill_attention(
+    q: Tensor,
+    keys_pool: Tensor,
+    values_pool: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    *,
+    block_size: int,
+    max_query_len: int,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    soft_cap: float | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    out: Tensor | None = None,
+    config: PrefillConfig | None = None,
+) -> Tensor:
+    """Causal attention of many new tokens over cached prefixes; returns out [T, H, Dv].
+
+    q [T, H, Dk] holds the tokens query_starts[s] ... query_starts[s + 1] (int32 [S + 1]) of sequence s, the last ones
+    of its seq_lens[s] positions. `max_query_len` only chooses tiles. The rest as in `split_attention`.
+    """
+    shape = _Shape(q, keys_pool, values_pool, block_size)
+    if config is None:
+        config = prefill_config(shape.key_dim, shape.value_dim, block_size, q.dtype, keys_pool.dtype, max_query_len)
+    out = shape.output(q, out)
+    score_scale, cap_scale = _score_scales(scale * key_scale, soft_cap)
+    num_seqs = seq_lens.shape[0]
+    prefill_kernel[(shape.num_heads, q.shape[0] // config.rows + num_seqs)](
+        q,
+        keys_pool,
+        values_pool,
+        block_table,
+        seq_lens,
+        query_starts,
+        q if sinks is None else sinks,
+        out,
+        num_seqs,
+        window or 0,
+        score_scale,
+        cap_scale,
+        value_scale,
+        *shape.strides(q, keys_pool, values_pool, block_table, out),
+        GROUP=shape.group,
+        ROWS=config.rows,
+        **shape.constants(config.tile),
+        HAS_WINDOW=window is not None,
+        HAS_SOFT_CAP=soft_cap is not None,
+        HAS_SINKS=sinks is not None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out
+
+
+def paged_attention(
+    q: Tensor,
+    keys_pool: Tensor,
+    values_pool: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_starts: Tensor,
+    work: SplitWork,
+    partials: Partials,
+    *,
+    num_decodes: int,
+    block_size: int,
+    max_query_len: int,
+    scale: float,
+    sinks: Tensor | None = None,
+    soft_cap: float | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+    out: Tensor | None = None,
+    config: PrefillConfig | None = None,
+) -> Tensor:
+    """A mixed batch: the first `num_decodes` sequences have one new token each, the others any number.
+
+    `work` has been updated with seq_lens[:num_decodes]; its window holds for all. The rest as in `split_attention` and
+    `prefill_attention`.
+    """
+    if out is None:
+        out = q.new_empty((*q.shape[:2], values_pool.shape[2]))
+    if num_decodes:
+        split_attention(
+            q,
+            keys_pool,
+            values_pool,
+            block_table,
+            seq_lens[:num_decodes],
+            work,
+            partials,
+            block_size=block_size,
+            scale=scale,
+            sinks=sinks,
+            soft_cap=soft_cap,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            out=out,
+        )
+    if num_decodes < seq_lens.shape[0]:
+        prefill_attention(
+            q,
+            keys_pool,
+            values_pool,
+            block_table[num_decodes:],
+            seq_lens[num_decodes:],
+            query_starts[num_decodes:],
+            block_size=block_size,
+            max_query_len=max_query_len,
+            scale=scale,
+            window=work.window,
+            sinks=sinks,
+            soft_cap=soft_cap,
+            key_scale=key_scale,
+            value_scale=value_scale,
+            out=out,
+            config=config,
+        )
+    return out
+
+
+class _Shape:
+    """What the launches need to know of the tensors' shapes; refuses those that the kernels would misread."""
+
+    __slots__ = ("_values_in_keys", "block_size", "group", "key_dim", "kv_heads", "num_heads", "value_dim")
+
+    def __init__(self, q: Tensor, keys_pool: Tensor, values_pool: Tensor, block_size: int) -> None:
+        self.num_heads, self.key_dim = q.shape[1:]
+        self.kv_heads, self.value_dim, self.block_size = keys_pool.shape[0], values_pool.shape[2], block_size
+        self.group = self.num_heads // self.kv_heads
+        if self.group * self.kv_heads != self.num_heads or keys_pool.shape[2] != self.key_dim:
+            raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(keys_pool.shape)}")
+        if any(tensor.stride(2) != 1 for tensor in (q, keys_pool, values_pool)):
+            raise ValueError("the elements of a head must lie side by side")
+        if block_size & (block_size - 1) or block_size < 1:
+            raise ValueError(f"the block size {block_size} is not a power of two")
+        if max(keys_pool.stride(1), values_pool.stride(1)) >= 1 << 24:
+            raise ValueError("slots lie too far apart")
+        self._values_in_keys = (
+            keys_pool.data_ptr() == values_pool.data_ptr()
+            and keys_pool.stride() == values_pool.stride()
+            and head_blocks(self.key_dim, self.value_dim).key == self.value_dim
+        )
+
+    def output(self, q: Tensor, out: Tensor | None) -> Tensor:
+        if out is None:
+            return q.new_empty((q.shape[0], self.num_heads, self.value_dim))
+        if out.shape != (q.shape[0], self.num_heads, self.value_dim) or out.stride(2) != 1:
+            raise ValueError(f"an output of shape {tuple(out.shape)} does not fit queries {tuple(q.shape)}")
+        return out
+
+    @staticmethod
+    def strides(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, out: Tensor) -> tuple[int, ...]:
+        """In the order of the kernels' arguments."""
+        pools = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
+        return q.stride(0), q.stride(1), *pools, table.stride(0), out.stride(0), out.stride(1)
+
+    def constants(self, tile: int) -> dict[str, int | bool]:
+        blocks = head_blocks(self.key_dim, self.value_dim)
+        return {
+            "KEY_DIM": self.key_dim,
+            "VALUE_DIM": self.value_dim,
+            "BLOCK_KEY": blocks.key,
+            "BLOCK_TAIL": blocks.tail,
+            "BLOCK_VALUE": blocks.value,
+            "BLOCK_SIZE": self.block_size,
+            "TILE": tile,
+            "VALUES_IN_KEYS": self._values_in_keys,
+        }
+
+
+def _score_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """What dots are multiplied by, and the soft cap, in the base-2 domain of the kernels (see `attend`)."""
+    if soft_cap is None:
+        return scale * _LOG2_E, 0.0
+    return scale * 2.0 * _LOG2_E / soft_cap, soft_cap * _LOG2_E
