@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from experts.link_model import LinkModel, SimulatedCopier
 from experts.prediction import BEFORE, Predictor, Tap
+from experts.prediction_sources import LearntAffinity
 from experts.prefetch_planning import PrefetchPlanner
 from experts.residency import SlotState
 from experts.residency_control import ResidencyControl, ResidencyCounters
@@ -106,28 +107,33 @@ class Simulation:
         timing: LayerTiming,
         predictor: Predictor | None = None,
         planner: PrefetchPlanner | None = None,
+        learnt: LearntAffinity | None = None,
     ) -> None:
-        """predictor, planner: both or none; the planner asks this predictor and tells this control."""
+        """predictor, planner: both or none; the planner asks this predictor and tells this control. learnt: what
+        predictors learn from, if it should go on learning from each step after it."""
         self._control = control
         self._copier = SimulatedCopier(control, link, expert_bytes)
         self._timing = timing
         self._predictor = predictor
         self._planner = planner
+        self._learnt = learnt
         self._loads_per_layer = timing.total / link.load_seconds(expert_bytes)
         self._now = 0.0
         self._stall = 0.0
         self._prediction = 0.0
 
     def replay(self, trace: RoutingTrace, num_streams: int = 1) -> SimulationResult:
-        """Computes the trace and returns what that took. Ends every request of it."""
+        """Computes the trace and returns what that took. A request ends with its last token."""
         before = replace(self._control.counters)
         started, stall, prediction = self._now, self._stall, self._prediction
         num_steps = 0
+        is_last = np.zeros(len(trace.requests), np.bool_)
+        is_last[len(is_last) - 1 - np.unique(trace.requests[::-1], return_index=True)[1]] = True
         for rows in steps_of(trace, num_streams):
             self._step(trace, rows)
             num_steps += 1
-        if self._predictor is not None:
-            self._predictor.end(_in_order(trace.requests))
+            if self._predictor is not None and is_last[rows].any():
+                self._predictor.end(trace.requests[rows[is_last[rows]]].tolist())
         return SimulationResult(
             counters=_difference(self._control.counters, before),
             num_steps=num_steps,
@@ -153,6 +159,9 @@ class Simulation:
             self._compute_experts(layer, event)
             if self._predictor is not None and self._hear_gates(trace, rows, layer, Tap.LATE):
                 self._plan(layer)
+        if self._learnt is not None:
+            self._learnt.statistics.update(trace.ids[:, rows], trace.token_ids[rows])
+            self._learnt.step_done()
 
     def _compute_experts(self, layer: int, event: list[int]) -> None:
         """Those that are there first, and the others as they come."""
