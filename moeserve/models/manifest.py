@@ -91,6 +91,17 @@ def verify(
     _remember(folder, verdict)
 
 
+def made_by(folder: Path) -> str | None:
+    """What built the folder, if it has a manifest and nothing in it but what the manifest names."""
+    try:
+        _, manifest = _read_manifest(folder)
+    except ManifestError:
+        return None
+    known = {*manifest.files, MANIFEST_NAME, VERDICT_NAME}
+    strange = any(path.relative_to(folder).as_posix() not in known for path in folder.rglob("*") if not path.is_dir())
+    return None if strange else manifest.builder
+
+
 def _read_manifest(folder: Path) -> tuple[bytes, Manifest]:
     try:
         raw = (folder / MANIFEST_NAME).read_bytes()

@@ -12,20 +12,28 @@ from moeserve.models.build_cache import cache_root, ensure_built
 from moeserve.models.demo.package import locate_gguf
 from moeserve.models.demo.worker import Event, Job
 from moeserve.models.errors import ModelError
+from moeserve.models.manifest import made_by
 from moeserve.models.progress import Progress
 
 # Raise when the files a build writes change: caches of an older version are then rebuilt.
 _BUILD_VERSION = 1
+_BUILDER = "demo/"
 # SmolLM2-135M in bytes of bfloat16: feed-forward layers, which grow by experts / top_k, and everything else.
 _FFN_BYTES, _OTHER_BYTES = 160_000_000, 115_000_000
 
 
 def ensure_demo(
-    root: Path | None = None, *, experts: int = 8, top_k: int = 2, progress: Progress | None = None
+    root: Path | None = None,
+    *,
+    experts: int = 8,
+    top_k: int = 2,
+    out: Path | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Return the folder of the demo checkpoint below `root` (default: `cache_root()`), built if missing or broken.
 
-    Raises ModelError: source package missing, disk too small, cache not writable, a split that is not exact.
+    out: the folder itself; one that holds anything but a demo of ours is left alone. Raises ModelError: source package
+    missing, disk too small, folder not writable or not ours, a split that is not exact.
     """
     if top_k < 1 or experts < top_k:
         raise ModelError(f"A demo model cannot have {experts} experts with {top_k} active.")
@@ -35,13 +43,23 @@ def ensure_demo(
         locate_gguf()  # a missing package is said at once, before a process is started
         _run_worker(Job(str(out_dir), experts, top_k), report)
 
+    if out is not None:
+        _check_ours(out)
     return ensure_built(
-        (root or cache_root()) / "demo" / name,
-        builder=f"demo/{_BUILD_VERSION} experts={experts} top_k={top_k}",
+        out or (root or cache_root()) / "demo" / name,
+        builder=f"{_BUILDER}{_BUILD_VERSION} experts={experts} top_k={top_k}",
         build=build,
         bytes_needed=_FFN_BYTES * experts // top_k + _OTHER_BYTES,
         progress=progress,
     )
+
+
+def _check_ours(folder: Path) -> None:
+    """A build replaces the folder it is made in: only a new or empty one, or an earlier build, may be replaced."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not folder.is_dir() or not (made_by(folder) or "").startswith(_BUILDER):
+        raise ModelError(f"{folder} is there already and no demo model: name another folder.")
 
 
 def _run_worker(job: Job, report: Progress) -> None:

@@ -1,0 +1,17 @@
+"""The `moeserve experts` group."""
+
+from __future__ import annotations
+
+import click
+
+from launcher.lazy_group import LazyGroup
+
+_COMMANDS = {
+    "trace": ("launcher.experts_trace:trace", "Record a routing trace of a running server."),
+    "report": ("launcher.experts_report:report", "Draw load, affinity and balance from a file."),
+}
+
+
+@click.group(cls=LazyGroup, entries=_COMMANDS)
+def experts() -> None:
+    """Record, draw and replay where tokens meet their experts."""
