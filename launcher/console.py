@@ -75,6 +75,8 @@ def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: l
         f"  KV       {format_bytes(ready.kv_bytes)} = {tokens:,} tokens in {ready.num_blocks:,} blocks",
         f"  context  {_context(ready)}",
     ]
+    if ready.no_compiled_kernels is not None:
+        lines.append(f"  kernels  torch, several times slower than compiled ones. {ready.no_compiled_kernels}")
     if gpus and not ready.device.startswith("cuda"):
         lines.append(f"  GPU      {gpus[0]} found, not used")
     return "\n".join(lines)

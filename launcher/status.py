@@ -20,7 +20,10 @@ class Loading(msgspec.Struct, tag_field="event", tag="loading"):
 
 
 class Ready(msgspec.Struct, tag_field="event", tag="ready"):
-    """The engine takes requests. `model_max_len` is what the model allows; `max_model_len` may be clamped below it."""
+    """The engine takes requests. `model_max_len` is what the model allows; `max_model_len` may be clamped below it.
+
+    `no_compiled_kernels` says in a sentence why torch computes on the CPU in their place, if so.
+    """
 
     device: str
     dtype: str
@@ -30,6 +33,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     block_size: int
     max_model_len: int
     model_max_len: int | None = None
+    no_compiled_kernels: str | None = None
 
 
 class Computing(msgspec.Struct, tag_field="event", tag="computing"):

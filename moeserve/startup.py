@@ -15,6 +15,7 @@ import zmq
 
 from experts.placement import Placement
 from experts.routing_tap import RoutingTap
+from kernels.cpu.library import native_kernels, native_kernels_absence
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
@@ -28,12 +29,13 @@ from moeserve.kv_pool import KVPool, kv_block_bytes
 from moeserve.memory import available_bytes
 from moeserve.messages import EngineReady
 from moeserve.model_runner import ModelRunner
+from moeserve.models.checkpoint import read_index
 from moeserve.models.errors import ModelError
 from moeserve.models.families import build_spec
 from moeserve.models.generation_config import GenerationDefaults, load_generation_defaults
 from moeserve.models.hf_config import load_config
 from moeserve.models.spec import DecoderSpec
-from moeserve.models.weight_plan import OwnedExperts, weights_num_bytes
+from moeserve.models.weight_plan import OwnedExperts, plan_weights
 from moeserve.models.weights import DispatchOf, dispatch_here, load_decoder
 from moeserve.run_context import RunContext
 from moeserve.scheduler import Scheduler
@@ -150,6 +152,7 @@ def serve(
             "block_size": ready.block_size,
             "max_model_len": ready.max_model_len,
             "model_max_len": model.spec.max_position,
+            "no_compiled_kernels": native_kernels_absence(),
         }
     )
     try:
@@ -196,7 +199,11 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     if num_ranks > 1:
         placement = plan_placement(directory, spec, config)
         owned = [owned_experts(spec, placement, rank) for rank in range(num_ranks)]
-    weights_bytes = sum(weights_num_bytes(spec, dtype.itemsize, of_rank) for of_rank in owned)
+    index = read_index(directory)
+    narrow = dtype == torch.float32 and native_kernels() is not None
+    weights_bytes = sum(
+        plan_weights(spec, index, of_rank).loaded_num_bytes(dtype.itemsize, narrow=narrow) for of_rank in owned
+    )
     name = str(dtype).removeprefix("torch.")
     free = available_bytes()
     if weights_bytes > free:
@@ -240,8 +247,11 @@ def load_model(
         torch.set_num_threads(config.threads)
     plan = plan or plan_model(directory, config)
     spec, dtype, kv = plan.spec, plan.dtype, plan.kv
+    absence = native_kernels_absence()
+    if absence is not None:
+        log.warning("cpu_kernels_not_compiled", reason=absence, consequence="torch computes, several times slower")
 
-    stage = f"loading {plan.weights_bytes / 2**30:.1f} GiB of weights as {str(dtype).removeprefix('torch.')}"
+    stage = f"loading {plan.weights_bytes / 2**30:.1f} GiB of weights for {str(dtype).removeprefix('torch.')}"
     if spec.quantization is not None:
         stage += f", expanded from {spec.quantization.kind}"
 

@@ -126,5 +126,9 @@ def _processor() -> str:
 
 
 def _cache_dir() -> Path:
+    """Beside the models that were built: $MOESERVE_CACHE, else $XDG_CACHE_HOME/moeserve, else ~/.cache/moeserve."""
+    own = os.environ.get("MOESERVE_CACHE")
+    if own:
+        return Path(own) / "kernels"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "moeserve" / "kernels"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from moeserve.models.checkpoint import TensorInfo
@@ -12,7 +13,6 @@ from moeserve.models.errors import CheckpointError
 from moeserve.models.layout import (
     TensorRef,
     Tensors,
-    expert_num_elements,
     fused_expert_tensors,
     layer_tensors,
     mxfp4_expert_tensors,
@@ -65,18 +65,18 @@ class WeightPlan:
     layers: tuple[LayerPlan, ...]
     num_bytes: int
 
+    def loaded_num_bytes(self, item_size: int, *, narrow: bool) -> int:
+        """Bytes the loaded weights take at ``item_size`` bytes per number.
 
-def weights_num_bytes(spec: DecoderSpec, item_size: int, owned_experts: OwnedExperts | None = None) -> int:
-    """Bytes the loaded weights take at ``item_size`` bytes per number, whatever the checkpoint's own precision.
-
-    Beside them, loading needs room for one layer more. Tied embeddings count twice: the output projection is packed.
-    """
-    total = _num_elements(outer_tensors(spec))
-    for layer in range(spec.num_layers):
-        total += _num_elements(layer_tensors(spec, layer))
-        if spec.moe is not None and spec.sparse_layers[layer]:
-            total += len(_owned(spec, layer, owned_experts)) * expert_num_elements(spec)
-    return total * item_size
+        narrow: matrices that the checkpoint holds in bfloat16 or MXFP4 stay in 16 bits. Beside them, loading needs
+        room for one layer more. Tied embeddings count twice: the output projection is packed.
+        """
+        total = sum(_loaded_bytes(tensor, item_size, narrow) for tensor in self.outer.values())
+        for layer in self.layers:
+            total += sum(_loaded_bytes(tensor, item_size, narrow) for tensor in layer.tensors.values())
+            if layer.experts is not None:
+                total += _loaded_expert_bytes(layer.experts, item_size, narrow)
+        return total
 
 
 def plan_weights(
@@ -111,8 +111,24 @@ def _bytes_to_read(outer: Iterable[StoredTensor], layers: Iterable[LayerPlan], s
     return total
 
 
-def _num_elements(tensors: Tensors) -> int:
-    return sum(ref.num_elements for ref in tensors.values())
+def _loaded_bytes(tensor: StoredTensor, item_size: int, narrow: bool) -> int:
+    stays = narrow and len(tensor.shape) > 1 and tensor.dtype == "BF16"
+    return prod(tensor.shape) * (2 if stays else item_size)
+
+
+def _loaded_expert_bytes(experts: ExpertsPlan, item_size: int, narrow: bool) -> int:
+    """Those of the owned experts; what is stored in one tensor for all experts has them in its first dimension."""
+    total = 0
+    for tensors in experts.tensors:
+        for key, tensor in tensors.items():
+            if key.endswith(".scales"):
+                continue
+            if key.endswith(".blocks"):  # Two numbers of four bits per byte.
+                count = 2 * prod(tensor.shape) * (2 if narrow else item_size)
+            else:
+                count = _loaded_bytes(tensor, item_size, narrow)
+            total += count if experts.storage == "split" else count * len(experts.owned) // tensor.shape[0]
+    return total
 
 
 def _owned(spec: DecoderSpec, layer: int, owned_experts: OwnedExperts | None) -> tuple[int, ...]:

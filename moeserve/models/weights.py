@@ -45,7 +45,7 @@ def load_decoder(
     max_model_len: longest context to serve, the model's own if None. owned_experts(layer): the experts to read,
     all if None; owning fewer takes a ``dispatch_of(layer)`` that reaches the others. progress(done_bytes, total_bytes).
     Every tensor's name and shape is checked before memory is taken: raises CheckpointError. How much memory that
-    will be, ``weights_num_bytes`` tells beforehand.
+    will be, ``WeightPlan.loaded_num_bytes`` tells beforehand.
     """
     index = read_index(directory)
     plan = plan_weights(spec, index, owned_experts)
@@ -145,15 +145,15 @@ class _Loader:
 
     def _mla(self, tensors: Mapping[str, StoredTensor], mla: MlaSpec) -> MlaAttention:
         low_rank = mla.q_lora_rank is not None
-        up = self._reader.read(tensors["kv_b"], self._dtype).view(mla.num_heads, -1, mla.kv_lora_rank)
-        keys, values = torch.split(up, [mla.nope_dim, mla.value_dim], 1)
+        up = self._reader.read(tensors["kv_b"], _kept_dtype([tensors["kv_b"]], self._dtype))
+        keys, values = torch.split(up.view(mla.num_heads, -1, mla.kv_lora_rank), [mla.nope_dim, mla.value_dim], 1)
         return MlaAttention(
             mla,
             self.linear(tensors, "q_a" if low_rank else "q", "kv_a"),
             self.linear(tensors, "o"),
             kv_norm=self._reader.read(tensors["kv_norm"], self._dtype),
-            to_latent=HeadLinear([pack_linear(head.T.contiguous()) for head in keys]),
-            from_latent=HeadLinear([pack_linear(head.contiguous()) for head in values]),
+            to_latent=HeadLinear([pack_linear(head.T.contiguous(), dtype=self._dtype) for head in keys]),
+            from_latent=HeadLinear([pack_linear(head.contiguous(), dtype=self._dtype) for head in values]),
             interleaved=self._spec.rope.interleaved,
             q_b=self.linear(tensors, "q_b") if low_rank else None,
             q_norm=self._optional(tensors, "q_norm"),

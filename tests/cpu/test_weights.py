@@ -16,9 +16,10 @@ from kernels.moe_gemm import moe_experts, moe_experts_partial
 from kernels.packed_experts import PackedExperts
 from moeserve.models.checkpoint import read_index
 from moeserve.models.fp8 import dequantise_fp8
+from moeserve.models.layout import expert_num_elements, layer_tensors, outer_tensors
 from moeserve.models.mxfp4 import dequantise_mxfp4
-from moeserve.models.spec import QuantizationSpec
-from moeserve.models.weight_plan import plan_weights, weights_num_bytes
+from moeserve.models.spec import DecoderSpec, QuantizationSpec
+from moeserve.models.weight_plan import plan_weights
 from moeserve.models.weights import load_decoder
 from tests.support.checkpoints import change_tensors, load, logits_of, reference_logits, spec_of
 from tests.support.tiny_models import save
@@ -205,12 +206,33 @@ def test_progress_counts_up_to_what_is_read(tmp_path: Path) -> None:
 
 def test_bytes_needed_are_known_beforehand(tmp_path: Path) -> None:
     model = save("qwen2_moe", tmp_path)
-    spec = spec_of(tmp_path)
+    spec, index = spec_of(tmp_path), read_index(tmp_path)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert weights_num_bytes(spec, 4) == 4 * parameters
-    assert weights_num_bytes(spec, 2, lambda layer: (0,)) == 2 * (parameters - 7 * 3 * 64 * 32)
-    tied = replace(spec, tie_embeddings=True)
-    assert weights_num_bytes(tied, 4) == 4 * parameters  # The packed output projection is a copy of its own.
+    plan = plan_weights(spec, index)
+    assert plan.loaded_num_bytes(4, narrow=True) == 4 * parameters  # The checkpoint is in float32.
+    first = plan_weights(spec, index, lambda layer: (0,))
+    assert first.loaded_num_bytes(2, narrow=False) == 2 * (parameters - 7 * 3 * 64 * 32)
+
+
+def test_matrices_in_bfloat16_are_counted_as_they_stay(tmp_path: Path) -> None:
+    model = save("mixtral", tmp_path)
+    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
+    matrices = sum(parameter.numel() for parameter in model.parameters()) - vectors
+    change_tensors(tmp_path, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
+    plan = plan_weights(spec_of(tmp_path), read_index(tmp_path))
+    assert plan.loaded_num_bytes(4, narrow=True) == 2 * matrices + 4 * vectors
+    assert plan.loaded_num_bytes(4, narrow=False) == 4 * (matrices + vectors)
+    assert plan.loaded_num_bytes(2, narrow=False) == 2 * (matrices + vectors)
+
+
+def num_parameters(spec: DecoderSpec) -> int:
+    """Those of a model with an output projection of its own."""
+    total = sum(ref.num_elements for ref in outer_tensors(spec).values())
+    for layer in range(spec.num_layers):
+        total += sum(ref.num_elements for ref in layer_tensors(spec, layer).values())
+        if spec.moe is not None and spec.sparse_layers[layer]:
+            total += spec.moe.num_experts * expert_num_elements(spec)
+    return total
 
 
 @pytest.mark.parametrize(
@@ -231,7 +253,7 @@ def test_bytes_needed_are_known_beforehand(tmp_path: Path) -> None:
 )
 def test_published_models_have_their_published_sizes(config: dict[str, Any], billions: float, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert weights_num_bytes(spec_of(tmp_path), 1) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert num_parameters(spec_of(tmp_path)) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
 def test_layers_beyond_the_model_and_old_tables_are_left_out(tmp_path: Path) -> None:
