@@ -16,7 +16,7 @@ from kernels.activation import glu
 from kernels.gpu.moe_align import SortedPairs, max_row_tiles, num_chunks, padded_bins, sort_pairs
 from kernels.gpu.moe_config import Device, MoeConfig
 from kernels.gpu.moe_gemv import down_gemv, gate_up_gemv
-from kernels.gpu.moe_persistent import down_persistent, gate_up_persistent, has_descriptors
+from kernels.gpu.moe_persistent import down_persistent, gate_up_persistent, has_descriptors, persistent_runs
 from kernels.gpu.moe_tiled import combine, down_tiled, gate_up_tiled
 from kernels.gpu.moe_weights import GpuExperts
 from kernels.specs import Activation
@@ -156,7 +156,7 @@ class TritonMoe:
         if not len(x):
             return out
         config = self._choose(len(x))
-        if config.variant == "persistent" and not experts.gate_up.values.is_contiguous():
+        if config.variant == "persistent" and not (persistent_runs(experts.gate_up) and persistent_runs(experts.down)):
             config = replace(config, variant="tiled")
         return moe_experts(
             x, ids, weights, experts, activation, config, self._workspace, out, num_programs=self._num_programs

@@ -60,7 +60,7 @@ def _gate_up_kernel(
         place = tl.load(tile_first + tile) + tl.minimum(row, rows - 1)
         token = tl.load(pairs + place).to(tl.int64) // TOP_K
         x_rows = x + token * stride_x
-        first_row = slot * (2 * N) + block * BLOCK_N
+        first_row = block * BLOCK_N
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for first in range(0, K, BLOCK_K):
@@ -69,9 +69,9 @@ def _gate_up_kernel(
                 a = tl.load(x_rows[:, None] + k[None, :])
             else:
                 a = tl.load(x_rows[:, None] + k[None, :], mask=k[None, :] < K, other=0.0)
-            w_gate = w_box.load([first_row, first]).to(a.dtype)
+            w_gate = w_box.load([slot, first_row, first]).reshape(BLOCK_N, BLOCK_K).to(a.dtype)
             gate = tl.dot(a, w_gate.T, gate, input_precision="ieee")
-            w_up = w_box.load([first_row + N, first]).to(a.dtype)
+            w_up = w_box.load([slot, first_row + N, first]).reshape(BLOCK_N, BLOCK_K).to(a.dtype)
             up = tl.dot(a, w_up.T, up, input_precision="ieee")
         column = block * BLOCK_N + tl.arange(0, BLOCK_N)
         gate_row = tl.minimum(column, N - 1)[None, :]
@@ -114,11 +114,10 @@ def _down_kernel(
         slot = tl.load(tile_slot + tile)
         rows = tl.load(tile_rows + tile)
         first_place = tl.load(tile_first + tile)
-        first_row = slot * N + block * BLOCK_N
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for first in range(0, K, BLOCK_K):
             a = h_box.load([first_place, first])
-            w = w_box.load([first_row, first]).to(a.dtype)
+            w = w_box.load([slot, block * BLOCK_N, first]).reshape(BLOCK_N, BLOCK_K).to(a.dtype)
             acc = tl.dot(a, w.T, acc, input_precision="ieee")
         row = tl.arange(0, BLOCK_M)
         column = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -138,16 +137,17 @@ def has_descriptors(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _box(matrix: Tensor, rows: int, columns: int) -> Any:
+def persistent_runs(matrix: StoredMatrix) -> bool:
+    """Whether the copy engine can fetch these weights: not int4, and slots and rows at multiples of 16 bytes."""
+    size = matrix.values.element_size()
+    aligned = all(stride * size % 16 == 0 for stride in matrix.values.stride()[:2])
+    return matrix.format != "int4" and aligned and matrix.values.data_ptr() % 16 == 0
+
+
+def _box(tensor: Tensor, *block: int) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
-
-
-def _stacked(matrix: StoredMatrix) -> Tensor:
-    if not matrix.values.is_contiguous():
-        raise ValueError("the persistent variant takes the matrices of all slots in one piece")
-    return matrix.values.view(-1, matrix.depth)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
 
 
 def gate_up_persistent(
@@ -161,13 +161,13 @@ def gate_up_persistent(
     h: Tensor,
     num_programs: int,
 ) -> None:
-    """As `kernels.gpu.moe_tiled.gate_up_tiled`, for contiguous weights that are not int4."""
+    """As `kernels.gpu.moe_tiled.gate_up_tiled`, for weights that `persistent_runs`."""
     _, scale, bias = matrix.pointers()
     _, _, stride_scale, _, stride_bias = matrix.strides()
     width = matrix.num_rows // 2
     _gate_up_kernel[(min(num_programs, tiles.max_tiles * triton.cdiv(width, tile.block_n)),)](
         x,
-        _box(_stacked(matrix), tile.block_n, tile.block_k),
+        _box(matrix.values, 1, tile.block_n, tile.block_k),
         scale,
         bias,
         h,
@@ -206,12 +206,12 @@ def down_persistent(
     y: Tensor,
     num_programs: int,
 ) -> None:
-    """As `kernels.gpu.moe_tiled.down_tiled`, for contiguous weights that are not int4."""
+    """As `kernels.gpu.moe_tiled.down_tiled`, for weights that `persistent_runs`."""
     _, scale, bias = matrix.pointers()
     _, _, stride_scale, _, stride_bias = matrix.strides()
     _down_kernel[(min(num_programs, tiles.max_tiles * triton.cdiv(matrix.num_rows, tile.block_n)),)](
         _box(h, block_m, tile.block_k),
-        _box(_stacked(matrix), tile.block_n, tile.block_k),
+        _box(matrix.values, 1, tile.block_n, tile.block_k),
         scale,
         bias,
         expert_weights,

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.gpu.moe_config import MoeShape, WeightFormat
 
 _FP8 = torch.float8_e4m3fn
-_FORMATS: dict[torch.dtype, WeightFormat] = {
+FORMAT_OF: dict[torch.dtype, WeightFormat] = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -50,7 +50,7 @@ class StoredMatrix:
 
     @property
     def format(self) -> WeightFormat:
-        return _FORMATS[self.values.dtype]
+        return FORMAT_OF[self.values.dtype]
 
     @property
     def num_slots(self) -> int:

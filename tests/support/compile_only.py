@@ -29,6 +29,13 @@ class Compiled:
     stack_bytes: int
     shared_bytes: int
     num_warps: int
+    ptx: str
+
+    @property
+    def instructions(self) -> dict[str, int]:
+        """How often each instruction that computes with matrices or copies whole boxes stands in the assembly."""
+        names = {"wgmma": "wgmma.mma_async", "mma": "mma.sync", "tensor_copies": "cp.async.bulk.tensor"}
+        return {name: self.ptx.count(instruction) for name, instruction in names.items()}
 
 
 class AbsentGpu(CudaDriver):
@@ -74,7 +81,7 @@ def inspect_kernel(kernel) -> Compiled:
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
     metadata = kernel.metadata
-    return Compiled(metadata.name, int(registers), int(stack), metadata.shared, metadata.num_warps)
+    return Compiled(metadata.name, int(registers), int(stack), metadata.shared, metadata.num_warps, kernel.asm["ptx"])
 
 
 def main(modules: list[str]) -> None:
@@ -85,7 +92,8 @@ def main(modules: list[str]) -> None:
             for kernel in found:
                 print(
                     f"{case}: {kernel.name} registers={kernel.registers} stack={kernel.stack_bytes} "
-                    f"shared={kernel.shared_bytes} warps={kernel.num_warps}"
+                    f"shared={kernel.shared_bytes} warps={kernel.num_warps} "
+                    + " ".join(f"{name}={count}" for name, count in kernel.instructions.items())
                 )
 
 

@@ -1,10 +1,4 @@
-"""Compiles the experts' kernels for Hopper as real models would run them and prints what they take, as JSON.
-
-python -m tests.support.compile_moe, without TRITON_INTERPRET in the environment.
-"""
-
-import dataclasses
-import json
+"""Gate and experts at the shapes of Qwen3-30B-A3B and Mixtral, for `compile_only`. Tensors have no memory."""
 
 import torch
 
@@ -13,7 +7,6 @@ from kernels.gpu.moe_experts import MoeWorkspace, moe_experts
 from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.specs import Activation, GateSpec
-from tests.support.triton_compile import compiling
 
 HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)
 META = torch.device("meta")
@@ -39,7 +32,8 @@ def matrix(shape: MoeShape, rows: int, depth: int) -> StoredMatrix:
     return StoredMatrix(values, None if is_plain else torch.empty(shape.num_experts, rows, device=META))
 
 
-def compile_experts(shape: MoeShape, num_tokens: int) -> list[dict[str, object]]:
+def experts_call(shape: MoeShape, num_tokens: int):
+    """The variant that the heuristic chooses, and a function that runs the gate and the experts with it."""
     width, hidden, top_k = shape.intermediate_size, shape.hidden_size, shape.top_k
     dtype = torch.float32 if shape.weights == "float32" else torch.bfloat16
     experts = GpuExperts(matrix(shape, 2 * width, hidden), matrix(shape, hidden, width))
@@ -47,24 +41,16 @@ def compile_experts(shape: MoeShape, num_tokens: int) -> list[dict[str, object]]
     x = torch.empty(num_tokens, hidden, dtype=dtype, device=META)
     logits = torch.empty(num_tokens, shape.num_experts, dtype=dtype, device=META)
     config = heuristic_config(shape, num_tokens, HOPPER)
-    with compiling() as compiled:
+
+    def call():
         ids, weights = select_experts(logits, GateSpec(top_k, renormalise=True))
         moe_experts(x, ids, weights, experts, Activation(), config, workspace, num_programs=132)
-    return [
-        {"weights": shape.weights, "tokens": num_tokens, "variant": config.variant, **dataclasses.asdict(kernel)}
-        for kernel in compiled
-    ]
+
+    return config.variant, call
 
 
-def main() -> None:
-    rows = [row for shape, sizes in CASES for num_tokens in sizes for row in compile_experts(shape, num_tokens)]
-    for row in rows:
-        ptx = str(row.pop("ptx"))
-        row["wgmma"] = "wgmma.mma_async" in ptx
-        row["mma"] = "mma.sync" in ptx
-        row["tensor_copies"] = "cp.async.bulk.tensor" in ptx
-    print(json.dumps(rows))
-
-
-if __name__ == "__main__":
-    main()
+def calls():
+    for shape, sizes in CASES:
+        for num_tokens in sizes:
+            variant, call = experts_call(shape, num_tokens)
+            yield f"{variant} {shape.weights} {num_tokens}", call
