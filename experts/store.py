@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -24,37 +25,63 @@ class ExpertTier(Protocol):
     def close(self) -> None: ...
 
 
-class DiskTier:
-    """An expert file, read with positioned reads past the page cache where the file system allows that.
+class FileReads(Protocol):
+    """Reads of one file. description: for the log."""
+
+    description: str
+
+    def read(self, offset: int, out: memoryview) -> None:
+        """Fills `out` from `offset` on. Raises ExpertStoreError."""
+
+    def close(self) -> None: ...
+
+
+class PositionedReads:
+    """preadv past the page cache where the file system allows that.
 
     Else the kernel is told to forget what was read: the slots and the page cache are not to hold the same bytes twice.
     """
 
-    def __init__(self, path: Path, source: bytes) -> None:
-        """Raises ExpertStoreError as `read_header` does."""
-        self.header = read_header(path, source)
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._checked: set[tuple[int, int]] = set()
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            self.is_direct = True
+            self._is_direct = True
+            self.description = "preadv past the page cache"
         except OSError:
             self._file = os.open(path, os.O_RDONLY)
-            self.is_direct = False
+            self._is_direct = False
+            self.description = "preadv through the page cache"
 
-    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
-        start = self.header.offset(layer, expert) + offset
+    def read(self, offset: int, out: memoryview) -> None:
         done = 0
         while done < len(out):
             try:
-                count = os.preadv(self._file, [out[done:]], start + done)
+                count = os.preadv(self._file, [out[done:]], offset + done)
             except OSError as error:
                 raise ExpertStoreError(f"{self._path} cannot be read ({error.strerror}).") from error
             if count == 0:
                 raise ExpertStoreError(f"{self._path} was cut off while it was in use.")
             done += count
-        if not self.is_direct:
-            os.posix_fadvise(self._file, start, len(out), os.POSIX_FADV_DONTNEED)
+        if not self._is_direct:
+            os.posix_fadvise(self._file, offset, len(out), os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class DiskTier:
+    """An expert file."""
+
+    def __init__(self, path: Path, source: bytes, open_reads: Callable[[Path], FileReads] = PositionedReads) -> None:
+        """Raises ExpertStoreError as `read_header` does."""
+        self.header = read_header(path, source)
+        self.reads = open_reads(path)
+        self._path = path
+        self._checked: set[tuple[int, int]] = set()
+
+    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
+        self.reads.read(self.header.offset(layer, expert) + offset, out)
 
     def check(self, layer: int, expert: int, content: memoryview) -> None:
         """Once per expert: what was read well once lies well on the disk."""
@@ -65,7 +92,7 @@ class DiskTier:
         self._checked.add((layer, expert))
 
     def close(self) -> None:
-        os.close(self._file)
+        self.reads.close()
 
 
 class SlowedTier:

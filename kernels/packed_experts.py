@@ -43,6 +43,16 @@ class PackedExperts(ABC, Sized):
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, activation: Activation) -> Tensor:
         """See `moe_experts_partial`. Raises ValueError if a chosen expert is not here."""
 
+    @abstractmethod
+    def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
+        """Writes what each chosen expert makes of its token into products [T, k, H] fp32; the places of ids -1 stay as
+        they are. Raises ValueError if a chosen expert is not here."""
+
+    @abstractmethod
+    def combine(self, products: Tensor, expert_weights: Tensor) -> Tensor:
+        """Sums products [T, k, H] by weight [T, k] -> [T, H] fp32. Both steps give the bits that a call gives, in
+        however many parts the products were made."""
+
 
 class ExpertLayout(ABC):
     """How experts of a shape are packed. `name` tells layouts apart: bytes of one are meaningless in another."""

@@ -32,6 +32,8 @@ def check_settings(config: ServeConfig) -> None:
             if value != getattr(ServeConfig, name):
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} {value} needs --expert-parallel-size of at least 2.")
+    if config.expert_parallel_size > 1 and config.expert_memory is not None:
+        raise ConfigError("--expert-memory works with one rank only, not with --expert-parallel-size.")
     if config.expert_parallel_size > 1 and config.engine_timeout < _SHORTEST_TIMEOUT_OF_RANKS:
         raise ConfigError(
             f"--engine-timeout {config.engine_timeout:g} is too short to tell which of several ranks hangs: "

@@ -107,6 +107,29 @@ class ServeConfig:
         group="Memory and scheduling",
         choices=("fcfs", "lpm"),
     )
+    expert_memory: int | None = setting(
+        None,
+        "Bound on the bytes of expert weights in memory; the others are read from disk when needed. All when left out.",
+        group="Expert memory",
+        kind="size",
+        minimum=1,
+    )
+    expert_store_dir: str | None = setting(
+        None, "Folder for the file that experts are read from; by default in the model cache.", group="Expert memory"
+    )
+    expert_policy: str = setting(
+        "lfru",
+        "Which expert makes room: least recently used, least frequently used, or both weighed.",
+        group="Expert memory",
+        choices=("lru", "lfu", "lfru"),
+    )
+    expert_store_bandwidth: int | None = setting(
+        None,
+        "Emulated speed of the disk in bytes per second, for measurements.",
+        group="Expert memory",
+        kind="size",
+        minimum=1,
+    )
     host: str = setting("127.0.0.1", "Address to listen on.", group="HTTP")
     port: int = setting(8000, "Port to listen on; 0 takes a free one.", group="HTTP", minimum=0, maximum=65535)
     api_key: tuple[str, ...] = setting((), "Key that clients must send.", group="HTTP", secret=True)

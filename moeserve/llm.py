@@ -28,15 +28,24 @@ class LLM:
     """A model in this process, with the service's scheduler and prefix cache."""
 
     def __init__(self, model_dir: str | Path, config: ServeConfig | None = None) -> None:
-        """Loads the model. Raises ModelError or ConfigError for what cannot be served, several ranks included."""
+        """Loads the model; `experts` is the memory of its experts, None where all are there for good.
+
+        Raises ModelError or ConfigError for what cannot be served, several ranks included.
+        """
         config = config or ServeConfig()
         if config.expert_parallel_size > 1:
             raise ConfigError("LLM runs one rank: expert_parallel_size is for a service.")
         model = load_model(Path(model_dir), config, lambda _: None)
         self.spec = model.spec
         self.executor = LocalExecutor(model.runner)
+        self.experts = None if model.experts is None else model.experts.memory
         self.scheduler, _ = build_scheduler(config, model.kv)
         self._count = 0
+
+    def close(self) -> None:
+        """Ends what runs beside the model. Nothing is generated any more."""
+        if self.experts is not None:
+            self.experts.close()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from moeserve.executor import Executor, LocalExecutor, Runner
 from moeserve.expert_monitor import ExpertFacts, ExpertMonitor
 from moeserve.expert_placement import plan_placement
 from moeserve.expert_recording import RecordingExecutor, TappedRunner
+from moeserve.expert_residency import ResidencyPlan, ResidentModel, open_experts, plan_residency
 from moeserve.expert_statistics import ExpertRecording, open_recording
 from moeserve.kv_budget import KvBudget, plan_kv
 from moeserve.kv_pool import KVPool, kv_block_bytes
@@ -51,7 +52,8 @@ log = structlog.get_logger(__name__)
 class ModelPlan:
     """What will be loaded. `kv` is the memory of each rank, `weights_bytes` are those of all ranks together.
 
-    placement: which ranks hold which experts, None where one rank holds all.
+    placement: which ranks hold which experts, None where one rank holds all. residency: which part of the experts is in
+    memory at a time, None where all are.
     """
 
     spec: DecoderSpec
@@ -59,11 +61,15 @@ class ModelPlan:
     kv: KvBudget
     weights_bytes: int
     placement: Placement | None = None
+    residency: ResidencyPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to execute plans. `weights_bytes` are those of all ranks, `kv_bytes` those of this one."""
+    """A model ready to execute plans. `weights_bytes` are those of all ranks, `kv_bytes` those of this one.
+
+    experts: None where all experts are in memory.
+    """
 
     spec: DecoderSpec
     defaults: GenerationDefaults
@@ -72,6 +78,7 @@ class LoadedModel:
     dtype: torch.dtype
     weights_bytes: int
     kv_bytes: int
+    experts: ResidentModel | None = None
 
 
 def run_engine(context: RunContext, report: Report, stop: threading.Event) -> None:
@@ -84,7 +91,11 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
     recording = open_recording(config, directory, plan.spec)
     tap = routing_tap(plan.spec, config)
     model = load_model(directory, config, report, plan=plan, tap=tap)
-    serve(context, model, LocalExecutor(tapped(model.runner, tap)), report, stop, recording)
+    try:
+        serve(context, model, LocalExecutor(tapped(model.runner, tap)), report, stop, recording)
+    finally:
+        if model.experts is not None:
+            model.experts.memory.close()
 
 
 def routing_tap(spec: DecoderSpec, config: ServeConfig) -> RoutingTap | None:
@@ -199,11 +210,16 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     if num_ranks > 1:
         placement = plan_placement(directory, spec, config)
         owned = [owned_experts(spec, placement, rank) for rank in range(num_ranks)]
+    residency = plan_residency(directory, spec, dtype, config)
+    if residency is not None:
+        owned = [no_experts]
     index = read_index(directory)
     narrow = dtype == torch.float32 and native_kernels() is not None
     weights_bytes = sum(
         plan_weights(spec, index, of_rank).loaded_num_bytes(dtype.itemsize, narrow=narrow) for of_rank in owned
     )
+    if residency is not None:
+        weights_bytes += residency.num_bytes
     name = str(dtype).removeprefix("torch.")
     free = available_bytes()
     if weights_bytes > free:
@@ -219,13 +235,18 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
         model_max_len=spec.max_position,
         max_model_len=config.max_model_len,
     )
-    return ModelPlan(spec, dtype, kv, weights_bytes, placement)
+    return ModelPlan(spec, dtype, kv, weights_bytes, placement, residency)
 
 
 def owned_experts(spec: DecoderSpec, placement: Placement, rank: int) -> OwnedExperts:
     """The experts that a rank loads, by layer of the decoder."""
     placed_layer = {layer: number for number, layer in enumerate(spec.moe_layers)}
     return lambda layer: placement.experts_on(placed_layer[layer], rank)
+
+
+def no_experts(_: int) -> Sequence[int]:
+    """Nothing is loaded with the model: experts are read when they are needed."""
+    return ()
 
 
 def load_model(
@@ -251,6 +272,9 @@ def load_model(
     if absence is not None:
         log.warning("cpu_kernels_not_compiled", reason=absence, consequence="torch computes, several times slower")
 
+    experts: ResidentModel | None = None
+    if plan.residency is not None:
+        experts = open_experts(directory, spec, plan.residency, config, report)
     stage = f"loading {plan.weights_bytes / 2**30:.1f} GiB of weights for {str(dtype).removeprefix('torch.')}"
     if spec.quantization is not None:
         stage += f", expanded from {spec.quantization.kind}"
@@ -258,19 +282,21 @@ def load_model(
     def progress(done: int, total: int) -> None:
         report({"event": "loading", "done": done, "total": total, "stage": stage})
 
-    dispatch = dispatch_of or dispatch_here
+    dispatch = dispatch_of or (dispatch_here if experts is None else experts.dispatch_of)
     decoder = load_decoder(
         directory,
         spec,
         dtype=dtype,
         max_model_len=kv.max_model_len,
-        owned_experts=owned,
+        owned_experts=owned if experts is None else no_experts,
         dispatch_of=dispatch if tap is None else tap.around(dispatch),
         progress=progress,
     )
     runner = ModelRunner(decoder, KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype))
     if dispatch_of is None:
         runner.warm_up(step_budget(config))
+    if experts is not None:
+        experts.memory.forget_counts()
     return LoadedModel(
         spec,
         load_generation_defaults(directory),
@@ -279,6 +305,7 @@ def load_model(
         dtype,
         plan.weights_bytes,
         kv.num_blocks * kv_block_bytes(spec.kv_layers, config.block_size, dtype),
+        experts,
     )
 
 

@@ -102,13 +102,15 @@ void down_panel(const Shape& shape, const Step& step, int64_t group, int64_t pan
       });
 }
 
-void combine(const Shape& shape, const Step& step, const int64_t* ids, const float* weights, int64_t token, float* out) {
-  std::fill_n(out, shape.hidden, 0.0f);
-  for (int64_t place = token * step.top_k; place < (token + 1) * step.top_k; ++place) {
-    if (ids[place] < 0) continue;
-    const float weight = weights[place];
-    const float* result = step.results + place * shape.hidden;
-    for (int64_t i = 0; i < shape.hidden; ++i) out[i] = std::fma(weight, result[i], out[i]);
+// A token's products [top_k, hidden], summed in the order of its choice. ids: null where all are there.
+void combine(const float* products, int64_t top_k, int64_t hidden, const int64_t* ids, const float* weights,
+             float* out) {
+  std::fill_n(out, hidden, 0.0f);
+  for (int64_t choice = 0; choice < top_k; ++choice) {
+    if (ids && ids[choice] < 0) continue;
+    const float weight = weights[choice];
+    const float* product = products + choice * hidden;
+    for (int64_t i = 0; i < hidden; ++i) out[i] = std::fma(weight, product[i], out[i]);
   }
 }
 
@@ -127,9 +129,14 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
 #pragma omp for schedule(dynamic, down_grain)
     for (int64_t task = 0; task < groups * down_panels; ++task)
       down_panel<Weight>(shape, step, task / down_panels, task % down_panels);
+    if (weights) {
 #pragma omp for schedule(static)
-    for (int64_t token = 0; token < num_tokens; ++token)
-      combine(shape, step, ids, weights, token, out + token * out_stride);
+      for (int64_t token = 0; token < num_tokens; ++token) {
+        const int64_t first = token * step.top_k;
+        combine(step.results + first * shape.hidden, step.top_k, shape.hidden, ids + first, weights + first,
+                out + token * out_stride);
+      }
+    }
   }
 }
 
@@ -138,8 +145,10 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
 
 // out [num_tokens, hidden] = sum over k of weight * expert(x [num_tokens, hidden]). ids [num_tokens, top_k], -1 for an
 // expert elsewhere; weights [num_tokens, top_k]; experts [num_experts] point to packed experts, null where one is
-// not here. scratch holds num_tokens * top_k * (padded intermediate + hidden) floats. Returns -1, or a chosen expert that
-// is not here, and then computes nothing.
+// not here. scratch holds num_tokens * top_k * (padded intermediate + hidden) floats. Where weights is null, nothing is
+// summed: out is [num_tokens * top_k, hidden], of which rows with an id of -1 stay as they are, and scratch holds
+// num_tokens * top_k * padded intermediate floats. Returns -1, or a chosen expert that is not here, and then computes
+// nothing.
 extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t num_tokens, const int64_t* ids,
                                  const float* weights, int64_t top_k, const void* const* experts, int64_t num_experts,
                                  int64_t is_bf16, int64_t hidden, int64_t intermediate, int64_t has_bias,
@@ -151,10 +160,20 @@ extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t nu
   for (int64_t i = 0; i < num_tokens * top_k; ++i)
     if (ids[i] >= num_experts || (ids[i] >= 0 && !experts[ids[i]])) return ids[i];
   Step step = {x, x_stride, top_k, experts, sort_by_expert(ids, num_tokens * top_k, num_experts), scratch, nullptr};
-  step.results = scratch + num_tokens * top_k * shape.gate_up_panels() * kLanes;
+  step.results = weights ? scratch + num_tokens * top_k * shape.gate_up_panels() * kLanes : out;
   if (is_bf16)
     run<Bf16>(shape, step, ids, weights, num_tokens, out, out_stride);
   else
     run<float>(shape, step, ids, weights, num_tokens, out, out_stride);
   return -1;
+}
+
+// out [num_tokens, hidden] = sum over k of weight * product: what moeserve_experts makes of the same products.
+// products [num_tokens, top_k, hidden], weights [num_tokens, top_k].
+extern "C" void moeserve_combine(const float* products, int64_t num_tokens, int64_t top_k, int64_t hidden,
+                                 const float* weights, float* out, int64_t out_stride) {
+#pragma omp parallel for schedule(static)
+  for (int64_t token = 0; token < num_tokens; ++token)
+    moeserve::combine(products + token * top_k * hidden, top_k, hidden, nullptr, weights + token * top_k,
+                      out + token * out_stride);
 }

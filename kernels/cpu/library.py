@@ -26,6 +26,7 @@ _P, _N, _R = c_void_p, c_int64, c_double
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (_P, _N, _N, _P, _N, _N, _N, _P, _P, _N),
     "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _R, _R, _P, _P, _N),
+    "combine": (_P, _N, _N, _N, _P, _P, _N),
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
     "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N),
     "attention": (_P, _N, _N, _N, _N, _N, _P, _P, _N, _N, _N, _P, _P, _P, _P, _R, _N, _P, _P),
@@ -35,10 +36,11 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 class NativeKernels:
     """The functions of the compiled library, which the sources describe. They release the interpreter lock."""
 
-    __slots__ = ("attention", "experts", "linear", "rms_norm", "rotate_and_store")
+    __slots__ = ("attention", "combine", "experts", "linear", "rms_norm", "rotate_and_store")
 
     linear: Callable[..., None]
     experts: Callable[..., int]
+    combine: Callable[..., None]
     rms_norm: Callable[..., None]
     rotate_and_store: Callable[..., None]
     attention: Callable[..., None]

@@ -50,6 +50,7 @@ class _NativeExperts(PackedExperts):
     def __init__(self, layout: PanelLayout, kernels: NativeKernels, num_experts: int) -> None:
         self._layout = layout
         self._run = kernels.experts
+        self._combine = kernels.combine
         self._packed: list[Tensor | None] = [None] * num_experts
         self._addresses = torch.zeros(num_experts, dtype=torch.int64)
         self._row_floats = layout.padded_intermediate + layout.shape.hidden_size
@@ -66,20 +67,39 @@ class _NativeExperts(PackedExperts):
         self._addresses[expert] = 0
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, activation: Activation) -> Tensor:
+        out = x.new_empty((expert_ids.shape[0], self._layout.shape.hidden_size))
+        self._run_all(x, expert_ids, expert_weights.contiguous(), activation, out)
+        return out
+
+    def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
+        self._run_all(x, expert_ids, None, activation, products)
+
+    def combine(self, products: Tensor, expert_weights: Tensor) -> Tensor:
+        num_tokens, top_k, hidden_size = products.shape
+        out = products.new_empty((num_tokens, hidden_size))
+        expert_weights = expert_weights.contiguous()
+        self._combine(
+            products.data_ptr(), num_tokens, top_k, hidden_size, expert_weights.data_ptr(), out.data_ptr(), hidden_size
+        )
+        return out
+
+    def _run_all(
+        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor | None, activation: Activation, out: Tensor
+    ) -> None:
+        """Without weights the products are not summed: out is [T, k, H]."""
         num_tokens, top_k = expert_ids.shape
         shape = self._layout.shape
-        out = x.new_empty((num_tokens, shape.hidden_size))
         if not num_tokens:
-            return out
+            return
         scratch = x.new_empty(num_tokens * top_k * self._row_floats)
-        # Contiguous copies must outlive the call.
-        expert_ids, expert_weights = expert_ids.contiguous(), expert_weights.contiguous()
+        # A contiguous copy must outlive the call.
+        expert_ids = expert_ids.contiguous()
         missing = self._run(
             x.data_ptr(),
             x.stride(0),
             num_tokens,
             expert_ids.data_ptr(),
-            expert_weights.data_ptr(),
+            None if expert_weights is None else expert_weights.data_ptr(),
             top_k,
             self._addresses.data_ptr(),
             len(self._packed),
@@ -96,4 +116,3 @@ class _NativeExperts(PackedExperts):
         )
         if missing >= 0:
             raise ValueError(f"expert {missing} is not here")
-        return out

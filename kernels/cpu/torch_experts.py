@@ -71,18 +71,23 @@ class _TorchExperts(PackedExperts):
         self._linears[expert] = None
 
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, activation: Activation) -> Tensor:
-        num_tokens, top_k = expert_ids.shape
+        products = torch.zeros((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
+        self.multiply(x, expert_ids, activation, products)
+        return self.combine(products, expert_weights)
+
+    def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
         flat_ids = expert_ids.flatten()
         chosen = (flat_ids >= 0).nonzero().flatten()
         ids = flat_ids[chosen]
         order = torch.sort(ids, stable=True).indices
         counts = torch.bincount(ids, minlength=len(self._linears)).tolist()
         places = chosen[order]
-        results = self._run_sorted(x, places // top_k, counts, activation)
-        of_places = torch.zeros((num_tokens * top_k, x.shape[1]), dtype=torch.float32)
-        of_places[places] = results.float()
-        out = torch.zeros((num_tokens, x.shape[1]), dtype=torch.float32)
-        for k, of_choice in enumerate(of_places.view(num_tokens, top_k, x.shape[1]).unbind(1)):
+        results = self._run_sorted(x, places // expert_ids.shape[1], counts, activation)
+        products.view(-1, x.shape[1])[places] = results.float()
+
+    def combine(self, products: Tensor, expert_weights: Tensor) -> Tensor:
+        out = products.new_zeros((products.shape[0], products.shape[2]))
+        for k, of_choice in enumerate(products.unbind(1)):
             out.addcmul_(of_choice, expert_weights[:, k : k + 1])
         return out
 

@@ -25,9 +25,7 @@ class ExpertReader:
         assert spec.moe is not None
         self._moe, self._plan, self._reader = spec.moe, plan, reader
         self.owned = plan.owned
-        self.shape = ExpertShape(
-            spec.hidden_size, spec.moe.intermediate_size, dtype, kept_dtype(plan, dtype), spec.moe.expert_bias
-        )
+        self.shape = expert_shape(spec, plan, dtype)
         self.layout = expert_layout(self.shape)
 
     def read(self, place: int) -> Tensor:
@@ -61,6 +59,14 @@ class ExpertReader:
         self._reader.read_expert_into(tensors["gate_up.bias"], expert, seen)
         self._reader.read_expert_into(tensors["down.bias"], expert, down_bias)
         return gate_up_bias, down_bias
+
+
+def expert_shape(spec: DecoderSpec, plan: ExpertsPlan, dtype: torch.dtype) -> ExpertShape:
+    """What an expert of a layer is when it computes in `dtype`."""
+    assert spec.moe is not None
+    return ExpertShape(
+        spec.hidden_size, spec.moe.intermediate_size, dtype, kept_dtype(plan, dtype), spec.moe.expert_bias
+    )
 
 
 def load_experts(reader: ExpertReader) -> PackedExperts:

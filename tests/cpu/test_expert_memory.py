@@ -1,0 +1,167 @@
+"""Serving with fewer slots than experts: the same bits, whatever is evicted and whenever, and clear words otherwise."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import moeserve.expert_residency
+from experts.errors import ExpertStoreError
+from experts.eviction import POLICIES
+from experts.expert_file import round_to_page
+from experts.moe_layer import MoeLayer
+from kernels.moe_gemm import moe_experts
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.llm import LLM, Completion
+from moeserve.models.errors import ModelError
+from moeserve.models.expert_store import layout_in_store
+from moeserve.request import SamplingParams
+from moeserve.startup import read_spec
+from tests.support.tiny_models import save
+
+BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160, max_num_batched_tokens=64)
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, logprobs=3)
+RANDOM = SamplingParams(max_tokens=10, temperature=1.3, seed=5, logprobs=2)
+
+
+class RandomEviction:
+    """A policy that knows nothing."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._random = random.Random(num_experts)
+
+    def touch(self, experts: object) -> None:
+        """Nothing is remembered."""
+
+    def worth(self, expert: int) -> tuple[float, float]:
+        return self._random.random(), 0.0
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("mixtral")
+    save("mixtral", directory)
+    return directory
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(1, 128) for _ in range(count)] for count in (40, 5, 90)]
+
+
+def generate(llm: LLM) -> list[Completion]:
+    """One after the other and then all at once, so that events are small and large."""
+    alone = [llm.generate([prompt], GREEDY)[0] for prompt in prompts()]
+    return alone + llm.generate(prompts(), RANDOM)
+
+
+def slot_bytes(directory: Path) -> int:
+    return round_to_page(layout_in_store(directory, *read_spec(directory, BASE)).num_bytes)
+
+
+def config_for(directory: Path, num_slots: int, store: Path, **changes: object) -> ServeConfig:
+    """Settings that pay for `num_slots` in each layer with experts."""
+    spec, _ = read_spec(directory, BASE)
+    size = num_slots * len(spec.moe_layers) * slot_bytes(directory)
+    return replace(BASE, expert_memory=size, expert_store_dir=str(store), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("case", "num_slots"), [("mixtral", 2), ("gpt_oss", 4), ("qwen3_moe", 5)])
+def test_random_eviction_changes_no_bit(
+    case: str, num_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_dir = tmp_path / "model"
+    save(case, model_dir)
+    monkeypatch.setitem(POLICIES, "lfru", RandomEviction)
+    llm = LLM(model_dir, config_for(model_dir, num_slots, tmp_path / "store"))
+    for found, expected in zip(generate(llm), generate(LLM(model_dir, BASE)), strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == expected.logprobs
+    assert llm.experts is not None
+    stats = llm.experts.stats()
+    llm.close()
+    assert stats.counters.num_evictions > 50
+    assert stats.counters.demand_bytes == stats.counters.num_misses * slot_bytes(model_dir)
+    assert stats.misses_by_tier == {"disk": stats.counters.num_misses}
+    assert [len(layer) for layer in stats.resident] == [num_slots] * len(stats.resident)
+    assert stats.stall_seconds > 0
+
+
+@pytest.mark.parametrize("given", ["nothing", "enough"])
+def test_nothing_of_it_is_built_where_all_experts_fit(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("built")
+
+    for name in ("ExpertMemory", "SlotArena", "ResidentExperts", "ensure_expert_store"):
+        monkeypatch.setattr(moeserve.expert_residency, name, refuse)
+    dispatches: list[object] = []
+    init = MoeLayer.__init__
+    monkeypatch.setattr(
+        MoeLayer,
+        "__init__",
+        lambda *args, **options: (dispatches.append(options["dispatch"]), init(*args, **options))[1],
+    )
+    llm = LLM(small_model, BASE if given == "nothing" else config_for(small_model, 8, tmp_path))
+    assert llm.experts is None
+    assert dispatches == [moe_experts] * 3
+    with pytest.raises(AssertionError, match="built"):
+        LLM(small_model, config_for(small_model, 7, tmp_path))
+
+
+def test_too_little_memory_for_the_experts_of_a_token_is_refused_with_the_numbers(
+    small_model: Path, tmp_path: Path
+) -> None:
+    least = 3 * 2 * slot_bytes(small_model)
+    LLM(small_model, replace(BASE, expert_memory=least, expert_store_dir=str(tmp_path))).close()
+    with pytest.raises(
+        ConfigError, match=r"holds 5 experts of 0\.1 MiB, but 3 layers need 2 each: give at least 0\.4 MiB"
+    ):
+        LLM(small_model, replace(BASE, expert_memory=least - 1, expert_store_dir=str(tmp_path)))
+
+
+def test_a_store_is_kept_and_rebuilt_when_it_is_torn_or_of_other_weights(small_model: Path, tmp_path: Path) -> None:
+    config = config_for(small_model, 3, tmp_path)
+
+    def files() -> dict[str, int]:
+        LLM(small_model, config).close()
+        return {str(path.parent.name): path.stat().st_ino for path in tmp_path.glob("*/experts.bin")}
+
+    first = files()
+    assert len(first) == 1
+    assert files() == first
+    (path,) = tmp_path.glob("*/experts.bin")
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+    torn = files()
+    assert torn.keys() == first.keys()
+    assert torn != first
+    weights = small_model / "model.safetensors"
+    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
+    assert len(files()) == 2
+
+
+def test_a_store_that_cannot_be_written_is_one_sentence(small_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="cannot be written"):
+        LLM(small_model, config_for(small_model, 3, tmp_path / "file"))
+
+
+def test_an_expert_that_lost_its_checksum_fails_the_step_and_all_later_ones(small_model: Path, tmp_path: Path) -> None:
+    config = config_for(small_model, 3, tmp_path)
+    LLM(small_model, config).close()
+    (path,) = tmp_path.glob("*/experts.bin")
+    memory = LLM(small_model, config)
+    assert memory.experts is not None
+    content = bytearray(path.read_bytes())
+    content[4096:] = bytes(len(content) - 4096)
+    path.write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(ExpertStoreError, match="lost its checksum"):
+            generate(memory)
+    memory.close()
