@@ -100,7 +100,7 @@ class SlotLayout(ExpertLayout):
             assert values is not None
             matrices.append(StoredMatrix(values, scale, bias))
         expert_slot = torch.full((num_experts,), -1, dtype=torch.int32, device=self._device)
-        return SlotExperts(arena, GpuExperts(*matrices, expert_slot), self._run)
+        return SlotExperts(arena, GpuExperts(matrices[0], matrices[1], expert_slot), self._run)
 
 
 def _padded(field: Tensor) -> int:
