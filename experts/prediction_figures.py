@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import nan
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experts.prediction import StepPredictor
 from experts.prediction_sources import LearntAffinity
-from experts.predictor_choice import make_predictor, make_source, source_names
+from experts.predictor_choice import make_predictor
 from experts.simulation import SimulationResult
 from experts.simulation_setup import SimulationSetup, simulate
 from experts.statistics import RoutingStatistics, StatisticsSpec
@@ -22,11 +23,13 @@ _REFRESH_STEPS = 128
 @dataclass(frozen=True, slots=True)
 class RecallFigure:
     """recall: of a token's k experts `distance` layers ahead, the share among the k likeliest; mean over tokens and
-    layers, NaN where the predictor had nothing to say."""
+    layers. precision: of the experts that are given even odds or better, the share that is chosen. NaN where the
+    predictor said nothing of the kind."""
 
     predictor: str
     distance: int
     recall: float
+    precision: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +57,17 @@ def recall_figures(
     """
     found = []
     for choice in choices:
-        recalls = _replay(held_out, _after(learning, choice, max_distance), max_distance)
-        found += [RecallFigure(choice, distance, recall) for distance, recall in enumerate(recalls, start=1)]
+        spec = StatisticsSpec(
+            len(learning.ids), learning.num_experts, learning.ids.shape[2], max_distance=max(max_distance, 1)
+        )
+        learnt = LearntAffinity(RoutingStatistics(spec), _REFRESH_STEPS)
+        predictor, _ = make_predictor(choice, learnt)
+        _replay(learning, predictor, learnt, max_distance)
+        scores = _replay(held_out, predictor, learnt, max_distance)
+        for distance, score in enumerate(scores, start=1):
+            recall = score.recalled / score.num_chosen if score.num_chosen else nan
+            precision = score.confirmed / score.num_expected if score.num_expected else nan
+            found.append(RecallFigure(choice, distance, recall, precision))
     return found
 
 
@@ -70,25 +82,27 @@ def stall_figure(learning: RoutingTrace, held_out: RoutingTrace, setup: Simulati
     )
 
 
-def _after(learning: RoutingTrace, choice: str, max_distance: int) -> tuple[StepPredictor, LearntAffinity]:
-    spec = StatisticsSpec(
-        len(learning.ids), learning.num_experts, learning.ids.shape[2], max_distance=max(max_distance, 1)
-    )
-    learnt = LearntAffinity(RoutingStatistics(spec), _REFRESH_STEPS)
-    names = source_names(choice)
-    if len(names) == 1:
-        # As it is: calibration does not change an order by itself, and costs time.
-        predictor = StepPredictor(make_source(names[0], learnt), spec.num_experts)
-    else:
-        predictor, _ = make_predictor(choice, learnt)
-    _replay(learning, (predictor, learnt), max_distance)
-    return predictor, learnt
+@dataclass(slots=True)
+class _Score:
+    """Experts counted over tokens and layers, of one distance."""
+
+    num_chosen: int = 0
+    recalled: int = 0
+    num_expected: int = 0
+    confirmed: int = 0
+
+    def add(self, probabilities: NDArray[np.float32], chosen: NDArray[np.uint16]) -> None:
+        likeliest = np.argpartition(-probabilities, len(chosen) - 1)[: len(chosen)]
+        expected = np.flatnonzero(probabilities >= 0.5)
+        self.num_chosen += len(chosen)
+        self.recalled += int(np.isin(chosen, likeliest).sum())
+        self.num_expected += len(expected)
+        self.confirmed += int(np.isin(expected, chosen).sum())
 
 
-def _replay(trace: RoutingTrace, learner: tuple[StepPredictor, LearntAffinity], max_distance: int) -> list[float]:
-    """Mean recall by distance."""
-    predictor, learnt = learner
-    sums, counts = np.zeros(max_distance), np.zeros(max_distance)
+def _replay(trace: RoutingTrace, predictor: StepPredictor, learnt: LearntAffinity, max_distance: int) -> list[_Score]:
+    """By distance."""
+    scores = [_Score() for _ in range(max_distance)]
     previous = None
     for row, request in enumerate(trace.requests.tolist()):
         if previous not in (None, request):
@@ -97,25 +111,22 @@ def _replay(trace: RoutingTrace, learner: tuple[StepPredictor, LearntAffinity], 
         one = slice(row, row + 1)
         predictor.begin(trace.token_ids[one], trace.requests[one])
         for layer in range(len(trace.ids)):
-            chosen = trace.ids[layer, one]
-            predictor.observe(layer, chosen, np.full(chosen.shape, 1 / chosen.shape[1], np.float32))
-            for guesses in trace.guesses:
-                if layer + guesses.distance < len(trace.ids) and guesses.distance <= max_distance:
-                    logits = guesses.logits[layer, one].astype(np.float32)
-                    predictor.observe_gate(guesses.tap, layer, guesses.distance, logits)
+            _observe(trace, one, layer, predictor, max_distance)
             for distance in range(1, min(max_distance, len(trace.ids) - 1 - layer) + 1):
                 rows = predictor.token_probabilities(layer, distance)
                 if rows is not None:
-                    sums[distance - 1] += _recall(rows[0], trace.ids[layer + distance, row])
-                    counts[distance - 1] += 1
+                    scores[distance - 1].add(rows[0], trace.ids[layer + distance, row])
         learnt.statistics.update(trace.ids[:, one], trace.token_ids[one])
         learnt.step_done()
     if previous is not None:
         predictor.end([previous])
-    means: list[float] = np.divide(sums, counts, out=np.full(max_distance, np.nan), where=counts > 0).tolist()
-    return means
+    return scores
 
 
-def _recall(probabilities: NDArray[np.float32], chosen: NDArray[np.uint16]) -> float:
-    likeliest = np.argpartition(-probabilities, len(chosen) - 1)[: len(chosen)]
-    return float(np.isin(chosen, likeliest).mean())
+def _observe(trace: RoutingTrace, rows: slice, layer: int, predictor: StepPredictor, max_distance: int) -> None:
+    chosen = trace.ids[layer, rows]
+    predictor.observe(layer, chosen, np.full(chosen.shape, 1 / chosen.shape[1], np.float32))
+    for guesses in trace.guesses:
+        if layer + guesses.distance < len(trace.ids) and guesses.distance <= max_distance:
+            logits = guesses.logits[layer, rows].astype(np.float32)
+            predictor.observe_gate(guesses.tap, layer, guesses.distance, logits)

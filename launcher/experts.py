@@ -8,6 +8,7 @@ from launcher.lazy_group import LazyGroup
 
 _COMMANDS = {
     "trace": ("launcher.experts_trace:trace", "Record a routing trace of a running server."),
+    "simulate": ("moeserve.simulation.command:simulate", "Replay a routing trace through the expert memory."),
     "report": ("launcher.experts_report:report", "Draw load, affinity and balance from a file."),
 }
 
