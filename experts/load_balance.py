@@ -7,10 +7,12 @@ the homes that have no replica.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement import Placement, PlacementError, destinations_of
+from experts.placement import Placement, PlacementError, Ranks, destinations_of
 
 Load = NDArray[np.floating]
 
@@ -55,8 +57,19 @@ def with_replicas(placement: Placement, load: Load, num_redundant: int) -> Place
         room = [extra] * num_ranks
         for _ in range(num_redundant):
             _add_copy(held, room, of_experts)
-        layers.append(_ordered([sorted(placed) for placed in held], of_experts, num_ranks))
+        layers.append(ordered_ranks([sorted(placed) for placed in held], of_experts, num_ranks))
     return Placement(num_ranks, tuple(layers))
+
+
+def ordered_ranks(held: Sequence[Sequence[int]], load: Load, num_ranks: int) -> tuple[Ranks, ...]:
+    """Orders each expert's ranks so that homes left over by turns go to the ranks that are lightest so far."""
+    total = np.zeros(num_ranks)
+    ordered: list[Ranks] = [()] * len(held)
+    for expert in sorted(range(len(held)), key=lambda candidate: (-float(load[candidate]), candidate)):
+        ranks = tuple(sorted(held[expert], key=lambda rank: (total[rank], rank)))
+        np.add.at(total, destinations_of(ranks, num_ranks), float(load[expert]) / num_ranks)
+        ordered[expert] = ranks
+    return tuple(ordered)
 
 
 def _add_copy(held: list[set[int]], room: list[int], load: Load) -> None:
@@ -75,7 +88,7 @@ def _add_copy(held: list[set[int]], room: list[int], load: Load) -> None:
     room[rank] -= 1
 
 
-def _layer(load: Load, num_ranks: int, slots: int, num_nodes: int, num_groups: int) -> tuple[tuple[int, ...], ...]:
+def _layer(load: Load, num_ranks: int, slots: int, num_nodes: int, num_groups: int) -> tuple[Ranks, ...]:
     groups = np.arange(len(load)).reshape(num_groups, -1)
     node_of_group = _pack(load[groups].sum(axis=1), num_nodes)
     ranks_per_node = num_ranks // num_nodes
@@ -92,7 +105,7 @@ def _layer(load: Load, num_ranks: int, slots: int, num_nodes: int, num_groups: i
         for rank, of_rank in enumerate(_spread(copies, ranks_per_node, slots)):
             for expert in of_rank:
                 held[expert].append(node * ranks_per_node + rank)
-    return _ordered(held, load, num_ranks)
+    return ordered_ranks(held, load, num_ranks)
 
 
 def _pack(weights: Load, num_packs: int) -> NDArray[np.int64]:
@@ -146,14 +159,3 @@ def _exchange(held: list[set[int]], total: list[float], share_of: dict[int, floa
     total[rank] -= share
     total[room] += share
     return rank
-
-
-def _ordered(held: list[list[int]], load: Load, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Orders each expert's ranks so that homes left over by turns go to the ranks that are lightest so far."""
-    total = np.zeros(num_ranks)
-    ordered: list[tuple[int, ...]] = [()] * len(held)
-    for expert in sorted(range(len(held)), key=lambda candidate: (-float(load[candidate]), candidate)):
-        ranks = tuple(sorted(held[expert], key=lambda rank: (total[rank], rank)))
-        np.add.at(total, destinations_of(ranks, num_ranks), float(load[expert]) / num_ranks)
-        ordered[expert] = ranks
-    return tuple(ordered)
