@@ -11,7 +11,7 @@ from torch import Tensor
 from experts.collectives import Collectives
 from experts.exchange import AllGather, AllToAll, Exchange
 from experts.moe_layer import Dispatch
-from experts.placement import Placement, Ranks
+from experts.placement import Placement, Ranks, refilled
 from experts.slot_tables import SlotTables
 from kernels.activation import Activation
 from kernels.moe_gemm import moe_experts_partial
@@ -40,16 +40,29 @@ class ExpertParallel:
         self._exchange = self._exchanges["allgather"]
         self._placed_layer = {layer: number for number, layer in enumerate(moe_layers)}
         self._placement = placement
-        self._tables = [SlotTables.of(placement, layer, collectives.rank) for layer in range(placement.num_layers)]
+        ranks = range(placement.num_ranks)
+        # [layer][rank][slot]: the expert there.
+        self._slots = [[placement.experts_on(layer, rank) for rank in ranks] for layer in range(placement.num_layers)]
+        self._tables = [self._make_tables(layer) for layer in range(placement.num_layers)]
 
     @property
     def placement(self) -> Placement:
         return self._placement
 
+    def arrivals(self, layer: int, ranks: tuple[Ranks, ...]) -> dict[int, int]:
+        """The slots of this rank that another expert gets once the layer is placed so, and which."""
+        here = self._collectives.rank
+        before = self._slots[layer][here]
+        after = refilled(before, self._placement.with_layer(layer, ranks).experts_on(layer, here))
+        return {slot: expert for slot, expert in enumerate(after) if expert != before[slot]}
+
     def place(self, layer: int, ranks: tuple[Ranks, ...]) -> None:
-        """Places one layer of the placement anew, from the next step on; all ranks do, before the same step."""
+        """Places a layer anew, from the next step on. Every rank does so before that step, with its arrivals there."""
         self._placement = self._placement.with_layer(layer, ranks)
-        self._tables[layer] = SlotTables.of(self._placement, layer, self._collectives.rank)
+        self._slots[layer] = [
+            refilled(slots, self._placement.experts_on(layer, rank)) for rank, slots in enumerate(self._slots[layer])
+        ]
+        self._tables[layer] = self._make_tables(layer)
 
     @property
     def num_rows_sent(self) -> int:
@@ -82,6 +95,9 @@ class ExpertParallel:
             return self._exchange.combine(partial, arrived, num_rows).to(x.dtype)
 
         return dispatch
+
+    def _make_tables(self, layer: int) -> SlotTables:
+        return SlotTables.of(self._placement.destinations(layer), self._slots[layer], self._collectives.rank)
 
     def forget_counts(self) -> None:
         """Starts counting rows at zero again."""

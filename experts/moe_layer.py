@@ -64,6 +64,11 @@ class MoeLayer:
         self._shared_gate = shared_gate
         self._dispatch = dispatch
 
+    @property
+    def experts(self) -> PackedExperts:
+        """Those that are here; who migrates some puts others in their slots, between two steps."""
+        return self._experts
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], a new tensor. T is at least 1."""
         logits = self._gate(x.float() if self._gate_widens else x)

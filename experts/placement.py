@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,13 +66,6 @@ class Placement:
         """[L, E]: the first rank of each expert."""
         return np.array([[ranks[0] for ranks in experts] for experts in self.ranks], np.int64)
 
-    def slots_on(self, layer: int, rank: int) -> NDArray[np.int64]:
-        """[E]: the expert's slot among those on the rank, -1 where it is not there."""
-        slots = np.full(self.num_experts, -1, np.int64)
-        held = self.experts_on(layer, rank)
-        slots[list(held)] = np.arange(len(held))
-        return slots
-
     def with_layer(self, layer: int, ranks: tuple[Ranks, ...]) -> Placement:
         """The same but for one layer. ranks[expert]."""
         return Placement(self.num_ranks, (*self.ranks[:layer], ranks, *self.ranks[layer + 1 :]))
@@ -87,6 +80,15 @@ class Placement:
         for expert, ranks in enumerate(self.ranks[layer]):
             table[:, expert] = destinations_of(ranks, self.num_ranks)
         return table
+
+
+def refilled(slots: Sequence[int], held: Collection[int]) -> tuple[int, ...]:
+    """The experts of a rank's slots once it holds `held`: who stays keeps its slot, the others fill those of leavers.
+
+    slots[s]: the expert in slot s now; equally many as `held`.
+    """
+    arriving = iter(sorted(set(held) - set(slots)))
+    return tuple(expert if expert in held else next(arriving) for expert in slots)
 
 
 def destinations_of(ranks: Sequence[int], num_ranks: int) -> list[int]:

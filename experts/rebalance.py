@@ -7,7 +7,8 @@ the attempt, and the placement in use stays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +21,7 @@ _MAX_MOVES = 8
 # Below this many choices per expert a window says more about chance than about experts.
 _CHOICES_PER_EXPERT = 8
 _LAYERS_TRIED_AT_ONCE = 4
+_STEPS_REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class RebalanceStats:
     """What an operator wants to know.
 
     seconds_since_success: None before the first. last_gain: balancedness of the layer as predicted, before and after.
-    num_experts_loaded: by all ranks, of successful attempts. layer_in_progress: None between attempts.
+    num_experts_loaded: by all ranks, of successful attempts. layer_in_progress: None between attempts. The two p99 are
+    seconds, of the latest steps without and with a migration under way; None before the first such step.
     """
 
     num_migrations: int = 0
@@ -67,6 +70,8 @@ class RebalanceStats:
     last_gain: tuple[float, float] | None = None
     last_error: str | None = None
     layer_in_progress: int | None = None
+    steady_step_p99: float | None = None
+    migrating_step_p99: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +89,11 @@ class LoadWindow:
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.load = np.zeros((num_layers, num_experts))
 
-    def add(self, routing: NDArray[np.integer]) -> None:
-        """routing: [L, T, k] expert ids, -1 where a layer did not compute a token."""
+    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int] = ()) -> None:
+        """ids: [L, T, k], -1 where a layer did not compute a token; token_ids say nothing here."""
         num_layers, num_experts = self.load.shape
-        cells = routing + np.arange(num_layers)[:, None, None] * num_experts
-        self.load += np.bincount(cells[routing >= 0], minlength=self.load.size).reshape(self.load.shape)
+        cells = ids + np.arange(num_layers)[:, None, None] * num_experts
+        self.load += np.bincount(cells[ids >= 0], minlength=self.load.size).reshape(self.load.shape)
 
     def fade(self) -> None:
         self.load /= 2
@@ -134,6 +139,10 @@ def _balancedness(load: NDArray[np.floating], shares: NDArray[np.float64]) -> fl
     return float(of_ranks.mean() / of_ranks.max()) if of_ranks.any() else 1.0
 
 
+def _p99(seconds: Collection[float]) -> float | None:
+    return float(np.quantile(list(seconds), 0.99)) if seconds else None
+
+
 @dataclass(slots=True)
 class _Attempt:
     migration: Migration
@@ -159,6 +168,10 @@ class Rebalancer:
         self._attempt: _Attempt | None = None
         self._succeeded_at: float | None = None
         self._stats = RebalanceStats()
+        self._was_migrating = False
+        self._step_seconds: dict[bool, deque[float]] = {
+            migrating: deque(maxlen=_STEPS_REMEMBERED) for migrating in (False, True)
+        }
 
     @property
     def is_migrating(self) -> bool:
@@ -167,11 +180,16 @@ class Rebalancer:
     def begin_step(self, now: float) -> Load | Switch | Drop | None:
         """What all ranks are to do before the step that begins."""
         self._num_steps += 1
+        self._was_migrating = self.is_migrating
         if self._attempt is not None:
             return self._proceed(self._attempt, now)
         if self._num_steps % self._interval == 0 and self.window.is_full():
             return self._decide(now)
         return None
+
+    def end_step(self, seconds: float) -> None:
+        """The step that had begun took so long, with all that was to be done before."""
+        self._step_seconds[self._was_migrating or self.is_migrating].append(seconds)
 
     def loaded(self, rank: int, version: int, error: str | None) -> None:
         """A rank has loaded its part of an attempt, or could not. Words on other attempts are no longer of interest."""
@@ -186,7 +204,13 @@ class Rebalancer:
     def stats(self, now: float) -> RebalanceStats:
         since = None if self._succeeded_at is None else now - self._succeeded_at
         layer = None if self._attempt is None else self._attempt.migration.layer
-        return replace(self._stats, seconds_since_success=since, layer_in_progress=layer)
+        return replace(
+            self._stats,
+            seconds_since_success=since,
+            layer_in_progress=layer,
+            steady_step_p99=_p99(self._step_seconds[False]),
+            migrating_step_p99=_p99(self._step_seconds[True]),
+        )
 
     def _decide(self, now: float) -> Load | None:
         choice = self._policy.choose(self.window.load, self.placement)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-
-from experts.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,12 @@ class SlotTables:
     from_homes: Tensor
 
     @classmethod
-    def of(cls, placement: Placement, layer: int, here: int) -> SlotTables:
-        destinations = placement.destinations(layer)
-        ranks = range(placement.num_ranks)
-        slots = np.stack([placement.slots_on(layer, rank) for rank in ranks])
-        served = destinations[here] == np.arange(placement.num_ranks)[:, None]
+    def of(cls, destinations: NDArray[np.int64], experts_of: Sequence[Sequence[int]], here: int) -> SlotTables:
+        """destinations: as `Placement.destinations`. experts_of[rank][slot]: the expert in a rank's slot."""
+        slots = np.full(destinations.shape, -1, np.int64)
+        for of_rank, experts in zip(slots, experts_of, strict=True):
+            of_rank[list(experts)] = np.arange(len(experts))
+        served = destinations[here] == np.arange(len(destinations))[:, None]
         return cls(
             torch.from_numpy(np.where(served, slots, -1)),
             torch.from_numpy(np.where(destinations == here, slots[here], -1)),

@@ -13,7 +13,7 @@ from moeserve.rank_keys import load_keys
 from moeserve.rank_network import is_own, resolve
 
 _SHORTEST_TIMEOUT_OF_RANKS = 4.0
-_FOR_SEVERAL_RANKS = ("dispatch", "placement", "num_redundant_experts")
+_FOR_SEVERAL_RANKS = ("dispatch", "placement", "num_redundant_experts", "rebalance_interval")
 
 
 def check_machine() -> None:
@@ -34,6 +34,8 @@ def check_settings(config: ServeConfig) -> None:
                 raise ConfigError(f"{flag} {value} needs --expert-parallel-size of at least 2.")
     if config.expert_parallel_size > 1 and config.expert_memory is not None:
         raise ConfigError("--expert-memory works with one rank only, not with --expert-parallel-size.")
+    if config.rebalance_interval and not config.record_experts:
+        raise ConfigError("--rebalance-interval needs --record-experts: it goes by what tokens choose.")
     if config.expert_parallel_size > 1 and config.engine_timeout < _SHORTEST_TIMEOUT_OF_RANKS:
         raise ConfigError(
             f"--engine-timeout {config.engine_timeout:g} is too short to tell which of several ranks hangs: "

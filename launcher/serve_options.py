@@ -57,7 +57,7 @@ def _option(setting: Field[Any]) -> Callable[[_F], _F]:
     elif metadata.get("kind") == "size":
         metavar = "SIZE"
     else:
-        metavar = {int: "N", float: "SECONDS", str: "TEXT"}[kind]
+        metavar = metadata.get("metavar") or {int: "N", float: "SECONDS", str: "TEXT"}[kind]
     multiple = bool(metadata.get("multiple"))
     return click.option(flag, setting.name, default=None, multiple=multiple, metavar=metavar, help=text)
 

@@ -20,7 +20,7 @@ class ConfigError(ValueError):
 def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
     """A field with its help text and the heading it stands under.
 
-    `extra` may hold `choices`, `kind="size"` (bytes), `minimum`, `maximum` and `secret`.
+    `extra` may hold `choices`, `kind="size"` (bytes), `minimum`, `maximum`, `metavar` and `secret`.
     """
     metadata = {"help": help, "group": group, **extra}
     if isinstance(default, tuple):
@@ -72,6 +72,20 @@ class ServeConfig:
     )
     expert_trace: str | None = setting(
         None, "File for a trace of the routing from the start on, bounded, without token ids.", group="Model"
+    )
+    rebalance_interval: int = setting(
+        0,
+        "Steps between decisions to place a layer anew while serving; 0 leaves all where it is.",
+        group="Model",
+        minimum=0,
+    )
+    rebalance_threshold: float = setting(
+        0.05,
+        "Gain in balancedness (mean over maximum of the ranks' load) from which a layer is placed anew.",
+        group="Model",
+        minimum=0,
+        maximum=1,
+        metavar="SHARE",
     )
     max_model_len: int | None = setting(None, "Longest prompt plus output, in tokens.", group="Model", minimum=1)
     seed: int = setting(0, "Base of the seeds drawn for requests that bring none.", group="Model", minimum=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import structlog
@@ -26,11 +27,21 @@ MAX_TRACE_BYTES = 64 * 2**20
 log = structlog.get_logger(__name__)
 
 
+class RoutingListener(Protocol):
+    """Is told of each rank's step: expert ids [L, T, k], NOT_COMPUTED where a layer left a row out, and token ids [T].
+
+    `experts.recorder.RoutingRecorder` is one.
+    """
+
+    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int]) -> None: ...
+
+
 class ExpertRecording:
     """What is gathered of a service's routing.
 
     path: the file the statistics are saved to, if there is one. key: `model_key` of the model. placement: where the
     experts are, asked in every step; None of one rank. trace: what a trace is recorded into, None while none is.
+    listeners: who hears of every step, the recorder first.
     """
 
     def __init__(
@@ -48,13 +59,15 @@ class ExpertRecording:
         self.trace_path = trace_path
         self.placement: Callable[[], Placement | None] = lambda: None
         self.remote_ranks = RemoteRanks()
+        self.listeners: list[RoutingListener] = [recorder]
         self.trace: TraceRecorder | None = None
         if trace_path is not None:
             self.start_trace(with_token_ids=False)
 
     def add(self, rank: int, ids: NDArray[np.int16], token_ids: Sequence[int]) -> None:
         """Takes the routing of a rank's rows in one step: ids [L, T, k], token_ids [T]."""
-        self.recorder.add(ids, token_ids)
+        for listener in self.listeners:
+            listener.add(ids, token_ids)
         placement = self.placement()
         if placement is not None:
             self.remote_ranks.add(ids, rank, placement)

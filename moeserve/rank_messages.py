@@ -2,6 +2,8 @@
 
 A start: every rank says `Joined`, gets `Setup` (or `Dismissed`), loads, says `Loaded` and gets `Start`. Then each step
 is a `Forward` to every rank and a `RankResult` from it, until `Shutdown`. From `Joined` on a rank sends `RankBeat`.
+Meanwhile rank 0 may have a layer placed anew: `PlaceLayer`, a `LayerLoaded` of every rank, and then a `Forward` that
+says so.
 """
 
 from __future__ import annotations
@@ -58,11 +60,15 @@ class Start(Message):
 
 
 class Forward(Message):
-    """A step: this rank's plan (`plan_codec`), and how many rows every rank has, in all layers and in the last one."""
+    """A step: this rank's plan (`plan_codec`), and how many rows every rank has, in all layers and in the last one.
+
+    placement_version: the migration (`PlaceLayer`) that is in use from this step on, 0 before the first.
+    """
 
     plan: bytes
     num_rows: list[int]
     num_logit_rows: list[int]
+    placement_version: int
 
 
 class RankResult(Message):
@@ -70,6 +76,28 @@ class RankResult(Message):
 
     rank: int
     result: bytes
+
+
+class PlaceLayer(Message):
+    """Load what this rank is to hold of a layer (of the placement), for the step whose `Forward` has this version."""
+
+    version: int
+    layer: int
+    ranks: tuple[tuple[int, ...], ...]
+
+
+class LayerLoaded(Message):
+    """A rank has what a `PlaceLayer` gives it; or, with an error, it could not read it."""
+
+    rank: int
+    version: int
+    error: str | None
+
+
+class DropLayer(Message):
+    """Nothing will come of a `PlaceLayer`."""
+
+    version: int
 
 
 class RankBeat(Message):
@@ -83,5 +111,5 @@ class Shutdown(Message):
     """There will be no further step."""
 
 
-ToRank = Setup | Dismissed | Start | Forward | Shutdown
-FromRank = Joined | Loaded | RankResult | RankBeat
+ToRank = Setup | Dismissed | Start | Forward | PlaceLayer | DropLayer | Shutdown
+FromRank = Joined | Loaded | RankResult | LayerLoaded | RankBeat

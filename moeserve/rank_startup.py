@@ -20,15 +20,28 @@ from experts.dispatch import ExpertParallel
 from experts.errors import CollectiveError
 from experts.placement import Placement
 from moeserve.config import ServeConfig
+from moeserve.expert_migrator import make_migrator
 from moeserve.expert_statistics import open_recording
 from moeserve.kv_budget import KvBudget
 from moeserve.plan_codec import decode_plan
 from moeserve.rank_hub import RankHub
 from moeserve.rank_link import BeatThread, RankLink
 from moeserve.rank_meeting import Meeting, meet_as_first, meet_first
-from moeserve.rank_messages import Dismissed, Forward, Joined, Loaded, RankError, RankResult, Setup, Start
+from moeserve.rank_messages import (
+    Dismissed,
+    Forward,
+    Joined,
+    LayerLoaded,
+    Loaded,
+    RankError,
+    RankResult,
+    Setup,
+    Shutdown,
+    Start,
+)
 from moeserve.rank_network import machine_id
 from moeserve.ranked_executor import RankedExecutor
+from moeserve.rebalancing import follow, rebalancing
 from moeserve.result_codec import encode_result
 from moeserve.run_context import RunContext
 from moeserve.startup import (
@@ -99,7 +112,8 @@ def _run_first(
             timeout=_collective_timeout(config),
             num_entered=lambda: member.collectives.num_entered,
         )
-        serve(context, member.model, executor, report, stop, recording, lambda: member.experts.placement)
+        steps = rebalancing(executor, config, member.experts.placement, member.migrator, recording)
+        serve(context, member.model, steps, report, stop, recording, lambda: member.experts.placement)
         executor.close()
         member.collectives.close()
     except CollectiveError as error:
@@ -148,11 +162,18 @@ def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], ran
 def _run_steps(rank: int, link: RankLink, member: _Member, beats: BeatThread) -> None:
     beats.busy.clear()
     try:
-        while isinstance(step := link.receive(beats.say_waiting), Forward):
+        while not isinstance(message := link.receive(beats.say_waiting), Shutdown):
+            if not isinstance(message, Forward):
+                follow(message, member.migrator)
+                continue
             beats.busy.set()
-            member.experts.begin_step(step.num_rows, step.num_logit_rows)
-            result = member.runner.run(decode_plan(step.plan))
+            if message.placement_version != member.migrator.version:
+                member.migrator.switch(message.placement_version)
+            member.experts.begin_step(message.num_rows, message.num_logit_rows)
+            result = member.runner.run(decode_plan(message.plan))
             beats.busy.clear()
+            if outcome := member.migrator.outcome():
+                link.send(LayerLoaded(rank, outcome.version, outcome.error))
             link.send(RankResult(rank, encode_result(result)))
     except CollectiveError:
         # Rank 0 finds out whose fault it is and ends, which ends the wait here. The beats say that it is not ours.
@@ -194,7 +215,7 @@ class _Member:
     """What every rank has: its collectives, its experts and its model."""
 
     def __init__(self, context: RunContext, meeting: Meeting, rank: int, plan: ModelPlan, report: Report) -> None:
-        config = context.config
+        config, directory = context.config, Path(context.model_dir)
         num_ranks = config.expert_parallel_size
         assert plan.spec.moe is not None
         assert plan.placement is not None
@@ -207,16 +228,18 @@ class _Member:
             self.collectives, plan.placement, plan.spec.moe_layers, last_layer=plan.spec.num_layers - 1
         )
         tap = routing_tap(plan.spec, config)
+        owned = owned_experts(plan.spec, plan.placement, rank)
         self.model: LoadedModel = load_model(
-            Path(context.model_dir),
+            directory,
             config,
             report,
             plan=plan,
-            owned=owned_experts(plan.spec, plan.placement, rank),
+            owned=owned,
             dispatch_of=self.experts.dispatch_of,
             tap=tap,
         )
         self.runner = tapped(self.model.runner, tap)
+        self.migrator = make_migrator(directory, self.model, self.experts, owned)
 
     def warm_up(self) -> None:
         """Takes the shape of dispatch that the settings name, or else the one that is faster here; then warms up."""

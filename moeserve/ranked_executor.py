@@ -11,7 +11,7 @@ from moeserve.executor import Runner
 from moeserve.plan import StepPlan, StepResult
 from moeserve.plan_codec import encode_plan
 from moeserve.rank_hub import RankHub
-from moeserve.rank_messages import Forward, RankBeat, RankError, RankResult, Shutdown
+from moeserve.rank_messages import Forward, LayerLoaded, RankBeat, RankError, RankResult, Shutdown, ToRank
 from moeserve.result_codec import decode_result
 
 _POLL_SECONDS = 0.1
@@ -28,6 +28,7 @@ class RankedExecutor:
     """Hands every rank its plan, computes that of rank 0 and collects the results.
 
     timeout: seconds that the ranks may be apart in a step. num_entered: how many collectives this rank has entered.
+    placement_version: what the next step is computed with. on_loaded: told of every rank that has loaded a layer.
     Whatever goes wrong with another rank becomes a RankError that names it.
     """
 
@@ -39,18 +40,26 @@ class RankedExecutor:
         self._hub = hub
         self._timeout = timeout
         self._num_entered = num_entered
+        self.placement_version = 0
+        self.on_loaded: Callable[[LayerLoaded], None] = lambda _: None
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
         num_rows = [plan.num_tokens for plan in plans]
         num_logit_rows = [plan.num_logit_rows for plan in plans]
         for rank in self._hub.others:
-            self._hub.send(rank, Forward(encode_plan(plans[rank]), num_rows, num_logit_rows))
+            plan = encode_plan(plans[rank])
+            self._hub.send(rank, Forward(plan, num_rows, num_logit_rows, self.placement_version))
         self._sizes.begin_step(num_rows, num_logit_rows)
         try:
             result = self._runner.run(plans[0])
         except CollectiveError as error:
             raise self._blame(error) from error
         return [result, *self._collect(result.step)]
+
+    def tell(self, message: ToRank) -> None:
+        """Sends every other rank the same, before the next step."""
+        for rank in self._hub.others:
+            self._hub.send(rank, message)
 
     def check(self) -> None:
         """Raises RankError if a rank has died or fallen silent while nothing was to be done."""
@@ -73,6 +82,8 @@ class RankedExecutor:
                 result = decode_result(message.result)
                 if result.step == step:
                     results[message.rank] = result
+            elif isinstance(message, LayerLoaded):
+                self.on_loaded(message)
             elif time.monotonic() > deadline:
                 late = next(rank for rank in self._hub.others if rank not in results)
                 raise RankError(f"{self._hub.name(late)} hung: it did not finish step {step}.")

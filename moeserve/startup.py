@@ -16,6 +16,7 @@ import zmq
 from experts.placement import Placement
 from experts.routing_tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
+from kernels.packed_experts import PackedExperts
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
@@ -68,7 +69,7 @@ class ModelPlan:
 class LoadedModel:
     """A model ready to execute plans. `weights_bytes` are those of all ranks, `kv_bytes` those of this one.
 
-    experts: None where all experts are in memory.
+    packed_experts: those that are here, of each layer that has some. experts: None where all experts are in memory.
     """
 
     spec: DecoderSpec
@@ -78,6 +79,7 @@ class LoadedModel:
     dtype: torch.dtype
     weights_bytes: int
     kv_bytes: int
+    packed_experts: Sequence[PackedExperts]
     experts: ResidentModel | None = None
 
 
@@ -305,6 +307,7 @@ def load_model(
         dtype,
         plan.weights_bytes,
         kv.num_blocks * kv_block_bytes(spec.kv_layers, config.block_size, dtype),
+        decoder.experts,
         experts,
     )
 

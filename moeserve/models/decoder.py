@@ -14,6 +14,7 @@ from experts.moe_layer import MoeLayer
 from kernels.attention_plan import AttentionPlan
 from kernels.linear import Linear
 from kernels.norm import layer_norm, rms_norm
+from kernels.packed_experts import PackedExperts
 from moeserve.models.attention import GqaAttention, MlaAttention, StepInputs
 from moeserve.models.rope import RopeSpec, rope_frequencies
 from moeserve.models.spec import DecoderSpec
@@ -101,6 +102,11 @@ class DecoderLayer:
             out.mul_(self._residual_multiplier)
         return x.add_(out)
 
+    @property
+    def experts(self) -> PackedExperts | None:
+        """Those that are here, None for a layer without any."""
+        return self._mlp.experts if isinstance(self._mlp, MoeLayer) else None
+
     def serve_others(self, no_rows: Tensor) -> None:
         """What `feed_forward` does for other ranks, without rows of this one: no_rows is [0, hidden]."""
         if isinstance(self._mlp, MoeLayer):
@@ -157,6 +163,11 @@ class Decoder:
             x = layer.feed_forward(x)
         logits = self._lm_head(self._norm(x))
         return logits if spec.logit_divisor == 1.0 else logits.div_(spec.logit_divisor)
+
+    @property
+    def experts(self) -> list[PackedExperts]:
+        """The experts that are here of each layer that has some."""
+        return [layer.experts for layer in self._layers if layer.experts is not None]
 
     def serve_others(self) -> None:
         """A step in which this rank has no rows: its experts compute those of other ranks."""

@@ -99,6 +99,11 @@ def plan_weights(
     return WeightPlan(outer, tuple(layers), _bytes_to_read(outer.values(), layers, spec))
 
 
+def plan_experts(spec: DecoderSpec, index: Mapping[str, TensorInfo], layer: int, experts: Sequence[int]) -> ExpertsPlan:
+    """The tensors of some experts of a layer, for a checkpoint whose plan has been made before."""
+    return _Matcher(spec, index).match_experts(layer, _owned(spec, layer, lambda _: experts))
+
+
 def _bytes_to_read(outer: Iterable[StoredTensor], layers: Iterable[LayerPlan], spec: DecoderSpec) -> int:
     total = sum(tensor.num_bytes for tensor in outer)
     for layer in layers:

@@ -46,12 +46,16 @@ PURE = [
     "moeserve.kv_budget",
     "moeserve.memory",
     "moeserve.engine",
+    "moeserve.expert_placement",
+    "moeserve.rebalancing",
     "moeserve.models.errors",
     "moeserve.models.source",
     "moeserve.models.spec",
     "moeserve.models.families",
     "experts.residency_control",
     "experts.store",
+    "experts.migration",
+    "experts.placement_choice",
     "radix_cache",
 ]
 

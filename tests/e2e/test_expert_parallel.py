@@ -19,6 +19,10 @@ from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
 from tests.support.tiny_model import write_model_dir
 from tests.support.tiny_models import save
 
+REPLICAS = ("--num-redundant-experts", "4")
+# Experts are placed anew as often as that can be.
+RESTLESS = ("--rebalance-interval", "1", "--rebalance-threshold", "0")
+FOUR = ("--expert-parallel-size", "4", "--engine-timeout", "60")
 TWO = ("--expert-parallel-size", "2", "--engine-timeout", "6")
 
 
@@ -70,14 +74,13 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     [
         ("mixtral", []),
         pytest.param("qwen3_moe", ["--dispatch", "allgather"], marks=pytest.mark.long),
-        (
-            "qwen3_moe",
-            ["--dispatch", "alltoall", "--placement", "round-robin", "--num-redundant-experts", "4"],
-        ),
+        ("qwen3_moe", ["--dispatch", "alltoall", "--placement", "round-robin", *REPLICAS, *RESTLESS]),
         pytest.param("glm4_moe", [], marks=pytest.mark.long),
+        pytest.param("glm4_moe", [*FOUR, "--dispatch", "allgather", *REPLICAS, *RESTLESS], marks=pytest.mark.long),
+        pytest.param("gpt_oss", [*FOUR, "--dispatch", "alltoall", *RESTLESS], marks=pytest.mark.long),
     ],
 )
-def test_two_ranks_give_the_text_of_one_and_end_cleanly(
+def test_several_ranks_give_the_text_of_one_and_end_cleanly(
     tmp_path_factory: pytest.TempPathFactory, case: str, settings: list[str]
 ) -> None:
     model = tmp_path_factory.mktemp(case)
@@ -87,12 +90,14 @@ def test_two_ranks_give_the_text_of_one_and_end_cleanly(
         expected = [text for text, _ in complete_all(one)]
     with service(model, tmp_path_factory.mktemp("two"), *TWO, *settings) as two:
         pids = ranks_of(two)
-        assert len(pids) == 2
+        assert len(pids) == (4 if "4" in settings[:2] else 2)
         assert [text for text, _ in complete_all(two)] == expected
         # One at a time, so that each goes where its prefix lies, whatever the load.
         again = [complete(two, prompt) for prompt in prompts()]
         assert [text for text, _ in again] == expected
         assert sum(cached > 0 for _, cached in again) == len(again)
+        placed_anew = two.errors.read_text().count("layer_placed_anew")
+        assert placed_anew > 5 if "--rebalance-interval" in settings else placed_anew == 0
         two.process.send_signal(signal.SIGTERM)
         assert two.end() == 0
         assert two.leaves_nothing()

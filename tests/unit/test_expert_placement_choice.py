@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experts.placement import PlacementError
+from experts.placement import PlacementError, refilled
 from experts.placement_choice import LEARNT, PLAIN, choose_placement
 from experts.statistics import RoutingStatistics, StatisticsSpec
 from experts.statistics_file import save_statistics
@@ -56,13 +56,9 @@ def test_replicas_go_anywhere_where_nothing_is_known() -> None:
     assert sum(map(len, placement.ranks[0])) == 12
 
 
-def test_slots_are_the_places_among_the_experts_of_a_rank() -> None:
-    placement = choose_placement("balanced", SIZES, num_redundant=4, statistics=gathered())
-    for rank in range(4):
-        slots = placement.slots_on(1, rank)
-        held = placement.experts_on(1, rank)
-        assert [int(slots[expert]) for expert in held] == [0, 1, 2]
-        assert sorted(set(slots.tolist())) == [-1, 0, 1, 2]
+def test_who_stays_on_a_rank_keeps_its_slot() -> None:
+    assert refilled((4, 1, 7, 2), {1, 2, 9, 3}) == (3, 1, 9, 2)
+    assert refilled((4, 1), {1, 4}) == (4, 1)
 
 
 def model(folder: Path, **changes: object) -> Path:

@@ -1,0 +1,201 @@
+"""Placing layers anew over the steps of two ranks, without tensors: nobody switches early, failures cost nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from experts.migration import ExpertMigrator, Outcome
+from experts.placement import Placement, Ranks, contiguous, refilled
+from experts.rebalance import Migration, RebalancePolicy, Rebalancer
+from moeserve.plan import StepPlan, StepResult
+from moeserve.rank_messages import DropLayer, LayerLoaded, PlaceLayer, ToRank
+from moeserve.rebalancing import RebalancingExecutor, follow
+
+SKEWED = np.array([[0, 1, 0, 1, 0, 2, 4, 6] * 200])
+
+
+class Slots:
+    """The slots of one rank, each with the name of the expert in it."""
+
+    def __init__(self, placement: Placement, rank: int) -> None:
+        self.placement = placement
+        self.rank = rank
+        self.weights = [[f"expert {e}" for e in held] for held in self.held()]
+        self._slots = self.held()
+
+    def held(self) -> list[tuple[int, ...]]:
+        return [self.placement.experts_on(layer, self.rank) for layer in range(self.placement.num_layers)]
+
+    def arrivals(self, layer: int, ranks: tuple[Ranks, ...]) -> dict[int, int]:
+        after = refilled(self._slots[layer], self.placement.with_layer(layer, ranks).experts_on(layer, self.rank))
+        return {slot: e for slot, e in enumerate(after) if e != self._slots[layer][slot]}
+
+    def place(self, layer: int, ranks: tuple[Ranks, ...]) -> None:
+        self.placement = self.placement.with_layer(layer, ranks)
+        self._slots[layer] = refilled(self._slots[layer], self.held()[layer])
+
+    def install(self, layer: int, slot: int, weights: str) -> None:
+        self.weights[layer][slot] = weights
+
+    def check(self) -> None:
+        for held, weights in zip(self.held(), self.weights, strict=True):
+            assert sorted(weights) == sorted(f"expert {e}" for e in held)
+
+
+class Rank:
+    """A rank's slots and its migrator. `gate` holds its reads back while it is cleared; `fails` makes them fail."""
+
+    def __init__(self, rank: int) -> None:
+        self.slots = Slots(contiguous(1, 8, 2), rank)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails = False
+        self.read: list[int] = []
+        self.migrator: ExpertMigrator[str] = ExpertMigrator(self.slots, self._read, self.slots.install)
+
+    def _read(self, layer: int, expert: int) -> str:
+        assert self.gate.wait(30)
+        if self.fails:
+            raise OSError("the disk is gone")
+        self.read.append(expert)
+        return f"expert {expert}"
+
+    def wait(self) -> Outcome:
+        """What its reader says once it has ended."""
+        while (outcome := self.migrator.outcome()) is None:
+            reading = self.migrator._reading
+            assert reading is not None
+            reading.exception(timeout=30)
+        return outcome
+
+
+class Steps:
+    """Rank 1 behind the wire: follows what it is told, computes at the version that a step names."""
+
+    def __init__(self, other: Rank) -> None:
+        self.placement_version = 0
+        self.on_loaded = lambda loaded: None
+        self.other = other
+        self.told: list[ToRank] = []
+        self.reports = True
+
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        if self.placement_version != self.other.migrator.version:
+            self.other.migrator.switch(self.placement_version)
+        if self.reports and (outcome := self.other.migrator.outcome()):
+            self.on_loaded(LayerLoaded(1, outcome.version, outcome.error))
+        return [StepResult(plan.step, []) for plan in plans]
+
+    def tell(self, message: ToRank) -> None:
+        self.told.append(message)
+        assert isinstance(message, PlaceLayer | DropLayer)
+        follow(message, self.other.migrator)
+
+    def check(self) -> None: ...
+
+
+class Service:
+    def __init__(self) -> None:
+        self.ranks = Rank(0), Rank(1)
+        self.steps = Steps(self.ranks[1])
+        self.now = 0.0
+        self.rebalancer = Rebalancer(contiguous(1, 8, 2), RebalancePolicy(0.05), interval=2, timeout=50)
+        self.executor = RebalancingExecutor(self.steps, self.rebalancer, self.ranks[0].migrator, lambda: self.now)
+
+    def step(self) -> None:
+        self.now += 1
+        self.executor.run([StepPlan(0, []), StepPlan(0, [])])
+        versions = {rank.migrator.version for rank in self.ranks}
+        assert versions == {self.steps.placement_version}
+        assert self.ranks[0].slots.placement == self.ranks[1].slots.placement == self.rebalancer.placement
+        for rank in self.ranks:
+            rank.slots.check()
+
+
+def skewed_service() -> Service:
+    service = Service()
+    service.rebalancer.window.add(SKEWED[..., None].astype(np.int16))
+    return service
+
+
+def test_all_ranks_switch_before_the_same_step_once_the_slowest_has_read() -> None:
+    service = skewed_service()
+    first, other = service.ranks
+    other.gate.clear()
+    service.step()
+    service.step()
+    assert isinstance(service.steps.told[-1], PlaceLayer)
+    first.migrator._reading.exception(timeout=30)  # type: ignore[union-attr]
+    for _ in range(3):
+        service.step()
+        assert service.steps.placement_version == 0
+    assert service.executor.stats().layer_in_progress == 0
+    other.gate.set()
+    other.migrator._reading.exception(timeout=30)  # type: ignore[union-attr]
+    service.step()
+    service.step()
+    assert service.steps.placement_version == 1
+    assert first.slots.placement != contiguous(1, 8, 2)
+    stats = service.executor.stats()
+    assert (stats.num_migrations, stats.layer_in_progress, stats.seconds_since_success) == (1, None, 0.0)
+    assert stats.num_experts_loaded == len(first.read) + len(other.read) > 0
+    assert stats.steady_step_p99 == 0.0
+    assert stats.migrating_step_p99 == 0.0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_read_leaves_all_where_they_were(rank: int) -> None:
+    service = skewed_service()
+    service.ranks[rank].fails = True
+    service.step()
+    service.step()
+    for each in service.ranks:
+        each.migrator._reading.exception(timeout=30)  # type: ignore[union-attr]
+    service.step()
+    service.step()
+    stats = service.executor.stats()
+    assert stats.num_migrations == 0
+    assert stats.num_failures >= 1
+    assert stats.last_error == f"rank {rank}: OSError: the disk is gone"
+    assert service.steps.placement_version == 0
+    assert DropLayer(1) in service.steps.told
+    service.ranks[rank].fails = False
+    service.rebalancer.window.add(SKEWED[..., None].astype(np.int16))
+    for _ in range(8):
+        service.step()
+        for each in service.ranks:
+            if each.migrator._reading is not None:
+                each.migrator._reading.exception(timeout=30)
+    assert service.executor.stats().num_migrations >= 1
+
+
+def test_a_rank_that_is_silent_for_too_long_ends_the_attempt() -> None:
+    service = skewed_service()
+    service.steps.reports = False
+    service.step()
+    service.step()
+    service.step()
+    service.now += 60
+    service.step()
+    assert service.executor.stats().last_error == "rank 1 has not loaded in 50 s"
+    service.step()
+
+
+def test_a_migration_that_begins_while_another_is_read_takes_its_place() -> None:
+    rank = Rank(0)
+    rank.gate.clear()
+    ranks = tuple((1 - held[0],) for held in contiguous(1, 8, 2).ranks[0])
+    rank.migrator.begin(Migration(1, 0, ranks))
+    rank.migrator.begin(Migration(2, 0, ranks))
+    rank.gate.set()
+    assert rank.wait() == Outcome(2, None)
+    assert rank.migrator.outcome() is None
+    with pytest.raises(ValueError, match="placement 1 was not prepared"):
+        rank.migrator.switch(1)
+    rank.migrator.switch(2)
+    rank.slots.check()
+    assert rank.slots.placement.ranks[0] == ranks
