@@ -54,7 +54,7 @@ def prefill_kernel(
 
     Tiles are counted from the back, since the last ones see the most keys.
     """
-    head = tl.program_id(0)
+    head = tl.program_id(0).to(tl.int64)
     index = tl.num_programs(1) - 1 - tl.program_id(1)
     seq = sequence_of(query_starts, index, num_seqs, ROWS)
     first_token = tl.load(query_starts + seq)
@@ -79,7 +79,7 @@ def prefill_kernel(
         query_tail = load_rows(q_rows, row_valid, BLOCK_KEY, KEY_DIM, BLOCK_TAIL, True)
     keys += kv_head * key_head_stride
     values += kv_head * value_head_stride
-    table += seq * table_stride
+    table += seq.to(tl.int64) * table_stride
 
     visible_begin = 0
     if HAS_WINDOW:

@@ -84,7 +84,7 @@ def split_kernel(
     piece = pid // (KV_HEADS * HEAD_GROUPS)
     if piece >= tl.load(offsets + num_seqs):
         return
-    kv_head = (pid // HEAD_GROUPS) % KV_HEADS
+    kv_head = (pid // HEAD_GROUPS % KV_HEADS).to(tl.int64)
     seq = tl.load(sequences + piece)
     local = piece - tl.load(offsets + seq)
     chunk = tl.load(chunk_ptr)
@@ -137,7 +137,7 @@ def split_kernel(
         visible_end,
         keys + kv_head * key_head_stride,
         values + kv_head * value_head_stride,
-        table + seq * table_stride,
+        table + seq.to(tl.int64) * table_stride,
         key_stride,
         value_stride,
         score_scale,
@@ -203,7 +203,7 @@ def reduce_kernel(
     Tokens whose sequence has one chunk are left alone: they are written already.
     """
     token = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     if ONE_QUERY:
         seq = token
         in_seq = 0
