@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from experts.prediction import Float, ObservedStep, Source
 
-# Beyond these odds sources are not believed.
-_MAX_LOG_ODDS = 6.0
+# Sources are not believed to be surer than this.
+_LEAST = np.float32(1 / (1 + np.exp(6.0)))
 _MEMORY = 0.999
 # What the first weights are worth, as so much curvature.
 _PRIOR = 1.0
@@ -93,8 +93,7 @@ class CombinedSource:
 
 
 def _log_odds(probabilities: Float) -> Float:
-    edge = np.float32(1 / (1 + np.exp(_MAX_LOG_ODDS)))
-    clipped = np.clip(probabilities, edge, 1 - edge)
+    clipped = np.minimum(np.maximum(probabilities, _LEAST), 1 - _LEAST)
     found: Float = np.log(clipped / (1 - clipped))
     return found
 

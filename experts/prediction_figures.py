@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from experts.prediction import StepPredictor
 from experts.prediction_sources import LearntAffinity
-from experts.predictor_choice import make_predictor
+from experts.predictor_choice import make_predictor, taps_of
 from experts.simulation import SimulationResult
 from experts.simulation_setup import SimulationSetup, simulate
 from experts.statistics import RoutingStatistics, StatisticsSpec
@@ -55,8 +55,14 @@ def recall_figures(
 
     Tokens come one at a time and are learnt after they were predicted; only held-out ones count.
     """
+    traces = learning, held_out
     found = []
     for choice in choices:
+        taps = taps_of(choice)
+        learning, held_out = (
+            replace(trace, guesses=tuple(guesses for guesses in trace.guesses if guesses.tap in taps))
+            for trace in traces
+        )
         spec = StatisticsSpec(
             len(learning.ids), learning.num_experts, learning.ids.shape[2], max_distance=max(max_distance, 1)
         )

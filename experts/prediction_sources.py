@@ -142,6 +142,7 @@ class GateSource:
         logits = step.gates.get((self._tap, layer, distance))
         if logits is None:
             return None
+        logits = logits.astype(np.float32, copy=False)
         found: Float = 1 / (1 + np.exp(-self._slope * gate_margin(logits, self._top_k)))
         return found
 
@@ -158,8 +159,9 @@ def gate_margin(logits: Float, top_k: int) -> Float:
     if top_k == num_experts:
         return np.ones_like(logits)
     split = num_experts - top_k
-    ordered = np.partition(logits, (split - 1, split), axis=1)
+    ordered = np.sort(logits, axis=1)
     edge = (ordered[:, split - 1] + ordered[:, split]) / 2
-    spread = np.maximum(logits.std(axis=1), 1e-6)
-    found: Float = ((logits - edge[:, None]) / spread[:, None]).astype(np.float32)
+    centred = logits - logits.sum(axis=1, keepdims=True) / num_experts
+    spread = np.sqrt(np.einsum("te,te->t", centred, centred) / num_experts) + np.float32(1e-6)
+    found: Float = (logits - edge[:, None]) / spread[:, None]
     return found

@@ -35,9 +35,9 @@ def source_names(choice: str) -> list[str]:
     return names
 
 
-def make_source(name: str, learnt: LearntAffinity) -> Source:
-    """One source by its name."""
-    return _SOURCES[name](learnt)
+def taps_of(choice: str) -> frozenset[Tap]:
+    """The taps that the predictor of a choice listens to; nobody needs to compute others."""
+    return frozenset(tap for tap in Tap if f"gate-{tap.value}" in source_names(choice))
 
 
 def make_predictor(choice: str, learnt: LearntAffinity) -> tuple[StepPredictor, dict[str, Source]]:
@@ -47,6 +47,6 @@ def make_predictor(choice: str, learnt: LearntAffinity) -> tuple[StepPredictor, 
     `learnt.step_done` is the caller's to call.
     """
     spec = learnt.statistics.spec
-    sources = {name: make_source(name, learnt) for name in source_names(choice)}
+    sources = {name: _SOURCES[name](learnt) for name in source_names(choice)}
     combined = CombinedSource(list(sources.values()), spec.num_layers, spec.max_distance)
     return StepPredictor(combined, spec.num_experts), sources

@@ -7,7 +7,7 @@ count misses that no runtime has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -108,6 +108,7 @@ class Simulation:
         predictor: Predictor | None = None,
         planner: PrefetchPlanner | None = None,
         learnt: LearntAffinity | None = None,
+        taps: Collection[Tap] = (),
     ) -> None:
         """predictor, planner: both or none; the planner asks this predictor and tells this control. learnt: what
         predictors learn from, if it should go on learning from each step after it."""
@@ -117,6 +118,7 @@ class Simulation:
         self._predictor = predictor
         self._planner = planner
         self._learnt = learnt
+        self._taps = frozenset(taps)
         self._loads_per_layer = timing.total / link.load_seconds(expert_bytes)
         self._now = 0.0
         self._stall = 0.0
@@ -193,8 +195,10 @@ class Simulation:
             self._planner.request(layer, expected, self._loads_per_layer)
 
     def _hear_gates(self, trace: RoutingTrace, rows: NDArray[np.int64], layer: int, tap: Tap) -> bool:
-        """Whether the trace has guesses of this tap."""
+        """Whether there are guesses of this tap, and it is wanted."""
         assert self._predictor is not None
+        if tap not in self._taps:
+            return False
         heard = False
         for guesses in trace.guesses:
             if guesses.tap is tap and layer + guesses.distance < len(trace.ids):

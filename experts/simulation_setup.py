@@ -11,7 +11,7 @@ from experts.belady import Belady
 from experts.eviction import POLICIES, Affinity, EvictionPolicy, Static
 from experts.link_model import LinkModel
 from experts.prediction_sources import LearntAffinity
-from experts.predictor_choice import make_predictor
+from experts.predictor_choice import make_predictor, taps_of
 from experts.prefetch_planning import PrefetchPlanner, PrefetchRules
 from experts.residency_control import ResidencyControl
 from experts.simulation import LayerTiming, Simulation, SimulationResult, steps_of
@@ -78,7 +78,9 @@ def simulate(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSe
         predictor, _ = make_predictor(setup.predictor, learnt)
         rated = [policy for policy in policies if isinstance(policy, Affinity)]
         planner = PrefetchPlanner(predictor, control, setup.expert_bytes, setup.rules, rated or None)
-        simulation = Simulation(control, setup.expert_bytes, setup.link, setup.timing, predictor, planner, learnt)
+        simulation = Simulation(
+            control, setup.expert_bytes, setup.link, setup.timing, predictor, planner, learnt, taps_of(setup.predictor)
+        )
     simulation.replay(learning, setup.num_streams)
     return simulation.replay(held_out, setup.num_streams)
 

@@ -56,6 +56,11 @@ PURE = [
     "experts.store",
     "experts.migration",
     "experts.placement_choice",
+    "experts.prediction_figures",
+    "experts.placement_figures",
+    "experts.prefetch_switch",
+    "experts.trace_file",
+    "moeserve.simulation.command",
     "radix_cache",
 ]
 
