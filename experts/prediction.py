@@ -155,6 +155,8 @@ class StepPredictor:
 
 def any_token(probabilities: Float, num_tokens: int) -> Float:
     """[E]: the probability that at least one of `num_tokens` chooses the expert; the rows [T, E] stand for them all."""
+    if num_tokens == len(probabilities) == 1:
+        return probabilities[0]
     spared = np.log1p(-np.minimum(probabilities, np.float32(1 - 1e-6))).mean(axis=0)
     found: Float = -np.expm1(spared * np.float32(num_tokens))
     return found

@@ -233,6 +233,29 @@ class PrefixCache:
                 private.extend(self._tree.trim(lease.node, num_dropped))
         self._allocator.free(private)
 
+    def annotate(self, lease: Lease, annotation: bytes) -> None:
+        """Keep something with the run of tokens with which the lease's published ones end, as long as that is cached.
+
+        The run begins at the last branch or annotated end before that; it replaces what was kept with it, and does not grow any
+        more. If it is cut in two later, both parts have it. Without a published token, does nothing.
+        """
+        if lease.owner is not self:
+            raise _not_leased()
+        if lease.node.parent is not None:
+            lease.node.annotation = annotation
+
+    def annotations(self, lease: Lease) -> list[tuple[int, bytes]]:
+        """What is kept along the lease's published tokens, from the start on: (tokens of the run, annotation)."""
+        if lease.owner is not self:
+            raise _not_leased()
+        found = []
+        node: Node | None = lease.node
+        while node is not None:
+            if node.annotation:
+                found.append((len(node.blocks) * self.block_size, node.annotation))
+            node = node.parent
+        return found[::-1]
+
     def peek(self, tokens: array[int], namespace: str = "") -> int:
         """How many tokens `match` would serve from the cache now. Changes nothing, not even what is recently used."""
         return self._tree.depth(namespace, self._reusable(tokens, 0)) * self.block_size

@@ -23,9 +23,22 @@ class Node:
     `tokens` are native int32 ids as bytes, `blocks` the ids of the blocks that hold their KV. `refs` counts the leases
     that end here; `pins` is the number of pinned children, plus one if `refs` is not 0, so a node is evictable together
     with all that is below it exactly if `pins` is 0. `queued` is the stamp of the node's entry in the eviction queue.
+    `annotation` is what somebody else knows of the run, empty if nothing; the tree does not look into it.
     """
 
-    __slots__ = ("blocks", "children", "last_used", "namespace", "parent", "pins", "queued", "refs", "serial", "tokens")
+    __slots__ = (
+        "annotation",
+        "blocks",
+        "children",
+        "last_used",
+        "namespace",
+        "parent",
+        "pins",
+        "queued",
+        "refs",
+        "serial",
+        "tokens",
+    )
 
     def __init__(self, namespace: str, serial: int, parent: Node | None, tokens: bytearray, blocks: array[int]):
         self.namespace = namespace
@@ -38,6 +51,7 @@ class Node:
         self.pins = 0
         self.last_used = 0
         self.queued = _NOT_QUEUED
+        self.annotation = b""
 
 
 class RadixTree:
@@ -118,8 +132,9 @@ class RadixTree:
         tokens, added = data[num_known * self._block_bytes :], blocks[num_known:]
         self.num_blocks += len(added)
         num_other_refs = node.refs - 1 if node is start else node.refs
-        if node.parent is not None and not node.children and num_other_refs == 0:
-            # Nobody else ends here, so the run can grow in place: a decoding request stays one node.
+        if node.parent is not None and not node.children and num_other_refs == 0 and not node.annotation:
+            # Nobody else ends here, so the run can grow in place: a decoding request stays one node. What is annotated
+            # stays as it was described.
             node.tokens += tokens
             node.blocks.extend(added)
             if node.pins:
@@ -221,6 +236,7 @@ class RadixTree:
         upper.children[bytes(node.tokens[:size])] = node
         node.parent = upper
         upper.last_used = node.last_used
+        upper.annotation = node.annotation
         upper.pins = 1 if node.pins else 0
         return upper
 
