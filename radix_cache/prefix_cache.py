@@ -236,8 +236,8 @@ class PrefixCache:
     def annotate(self, lease: Lease, annotation: bytes) -> None:
         """Keep something with the run of tokens with which the lease's published ones end, as long as that is cached.
 
-        The run begins at the last branch or annotated end before that; it replaces what was kept with it, and does not grow any
-        more. If it is cut in two later, both parts have it. Without a published token, does nothing.
+        The run begins at the last branch or annotated end before that. What was kept with it is replaced, and it does
+        not grow any more; if it is cut in two later, both parts have it. Without a published token, does nothing.
         """
         if lease.owner is not self:
             raise _not_leased()
