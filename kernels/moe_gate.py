@@ -19,6 +19,10 @@ def select_experts(logits: Tensor, spec: GateSpec, correction_bias: Tensor | Non
     logits = logits.float()
     if spec.score == "sparsemixer":
         return _sparsemixer(logits, spec)
+    if spec.score == "ones":
+        choice = logits if correction_bias is None else logits + correction_bias
+        ids = choice.topk(spec.top_k, dim=-1).indices
+        return ids, torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
     if _softmax_of_chosen(spec, correction_bias):
         values, ids = logits.topk(spec.top_k, dim=-1)
         weights = values.softmax(-1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "swigluoai"]
-GateScore = Literal["softmax", "sigmoid", "sparsemixer"]
+GateScore = Literal["softmax", "sigmoid", "sparsemixer", "ones"]
 GroupScore = Literal["top2", "max"]
 
 
@@ -28,7 +28,8 @@ class GateSpec:
     """How a mixture-of-experts gate turns logits into experts and weights.
 
     top_k: experts per token.
-    score: what the logits become; ``sparsemixer`` is the sequential masked softmax of https://arxiv.org/abs/2409.12136.
+    score: what the logits become; ``sparsemixer`` is the sequential masked softmax of https://arxiv.org/abs/2409.12136,
+        with ``ones`` the logits only choose and every chosen expert has the weight 1.
     softmax_after_top_k: softmax over the chosen logits instead of over all.
     renormalise: divide the chosen weights by their sum (at least ``norm_min``).
     scale: factor on the final weights.

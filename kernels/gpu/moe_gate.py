@@ -114,7 +114,9 @@ def _select_kernel(
         chosen_ids = tl.where(k == j, index, chosen_ids)
         chosen = tl.where(k == j, weight, chosen)
         taken = taken | (lanes == index)
-    if OF_CHOSEN:
+    if SCORE == "ones":
+        chosen = tl.full([SLOTS], 1.0, tl.float32)
+    elif OF_CHOSEN:
         powers = tl.exp(chosen - tl.max(chosen, 0))
         chosen = powers / tl.sum(powers, 0)
     elif RENORMALISE:
@@ -189,6 +191,9 @@ def select_experts_reference(
 ) -> tuple[Tensor, Tensor]:
     """The same in plain torch, with the order of ties that the kernel promises, for softmax and sigmoid scores."""
     logits = logits.float()
+    if spec.score == "ones":
+        ids = _top(logits if correction_bias is None else logits + correction_bias, spec.top_k)
+        return ids, torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
     of_chosen = softmax_of_chosen(spec, correction_bias is not None)
     scores = logits if of_chosen else logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(-1)
     choice = scores if correction_bias is None else scores + correction_bias

@@ -32,6 +32,10 @@ _RECURRENT = frozenset((
 ))  # fmt: skip
 
 
+# Types that no other library knows: their configurations must be complete.
+OWN_MODEL_TYPES = frozenset(("moeserve_demo",))
+
+
 def supported_model_types() -> tuple[str, ...]:
     return tuple(sorted(_BUILDERS))
 
@@ -277,6 +281,21 @@ def _deepseek_v3(c: Config) -> DecoderSpec:
     return with_experts(spec, _noaux_moe(c, spec.activation), _after_dense(c))
 
 
+def _moeserve_demo(c: Config) -> DecoderSpec:
+    """A dense model whose neurons were split: some always run, the others as experts that are summed as they are."""
+    spec = base(c)
+    moe = MoeSpec(
+        c["num_local_experts"],
+        c["moe_intermediate_size"],
+        GateSpec(c["num_experts_per_tok"], score="ones"),
+        spec.activation,
+        gate_fp32=True,
+        gate_bias=True,
+        shared=SharedExpertSpec(c["shared_expert_intermediate_size"]) if c["shared_expert_intermediate_size"] else None,
+    )
+    return with_experts(spec, moe)
+
+
 _BUILDERS: dict[str, Callable[[Config], DecoderSpec]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -295,4 +314,5 @@ _BUILDERS: dict[str, Callable[[Config], DecoderSpec]] = {
     "minimax_m2": _minimax_m2,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "moeserve_demo": _moeserve_demo,
 }

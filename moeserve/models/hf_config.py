@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from moeserve.models.errors import ModelError
-from moeserve.models.families import check_model_type
+from moeserve.models.families import OWN_MODEL_TYPES, check_model_type
 
 
 def load_config(directory: Path) -> dict[str, Any]:
@@ -30,6 +30,9 @@ def load_config(directory: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ModelError(f"{path} does not hold a JSON object.")
     model_type = check_model_type(raw.get("model_type"))
+
+    if model_type in OWN_MODEL_TYPES:
+        return raw
 
     # Imported here: it takes most of a second, and only the process that loads the model needs it.
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

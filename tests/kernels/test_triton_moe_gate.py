@@ -17,6 +17,7 @@ SPECS = {
     "groups by two best": GateSpec(3, score="sigmoid", renormalise=True, num_groups=4, top_groups=2),
     "groups by best": GateSpec(4, num_groups=4, top_groups=3, group_score="max", scale=16.0),
     "softmax after top-k, with groups": GateSpec(3, softmax_after_top_k=True, num_groups=2, renormalise=True),
+    "ones": GateSpec(3, score="ones"),
     "sparsemixer": GateSpec(2, score="sparsemixer", jitter=0.01),
 }
 

@@ -166,5 +166,5 @@ def test_describing_a_model_takes_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
 
 
-def test_seventeen_types_are_served() -> None:
-    assert len(supported_model_types()) == 17
+def test_eighteen_types_are_served() -> None:
+    assert len(supported_model_types()) == 18

@@ -48,7 +48,7 @@ def build_demo(out_dir: Path, *, experts: int = 8, top_k: int = 2, progress: Pro
     source = GgufSource(locate_gguf())
     check_partition(source.shape.intermediate_size, experts, top_k)
     config = mixtral_config(source.shape, experts=experts, top_k=top_k)
-    _write_checkpoint(out_dir, source, config, _MixtureLayers(source, experts, top_k), report)
+    write_checkpoint(out_dir, source, config, _MixtureLayers(source, experts, top_k), report)
 
 
 def build_dense(out_dir: Path, *, progress: Progress | None = None) -> None:
@@ -56,7 +56,7 @@ def build_dense(out_dir: Path, *, progress: Progress | None = None) -> None:
     report = progress or silent
     report("read source", 0, 0)
     source = GgufSource(locate_gguf())
-    _write_checkpoint(out_dir, source, llama_config(source.shape), source.layer, report)
+    write_checkpoint(out_dir, source, llama_config(source.shape), source.layer, report)
 
 
 class _MixtureLayers:
@@ -82,13 +82,14 @@ class _MixtureLayers:
         return weights
 
 
-def _write_checkpoint(
+def write_checkpoint(
     out_dir: Path,
     source: GgufSource,
     config: dict[str, Any],
     layer: _Layer,
     report: Progress,
 ) -> None:
+    """Write all files of a checkpoint. layer(index): the weights of one layer by their name within it."""
     out_dir.mkdir(parents=True, exist_ok=True)
     write_text_files(out_dir, source.shape, source.vocabulary, config)
     shards = _shards(source, layer, report)

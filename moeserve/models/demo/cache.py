@@ -27,29 +27,32 @@ def ensure_demo(
     *,
     experts: int = 8,
     top_k: int = 2,
+    split: bool = False,
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Return the folder of the demo checkpoint below `root` (default: `cache_root()`), built if missing or broken.
 
+    split: experts out of split neurons (`demo.neuron_split`) instead of tied groups (`demo.partition`).
     out: the folder itself; one that holds anything but a demo of ours is left alone. Raises ModelError: source package
     missing, disk too small, folder not writable or not ours, a split that is not exact.
     """
     if top_k < 1 or experts < top_k:
         raise ModelError(f"A demo model cannot have {experts} experts with {top_k} active.")
-    name = f"smollm2-135m-moe-e{experts}-k{top_k}"
+    kind = "split" if split else "moe"
+    name = f"smollm2-135m-{kind}-e{experts}-k{top_k}"
 
     def build(out_dir: Path, report: Progress) -> None:
         locate_gguf()  # a missing package is said at once, before a process is started
-        _run_worker(Job(str(out_dir), experts, top_k), report)
+        _run_worker(Job(str(out_dir), experts, top_k, split), report)
 
     if out is not None:
         _check_ours(out)
     return ensure_built(
         out or (root or cache_root()) / "demo" / name,
-        builder=f"{_BUILDER}{_BUILD_VERSION} experts={experts} top_k={top_k}",
+        builder=f"{_BUILDER}{_BUILD_VERSION} experts={experts} top_k={top_k}{' split' if split else ''}",
         build=build,
-        bytes_needed=_FFN_BYTES * experts // top_k + _OTHER_BYTES,
+        bytes_needed=_FFN_BYTES * (1 if split else experts // top_k) + _OTHER_BYTES,
         progress=progress,
     )
 

@@ -61,6 +61,20 @@ def mixtral_config(shape: DenseShape, *, experts: int, top_k: int) -> dict[str, 
     }
 
 
+def split_config(shape: DenseShape, *, experts: int, top_k: int, shared: int) -> dict[str, Any]:
+    """config.json of the mixture with split neurons, `shared` of which always run."""
+    return {
+        "architectures": ["MoeserveDemoForCausalLM"],
+        "model_type": "moeserve_demo",
+        "intermediate_size": shape.intermediate_size,
+        "moe_intermediate_size": (shape.intermediate_size - shared) // experts,
+        "shared_expert_intermediate_size": shared,
+        "num_local_experts": experts,
+        "num_experts_per_tok": top_k,
+        **_common_config(shape),
+    }
+
+
 def write_json(path: Path, value: object) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 

@@ -17,6 +17,7 @@ class Job(msgspec.Struct, frozen=True):
     out_dir: str
     experts: int
     top_k: int
+    split: bool = False
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -32,10 +33,12 @@ def main(argument: str) -> int:
     from safetensors import SafetensorError
 
     from moeserve.models.demo.build import build_demo
+    from moeserve.models.demo.split_build import build_split
 
     job = msgspec.json.decode(argument, type=Job)
+    build = build_split if job.split else build_demo
     try:
-        build_demo(
+        build(
             Path(job.out_dir),
             experts=job.experts,
             top_k=job.top_k,
