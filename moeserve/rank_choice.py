@@ -1,4 +1,4 @@
-"""On which rank a request is to live: where its prompt is cached, unless that rank has much more to do."""
+"""On which rank a request is to live: where its prompt is cached or being computed, unless that rank has much to do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Placement(Enum):
 class RankLoads:
     """What each rank has to do and to hold for the requests that run, kept up to date during one admission."""
 
-    __slots__ = ("_memories", "_num_promised_blocks", "_num_running", "_work")
+    __slots__ = ("_memories", "_num_promised_blocks", "_num_running", "_prompts", "_work")
 
     def __init__(self, memories: Sequence[RequestMemory], running: Iterable[Request]) -> None:
         self._memories = memories
@@ -32,6 +32,7 @@ class RankLoads:
         self._num_running = [0] * len(memories)
         # Prompts that run already will want memory for their next chunks.
         self._num_promised_blocks = [0] * len(memories)
+        self._prompts: list[list[Request]] = [[] for _ in memories]
         for request in running:
             self.add(request)
 
@@ -40,19 +41,27 @@ class RankLoads:
         rank = request.rank
         uncomputed = len(request.token_ids) - request.num_computed_tokens - request.num_scheduled_tokens
         self._work[rank] += uncomputed + _TOKENS_PER_RUNNING_REQUEST
+        if uncomputed > 1 or request.num_scheduled_tokens > 1:
+            self._prompts[rank].append(request)
         self._num_running[rank] += 1
         self._num_promised_blocks[rank] += self._memories[rank].num_missing_blocks(request)
 
     def preferred_ranks(self, request: Request) -> Sequence[int]:
-        """All ranks, the one first that would be done soonest with its work and the request's; the lowest of equals."""
+        """All ranks, the cheapest first; the lowest of equals.
+
+        A rank's price is what it has to do before the request could be done, without what is cached there. Tokens that
+        it is just computing for another request count twice: the request has them as soon as that one, and no rank
+        computes them again.
+        """
         if len(self._memories) == 1:
             return (0,)
-        use_cache = not request.wants_prompt_logprobs
-        work = [
-            work - (memory.peek(request) if use_cache else 0)
-            for work, memory in zip(self._work, self._memories, strict=True)
-        ]
-        return sorted(range(len(work)), key=work.__getitem__)
+        prices = list(self._work)
+        if not request.wants_prompt_logprobs:
+            for rank, memory in enumerate(self._memories):
+                num_cached = memory.peek(request)
+                num_coming = max((memory.num_coming(request, other) for other in self._prompts[rank]), default=0)
+                prices[rank] -= num_cached + 2 * max(0, num_coming - num_cached)
+        return sorted(range(len(prices)), key=prices.__getitem__)
 
     def have_room_for(self, request: Request) -> bool:
         """Whether the rank that the request is attached to has memory for all its tokens, beside what is promised."""

@@ -105,6 +105,24 @@ class RequestMemory:
             and other.token_ids[:start] == request.token_ids[:start]
         )
 
+    def num_coming(self, request: Request, other: Request) -> int:
+        """How many tokens of `request`, which waits, will be cached once `other` of this rank has its prompt computed.
+
+        Whole blocks from the first token on, and never the request's last token.
+        """
+        size = self._block_size
+        longest = (min(len(request.token_ids) - 1, len(other.token_ids)) // size) * size
+        mine, theirs = request.token_ids, other.token_ids
+        if request.namespace != other.namespace or other.lease is None or not other.lease.use_cache or not longest:
+            return 0
+        if mine[:size] != theirs[:size]:
+            return 0
+        if mine[:longest] == theirs[:longest]:
+            return longest
+        return next(
+            start for start in range(0, longest, size) if mine[start : start + size] != theirs[start : start + size]
+        )
+
     def check_idle(self) -> None:
         """R5: when nothing runs, every block is free or cached. Raises AssertionError if one is lost."""
         self._cache.check_counts()

@@ -90,3 +90,49 @@ def test_the_token_budget_holds_for_each_rank_and_the_number_of_requests_for_all
     assert simulation.scheduler.num_running <= 3
     simulation.run()
     simulation.check_all_done()
+
+
+def test_a_long_prompt_that_several_send_at_once_is_computed_on_one_rank_only() -> None:
+    simulation = Simulation(num_blocks=200, block_size=4, budget=100, num_ranks=2)
+    shared = prompt_of(1, 240)
+    records = [simulation.add(f"r{n}", [*shared, n, 1], SamplingParams(max_tokens=3)) for n in range(3)]
+    simulation.run()
+    assert [record.request.rank for record in records] == [0, 0, 0]
+    assert [record.request.num_cached_tokens for record in records] == [0, 240, 240]
+    simulation.check_all_done()
+
+
+def test_who_comes_while_a_prompt_is_computed_waits_for_it_or_takes_an_idle_rank_if_it_is_short() -> None:
+    for length, ranks in ((200, [0, 0]), (40, [0, 1])):
+        simulation = Simulation(num_blocks=200, block_size=4, budget=30, num_ranks=2)
+        prompt = prompt_of(1, length)
+        first = simulation.add("first", prompt, ONE)
+        simulation.step()
+        second = simulation.add("second", [*prompt, 1], ONE)
+        simulation.run()
+        assert [first.request.rank, second.request.rank] == ranks
+        simulation.check_all_done()
+
+
+def test_a_prompt_that_a_busy_rank_computes_is_computed_again_by_an_idle_one() -> None:
+    simulation = Simulation(num_blocks=400, block_size=4, budget=20, num_ranks=2)
+    cached, shared = prompt_of(1, 300), prompt_of(2, 100)
+    simulation.add("cached", cached, ONE)
+    simulation.run()
+    leader = simulation.add("leader", shared, ONE)
+    simulation.step()
+    work = simulation.add("work", [*cached, *prompt_of(3, 300)], ONE)
+    follower = simulation.add("follower", [*shared, 1], ONE)
+    simulation.run()
+    assert [record.request.rank for record in (leader, work, follower)] == [0, 0, 1]
+    simulation.check_all_done()
+
+
+def test_a_prompt_of_another_namespace_or_without_cache_is_not_waited_for() -> None:
+    simulation = Simulation(num_blocks=200, block_size=4, budget=500, num_ranks=2)
+    prompt = prompt_of(1, 200)
+    simulation.add("first", prompt, ONE, namespace="a")
+    second = simulation.add("second", prompt, ONE, namespace="b")
+    simulation.run()
+    assert second.request.rank == 1
+    simulation.check_all_done()
