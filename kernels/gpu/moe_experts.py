@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.activation import glu
 from kernels.gpu.moe_align import SortedPairs, max_row_tiles, num_chunks, padded_bins, sort_pairs
 from kernels.gpu.moe_config import Device, MoeConfig
-from kernels.gpu.moe_gemv import down_gemv, gate_up_gemv
+from kernels.gpu.moe_gemv import down_gemv, down_products_gemv, gate_up_gemv
 from kernels.gpu.moe_persistent import down_persistent, gate_up_persistent, has_descriptors, persistent_runs
 from kernels.gpu.moe_tiled import combine, down_tiled, gate_up_tiled
 from kernels.gpu.moe_weights import GpuExperts
@@ -74,13 +74,65 @@ class MoeWorkspace:
             results=torch.empty((pairs, hidden_size), dtype=dtype, device=device),
         )
 
+    def hidden_of(self, num_pairs: int) -> Tensor:
+        """[num_pairs, I]. Raises ValueError if the workspace is smaller."""
+        self._check(num_pairs)
+        return self.hidden[:num_pairs]
+
+    def results_of(self, num_pairs: int) -> Tensor:
+        """[num_pairs, H]. Raises ValueError if the workspace is smaller."""
+        self._check(num_pairs)
+        return self.results[:num_pairs]
+
+    def _check(self, num_pairs: int) -> None:
+        if num_pairs > self.pairs.shape[0]:
+            raise ValueError(f"{num_pairs} rows of experts are more than the workspace holds ({self.pairs.shape[0]})")
+
     def sorted_pairs(self, num_pairs: int, num_slots: int, block_m: int) -> SortedPairs:
         """The part that a batch of num_pairs uses. Raises ValueError if it is larger than the workspace."""
+        self._check(num_pairs)
         num_tiles = max_row_tiles(num_pairs, num_slots, block_m)
-        if num_pairs > self.pairs.shape[0] or num_tiles > self.tiles.shape[1]:
-            raise ValueError(f"{num_pairs} rows of experts are more than the workspace holds ({self.pairs.shape[0]})")
+        if num_tiles > self.tiles.shape[1]:
+            raise ValueError(f"{num_tiles} row tiles are more than the workspace holds ({self.tiles.shape[1]})")
         slot, first, rows = self.tiles[:, :num_tiles].unbind(0)
         return SortedPairs(self.pairs[:num_pairs], slot, first, rows, self.num_tiles)
+
+
+def moe_products(
+    x: Tensor,
+    expert_ids: Tensor,
+    experts: GpuExperts,
+    activation: Activation,
+    config: MoeConfig,
+    workspace: MoeWorkspace,
+    products: Tensor,
+    *,
+    num_programs: int = 1,
+) -> None:
+    """Writes expert(x) for each chosen expert that is here to products [T, k, H]; other places stay as they are.
+
+    Arguments as in `moe_experts`. products: contiguous, fp32 or of x's dtype, to which values are rounded either way.
+    """
+    num_pairs, top_k = expert_ids.numel(), expert_ids.shape[1]
+    if num_pairs == 0:
+        return
+    if x.stride(1) != 1 or not expert_ids.is_contiguous() or not products.is_contiguous():
+        raise ValueError("rows of x, expert ids and products must be contiguous")
+    up, down, slots = experts.gate_up, experts.down, experts.expert_slot
+    hidden = workspace.hidden_of(num_pairs)
+    block_m = config.block_m
+    if config.variant == "gemv":
+        gate_up_gemv(x, up, activation, expert_ids, slots, config.gate_up, hidden)
+        down_products_gemv(hidden, down, expert_ids, slots, config.down, products)
+        return
+    tiles = workspace.sorted_pairs(num_pairs, up.num_slots, block_m)
+    sort_pairs(expert_ids, up.num_slots, block_m, tiles, workspace.counts, slots)
+    if config.variant == "persistent":
+        gate_up_persistent(x, up, activation, top_k, tiles, block_m, config.gate_up, hidden, num_programs)
+        down_persistent(hidden, down, tiles, block_m, config.down, products, num_programs)
+    else:
+        gate_up_tiled(x, up, activation, top_k, tiles, block_m, config.gate_up, hidden)
+        down_tiled(hidden, down, tiles, block_m, config.down, products)
 
 
 def moe_experts(
@@ -101,28 +153,21 @@ def moe_experts(
     (id -1, or without a slot) add nothing. out: default a new tensor like x; its dtype may be wider. num_programs: of
     the persistent variant, one per multiprocessor. Raises ValueError if the workspace is too small.
     """
-    num_tokens, top_k = expert_ids.shape
+    num_pairs = expert_ids.numel()
     result = torch.empty_like(x) if out is None else out
-    if num_tokens == 0:
+    if num_pairs == 0:
         return result
     if x.stride(1) != 1 or not expert_ids.is_contiguous() or not expert_weights.is_contiguous():
         raise ValueError("rows of x, expert ids and expert weights must be contiguous")
-    block_m = config.block_m
-    tiles = workspace.sorted_pairs(num_tokens * top_k, experts.gate_up.num_slots, max(block_m, 16))
-    hidden, slots = workspace.hidden[: num_tokens * top_k], experts.expert_slot
+    slots = experts.expert_slot
     if config.variant == "gemv":
+        hidden = workspace.hidden_of(num_pairs)
         gate_up_gemv(x, experts.gate_up, activation, expert_ids, slots, config.gate_up, hidden)
         down_gemv(hidden, experts.down, expert_ids, expert_weights, slots, config.down, result)
         return result
-    sort_pairs(expert_ids, experts.gate_up.num_slots, block_m, tiles, workspace.counts, slots)
-    results = workspace.results[: num_tokens * top_k]
-    if config.variant == "persistent":
-        gate_up_persistent(x, experts.gate_up, activation, top_k, tiles, block_m, config.gate_up, hidden, num_programs)
-        down_persistent(hidden, experts.down, expert_weights, tiles, block_m, config.down, results, num_programs)
-    else:
-        gate_up_tiled(x, experts.gate_up, activation, top_k, tiles, block_m, config.gate_up, hidden)
-        down_tiled(hidden, experts.down, expert_weights, tiles, block_m, config.down, results)
-    combine(results, expert_ids, slots, experts.num_experts, result)
+    products = workspace.results_of(num_pairs)
+    moe_products(x, expert_ids, experts, activation, config, workspace, products, num_programs=num_programs)
+    combine(products, expert_weights, result, expert_ids, slots, experts.num_experts)
     return result
 
 
@@ -150,17 +195,39 @@ class TritonMoe:
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         return self._run(x, expert_ids, expert_weights, experts, activation, out)
 
+    def products(
+        self, x: Tensor, expert_ids: Tensor, experts: GpuExperts, activation: Activation, products: Tensor
+    ) -> None:
+        """See `moe_products`. Summed by `combine_products` they have the bits that `partial` gives."""
+        if len(x):
+            config = self._config(len(x), experts)
+            moe_products(
+                x, expert_ids, experts, activation, config, self._workspace, products, num_programs=self._num_programs
+            )
+
+    def _config(self, num_tokens: int, experts: GpuExperts) -> MoeConfig:
+        config = self._choose(num_tokens)
+        if config.variant == "persistent" and not (persistent_runs(experts.gate_up) and persistent_runs(experts.down)):
+            return replace(config, variant="tiled")
+        return config
+
     def _run(
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: GpuExperts, activation: Activation, out: Tensor
     ) -> Tensor:
         if not len(x):
             return out
-        config = self._choose(len(x))
-        if config.variant == "persistent" and not (persistent_runs(experts.gate_up) and persistent_runs(experts.down)):
-            config = replace(config, variant="tiled")
+        config = self._config(len(x), experts)
         return moe_experts(
             x, ids, weights, experts, activation, config, self._workspace, out, num_programs=self._num_programs
         )
+
+
+def combine_products(products: Tensor, expert_weights: Tensor) -> Tensor:
+    """The sum over k of weight * products [T, k, H] -> [T, H] fp32. Places of absent experts are zeros."""
+    out = torch.empty((products.shape[0], products.shape[2]), dtype=torch.float32, device=products.device)
+    if len(out):
+        combine(products, expert_weights, out)
+    return out
 
 
 def moe_experts_reference(

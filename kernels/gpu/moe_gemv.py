@@ -87,6 +87,7 @@ def _down_kernel(
     ids,
     expert_slot,
     expert_weights,
+    products,
     out,
     stride_out: tl.int64,
     stride_we: tl.int64,
@@ -102,6 +103,7 @@ def _down_kernel(
     FORMAT: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SUM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -127,8 +129,14 @@ def _down_kernel(
                 STAGES,
             )
             acc = finished(acc, scales, bias + slot * stride_be, weight_row, HAS_SCALE, HAS_BIAS)
-            total += acc * tl.load(expert_weights + pair)
-    tl.store(out + token * stride_out + column, total.to(out.dtype.element_ty), mask=column < N)
+            # Rounded as where products pass through memory.
+            rounded = acc.to(h.dtype.element_ty).to(tl.float32)
+            if SUM:
+                total += rounded * tl.load(expert_weights + pair)
+            else:
+                tl.store(products + pair * N + column, rounded, mask=column < N)
+    if SUM:
+        tl.store(out + token * stride_out + column, total.to(out.dtype.element_ty), mask=column < N)
 
 
 def gate_up_gemv(
@@ -176,12 +184,33 @@ def down_gemv(
     out: Tensor,
 ) -> None:
     """Writes the sum over a token's choices of weight * (h W_down^T) to out [T, H]; absent experts add nothing."""
-    _down_kernel[(triton.cdiv(matrix.num_rows, tile.block_n), out.shape[0])](
+    _down(h, matrix, expert_ids, expert_weights, expert_slot, tile, out, out)
+
+
+def down_products_gemv(
+    h: Tensor, matrix: StoredMatrix, expert_ids: Tensor, expert_slot: Tensor | None, tile: Tile, products: Tensor
+) -> None:
+    """Writes h W_down^T to products [T * k, H], rounded to h's dtype; rows of absent experts stay as they are."""
+    _down(h, matrix, expert_ids, None, expert_slot, tile, products, products)
+
+
+def _down(
+    h: Tensor,
+    matrix: StoredMatrix,
+    expert_ids: Tensor,
+    expert_weights: Tensor | None,
+    expert_slot: Tensor | None,
+    tile: Tile,
+    products: Tensor,
+    out: Tensor,
+) -> None:
+    _down_kernel[(triton.cdiv(matrix.num_rows, tile.block_n), expert_ids.shape[0])](
         h,
         *matrix.pointers(),
         expert_ids,
         expert_ids if expert_slot is None else expert_slot,
-        expert_weights,
+        h if expert_weights is None else expert_weights,
+        products,
         out,
         out.stride(0),
         *matrix.strides(),
@@ -191,6 +220,7 @@ def down_gemv(
         NUM_EXPERTS=matrix.num_slots if expert_slot is None else expert_slot.shape[0],
         HAS_MAP=expert_slot is not None,
         **matrix.flags(),
+        SUM=expert_weights is not None,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         STAGES=tile.num_stages,

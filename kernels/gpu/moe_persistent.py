@@ -90,7 +90,6 @@ def _down_kernel(
     w_box,
     scale,
     bias,
-    expert_weights,
     y,
     pairs,
     tile_slot,
@@ -125,9 +124,9 @@ def _down_kernel(
         scales = scale + slot.to(tl.int64) * stride_se
         acc = finished(acc, scales, bias + slot.to(tl.int64) * stride_be, weight_row, HAS_SCALE, HAS_BIAS)
         pair = tl.load(pairs + first_place + tl.minimum(row, rows - 1))
-        acc *= tl.load(expert_weights + pair)[:, None]
         stored = (row[:, None] < rows) & (column[None, :] < N)
-        tl.store(y + pair.to(tl.int64)[:, None] * N + column[None, :], acc.to(y.dtype.element_ty), mask=stored)
+        rounded = acc.to(h_box.dtype).to(y.dtype.element_ty)
+        tl.store(y + pair.to(tl.int64)[:, None] * N + column[None, :], rounded, mask=stored)
 
 
 def has_descriptors(device: torch.device) -> bool:
@@ -199,7 +198,6 @@ def gate_up_persistent(
 def down_persistent(
     h: Tensor,
     matrix: StoredMatrix,
-    expert_weights: Tensor,
     tiles: SortedPairs,
     block_m: int,
     tile: Tile,
@@ -214,7 +212,6 @@ def down_persistent(
         _box(matrix.values, 1, tile.block_n, tile.block_k),
         scale,
         bias,
-        expert_weights,
         y,
         tiles.pairs,
         tiles.slot,

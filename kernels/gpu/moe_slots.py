@@ -8,18 +8,15 @@ kernels read experts where they were copied to.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kernels.gpu.moe_config import WeightFormat
+from kernels.gpu.moe_experts import TritonMoe, combine_products
 from kernels.gpu.moe_weights import FORMAT_OF, GpuExperts, StoredMatrix, quantise_fp8, quantise_int4, quantise_int8
 from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
 from kernels.specs import Activation
-
-# (x, expert_ids, expert_weights, experts, activation) -> fp32, see `kernels.gpu.moe_experts.TritonMoe.partial`.
-Run = Callable[[Tensor, Tensor, Tensor, GpuExperts, Activation], Tensor]
 
 _ALIGNMENT = 16
 
@@ -27,7 +24,7 @@ _ALIGNMENT = 16
 class SlotLayout(ExpertLayout):
     """Experts of a shape as the GPU kernels read them, in `num_slots` slots of `device`.
 
-    run: what multiplies. weights: the stored format, default the shape's weight dtype. group_size: for int4.
+    moe: what multiplies. weights: the stored format, default the shape's weight dtype. group_size: for int4.
     num_slots: default one per expert.
     """
 
@@ -35,14 +32,14 @@ class SlotLayout(ExpertLayout):
         self,
         shape: ExpertShape,
         device: torch.device,
-        run: Run,
+        moe: TritonMoe,
         *,
         weights: WeightFormat | None = None,
         group_size: int = 0,
         num_slots: int | None = None,
     ) -> None:
         self._device = device
-        self._run = run
+        self._moe = moe
         self._num_slots = num_slots
         self._weights = weights or FORMAT_OF[shape.weight_dtype]
         self._group_size = group_size
@@ -100,7 +97,7 @@ class SlotLayout(ExpertLayout):
             assert values is not None
             matrices.append(StoredMatrix(values, scale, bias))
         expert_slot = torch.full((num_experts,), -1, dtype=torch.int32, device=self._device)
-        return SlotExperts(arena, GpuExperts(matrices[0], matrices[1], expert_slot), self._run)
+        return SlotExperts(arena, GpuExperts(matrices[0], matrices[1], expert_slot), self._moe)
 
 
 def _padded(field: Tensor) -> int:
@@ -110,9 +107,9 @@ def _padded(field: Tensor) -> int:
 class SlotExperts(PackedExperts):
     """Some experts of one layer in slots. Copies and kernels follow each other in the order of the current stream."""
 
-    def __init__(self, arena: Tensor, experts: GpuExperts, run: Run) -> None:
+    def __init__(self, arena: Tensor, experts: GpuExperts, moe: TritonMoe) -> None:
         self._arena = arena
-        self._run = run
+        self._moe = moe
         self._slots: dict[int, int] = {}
         self._free = list(range(arena.shape[0]))[::-1]
         self.resident = experts
@@ -147,4 +144,11 @@ class SlotExperts(PackedExperts):
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, activation: Activation) -> Tensor:
         """See `moe_experts_partial`. A chosen expert that is not here adds nothing: to look for it would mean waiting
         for the device, so whoever keeps fewer slots than experts sees to it that the chosen ones are there."""
-        return self._run(x, expert_ids, expert_weights, self.resident, activation)
+        return self._moe.partial(x, expert_ids, expert_weights, self.resident, activation)
+
+    def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
+        """See `PackedExperts.multiply`; the places of experts that are not here stay as they are, too."""
+        self._moe.products(x, expert_ids, self.resident, activation, products)
+
+    def combine(self, products: Tensor, expert_weights: Tensor) -> Tensor:
+        return combine_products(products, expert_weights)

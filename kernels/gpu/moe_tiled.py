@@ -1,8 +1,8 @@
 """Both projections of the experts over rows sorted by expert, one program per tile.
 
 gate_up: gathers rows of x, multiplies them with the gate and the up half of its expert at once, and stores the
-activation to a compact buffer in sorted order. down: reads that buffer as plain tiles, multiplies by the gate's weight
-in fp32 and writes each row where its (token, choice) pair belongs. combine: adds up a token's choices in their order.
+activation to a compact buffer in sorted order. down: reads that buffer as plain tiles and writes each row where its
+(token, choice) pair belongs. combine: adds up a token's choices by the gate's weights, in their order.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ def _down_kernel(
     w,
     scale,
     bias,
-    expert_weights,
     y,
     pairs,
     tile_slot,
@@ -153,14 +152,16 @@ def _down_kernel(
     )
     acc = finished(acc, scales, bias + slot * stride_be, weight_row[None, :], HAS_SCALE, HAS_BIAS)
     pair = tl.load(pairs + place)
-    acc *= tl.load(expert_weights + pair)[:, None]
     stored = (row[:, None] < rows) & (column[None, :] < N)
-    tl.store(y + pair.to(tl.int64)[:, None] * N + column[None, :], acc.to(y.dtype.element_ty), mask=stored)
+    # Rounded as the scratch is, wherever it goes: products made in parts have the bits of those made at once.
+    rounded = acc.to(h.dtype.element_ty).to(y.dtype.element_ty)
+    tl.store(y + pair.to(tl.int64)[:, None] * N + column[None, :], rounded, mask=stored)
 
 
 @triton.jit
 def _combine_kernel(
     y,
+    expert_weights,
     ids,
     expert_slot,
     out,
@@ -168,6 +169,7 @@ def _combine_kernel(
     N: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
+    HAS_IDS: tl.constexpr,
     HAS_MAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -176,10 +178,12 @@ def _combine_kernel(
     acc = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j
-        # Nobody wrote the rows of absent experts: they are not read either.
-        slot = slot_of(ids, expert_slot, pair, pair >= 0, NUM_EXPERTS, HAS_MAP)
-        columns = tl.where(slot >= 0, N, 0)
-        acc += tl.load(y + pair * N + column, mask=column < columns, other=0.0).to(tl.float32)
+        columns = N
+        if HAS_IDS:
+            # Nobody wrote the rows of absent experts: they are not read either.
+            columns = tl.where(slot_of(ids, expert_slot, pair, pair >= 0, NUM_EXPERTS, HAS_MAP) >= 0, N, 0)
+        product = tl.load(y + pair * N + column, mask=column < columns, other=0.0).to(tl.float32)
+        acc += product * tl.load(expert_weights + pair)
     tl.store(out + token * stride_out + column, acc.to(out.dtype.element_ty), mask=column < N)
 
 
@@ -222,14 +226,12 @@ def gate_up_tiled(
     )
 
 
-def down_tiled(
-    h: Tensor, matrix: StoredMatrix, expert_weights: Tensor, tiles: SortedPairs, block_m: int, tile: Tile, y: Tensor
-) -> None:
-    """Writes weight * (h W_down^T) to y [pairs, H] in the order of pairs; rows of absent experts stay as they are."""
+def down_tiled(h: Tensor, matrix: StoredMatrix, tiles: SortedPairs, block_m: int, tile: Tile, y: Tensor) -> None:
+    """Writes h W_down^T to y [pairs, H] in the order of pairs, rounded to h's dtype; rows of absent experts stay as
+    they are."""
     _down_kernel[(tiles.max_tiles * triton.cdiv(matrix.num_rows, tile.block_n),)](
         h,
         *matrix.pointers(),
-        expert_weights,
         y,
         tiles.pairs,
         tiles.slot,
@@ -249,19 +251,31 @@ def down_tiled(
     )
 
 
-def combine(y: Tensor, expert_ids: Tensor, expert_slot: Tensor | None, num_experts: int, out: Tensor) -> None:
-    """out [T, H] = the sum over a token's choices of y [T * k, H], in their order and in fp32, without absent ones."""
+def combine(
+    y: Tensor,
+    expert_weights: Tensor,
+    out: Tensor,
+    expert_ids: Tensor | None = None,
+    expert_slot: Tensor | None = None,
+    num_experts: int = 0,
+) -> None:
+    """out [T, H] = the sum over a token's choices of weight * y [T * k, H], in their order and in fp32.
+
+    expert_ids: skips the rows of absent experts; without them all rows are read.
+    """
     num_tokens, hidden_size = out.shape
     block = min(_COMBINE_BLOCK, triton.next_power_of_2(hidden_size))
     _combine_kernel[(num_tokens, triton.cdiv(hidden_size, block))](
         y,
-        expert_ids,
-        expert_ids if expert_slot is None else expert_slot,
+        expert_weights,
+        y if expert_ids is None else expert_ids,
+        y if expert_slot is None else expert_slot,
         out,
         out.stride(0),
         N=hidden_size,
-        TOP_K=expert_ids.shape[1],
+        TOP_K=expert_weights.shape[1],
         NUM_EXPERTS=num_experts,
+        HAS_IDS=expert_ids is not None,
         HAS_MAP=expert_slot is not None,
         BLOCK=block,
         num_warps=4,

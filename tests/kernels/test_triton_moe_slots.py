@@ -16,10 +16,10 @@ SILU = Activation()
 def layout_of(device, weights=None, variant="tiled", num_slots=None, has_bias=True):
     tile = Tile(32, 32, 1, 4, 2)
     sizes = (NUM_TOKENS, TOP_K, NUM_EXPERTS, HIDDEN, WIDTH, torch.float16, device)
-    run = TritonMoe(lambda _: MoeConfig(variant, 16, tile, tile), MoeWorkspace.allocate(*sizes), 3).partial
+    moe = TritonMoe(lambda _: MoeConfig(variant, 16, tile, tile), MoeWorkspace.allocate(*sizes), 3)
     shape = ExpertShape(HIDDEN, WIDTH, torch.float16, torch.float16, has_bias)
     group = 32 if weights == "int4" else 0
-    return SlotLayout(shape, device, run, weights=weights, group_size=group, num_slots=num_slots)
+    return SlotLayout(shape, device, moe, weights=weights, group_size=group, num_slots=num_slots)
 
 
 def pack_all(layout, has_bias=True):
@@ -77,6 +77,19 @@ def test_an_expert_that_was_dropped_and_put_elsewhere_computes_the_same_bits(dev
     assert not torch.equal(experts(x, ids, gates, SILU), before)
     experts.put(1, packed[1])
     assert torch.equal(experts(x, ids, gates, SILU), before)
+
+
+@pytest.mark.parametrize("variant", ["gemv", "tiled", "persistent"])
+def test_products_made_in_parts_sum_to_the_same_bits(device, variant):
+    layout = layout_of(device, variant=variant)
+    experts = layout.experts(NUM_EXPERTS)
+    for expert, packed in enumerate(pack_all(layout)):
+        experts.put(expert, packed)
+    x, ids, gates = batch(device)
+    products = torch.zeros(NUM_TOKENS, TOP_K, HIDDEN, device=device)
+    for few in (ids < 2, ids >= 2):
+        experts.multiply(x, ids.where(few, -1), SILU, products)
+    assert torch.equal(experts.combine(products, gates), experts(x, ids, gates, SILU))
 
 
 def test_layouts_are_told_apart_by_name(device):
