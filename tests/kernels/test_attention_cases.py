@@ -1,0 +1,58 @@
+"""The shapes by which attention is compared: their bounds, and that what they run is right."""
+
+import pytest
+import torch
+
+from kernels.gpu.attention_config import PrefillConfig, SplitConfig
+from moeserve.bench.kernel_cases_attention import (
+    MAX_KV_BYTES,
+    AttentionCase,
+    attention_cases,
+    prepare,
+    ragged_lengths,
+)
+
+SPLIT = SplitConfig(16, 16, 4, 2, min_chunk=16, programs_per_sm=1)
+
+
+def test_bytes_and_operations_of_known_shapes():
+    cases = {case.name: case for case in attention_cases()}
+    assert len(cases) == len(attention_cases())
+    decode = cases["decode 64 x 4096, 32/4 heads"]
+    assert decode.kv_bytes == 64 * 4096 * 2048
+    assert decode.num_bytes == decode.kv_bytes + 64 * 32 * 256 * 2
+    assert decode.num_flops == 64 * 4096 * 32 * 4 * 128
+    assert cases["decode 64 x 4096 fp8, 32/4 heads"].kv_bytes == decode.kv_bytes // 2
+    prefill = cases["prefill 1 x 16384, 32/4 heads"]
+    assert prefill.num_flops == 4 * 32 * 128 * (16384 * 16385 // 2)
+    extend = cases["extend 512 over 8192, 32/8 heads"]
+    assert extend.num_flops == 4 * 32 * 128 * sum(range(8193, 8705))
+    assert max(case.kv_bytes for case in cases.values()) <= MAX_KV_BYTES
+
+
+def test_ragged_lengths_are_spread_and_repeat():
+    lengths = ragged_lengths(64)
+    assert lengths == ragged_lengths(64)
+    assert min(lengths) >= 128
+    assert max(lengths) <= 32768
+    assert max(lengths) > 10 * min(lengths)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase("decode", "decode", (40, 7, 64), (1, 1, 1), 4, 2, 32, 32, 16),
+        AttentionCase("latent", "decode", (40, 7), (1, 1), 20, 1, 80, 64, 16, latent=True),
+        AttentionCase("prefill", "prefill", (20, 33), (20, 5), 4, 2, 32, 32, 16),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_prepared_case_computes_what_the_reference_does(case, device, monkeypatch):
+    monkeypatch.setattr("moeserve.bench.kernel_cases_attention._COLD_BYTES", 2 * case.kv_bytes)
+    prepared = prepare(case, device, 8, split=SPLIT, prefill=PrefillConfig(16, 16, 4, 2))
+    assert prepared.num_sets == 2
+    assert prepared.keys[:, :16].isnan().all()
+    for index in range(2):
+        assert prepared.relative_error(index) < 8e-3
+    # The other set has other numbers.
+    assert not torch.equal(prepared.run(0).clone(), prepared.run(1))
