@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from kernels.gpu.moe_align import sort_pairs
+from kernels.gpu.moe_align import SortedPairs, sort_pairs
 from kernels.gpu.moe_config import (
     Device,
     MoeConfig,
@@ -72,8 +72,9 @@ def _tune_case(case: MoeCase, device: Device, time_us: TimeUs, report: Report) -
     for variant in candidate_variants(case.shape, case.num_tokens, device):
         block_ms = [1] if variant == "gemv" else candidate_block_ms(case.shape, case.num_tokens)
         for block_m in block_ms:
-            tiles = [_best_tile(case, variant, block_m, side, device, time_us) for side in ("gate_up", "down")]
-            gate_up, down = tiles
+            pairs = None if variant == "gemv" else sorted_pairs(case, block_m)
+            gate_up = _best_tile(case, variant, pairs, block_m, "gate_up", device, time_us)
+            down = _best_tile(case, variant, pairs, block_m, "down", device, time_us)
             if gate_up is None or down is None:
                 continue
             config = MoeConfig(variant, block_m, gate_up, down)
@@ -85,12 +86,18 @@ def _tune_case(case: MoeCase, device: Device, time_us: TimeUs, report: Report) -
 
 
 def _best_tile(
-    case: MoeCase, variant: Variant, block_m: int, projection: Projection, device: Device, time_us: TimeUs
+    case: MoeCase,
+    variant: Variant,
+    pairs: SortedPairs | None,
+    block_m: int,
+    projection: Projection,
+    device: Device,
+    time_us: TimeUs,
 ) -> Tile | None:
     """The fastest that runs; the others are skipped, since what fits is only known to the compiler."""
     timed: list[tuple[float, Tile]] = []
     for tile in candidate_tiles(case.shape, case.num_tokens, projection, variant, block_m, device):
-        call = projection_call(case, variant, block_m, projection, tile, device)
+        call = projection_call(case, variant, pairs, block_m, projection, tile, device)
         try:
             timed.append((time_us(call), tile))
         except (OutOfResources, PTXASError):
@@ -98,21 +105,33 @@ def _best_tile(
     return min(timed, key=lambda entry: entry[0])[1] if timed else None
 
 
+def sorted_pairs(case: MoeCase, block_m: int) -> SortedPairs:
+    """The case's rows, sorted into its workspace."""
+    num_slots = case.experts.gate_up.num_slots
+    into = case.workspace.sorted_pairs(case.expert_ids.numel(), num_slots, block_m)
+    return sort_pairs(case.expert_ids, num_slots, block_m, into, case.workspace.counts)
+
+
 def projection_call(
-    case: MoeCase, variant: Variant, block_m: int, projection: Projection, tile: Tile, device: Device
+    case: MoeCase,
+    variant: Variant,
+    pairs: SortedPairs | None,
+    block_m: int,
+    projection: Projection,
+    tile: Tile,
+    device: Device,
 ) -> Callable[[], None]:
-    """Runs one projection alone; rows are sorted here, before the call."""
+    """Runs one projection alone. pairs: the case's, in tiles of block_m; None for `gemv` alone."""
     experts, space = case.experts, case.workspace
     num_pairs = case.expert_ids.numel()
     hidden, results = space.hidden[:num_pairs], space.results[:num_pairs]
     ids, weights = case.expert_ids, case.expert_weights
-    if variant == "gemv":
+    if pairs is None:
         out = torch.empty_like(case.x)
         if projection == "gate_up":
             return lambda: gate_up_gemv(case.x, experts.gate_up, ACTIVATION, ids, None, tile, hidden)
         return lambda: down_gemv(hidden, experts.down, ids, weights, None, tile, out)
-    num_slots, top_k = experts.gate_up.num_slots, case.shape.top_k
-    pairs = sort_pairs(ids, num_slots, block_m, space.sorted_pairs(num_pairs, num_slots, block_m), space.counts)
+    top_k = case.shape.top_k
     if variant == "tiled":
         if projection == "gate_up":
             return lambda: gate_up_tiled(case.x, experts.gate_up, ACTIVATION, top_k, pairs, block_m, tile, hidden)
