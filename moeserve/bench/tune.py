@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import click
 
 from kernels.gpu.moe_config import TUNED_NUM_TOKENS, MoeShape, WeightFormat
-from moeserve.models.build_cache import cache_root
 from moeserve.models.errors import ModelError
 
-if TYPE_CHECKING:
-    from kernels.gpu.tuning import Platform
-
 _SHAPE = re.compile(r"(\d+),(\d+),(\d+),(\d+)")
-
-
-def tuned_folder() -> Path:
-    """Where files of this user are kept."""
-    return cache_root() / "tuned"
 
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int, int, int] | None:
@@ -58,7 +49,7 @@ def tune(
 ) -> None:
     """Measure the kernels of MODEL's experts on this GPU and keep the fastest configurations for serving.
 
-    MODEL is a folder or a model of the hub; its weights are not read.
+    MODEL is a folder or a model of the hub, which is downloaded if it is not here.
     """
     if (model is None) == (sizes is None):
         raise click.UsageError("Give either a MODEL or --shape.")
@@ -92,10 +83,12 @@ def _tune(shape: MoeShape, out: Path | None) -> None:
 
     from kernels.gpu.tuning import file_name, write_tuned
     from moeserve.bench.tune_moe import tune_shape
+    from moeserve.expert_kernels import platform_of, tuned_folder
 
-    platform = _platform()
+    device = torch.device("cuda")
+    platform = platform_of(device)
     path = out or tuned_folder() / file_name(shape, platform)
-    tuned = tune_shape(shape, TUNED_NUM_TOKENS, torch.device("cuda"), report=click.echo)
+    tuned = tune_shape(shape, TUNED_NUM_TOKENS, device, report=click.echo)
     try:
         write_tuned(
             path,
@@ -107,12 +100,3 @@ def _tune(shape: MoeShape, out: Path | None) -> None:
     except OSError as error:
         raise click.ClickException(f"{path} cannot be written: {error.strerror}.") from error
     click.echo(f"Wrote {path}")
-
-
-def _platform() -> Platform:
-    import torch
-    import triton
-
-    from kernels.gpu.tuning import Platform
-
-    return Platform(torch.cuda.get_device_name(), triton.__version__)

@@ -1,0 +1,82 @@
+"""`moeserve tune`: what it refuses, and that serving finds what it wrote."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import moeserve.bench.tune_moe as tune_moe
+import moeserve.expert_kernels as expert_kernels
+from kernels.gpu.moe_config import MoeShape, heuristic_config, with_tiles
+from kernels.gpu.moe_experts import device_of, moe_experts_reference
+from launcher.cli import main
+from moeserve.bench.moe_case import ACTIVATION, make_case
+
+SHAPE = MoeShape(8, 256, 128, 2, "bfloat16")
+CPU = torch.device("cpu")
+
+
+def tune(*arguments):
+    return CliRunner().invoke(main, ["tune", *arguments])
+
+
+def test_without_a_gpu_one_sentence_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = tune("--shape", "8,256,128,2")
+    assert result.exit_code == 1
+    assert result.output == "Error: There is no CUDA GPU here to measure on.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ((), "either a MODEL or --shape"),
+        (("model", "--shape", "8,256,128,2"), "either a MODEL or --shape"),
+        (("--shape", "8,256"), "not like"),
+        (("--shape", "8,0,128,2"), "not like"),
+        (("--shape", "8,256,128,9"), "no 9 best"),
+        (("--shape", "8,256,128,2", "--weights", "int3"), "int3"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments, complaint):
+    result = tune(*arguments)
+    assert result.exit_code == 2
+    assert complaint in result.output
+
+
+def test_what_was_tuned_is_what_serving_uses(monkeypatch, tmp_path):
+    own = heuristic_config(SHAPE, 64, device_of(CPU))
+    own = with_tiles(own, own.gate_up, own.gate_up)
+    platform = expert_kernels.platform_of(CPU)
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(expert_kernels, "platform_of", lambda device: platform)
+    monkeypatch.setattr(tune_moe, "tune_shape", lambda *args, **options: {64: tune_moe.Tuned(own, 12.5)})
+    result = tune("--shape", "8,256,128,2")
+    assert result.exit_code == 0, result.output
+    (path,) = (tmp_path / "tuned").iterdir()
+    assert result.output == f"Wrote {path}\n"
+    assert json.loads(path.read_text())["configs"]["64"]["microseconds"] == 12.5
+    configs = expert_kernels.moe_configs(SHAPE, CPU)
+    assert configs(50) == own != heuristic_config(SHAPE, 50, device_of(CPU))
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(monkeypatch, tmp_path):
+    (tmp_path / "taken").write_text("")
+    own = heuristic_config(SHAPE, 64, device_of(CPU))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(expert_kernels, "platform_of", lambda device: expert_kernels.Platform("interpreter", "3.9"))
+    monkeypatch.setattr(tune_moe, "tune_shape", lambda *args, **options: {64: tune_moe.Tuned(own, 12.5)})
+    result = tune("--shape", "8,256,128,2", "--out", str(tmp_path / "taken" / "file.json"))
+    assert result.exit_code == 1
+    assert "cannot be written" in result.output
+
+
+def test_the_parts_put_together_compute_a_layer(device):
+    shape = MoeShape(4, 32, 64, 2, "bfloat16")
+    case = make_case(shape, 5, device)
+    moe = expert_kernels.triton_moe(shape, device, torch.bfloat16, 8)
+    out = moe(case.x, case.expert_ids, case.expert_weights, case.experts, ACTIVATION).float()
+    expected = moe_experts_reference(case.x, case.expert_ids, case.expert_weights, case.experts, ACTIVATION)
+    assert (out - expected).norm() / expected.norm() < 1e-2
