@@ -62,11 +62,12 @@ def load_keys(path: Path) -> RankKeys:
     """The key that `create_keys` wrote. Raises ConfigError for a file that is none, or that everybody may read."""
     advice = "make one with 'moeserve curve-key FILE' and copy it to every node"
     try:
-        if path.stat().st_mode & 0o007:
-            raise ConfigError(f"--curve-key-file {path} is open to every user of this machine: chmod 600 it.")
+        mode = path.stat().st_mode
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError):
         raise ConfigError(f"--curve-key-file {path} cannot be read as a key: {advice}.") from None
+    if mode & 0o007:
+        raise ConfigError(f"--curve-key-file {path} is open to every user of this machine: chmod 600 it.")
     if secret is None or len(public) != 40 or len(secret) != 40:
         raise ConfigError(f"--curve-key-file {path} holds no key pair: {advice}.")
     return RankKeys(public, secret)

@@ -63,8 +63,9 @@ class RankedExecutor:
 
     def check(self) -> None:
         """Raises RankError if a rank has died or fallen silent while nothing was to be done."""
-        while self._hub.receive(0) is not None:
-            continue
+        while (message := self._hub.receive(0)) is not None:
+            if isinstance(message, LayerLoaded):
+                self.on_loaded(message)
         self._hub.check_signs_of_life(self._timeout)
 
     def close(self) -> None:

@@ -1,0 +1,160 @@
+"""Between nodes: only who has the key gets in, and settings that do not fit are refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zmq
+from structlog.testing import capture_logs
+
+from launcher.preflight import check_nodes
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.rank_hub import RankHub
+from moeserve.rank_keys import RankKeys, create_keys, load_keys
+from moeserve.rank_link import RankLink
+from moeserve.rank_meeting import Meeting
+from moeserve.rank_messages import Joined, RankError, Start
+from moeserve.rank_network import interface_of, is_own, machine_id, own_address_towards, resolve
+
+JOINED = Joined(1, os.getpid(), "other", "elsewhere", "software", "model")
+
+
+def make_keys() -> RankKeys:
+    return RankKeys(*zmq.curve_keypair())
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(0)
+
+
+def first_of(keys: RankKeys) -> Meeting:
+    tcp = "tcp://127.0.0.1:*"
+    return Meeting(incarnation=3, results=tcp, steps=(tcp,), collectives=None, interface="lo", keys=keys)
+
+
+def other_of(hub: RankHub, keys: RankKeys | None) -> Meeting:
+    results, steps = hub.addresses
+    return Meeting(incarnation=3, results=results, steps=tuple(steps), collectives=None, interface="lo", keys=keys)
+
+
+def test_a_rank_with_the_key_gets_in_and_sees_the_end_of_rank_0(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    keys = make_keys()
+    hub = RankHub(context, first_of(keys))
+    link = RankLink(context, other_of(hub, keys), 1)
+    link.send(JOINED)
+    assert hub.gather(Joined, threading.Event()) == {1: JOINED}
+    assert hub.name(1) == f"Rank 1 (process {os.getpid()} on other)"
+    hub.send(1, Start())
+    assert isinstance(link.receive(), Start)
+    hub.close()
+    with pytest.raises(RankError, match=r"Rank 0 at tcp://127.* is gone"):
+        link.receive()
+    link.close()
+
+
+@pytest.mark.parametrize("server_is_known", [False, True])
+def test_a_rank_with_another_key_is_refused_and_that_is_logged(
+    context: zmq.Context[zmq.Socket[bytes]], server_is_known: bool
+) -> None:
+    keys, wrong = make_keys(), make_keys()
+
+    class Thief(RankKeys):
+        """Knows rank 0's public key, but not the secret one."""
+
+        def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+            super().secure_client(socket)
+            socket.curve_serverkey = keys.public
+
+    hub = RankHub(context, first_of(keys))
+    thief = Thief(wrong.public, wrong.secret) if server_is_known else wrong
+    link = RankLink(context, other_of(hub, thief), 1)
+    link.send(JOINED)
+    with capture_logs() as logs:
+        while not logs:
+            assert hub.receive(0.1) is None
+    with pytest.raises(RankError, match="has another --curve-key-file"):
+        link.receive()
+    assert logs[0]["event"] == "node_refused"
+    hub.close()
+    link.close()
+
+
+def test_a_rank_without_any_key_is_not_heard(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    hub = RankHub(context, first_of(make_keys()))
+    link = RankLink(context, other_of(hub, None), 1)
+    link.send(JOINED)
+    with capture_logs() as logs:
+        while not logs:
+            assert hub.receive(0.1) is None
+    hub.close()
+    link.close()
+
+
+def test_a_key_file_is_private_kept_and_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    create_keys(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    keys = load_keys(path)
+    assert len(keys.secret) == len(keys.public) == 40
+    assert keys.secret.decode() not in repr(keys)
+    with pytest.raises(ConfigError, match="exists already"):
+        create_keys(path)
+    assert load_keys(path) == keys
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        load_keys(path)
+
+
+@pytest.mark.parametrize(
+    "content", ["", 'curve\n    public-key = "x"\n', "curve\n    public-key = x\n    secret-key = y\n"]
+)
+def test_what_is_no_key_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(content)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="moeserve curve-key"):
+        load_keys(path)
+
+
+def test_settings_of_several_nodes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    create_keys(key)
+    good = ServeConfig(
+        expert_parallel_size=4, nnodes=2, rdzv_endpoint="127.0.0.1:29500", curve_key_file=str(key), node_rank=1
+    )
+    check_nodes(good)
+    check_nodes(replace(good, node_rank=0))
+    check_nodes(ServeConfig())
+    for changes, sentence in (
+        ({"expert_parallel_size": 3}, "cannot be shared equally by 2 nodes"),
+        ({"expert_parallel_size": 1}, "cannot be shared equally by 2 nodes"),
+        ({"node_rank": 2}, "2 nodes count from 0 to 1"),
+        ({"rdzv_endpoint": None}, "--rdzv-endpoint HOST:PORT"),
+        ({"rdzv_endpoint": "host"}, "--rdzv-endpoint HOST:PORT"),
+        ({"rdzv_endpoint": "host:0"}, "--rdzv-endpoint HOST:PORT"),
+        ({"rdzv_endpoint": "192.0.2.1:29500", "node_rank": 0}, "no address of this machine"),
+        ({"curve_key_file": None}, "--nnodes needs --curve-key-file"),
+        ({"curve_key_file": str(tmp_path / "none")}, "cannot be read as a key"),
+        ({"nnodes": 1}, "is for several nodes"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            check_nodes(replace(good, **changes))
+
+
+def test_loopback_leads_to_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert resolve("localhost") == own_address_towards("127.0.0.1") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert is_own("127.0.0.1")
+    assert not is_own("192.0.2.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert interface_of("127.0.0.1") == "eth7"
+    assert machine_id() == machine_id()
