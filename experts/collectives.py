@@ -27,6 +27,7 @@ class Collectives:
     """All ranks call the same methods in the same order, with sizes that agree. Tensors are contiguous, on the CPU.
 
     `num_entered` counts the calls: of ranks that wait for one another the one at fault has entered the fewest.
+    `bytes_to[r]` counts what was handed over for rank r; nothing for this one.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Collectives:
         self.rank = rank
         self.num_ranks = num_ranks
         self.num_entered = 0
+        self.bytes_to = [0] * num_ranks
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         # The shared-memory operations are compiled at the first use, which takes a minute, and none is called here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -66,6 +68,10 @@ class Collectives:
             comm.all_to_all_single(received, rows, list(from_ranks), list(to_ranks))
         except RuntimeError as error:
             raise CollectiveError(_first_line(error)) from error
+        row_bytes = rows[:1].nbytes
+        for rank, count in enumerate(to_ranks):
+            if rank != self.rank:
+                self.bytes_to[rank] += count * row_bytes
         return received
 
     def all_gather(self, rows: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ _MEASURED_ROUNDS = 21
 
 
 class ExpertParallel:
-    """What a rank's decoder needs to reach the experts of all ranks. `num_rows_sent` counts rows sent to others."""
+    """What a rank's decoder needs to reach the experts of all ranks, and counts of what that sent to each of them."""
 
     def __init__(
         self, collectives: Collectives, placement: Placement, moe_layers: Sequence[int], *, last_layer: int
@@ -66,7 +66,12 @@ class ExpertParallel:
 
     @property
     def num_rows_sent(self) -> int:
-        return self._exchange.num_rows_sent
+        """Rows sent to others, padding included."""
+        return sum(self._exchange.rows_to)
+
+    def sent(self) -> list[int]:
+        """Rows sent to each rank, then bytes handed over for each rank, both ways and counts included."""
+        return [*self._exchange.rows_to, *self._collectives.bytes_to]
 
     def use(self, shape: str) -> None:
         """Takes the shape `allgather` or `alltoall`."""
@@ -102,7 +107,8 @@ class ExpertParallel:
     def forget_counts(self) -> None:
         """Starts counting rows at zero again."""
         for exchange in self._exchanges.values():
-            exchange.num_rows_sent = 0
+            exchange.rows_to = [0] * self._collectives.num_ranks
+        self._collectives.bytes_to = [0] * self._collectives.num_ranks
 
     def measure(self, hidden_size: int, top_k: int, dtype: torch.dtype) -> dict[str, float]:
         """Seconds that each shape takes for one layer of a small step: medians, their mean over ranks, known to all.

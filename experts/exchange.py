@@ -36,9 +36,9 @@ class Arrived:
 
 
 class Exchange(Protocol):
-    """A shape of dispatch. `num_rows_sent` counts what this rank sent to others on the way out."""
+    """A shape of dispatch. `rows_to[r]` counts the rows that this rank sent to rank r on the way out."""
 
-    num_rows_sent: int
+    rows_to: list[int]
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
@@ -54,7 +54,7 @@ class AllToAll:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self.num_rows_sent = 0
+        self.rows_to = [0] * collectives.num_ranks
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
@@ -67,7 +67,7 @@ class AllToAll:
         num_from = self._collectives.all_to_all(torch.tensor(num_to), ones, ones).tolist()
         packed = [_pack(x[rows], slots[rank][rows], weights[rows]) for rank, rows in enumerate(of_home) if rank != me]
         received = self._collectives.all_to_all(torch.cat(packed), num_to, num_from)
-        self.num_rows_sent += sum(num_to)
+        self.rows_to = [total + count for total, count in zip(self.rows_to, num_to, strict=True)]
         rows, ids, of_rows = _unpack(received, x, expert_ids.shape[1])
         mine = of_home[me]
         before = sum(num_from[:me])
@@ -101,7 +101,7 @@ class AllGather:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self.num_rows_sent = 0
+        self.rows_to = [0] * collectives.num_ranks
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
@@ -110,7 +110,8 @@ class AllGather:
         packed = _pack(x, expert_ids, weights)
         padded = packed.new_zeros((longest, packed.shape[1]))
         padded[: len(packed)] = packed
-        self.num_rows_sent += longest * (self._collectives.num_ranks - 1)
+        me = self._collectives.rank
+        self.rows_to = [total + longest * (rank != me) for rank, total in enumerate(self.rows_to)]
         rows, ids, of_rows = _unpack(self._collectives.all_gather(padded), x, expert_ids.shape[1])
         slots = tables.slots_here(ids)
         for rank, count in enumerate(num_rows):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from experts.placement import Placement
 from experts.placement_metrics import balancedness
+from experts.rebalance import RebalanceStats
+from experts.residency_control import ResidencyCounters
 from moeserve.expert_statistics import ExpertRecording
-from moeserve.messages import ExpertStats
+from moeserve.messages import ExpertMemoryCounters, ExpertStats, PrefetchCounters, RebalanceCounters
 
 
 class ExpertCommandError(Exception):
@@ -29,35 +31,65 @@ class ExpertFacts:
     num_ranks: int
 
 
+class MemoryStats(Protocol):
+    """What is read of `experts.expert_memory.ExpertMemoryStats`, which this module cannot import without torch."""
+
+    @property
+    def counters(self) -> ResidencyCounters: ...
+    @property
+    def stall_seconds(self) -> float: ...
+    @property
+    def predictor_seconds(self) -> float: ...
+    @property
+    def misses_by_tier(self) -> dict[str, int]: ...
+    @property
+    def resident(self) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSources:
+    """Whom to ask; None for what this service does not have.
+
+    links: [from, to, rows, bytes] of every pair of ranks. prefetches: whether experts are read ahead of their use.
+    """
+
+    placement: Callable[[], Placement | None] = lambda: None
+    placement_version: Callable[[], int] = lambda: 0
+    links: Callable[[], list[list[int]]] | None = None
+    rebalancing: Callable[[], RebalanceStats] | None = None
+    memory: Callable[[], MemoryStats] | None = None
+    prefetches: bool = False
+
+
 class ExpertMonitor:
     """Reads from those that own what is told. recording is None where nothing is recorded."""
 
     def __init__(
-        self,
-        facts: ExpertFacts,
-        recording: ExpertRecording | None,
-        placement: Callable[[], Placement | None],
-        run_dir: Path,
+        self, facts: ExpertFacts, recording: ExpertRecording | None, sources: ExpertSources, run_dir: Path
     ) -> None:
         self._facts = facts
         self._recording = recording
-        self._placement = placement
+        self._sources = sources
         self._trace_file = run_dir / "expert-trace.safetensors"
 
     def stats(self) -> ExpertStats:
         """The part of the engine's counters that is about experts."""
-        recording = self._recording
-        if recording is None:
-            return ExpertStats()
-        placement = self._placement()
-        load = recording.recorder.statistics().load()
-        remote = recording.remote_ranks
-        return ExpertStats(
-            tokens_recorded=recording.recorder.num_tokens,
-            expert_balancedness=_balance_of_experts(load),
-            rank_balancedness=None if placement is None else balancedness(load, placement).tolist(),
-            remote_rows=None if placement is None else [remote.num_sent, remote.num_rows],
+        sources, recording = self._sources, self._recording
+        stats = ExpertStats(
+            links=None if sources.links is None else sources.links(),
+            memory=None if sources.memory is None else _memory_counters(sources.memory(), sources.prefetches),
+            rebalancing=None if sources.rebalancing is None else self._rebalance_counters(sources.rebalancing()),
         )
+        if recording is not None:
+            placement = sources.placement()
+            load = recording.recorder.statistics().load()
+            stats.tokens_recorded = recording.recorder.num_tokens
+            stats.expert_balancedness = _balance_of_experts(load)
+            if placement is not None:
+                remote = recording.remote_ranks
+                stats.rank_balancedness = balancedness(load, placement).tolist()
+                stats.remote_rows = [remote.num_sent, remote.num_rows]
+        return stats
 
     def command(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """What a command of `Control` gave. Raises ExpertCommandError."""
@@ -76,7 +108,8 @@ class ExpertMonitor:
         raise ExpertCommandError(f"unknown command {name!r}")
 
     def _describe(self) -> dict[str, Any]:
-        facts, recording, placement = self._facts, self._recording, self._placement()
+        facts, sources, recording = self._facts, self._sources, self._recording
+        placement = sources.placement()
         described: dict[str, Any] = {
             "layers": list(facts.layers),
             "num_experts": facts.num_experts,
@@ -84,7 +117,14 @@ class ExpertMonitor:
             "num_ranks": facts.num_ranks,
         }
         if placement is not None:
-            described["placement"] = {"ranks": [[list(ranks) for ranks in layer] for layer in placement.ranks]}
+            described["placement"] = {
+                "version": sources.placement_version(),
+                "ranks": [[list(ranks) for ranks in layer] for layer in placement.ranks],
+            }
+        if sources.rebalancing is not None:
+            described["rebalancing"] = asdict(sources.rebalancing())
+        if sources.memory is not None:
+            described["residency"] = {"resident": sources.memory().resident}
         if recording is not None:
             described |= self._describe_recording(recording, placement)
         return described
@@ -134,6 +174,37 @@ class ExpertMonitor:
         if self._recording is None:
             raise ExpertCommandError("Nothing is recorded: the service runs with --no-record-experts.")
         return self._recording
+
+    def _rebalance_counters(self, stats: RebalanceStats) -> RebalanceCounters:
+        return RebalanceCounters(
+            placement_version=self._sources.placement_version(),
+            num_migrations=stats.num_migrations,
+            num_failures=stats.num_failures,
+            num_experts_loaded=stats.num_experts_loaded,
+            seconds_since_success=stats.seconds_since_success,
+        )
+
+
+def _memory_counters(stats: MemoryStats, prefetches: bool) -> ExpertMemoryCounters:
+    counters = stats.counters
+    prefetch = PrefetchCounters(
+        predictor_seconds=stats.predictor_seconds,
+        num_late=counters.num_late,
+        prefetch_bytes=counters.prefetch_bytes,
+        useful_bytes=counters.useful_bytes,
+        late_bytes=counters.late_bytes,
+        wasted_bytes=counters.wasted_bytes,
+        cancelled_bytes=counters.cancelled_bytes,
+    )
+    return ExpertMemoryCounters(
+        stall_seconds=stats.stall_seconds,
+        misses_by_tier=stats.misses_by_tier,
+        num_hits=counters.num_hits,
+        num_evictions=counters.num_evictions,
+        num_resident=sum(map(len, stats.resident)),
+        demand_bytes=counters.demand_bytes,
+        prefetch=prefetch if prefetches else None,
+    )
 
 
 def _balance_of_experts(load: np.typing.NDArray[np.float32]) -> list[float]:

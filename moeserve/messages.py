@@ -132,17 +132,55 @@ class Outputs(Message):
     outputs: list[Output]
 
 
+class PrefetchCounters(Message):
+    """Prefetches, since the start. num_late: experts that were wanted while their prefetch was under way."""
+
+    predictor_seconds: float
+    num_late: int
+    prefetch_bytes: int
+    useful_bytes: int
+    late_bytes: int
+    wasted_bytes: int
+    cancelled_bytes: int
+
+
+class ExpertMemoryCounters(Message):
+    """Of `experts.expert_memory.ExpertMemoryStats`, since the start. prefetch is None where nothing is predicted."""
+
+    stall_seconds: float
+    misses_by_tier: dict[str, int]
+    num_hits: int
+    num_evictions: int
+    num_resident: int
+    demand_bytes: int
+    prefetch: PrefetchCounters | None = None
+
+
+class RebalanceCounters(Message):
+    """Of `experts.rebalance.RebalanceStats`."""
+
+    placement_version: int
+    num_migrations: int
+    num_failures: int
+    num_experts_loaded: int
+    seconds_since_success: float | None
+
+
 class ExpertStats(Message):
     """What of the experts is counted. None, or empty, is what is not there: nothing recorded, one rank, all resident.
 
     expert_balancedness, rank_balancedness: by layer with experts, mean over maximum of the recent load.
-    remote_rows: how many rows were sent to other ranks, each rank once, of how many (a row is a token in a layer).
+    remote_rows: rows (a token in a layer) times the other ranks that hold experts of theirs, and rows. links: from,
+    to, rows, bytes. memory: where experts are read while they are computed.
     """
 
     tokens_recorded: int | None = None
     expert_balancedness: list[float] = []
     rank_balancedness: list[float] | None = None
     remote_rows: list[int] | None = None
+    links: list[list[int]] | None = None
+    memory: ExpertMemoryCounters | None = None
+    rebalancing: RebalanceCounters | None = None
 
 
 class Stats(Message):

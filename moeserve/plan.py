@@ -88,8 +88,10 @@ class StepResult:
     """One `ChunkResult` per chunk of the plan, in the plan's order.
 
     `routing`: the experts that the gates chose for the plan's rows (`experts.step_routing`), if that is recorded.
+    `sent`: of one rank of several, what it has sent since the start: rows to each rank, then bytes to each rank.
     """
 
     step: int
     chunks: list[ChunkResult]
     routing: bytes | None = None
+    sent: list[int] | None = None

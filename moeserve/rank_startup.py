@@ -20,7 +20,9 @@ from experts.dispatch import ExpertParallel
 from experts.errors import CollectiveError
 from experts.placement import Placement
 from moeserve.config import ServeConfig
+from moeserve.expert_links import CountedRunner, LinkCounts
 from moeserve.expert_migrator import make_migrator
+from moeserve.expert_monitor import ExpertSources
 from moeserve.expert_statistics import open_recording
 from moeserve.kv_budget import KvBudget
 from moeserve.plan_codec import decode_plan
@@ -41,7 +43,7 @@ from moeserve.rank_messages import (
 )
 from moeserve.rank_network import machine_id
 from moeserve.ranked_executor import RankedExecutor
-from moeserve.rebalancing import follow, rebalancing
+from moeserve.rebalancing import RebalancingExecutor, follow, rebalancing
 from moeserve.result_codec import encode_result
 from moeserve.run_context import RunContext
 from moeserve.startup import (
@@ -113,7 +115,14 @@ def _run_first(
             num_entered=lambda: member.collectives.num_entered,
         )
         steps = rebalancing(executor, config, member.experts.placement, member.migrator, recording)
-        serve(context, member.model, steps, report, stop, recording, lambda: member.experts.placement)
+        links = LinkCounts(steps, config.expert_parallel_size)
+        sources = ExpertSources(
+            placement=lambda: member.experts.placement,
+            placement_version=lambda: executor.placement_version,
+            links=links.links,
+            rebalancing=steps.stats if isinstance(steps, RebalancingExecutor) else None,
+        )
+        serve(context, member.model, links, report, stop, recording, sources)
         executor.close()
         member.collectives.close()
     except CollectiveError as error:
@@ -238,7 +247,7 @@ class _Member:
             dispatch_of=self.experts.dispatch_of,
             tap=tap,
         )
-        self.runner = tapped(self.model.runner, tap)
+        self.runner = CountedRunner(tapped(self.model.runner, tap), self.experts.sent)
         self.migrator = make_migrator(directory, self.model, self.experts, owned)
 
     def warm_up(self) -> None:

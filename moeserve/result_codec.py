@@ -22,11 +22,12 @@ class _WireResult(msgspec.Struct, array_like=True, frozen=True):
     step: int
     chunks: list[_WireChunkResult]
     routing: bytes | None
+    sent: list[int] | None
 
 
 def encode_result(result: StepResult) -> bytes:
     """The bytes of a result."""
-    wire = _WireResult(result.step, [_pack_chunk(chunk) for chunk in result.chunks], result.routing)
+    wire = _WireResult(result.step, [_pack_chunk(chunk) for chunk in result.chunks], result.routing, result.sent)
     packed: bytes = msgpack.packb(msgspec.to_builtins(wire, builtin_types=(bytes,)))
     return packed
 
@@ -40,7 +41,7 @@ def decode_result(data: bytes) -> StepResult:
         wire = msgspec.convert(body, _WireResult)
     except (ValueError, TypeError, RecursionError, OverflowError, msgpack.exceptions.UnpackException) as error:
         raise DecodeError(f"{type(error).__name__}: {error}") from None
-    return StepResult(wire.step, [_unpack_chunk(chunk) for chunk in wire.chunks], wire.routing)
+    return StepResult(wire.step, [_unpack_chunk(chunk) for chunk in wire.chunks], wire.routing, wire.sent)
 
 
 def _pack_chunk(chunk: ChunkResult) -> _WireChunkResult:

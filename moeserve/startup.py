@@ -21,7 +21,7 @@ from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
 from moeserve.executor import Executor, LocalExecutor, Runner
-from moeserve.expert_monitor import ExpertFacts, ExpertMonitor
+from moeserve.expert_monitor import ExpertFacts, ExpertMonitor, ExpertSources
 from moeserve.expert_placement import plan_placement
 from moeserve.expert_recording import RecordingExecutor, TappedRunner
 from moeserve.expert_residency import ResidencyPlan, ResidentModel, open_experts, plan_residency
@@ -93,8 +93,9 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
     recording = open_recording(config, directory, plan.spec)
     tap = routing_tap(plan.spec, config)
     model = load_model(directory, config, report, plan=plan, tap=tap)
+    sources = ExpertSources(memory=None if model.experts is None else model.experts.memory.stats)
     try:
-        serve(context, model, LocalExecutor(tapped(model.runner, tap)), report, stop, recording)
+        serve(context, model, LocalExecutor(tapped(model.runner, tap)), report, stop, recording, sources)
     finally:
         if model.experts is not None:
             model.experts.memory.close()
@@ -118,16 +119,16 @@ def serve(
     report: Report,
     stop: threading.Event,
     recording: ExpertRecording | None,
-    placement: Callable[[], Placement | None] = lambda: None,
+    sources: ExpertSources,
 ) -> None:
     """Runs the engine over an executor until `stop` is set; `model` is that of this process.
 
-    recording: where the routing goes that the results carry. It is saved at the end. placement: where the experts are
-    now, None of one rank.
+    recording: where the routing goes that the results carry. It is saved at the end. sources: whom to ask about the
+    experts.
     """
     config = context.config
     if recording is not None:
-        recording.placement = placement
+        recording.placement = sources.placement
         executor = RecordingExecutor(executor, recording)
     num_ranks = config.expert_parallel_size
     scheduler, caches = build_scheduler(config, model.kv)
@@ -150,7 +151,7 @@ def serve(
     )
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)
-    monitor = _monitor(context, model.spec, recording, placement)
+    monitor = _monitor(context, model.spec, recording, sources)
     engine = Engine(socket, scheduler, caches, executor, ready, monitor)
     heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
     heartbeat.start()
@@ -182,13 +183,13 @@ def _monitor(
     context: RunContext,
     spec: DecoderSpec,
     recording: ExpertRecording | None,
-    placement: Callable[[], Placement | None],
+    sources: ExpertSources,
 ) -> ExpertMonitor | None:
     if spec.moe is None:
         return None
     num_ranks = context.config.expert_parallel_size
     facts = ExpertFacts(spec.moe_layers, spec.moe.num_experts, spec.moe.gate.top_k, num_ranks)
-    return ExpertMonitor(facts, recording, placement, Path(context.run_dir))
+    return ExpertMonitor(facts, recording, sources, Path(context.run_dir))
 
 
 def _save(recording: ExpertRecording) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -158,10 +159,24 @@ def test_experts_that_cannot_be_shared_are_refused_before_serving(
     refused.process.stdout.close()
 
 
+def links(running: Service) -> dict[tuple[str, str], float]:
+    """Rows sent from rank to rank."""
+    found = re.findall(
+        r'moeserve_expert_link_rows_total{from="(\d)",to="(\d)"} (\S+)', running.http.get("/metrics").text
+    )
+    return {(source, target): float(rows) for source, target, rows in found}
+
+
 def test_what_two_ranks_saw_is_saved_at_the_end(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("statistics") / "experts.safetensors"
     with service(model, tmp_path_factory.mktemp("s"), *TWO, "--expert-statistics", str(file)) as running:
         usage = [complete(running, prompt) for prompt in prompts()[:4]]
+        described = running.http.get("/v1/experts").json()
+        assert described["num_ranks"] == 2
+        assert described["placement"]["ranks"] == [[[0], [0], [1], [1]]] * 2
+        assert len(described["balancedness"]["ranks"]) == 2
+        wait_until(lambda: links(running).get(("0", "1"), 0) > 0)
+        assert links(running)["1", "0"] > 0
         running.process.send_signal(signal.SIGTERM)
         assert running.end() == 0
     statistics = load_statistics(file, statistics_key(model))

@@ -78,6 +78,9 @@ def main() -> None:
                 else:
                     wanted_rows_sent += max(counts) * (num_ranks - 1)
         assert experts.num_rows_sent == wanted_rows_sent
+        num_bytes = experts.sent()[num_ranks:]
+        assert sum(num_bytes) > wanted_rows_sent * x.shape[1] * x.element_size()
+        assert [count > 0 for count in num_bytes] == [other != rank for other in range(num_ranks)]
     for gathered, exchanged in zip(*of_shape.values(), strict=True):
         assert torch.equal(gathered, exchanged)
     collectives.close()

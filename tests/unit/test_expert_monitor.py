@@ -1,6 +1,7 @@
 """What is told of experts: counters, the description, and commands that cannot be carried out."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -8,12 +9,14 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
 from experts.placement import Placement, contiguous
+from experts.rebalance import RebalanceStats
 from experts.recorder import RoutingRecorder
+from experts.residency_control import ResidencyCounters
 from experts.statistics import RoutingStatistics, StatisticsSpec
 from experts.step_routing import RoutingShape
 from experts.trace_file import load_trace
 from experts.trace_recorder import RequestRows
-from moeserve.expert_monitor import ExpertCommandError, ExpertFacts, ExpertMonitor
+from moeserve.expert_monitor import ExpertCommandError, ExpertFacts, ExpertMonitor, ExpertSources
 from moeserve.expert_statistics import ExpertRecording
 from moeserve.frontend.expert_metrics import expert_metrics
 from moeserve.messages import ExpertStats
@@ -32,7 +35,7 @@ def recording(path: Path | None = None, placement: Placement | None = PLACEMENT)
 
 
 def monitor(folder: Path, made: ExpertRecording | None, placement: Placement | None = PLACEMENT) -> ExpertMonitor:
-    return ExpertMonitor(FACTS, made, lambda: placement, folder)
+    return ExpertMonitor(FACTS, made, ExpertSources(placement=lambda: placement), folder)
 
 
 def samples(stats: ExpertStats) -> dict[tuple[str, ...], float]:
@@ -72,6 +75,7 @@ def test_the_description_of_two_ranks(tmp_path: Path):
     described = monitor(tmp_path, recording()).command("experts", {})
     assert described["layers"] == [1, 2]
     assert described["load"] == [[1, 2, 1, 0], [0, 0, 0, 4]]
+    assert described["placement"]["version"] == 0
     assert described["placement"]["ranks"] == [[[0], [0], [1], [1]]] * 2
     assert described["balancedness"]["ranks"] == pytest.approx([2 / 3, 0.5])
     assert described["recording"] == {"tokens": 4, "half_life": 10**12, "saved_to_file": False, "trace": None}
@@ -124,3 +128,45 @@ def test_an_empty_trace_and_a_full_disk_are_said(tmp_path: Path):
         monitor(tmp_path, recording(tmp_path / "gone" / "file")).command("save_expert_statistics", {})
     with pytest.raises(ExpertCommandError, match="--no-record-experts"):
         monitor(tmp_path, None).command("start_expert_trace", {})
+
+
+class Memory:
+    """What a bounded expert memory tells."""
+
+    counters = ResidencyCounters(num_hits=9, num_late=1, num_misses=2, num_evictions=3, demand_bytes=40, useful_bytes=7)
+    stall_seconds = 0.5
+    predictor_seconds = 0.25
+    misses_by_tier: ClassVar = {"disk": 2}
+    resident: ClassVar = [[0, 2], [1]]
+
+
+def test_a_bounded_memory_tells_of_stalls_and_of_prefetches_only_where_there_are_any(tmp_path: Path):
+    for prefetches in (False, True):
+        sources = ExpertSources(memory=Memory, prefetches=prefetches)
+        operator = ExpertMonitor(FACTS, None, sources, tmp_path)
+        found = samples(operator.stats())
+        assert found["moeserve_expert_stall_seconds_total",] == 0.5
+        assert found["moeserve_expert_misses_total", "disk"] == 2
+        assert found["moeserve_expert_resident",] == 3
+        assert (("moeserve_expert_prefetch_bytes_total", "useful") in found) == prefetches
+        assert (("moeserve_expert_late_total",) in found) == prefetches
+        assert operator.command("experts", {})["residency"]["resident"] == [[0, 2], [1]]
+
+
+def test_links_and_rebalancing_are_told(tmp_path: Path):
+    stats = RebalanceStats(num_migrations=2, num_experts_loaded=5, seconds_since_success=8.0, last_gain=(0.5, 0.75))
+    sources = ExpertSources(
+        placement=lambda: PLACEMENT,
+        placement_version=lambda: 2,
+        links=lambda: [[0, 1, 10, 1000], [1, 0, 20, 2000]],
+        rebalancing=lambda: stats,
+    )
+    operator = ExpertMonitor(FACTS, None, sources, tmp_path)
+    found = samples(operator.stats())
+    assert found["moeserve_expert_link_rows_total", "1", "0"] == 20
+    assert found["moeserve_expert_link_bytes_total", "0", "1"] == 1000
+    assert found["moeserve_expert_placement_version",] == 2
+    assert found["moeserve_expert_migration_age_seconds",] == 8.0
+    described = operator.command("experts", {})
+    assert described["placement"]["version"] == 2
+    assert described["rebalancing"]["last_gain"] == (0.5, 0.75)

@@ -50,7 +50,7 @@ def ensure_demo(
         _check_ours(out)
     return ensure_built(
         out or (root or cache_root()) / "demo" / name,
-        builder=f"{_BUILDER}{_BUILD_VERSION} experts={experts} top_k={top_k}{' split' if split else ''}",
+        builder=f"{_BUILDER}{_BUILD_VERSION} experts={experts} top_k={top_k}{' split=2' if split else ''}",
         build=build,
         bytes_needed=_FFN_BYTES * (1 if split else experts // top_k) + _OTHER_BYTES,
         progress=progress,
