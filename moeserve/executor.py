@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from moeserve.plan import StepPlan, StepResult
@@ -36,3 +36,29 @@ class LocalExecutor:
 
     def check(self) -> None:
         """Nothing can be missing."""
+
+
+class LaunchedStep(Protocol):
+    """A step on a device's queue."""
+
+    def result(self) -> StepResult: ...
+
+
+class LaunchingRunner(Runner, Protocol):
+    """Computes plans on a device that works while the host goes on."""
+
+    def launch(self, plan: StepPlan) -> LaunchedStep: ...
+
+
+class LocalLauncher(LocalExecutor):
+    """The only rank, in this process, on a device with a queue."""
+
+    def __init__(self, runner: LaunchingRunner) -> None:
+        super().__init__(runner)
+        self._launching = runner
+
+    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
+        """Queues a step; what it returns waits for it."""
+        (plan,) = plans
+        step = self._launching.launch(plan)
+        return lambda: [step.result()]

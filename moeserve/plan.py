@@ -14,6 +14,9 @@ class Chunk:
 
     `sampling` is None for a chunk that does not reach the end of the request's tokens. `block_table` is the request's
     own array, which only grows while the plan is in flight. `extras` is None for most.
+
+    `drawn_by` is set where the plan before is still in flight: the chunk's one token is what that plan's chunk number
+    `drawn_by` among its sampled ones will draw, and `token_ids` holds a zero in its place.
     """
 
     request_id: str
@@ -22,6 +25,7 @@ class Chunk:
     block_table: array[int]
     sampling: SamplingParams | None
     extras: ChunkExtras | None = None
+    drawn_by: int | None = None
 
     @property
     def num_logit_rows(self) -> int:

@@ -31,6 +31,7 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
     block_table: bytes
     sampling: SamplingParams | None
     extras: _WireExtras | None
+    drawn_by: int | None
 
 
 class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
@@ -67,6 +68,7 @@ def _pack_chunk(chunk: Chunk) -> _WireChunk:
         chunk.block_table.tobytes(),
         chunk.sampling,
         None if extras is None else _pack_extras(extras),
+        chunk.drawn_by,
     )
 
 
@@ -78,6 +80,7 @@ def _unpack_chunk(wire: _WireChunk) -> Chunk:
         unpack_token_ids(wire.block_table),
         wire.sampling,
         None if wire.extras is None else _unpack_extras(wire.extras),
+        wire.drawn_by,
     )
 
 

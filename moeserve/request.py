@@ -55,10 +55,10 @@ class Request:
     """One request inside the scheduler, which alone mutates it.
 
     "Prefill" and "decode" are not states: `num_computed_tokens` catches up with `len(token_ids)`, and whatever a prefix
-    hit, a chunk or a preemption does is a change of that number. `num_scheduled_tokens` are in a plan whose result has
+    hit, a chunk or a preemption does is a change of that number. `num_scheduled_tokens` are in plans whose results have
     not come yet. `lease` is None while the request waits; otherwise it is one of rank `rank`. `finished` says that it
-    ended while a plan still named it. `num_prompt_logprobs` log probabilities of prompt tokens were reported, which
-    survives a preemption.
+    ended while a plan still named it, `failed` that it ended with an error. `num_prompt_logprobs` log probabilities of
+    prompt tokens were reported, which survives a preemption.
     """
 
     request_id: str
@@ -77,12 +77,18 @@ class Request:
     rank: int = 0
     lease: Lease | None = None
     finished: bool = False
+    failed: bool = False
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         sampling = self.sampling
         self.is_plain = not (sampling.needs_history or sampling.min_tokens or sampling.prompt_logprobs is not None)
+
+    @property
+    def num_planned_tokens(self) -> int:
+        """Tokens computed once every plan in flight is."""
+        return self.num_computed_tokens + self.num_scheduled_tokens
 
     @property
     def num_output_tokens(self) -> int:

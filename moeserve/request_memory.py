@@ -11,8 +11,8 @@ from radix_cache import PrefixCache
 class RequestMemory:
     """Leases on behalf of requests. It knows neither queues nor budgets.
 
-    A request is named by at most one plan in flight, and while one names it its lease is neither released nor changed
-    otherwise than by appending. So whatever leaves a lease here can be freed at once.
+    While a plan in flight names a request, its lease is neither released nor changed otherwise than by appending, or by
+    exchanging full blocks for equal ones (`publish`). So whatever else leaves a lease here can be freed at once.
     """
 
     def __init__(self, cache: PrefixCache) -> None:
@@ -34,10 +34,10 @@ class RequestMemory:
         return -(-len(request.token_ids) // self._block_size) - len(lease.block_ids)
 
     def num_empty_slots(self, request: Request) -> int:
-        """Slots that the request holds and has not filled."""
+        """Slots that the request holds and no plan so far fills."""
         lease = request.lease
         assert lease is not None
-        return len(lease.block_ids) * self._block_size - request.num_computed_tokens
+        return len(lease.block_ids) * self._block_size - request.num_planned_tokens
 
     def attach(self, request: Request) -> None:
         """Leases what is cached of the request's tokens and counts it as computed.
@@ -71,7 +71,7 @@ class RequestMemory:
         """Leases blocks for `count` more tokens. Returns the new ids, None with nothing changed if memory is short."""
         lease = request.lease
         assert lease is not None
-        missing = (request.num_computed_tokens + count - 1) // self._block_size + 1 - len(lease.block_ids)
+        missing = (request.num_planned_tokens + count - 1) // self._block_size + 1 - len(lease.block_ids)
         if missing <= 0:
             return ()
         return self._cache.extend(lease, missing)
@@ -80,14 +80,20 @@ class RequestMemory:
         """How many more tokens of the request could have a slot now."""
         return self.num_empty_slots(request) + self._cache.num_available * self._block_size
 
-    def publish(self, request: Request) -> None:
-        """Lets others find the full blocks that the request has computed."""
+    def publish(self, request: Request) -> list[int] | None:
+        """Lets others find the full blocks that the request has computed.
+
+        Returns blocks that it had in double and no longer holds, to be freed; None for none.
+        """
         lease = request.lease
         assert lease is not None
-        if request.num_computed_tokens - lease.num_published_tokens >= self._block_size:
-            duplicates = self._cache.publish(lease, request.token_ids, request.num_computed_tokens)
-            if duplicates:
-                self._cache.free(duplicates)
+        if request.num_computed_tokens - lease.num_published_tokens < self._block_size:
+            return None
+        return self._cache.publish(lease, request.token_ids, request.num_computed_tokens) or None
+
+    def free(self, duplicates: list[int]) -> None:
+        """Frees what `publish` returned, when no plan in flight names it."""
+        self._cache.free(duplicates)
 
     def is_computed_by(self, request: Request, other: Request) -> bool:
         """Whether the chunk in which `other` is scheduled computes the block that comes next for `request`."""

@@ -16,6 +16,7 @@ from moeserve.plan_draft import PlanDraft
 from moeserve.rank_choice import Placement, RankLoads
 from moeserve.request import FinishReason, Request
 from moeserve.request_memory import RequestMemory
+from moeserve.run_ahead import plan_drawn
 from moeserve.waiting_queue import WaitingQueue
 from radix_cache import PrefixCache
 
@@ -29,8 +30,10 @@ class Scheduler:
     r. A step's time is that of its busiest rank, so `max_num_batched_tokens` holds for each rank; `max_num_seqs` and
     the queue hold for the service as a whole.
 
-    `schedule` may be called again before `commit` of the plan before: a request with tokens in flight is then left out,
-    and its blocks stay as they are until its commit, even if it is aborted. Commits come in the order of the plans.
+    `schedule` may be called again before `commit` of the plan before, and commits come in the order of the plans. A
+    request with tokens in flight is then left out, and its blocks stay until its commit, even if it is aborted. With
+    `run_ahead` it goes on: the rest of its prompt is planned, or the token that the plan before will draw; what turns
+    out to lie beyond its last token is dropped.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Scheduler:
         max_num_queued_reqs: int,
         max_model_len: int,
         policy: str = "fcfs",
+        run_ahead: bool = False,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
@@ -52,6 +56,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_model_len = max_model_len
+        self._run_ahead = run_ahead
         self._memories = [RequestMemory(cache) for cache in caches]
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(policy, self._longest_match)
@@ -76,7 +81,7 @@ class Scheduler:
 
     @property
     def num_empty_slots(self) -> int:
-        """Slots that requests hold and have not filled yet."""
+        """Slots that requests hold and no plan so far fills."""
         return sum(self._memories[request.rank].num_empty_slots(request) for request in self._running)
 
     def add(self, request: Request) -> None:
@@ -125,12 +130,15 @@ class Scheduler:
         prompts: list[Request] = []
         # Preemption takes requests out of the list while it is walked, but only behind the current one.
         for request in self._running:
-            if request.num_scheduled_tokens:
+            if request.num_scheduled_tokens and not self._run_ahead:
                 continue
-            if len(request.token_ids) - request.num_computed_tokens > 1:
+            num_pending = len(request.token_ids) - request.num_planned_tokens
+            if num_pending > 1:
                 prompts.append(request)
-            else:
+            elif num_pending == 1:
                 self._plan_chunk(request, 1, draft)
+            elif num_pending == 0:
+                plan_drawn(request, draft, self._in_flight[-1], self._memories[request.rank])
         draft.num_decodes = len(draft.requests)
         awaited = self._waiting.top_priority
         urgent = [request for request in prompts if awaited is None or request.priority <= awaited]
@@ -149,16 +157,14 @@ class Scheduler:
     def commit(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> list[RequestOutput]:
         """Takes over what the ranks computed in a step. Publishes full blocks, appends tokens, ends requests.
 
-        Raises ValueError, with nothing changed, if `plans` are not the oldest in flight or `results` are not of their
-        shape.
+        Raises ValueError, with nothing changed, for plans that are not the oldest in flight or results of other shape.
         """
         if not self._in_flight or self._in_flight[0].plans is not plans:
             raise ValueError(f"step {plans[0].step} is not the oldest one in flight")
-        for plan, result in zip(plans, results, strict=True):
-            if result.step != plan.step or len(result.chunks) != len(plan.chunks):
-                raise ValueError(f"step {plan.step} and the result of step {result.step} do not belong together")
+        rows = self._in_flight[0].rows(results)
         draft = self._in_flight.popleft()
-        rows = [zip(plan.chunks, result.chunks, strict=True) for plan, result in zip(plans, results, strict=True)]
+        for rank, blocks in draft.duplicates:
+            self._memories[rank].free(blocks)
         outputs: list[RequestOutput] = []
         for request in draft.requests:
             chunk, computed = next(rows[request.rank])
@@ -168,12 +174,13 @@ class Scheduler:
             if error is None and computed.token_id is None and chunk.sampling is not None:
                 error = "no token was drawn"
             if request.finished:
-                self._release(request, error)
+                request.failed |= error is not None
+                self._release(request)
             elif error is not None:
                 outputs.append(self._end(request, FinishReason.ERROR, error))
             else:
                 request.num_computed_tokens += num_tokens
-                self._memories[request.rank].publish(request)
+                self._publish(request)
                 output = self._take_over(request, chunk, computed)
                 if output is not None:
                     outputs.append(output)
@@ -190,7 +197,7 @@ class Scheduler:
             rank = request.rank
             if request.lease is None or draft.budgets[rank] <= 0:
                 continue
-            gained = self._memories[rank].catch_up(request)
+            gained = 0 if request.num_scheduled_tokens else self._memories[rank].catch_up(request)
             if gained:
                 self.counters.prefix_hit_tokens += gained
                 if not request.num_preemptions:
@@ -246,20 +253,21 @@ class Scheduler:
         """
         is_computed_by = self._memories[request.rank].is_computed_by
         return any(is_computed_by(request, other) for other in draft.prompts) or any(
-            is_computed_by(request, other) for earlier in self._in_flight for other in earlier.prompts
+            other is not request and is_computed_by(request, other)
+            for earlier in self._in_flight
+            for other in earlier.prompts
         )
 
     def _plan_chunk(self, request: Request, limit: int, draft: PlanDraft) -> None:
         """Plans up to `limit` of the request's pending tokens: what fits into memory, after preemptions if none does.
 
-        The victim is the last of the request's rank. Without one the request stays as it is: those after it are
-        scheduled and will give memory back.
+        The victim is the last of its rank. Without one the request stays as it is: those after it give memory back.
         """
         if limit <= 0:
             return
         rank = request.rank
         memory = self._memories[rank]
-        count = wanted = min(len(request.token_ids) - request.num_computed_tokens, limit)
+        count = wanted = min(len(request.token_ids) - request.num_planned_tokens, limit)
         while (new := memory.grow(request, count)) is None:
             count = memory.num_tokens_that_fit(request)
             if not count:
@@ -294,6 +302,15 @@ class Scheduler:
             self.counters.prompt_tokens += request.num_prompt_tokens
             self._started.append(request)
 
+    def _publish(self, request: Request) -> None:
+        """Lets others find the request's full blocks; those it has in double go when no plan names them any more."""
+        memory = self._memories[request.rank]
+        blocks = memory.publish(request)
+        if blocks and request.num_scheduled_tokens:
+            self._in_flight[-1].duplicates.append((request.rank, blocks))
+        elif blocks:
+            memory.free(blocks)
+
     def _take_over(self, request: Request, chunk: Chunk, computed: ChunkResult) -> RequestOutput | None:
         """Appends the drawn token and ends the request if that is its last one."""
         prompt_logprobs = computed.prompt_logprobs
@@ -318,15 +335,16 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
         """Takes the request out. Its blocks go back now, or with the commit of the plan that names it."""
         del self._requests[request.request_id]
-        request.finished = True
+        request.finished, request.failed = True, error is not None
         if request.lease is None:
             self._waiting.remove(request)
             return RequestOutput(request, finish_reason=reason, error=error)
         self._running.remove(request)
-        if not request.num_scheduled_tokens:
-            self._release(request, error)
+        self._release(request)
         return RequestOutput(request, finish_reason=reason, error=error)
 
-    def _release(self, request: Request, error: str | None) -> None:
-        """The tokens the request ended with stay cached. After an error none do, as far as nobody else uses them."""
-        self._memories[request.rank].detach(request, len(request.token_ids) if error is None else 0)
+    def _release(self, request: Request) -> None:
+        """Gives its memory back once no plan names it. The tokens the request ended with stay cached; after an error
+        none do, as far as nobody else uses them."""
+        if not request.num_scheduled_tokens:
+            self._memories[request.rank].detach(request, 0 if request.failed else len(request.token_ids))

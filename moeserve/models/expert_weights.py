@@ -30,6 +30,10 @@ class ExpertReader:
 
     def read(self, place: int) -> Tensor:
         """The packed bytes of the expert at a place, uint8 [layout.num_bytes], in memory of their own."""
+        return self.layout.pack(*self.read_matrices(place))
+
+    def read_matrices(self, place: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """gate_up [2I, H], down [H, I] and their biases [2I] and [H], if there are any, of the expert at a place."""
         hidden, width, dtype = self.shape.hidden_size, self.shape.intermediate_size, self.shape.weight_dtype
         gate_up, down = torch.empty((2 * width, hidden), dtype=dtype), torch.empty((hidden, width), dtype=dtype)
         tensors, expert = self._plan.tensors[place if self._plan.storage == "split" else 0], self.owned[place]
@@ -48,11 +52,13 @@ class ExpertReader:
         else:
             self._reader.read_expert_into(tensors["gate_up"], expert, gate_up)
             self._reader.read_expert_into(tensors["down"], expert, down)
-        return self.layout.pack(gate_up, down, *self._read_biases(tensors, expert))
+        return gate_up, down, *self._read_biases(tensors, expert)
 
-    def _read_biases(self, tensors: Mapping[str, StoredTensor], expert: int) -> tuple[()] | tuple[Tensor, Tensor]:
+    def _read_biases(
+        self, tensors: Mapping[str, StoredTensor], expert: int
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
         if not self.shape.has_bias:
-            return ()
+            return None, None
         gate_up_bias = torch.empty(2 * self.shape.intermediate_size, dtype=self.shape.dtype)
         down_bias = torch.empty(self.shape.hidden_size, dtype=self.shape.dtype)
         seen = _halves(gate_up_bias).T if self._moe.transposed_experts else gate_up_bias

@@ -21,6 +21,7 @@ from radix_cache.tree import Node
 
 Cell = tuple[int, int, str]
 POISON: Cell = (-1, -1, "poison")
+FAILED = -1
 
 
 def draw(prefix: array[int], seed: int, vocab_size: int, banned: Collection[int] = ()) -> int:
@@ -73,8 +74,10 @@ class KvOracle:
     for which `fails`, asked once, is true writes poison and returns an error.
     """
 
-    def __init__(self, cache: PrefixCache, vocab_size: int) -> None:
+    def __init__(self, cache: PrefixCache, vocab_size: int, *, run_ahead: bool = False) -> None:
         self._cache = cache
+        self._run_ahead = run_ahead
+        self._last_drawn: list[int] = []
         self._size = cache.block_size
         self._vocab_size = vocab_size
         self._kv: list[list[Cell | None]] = [[None] * self._size for _ in range(cache.num_blocks)]
@@ -90,7 +93,8 @@ class KvOracle:
         zeroed = copy.zeroed_blocks.tolist()
         assert len(set(zeroed)) == len(zeroed)
         for earlier in self._in_flight:
-            assert not {id(r) for r in earlier.records} & {id(r) for r in records}, "a request in two plans"
+            if not self._run_ahead:
+                assert not {id(r) for r in earlier.records} & {id(r) for r in records}, "a request in two plans"
             for chunk in earlier.plan.chunks:
                 assert not set(zeroed) & set(chunk.block_table), "a block of a plan in flight changed hands"
         for chunk, record in zip(copy.chunks, records, strict=True):
@@ -107,6 +111,9 @@ class KvOracle:
                 num_holders[block] = num_holders.get(block, 0) + 1
         for block in plan.zeroed_blocks:
             self._kv[block] = [None] * self._size
+        for chunk in plan.chunks:
+            if chunk.drawn_by is not None:
+                chunk.token_ids[0] = self._last_drawn[chunk.drawn_by]
         faults = [self.fails(chunk) for chunk in plan.chunks]
         for chunk, record, is_faulty in zip(plan.chunks, records, faults, strict=True):
             self._write(chunk, record, num_holders, is_faulty)
@@ -117,6 +124,8 @@ class KvOracle:
             else:
                 self._check_prefix(chunk, record)
                 results.append(self._compute(chunk))
+        drawn = [result for chunk, result in zip(plan.chunks, results, strict=True) if chunk.sampling is not None]
+        self._last_drawn = [FAILED if result.token_id is None else result.token_id for result in drawn]
         self.num_computed_tokens += plan.num_tokens
         return StepResult(plan.step, results)
 
@@ -137,8 +146,17 @@ class KvOracle:
         history = record.history
         assert chunk.request_id == record.request.request_id
         assert len(chunk.token_ids) > 0
-        assert chunk.token_ids == history[chunk.start : end]
-        assert (chunk.sampling is not None) == (end == len(history))
+        if chunk.drawn_by is not None:
+            assert self._run_ahead
+            assert end == len(history) + 1 + self._num_drawn(chunk.request_id)
+            assert chunk.token_ids.tolist() == [0]
+            before = self._in_flight[-1].plan
+            sampled = [other for other in before.chunks if other.sampling is not None]
+            assert sampled[chunk.drawn_by].request_id == chunk.request_id
+            assert record.sampling.max_tokens > len(history) + 1 - len(record.prompt)
+        else:
+            assert chunk.token_ids == history[chunk.start : end]
+            assert (chunk.sampling is not None) == (end == len(history))
         assert len(chunk.block_table) == -(-end // self._size), "blocks that nothing needs, or too few"
         assert len(set(chunk.block_table)) == len(chunk.block_table)
         num_output = len(history) - len(record.prompt)
@@ -153,10 +171,21 @@ class KvOracle:
                 assert chunk.extras.history == history
                 assert chunk.extras.num_prompt_tokens == len(record.prompt)
 
+    def _num_drawn(self, request_id: str) -> int:
+        """How many tokens plans in flight but the last will draw for a request."""
+        earlier = [chunk for submitted in list(self._in_flight)[:-1] for chunk in submitted.plan.chunks]
+        return sum(chunk.request_id == request_id and chunk.sampling is not None for chunk in earlier)
+
     def _write(self, chunk: Chunk, record: Record, num_holders: dict[int, int], is_faulty: bool) -> None:
         lease = record.request.lease
         assert lease is not None, "blocks of a plan in flight were released"
-        assert lease.block_ids == chunk.block_table, "a block table changed under a plan in flight"
+        if self._run_ahead:
+            # Full blocks may have been exchanged for equal ones, and more leased.
+            first = chunk.start // self._size
+            held, named = lease.block_ids[first : len(chunk.block_table)], chunk.block_table[first:]
+        else:
+            held, named = lease.block_ids, chunk.block_table
+        assert held == named, "a block table changed under a plan in flight"
         assert lease.num_published_tokens <= chunk.start, "a published slot would be written"
         namespace = record.request.namespace
         for position, token in enumerate(chunk.token_ids, chunk.start):
@@ -170,7 +199,13 @@ class KvOracle:
         end = chunk.start + len(chunk.token_ids)
         namespace = record.request.namespace
         held = [cell for block in chunk.block_table for cell in self._kv[block]][:end]
-        want = [(token, position, namespace) for position, token in enumerate(record.history[:end])]
+        tokens = record.history[:end]
+        if chunk.drawn_by is not None and record.request.finished:
+            if chunk.token_ids[0] == FAILED:
+                return
+            # The request ended before it was told the token that this chunk goes on with.
+            tokens = tokens[: chunk.start] + chunk.token_ids
+        want = [(token, position, namespace) for position, token in enumerate(tokens)]
         assert held == want, "the block table does not read back the prefix of its request"
 
     def _compute(self, chunk: Chunk) -> ChunkResult:

@@ -16,7 +16,8 @@ VOCAB_SIZE = 50
 
 
 class Simulation:
-    """`depth` is the number of steps that stay in flight while the next one is made; 0 is the plain loop.
+    """`depth` is the number of steps that stay in flight while the next one is made; 0 is the plain loop. With
+    `run_ahead` a request may be in several of them.
 
     `num_blocks` and `budget` hold for each rank; `cache` and `oracle` are those of rank 0.
     """
@@ -34,9 +35,10 @@ class Simulation:
         policy: str = "fcfs",
         depth: int = 0,
         num_ranks: int = 1,
+        run_ahead: bool = False,
     ) -> None:
         self.caches = [PrefixCache(num_blocks, block_size, caching=caching) for _ in range(num_ranks)]
-        self.oracles = [KvOracle(cache, VOCAB_SIZE) for cache in self.caches]
+        self.oracles = [KvOracle(cache, VOCAB_SIZE, run_ahead=run_ahead) for cache in self.caches]
         self.cache, self.oracle = self.caches[0], self.oracles[0]
         self.scheduler = Scheduler(
             self.caches,
@@ -45,6 +47,7 @@ class Simulation:
             max_num_queued_reqs=max_num_queued_reqs,
             max_model_len=max_model_len or num_blocks * block_size,
             policy=policy,
+            run_ahead=run_ahead,
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs

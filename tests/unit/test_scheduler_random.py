@@ -40,6 +40,7 @@ SETUP = st.fixed_dictionaries(
         "caching": st.sampled_from([True, True, False]),
         "policy": st.sampled_from(["fcfs", "lpm"]),
         "depth": st.sampled_from([0, 1, 2]),
+        "run_ahead": st.booleans(),
     }
 )
 

@@ -1,0 +1,78 @@
+"""A plan's chunks as plain arrays, and the sizes decode batches are padded to. No torch here."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moeserve.plan import Chunk
+
+
+def _int64() -> array[int]:
+    return array("q")
+
+
+def _int32() -> array[int]:
+    return array("i")
+
+
+@dataclass(slots=True)
+class StepArrays:
+    """Rows of a step, one chunk after another.
+
+    Per row: token_ids, positions, slots. sources: the place among the previous step's drawn tokens that holds the row's
+    token, -1 where `token_ids` does; empty if no row has one. Per chunk: seq_lens (with the new tokens), query_starts
+    (one more), block_tables. The first `num_decodes` chunks have one token each.
+    """
+
+    token_ids: array[int] = field(default_factory=_int64)
+    positions: array[int] = field(default_factory=_int64)
+    slots: array[int] = field(default_factory=_int64)
+    sources: array[int] = field(default_factory=_int64)
+    seq_lens: array[int] = field(default_factory=_int32)
+    query_starts: array[int] = field(default_factory=lambda: array("i", [0]))
+    block_tables: list[array[int]] = field(default_factory=list)
+    num_decodes: int = 0
+    max_query_len: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)
+
+
+def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
+    """What the device needs to know of `chunks`. Block tables are cut to the blocks that are in use."""
+    arrays = StepArrays()
+    leading = True
+    for chunk in chunks:
+        count = len(chunk.token_ids)
+        first, last = chunk.start, chunk.start + count
+        arrays.token_ids.extend(iter(chunk.token_ids))
+        arrays.positions.extend(range(first, last))
+        table = chunk.block_table
+        arrays.slots.extend(table[p // block_size] * block_size + p % block_size for p in range(first, last))
+        arrays.seq_lens.append(last)
+        arrays.query_starts.append(arrays.num_rows)
+        arrays.block_tables.append(table[: (last - 1) // block_size + 1])
+        arrays.max_query_len = max(arrays.max_query_len, count)
+        leading = leading and count == 1
+        arrays.num_decodes += leading
+    if any(chunk.drawn_by is not None for chunk in chunks):
+        for chunk in chunks:
+            source = -1 if chunk.drawn_by is None else chunk.drawn_by
+            arrays.sources.extend([source] * len(chunk.token_ids))
+    return arrays
+
+
+def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes to capture: 1, 2, 4, then every eighth up to 256, every sixteenth beyond, and `max_num_seqs`."""
+    sizes = {1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 1, 16), max_num_seqs}
+    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+
+
+def padded_size(count: int, sizes: Sequence[int]) -> int | None:
+    """The smallest of `sizes` (ascending) that `count` fits into; None if none does."""
+    place = bisect_left(sizes, count)
+    return sizes[place] if count and place < len(sizes) else None

@@ -1,0 +1,119 @@
+"""Planning one step ahead of its results: the same tokens, no step lost, nothing kept of what was computed in vain."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeserve.request import SamplingParams
+from tests.support.scheduler_simulation import Simulation
+
+PROMPT = [7, 8, 9, 10, 11]
+
+
+def simulation(**options: object) -> Simulation:
+    return Simulation(num_blocks=40, block_size=4, depth=1, run_ahead=True, **options)  # type: ignore[arg-type]
+
+
+def chunks_of(simulation: Simulation, request_id: str) -> list[tuple[int, int, int | None]]:
+    """(step, start, drawn_by) of a request's chunks."""
+    return [
+        (plan.step, chunk.start, chunk.drawn_by)
+        for plan in simulation.plans
+        for chunk in plan.chunks
+        if chunk.request_id == request_id
+    ]
+
+
+def test_a_request_advances_in_every_step_though_its_token_is_not_known_yet() -> None:
+    run = simulation()
+    run.add("a", PROMPT, SamplingParams(max_tokens=6))
+    run.run()
+    run.check_all_done()
+    assert chunks_of(run, "a") == [(1, 0, None), *((step, 3 + step, 0) for step in range(2, 7))]
+
+
+def test_a_long_prompt_goes_on_while_its_first_chunk_is_in_flight() -> None:
+    run = simulation(budget=4, max_num_seqs=2)
+    run.add("a", list(range(10)), SamplingParams(max_tokens=1))
+    run.run()
+    run.check_all_done()
+    assert chunks_of(run, "a") == [(1, 0, None), (2, 4, None), (3, 8, None)]
+
+
+def test_nothing_is_planned_beyond_the_last_token() -> None:
+    run = simulation()
+    run.add("a", PROMPT, SamplingParams(max_tokens=1))
+    run.run()
+    run.check_all_done()
+    assert len(chunks_of(run, "a")) == 1
+
+
+def test_drawn_by_counts_the_sampled_chunks_of_the_plan_before() -> None:
+    run = simulation(budget=8)
+    run.add("long", list(range(20)), SamplingParams(max_tokens=2))
+    run.step()
+    run.add("short", PROMPT[:2], SamplingParams(max_tokens=3, seed=1))
+    run.run()
+    run.check_all_done()
+    assert [drawn_by for *_, drawn_by in chunks_of(run, "short")] == [None, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(max_tokens=5, min_tokens=2),
+        SamplingParams(max_tokens=5, presence_penalty=0.5),
+        SamplingParams(max_tokens=5, prompt_logprobs=0),
+    ],
+    ids=["min_tokens", "penalty", "prompt_logprobs"],
+)
+def test_what_needs_to_know_the_token_waits_for_it(sampling: SamplingParams) -> None:
+    run = simulation()
+    run.add("a", PROMPT, sampling)
+    run.run()
+    run.check_all_done()
+    assert {drawn_by for *_, drawn_by in chunks_of(run, "a")} == {None}
+
+
+def test_a_request_that_ends_early_drops_what_was_computed_beyond_and_frees_its_blocks_once() -> None:
+    run = simulation()
+    record = run.add("a", PROMPT, SamplingParams(max_tokens=12, stop_token_ids=tuple(range(0, 50, 2))))
+    other = run.add("b", PROMPT[:3], SamplingParams(max_tokens=12, seed=5))
+    run.run()
+    run.check_all_done()
+    assert record.output[-1] % 2 == 0
+    assert len(record.output) < 12
+    assert len(other.output) == 12
+    # One chunk more than tokens: the one planned before the last token was known.
+    assert len(chunks_of(run, "a")) == len(record.output) + 1
+
+
+def test_an_error_drops_the_step_ahead_too_and_leaves_nothing_in_the_cache() -> None:
+    run = simulation()
+    run.oracle.fails = lambda chunk: chunk.start == 6
+    record = run.add("a", PROMPT, SamplingParams(max_tokens=9))
+    run.run()
+    assert record.error is not None
+    assert run.scheduler.is_idle
+    run.scheduler.check_idle()
+    run.cache.reset()
+    assert run.cache.num_free == run.cache.num_blocks
+
+
+def test_an_abort_between_two_steps_in_flight_gives_the_blocks_back_after_the_second() -> None:
+    run = simulation()
+    run.add("a", PROMPT, SamplingParams(max_tokens=9))
+    run.step()
+    run.step()
+    run.abort("a")
+    run.run()
+    run.check_all_done()
+
+
+def test_short_of_memory_the_plain_path_preempts_and_all_end() -> None:
+    run = Simulation(num_blocks=7, block_size=2, depth=1, run_ahead=True, max_num_seqs=3, max_model_len=14)
+    for seed in range(3):
+        run.add(f"{seed}", [seed, seed + 1, seed + 2], SamplingParams(max_tokens=8, seed=seed))
+    run.run()
+    run.check_all_done()
+    assert run.scheduler.counters.preemptions > 0

@@ -1,0 +1,121 @@
+"""The overlapped loop against the plain one: the same outputs, with one step in flight, never two."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from moeserve.plan import ChunkResult, StepPlan, StepResult
+from moeserve.request import FinishReason, Request, SamplingParams
+from moeserve.scheduler import Scheduler
+from moeserve.step_loop import OverlappedSteps, PlainSteps, StepLoop
+from radix_cache import PrefixCache
+
+
+class CountingDevice:
+    """Draws the next number after a chunk's last token. A step's token may come from the step before."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._drawn: list[int] = []
+
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        return self.launch(plans)()
+
+    def check(self) -> None:
+        """Nothing can be missing."""
+
+    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
+        (plan,) = plans
+        self.log.append(f"launch {plan.step}")
+        results, drawn = [], []
+        for chunk in plan.chunks:
+            last = chunk.token_ids[-1] if chunk.drawn_by is None else self._drawn[chunk.drawn_by]
+            result = ChunkResult()
+            if chunk.sampling is not None:
+                result.token_id = last + 1
+                drawn.append(last + 1)
+            results.append(result)
+        self._drawn = drawn
+
+        def wait() -> list[StepResult]:
+            self.log.append(f"wait {plan.step}")
+            return [StepResult(plan.step, results)]
+
+        return wait
+
+
+@dataclass
+class Service:
+    scheduler: Scheduler
+    device: CountingDevice
+    steps: StepLoop
+
+    def serve(self) -> dict[str, tuple[list[int], FinishReason | None]]:
+        told: dict[str, tuple[list[int], FinishReason | None]] = {}
+        while (outputs := self.steps.advance()) is not None:
+            for output in outputs:
+                tokens, _ = told.setdefault(output.request.request_id, ([], None))
+                if output.token_id is not None:
+                    tokens.append(output.token_id)
+                told[output.request.request_id] = (tokens, output.finish_reason)
+        return told
+
+
+def service(overlapped: bool) -> Service:
+    scheduler = Scheduler(
+        [PrefixCache(40, 4)],
+        max_num_seqs=4,
+        max_num_batched_tokens=8,
+        max_num_queued_reqs=9,
+        max_model_len=100,
+        run_ahead=overlapped,
+    )
+    device = CountingDevice()
+    steps = OverlappedSteps(scheduler, device) if overlapped else PlainSteps(scheduler, device)
+    return Service(scheduler, device, steps)
+
+
+def add(service: Service, name: str, prompt: list[int], **sampling: object) -> None:
+    params = SamplingParams(**{"max_tokens": 5, **sampling})  # type: ignore[arg-type]
+    service.scheduler.add(Request(name, array("i", prompt), params))
+
+
+def test_both_loops_tell_the_same() -> None:
+    told = []
+    for overlapped in (False, True):
+        served = service(overlapped)
+        add(served, "stops", [1, 2, 3], stop_token_ids=(6,))
+        add(served, "long prompt", list(range(100, 120)))
+        add(served, "one token", [50], max_tokens=1)
+        add(served, "waits for tokens", [70, 71], min_tokens=2)
+        told.append(served.serve())
+        assert served.scheduler.is_idle
+        served.scheduler.check_idle()
+    assert told[0] == told[1]
+    assert told[0]["stops"] == ([4, 5, 6], FinishReason.STOP)
+    assert told[0]["long prompt"][0] == [120, 121, 122, 123, 124]
+
+
+def test_the_next_step_is_queued_before_the_last_one_is_waited_for() -> None:
+    served = service(overlapped=True)
+    add(served, "a", [1], max_tokens=3)
+    served.serve()
+    assert served.device.log == ["launch 1", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"]
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_an_idle_loop_has_nothing_to_do(overlapped: bool) -> None:
+    assert service(overlapped).steps.advance() is None
+
+
+def test_the_step_number_is_that_of_the_last_commit() -> None:
+    served = service(overlapped=True)
+    add(served, "a", [1], max_tokens=2)
+    assert served.steps.advance() == []
+    assert served.steps.step == 0
+    served.steps.advance()
+    assert served.steps.step == 1
