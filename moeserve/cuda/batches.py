@@ -1,0 +1,201 @@
+"""From arrays to tensors on the device: new ones for a step of its own, or lasting ones that a graph reads."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.attention import Partials
+from kernels.gpu.attention_config import split_config
+from kernels.gpu.attention_work import SplitWork
+from moeserve.cuda.attention import Sequences
+from moeserve.cuda.decoder import GpuBatch
+from moeserve.cuda.step_arrays import StepArrays
+from moeserve.models.spec import DecoderSpec, MlaSpec
+
+# Table widths are multiples of this: Triton compiles anew for a stride that is no multiple of 16.
+_TABLE_STEP = 16
+# What the interpreter splits work for; a GPU says its own number.
+_INTERPRETED_SMS = 4
+_TYPES = {"q": torch.int64, "i": torch.int32, "f": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLimits:
+    """What attention scratch is sized for."""
+
+    spec: DecoderSpec
+    block_size: int
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def table_width(self) -> int:
+        return _round_up(-(-self.max_model_len // self.block_size))
+
+    def works(self, max_seqs: int) -> dict[int | None, SplitWork]:
+        """A work list per window length for up to `max_seqs` sequences with one new token."""
+        attention = self.spec.attention
+        if isinstance(attention, MlaSpec):
+            kv_heads, group = 1, attention.num_heads
+            key_dim, value_dim = attention.kv_lora_rank + attention.rope_dim, attention.kv_lora_rank
+        else:
+            kv_heads, group = attention.num_kv_heads, attention.num_heads // attention.num_kv_heads
+            key_dim = value_dim = attention.head_dim
+        config = split_config(key_dim, value_dim, group, self.block_size, self.dtype, self.dtype)
+        return {
+            window: SplitWork(
+                max_seqs,
+                max_seqs,
+                self.max_model_len,
+                kv_heads * -(-group // config.rows),
+                config,
+                self.device,
+                num_sms=_num_sms(self.device),
+                window=window,
+            )
+            for window in set(self.spec.windows)
+        }
+
+    def partials(self, works: dict[int | None, SplitWork]) -> Partials:
+        """Scratch for the largest of some work lists."""
+        attention = self.spec.attention
+        value_dim = attention.kv_lora_rank if isinstance(attention, MlaSpec) else attention.head_dim
+        largest = max(works.values(), key=lambda work: work.capacity)
+        return Partials.allocate(largest, attention.num_heads, value_dim)
+
+
+class StepBatches:
+    """Makes a batch of its own for every step: for prompts, and where nothing is captured."""
+
+    def __init__(self, limits: AttentionLimits, max_seqs: int) -> None:
+        self._limits = limits
+        self._works = limits.works(max_seqs)
+        self._partials = limits.partials(self._works)
+
+    def make(self, arrays: StepArrays, logit_rows: Sequence[int], drawn: Tensor | None) -> GpuBatch:
+        """Tensors for `arrays`; `drawn` are the previous step's tokens [S] int64 on the device, where rows need them.
+
+        Launches the work lists' kernels.
+        """
+        device = self._limits.device
+        seq_lens = to_device(arrays.seq_lens, device)
+        for work in self._works.values() if arrays.num_decodes else ():
+            work.update(seq_lens[: arrays.num_decodes])
+        width = _round_up(max(len(table) for table in arrays.block_tables))
+        sequences = Sequences(
+            to_device(arrays.slots, device),
+            block_table(arrays.block_tables, width, device),
+            seq_lens,
+            to_device(arrays.query_starts, device),
+            arrays.num_decodes,
+            arrays.max_query_len,
+            self._limits.block_size,
+            self._works,
+            self._partials,
+        )
+        every = len(logit_rows) == arrays.num_rows
+        return GpuBatch(
+            token_ids_of(arrays, drawn, device),
+            to_device(arrays.positions, device),
+            sequences,
+            None if every else to_device(array("q", logit_rows), device),
+        )
+
+
+class DecodeBatch:
+    """A batch of `size` sequences with one new token each, in tensors whose addresses never change."""
+
+    def __init__(self, limits: AttentionLimits, size: int, partials: Partials | None) -> None:
+        device = limits.device
+        self.size = size
+        self._works = limits.works(size)
+        self.partials = partials or limits.partials(self._works)
+
+        def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._num_valid = ints(dtype=torch.int32)
+        self.batch = GpuBatch(
+            ints(size),
+            ints(size),
+            Sequences(
+                torch.full((size,), -1, dtype=torch.int64, device=device),
+                ints(size, limits.table_width, dtype=torch.int32),
+                ints(size, dtype=torch.int32),
+                torch.arange(size + 1, dtype=torch.int32, device=device),
+                size,
+                1,
+                limits.block_size,
+                self._works,
+                self.partials,
+            ),
+            num_valid=self._num_valid,
+        )
+
+    def load(self, arrays: StepArrays, drawn: Tensor | None) -> None:
+        """Puts a step's rows into the tensors; those beyond them become padding: no length, no slot."""
+        count, batch, sequences = arrays.num_rows, self.batch, self.batch.sequences
+        device = batch.token_ids.device
+        batch.token_ids[:count].copy_(token_ids_of(arrays, drawn, device))
+        batch.positions[:count].copy_(to_device(arrays.positions, device))
+        batch.positions[count:].zero_()
+        sequences.slots[:count].copy_(to_device(arrays.slots, device))
+        sequences.slots[count:].fill_(-1)
+        sequences.seq_lens[:count].copy_(to_device(arrays.seq_lens, device))
+        sequences.seq_lens[count:].zero_()
+        width = max(len(table) for table in arrays.block_tables)
+        sequences.block_table[:count, :width].copy_(block_table(arrays.block_tables, width, device))
+        self._num_valid.fill_(count)
+
+    def update_works(self) -> None:
+        """Shares the loaded sequences' work out; part of what a graph records."""
+        for work in self._works.values():
+            work.update(self.batch.sequences.seq_lens)
+
+
+def to_device(values: array[int] | array[float], device: torch.device) -> Tensor:
+    """A tensor of an array's numbers. The copy does not wait for the device."""
+    tensor = torch.frombuffer(values, dtype=_TYPES[values.typecode]) if len(values) else _empty(values.typecode)
+    if device.type == "cpu":
+        return tensor.clone()
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def token_ids_of(arrays: StepArrays, drawn: Tensor | None, device: torch.device) -> Tensor:
+    """The rows' tokens [T] int64: from the host, or from what the previous step has drawn on the device."""
+    token_ids = to_device(arrays.token_ids, device)
+    if not arrays.sources:
+        return token_ids
+    if drawn is None:
+        raise ValueError("rows wait for tokens of a previous step, and there is none")
+    sources = to_device(arrays.sources, device)
+    return torch.where(sources >= 0, drawn.index_select(0, sources.clamp(min=0)), token_ids)
+
+
+def block_table(tables: Sequence[array[int]], width: int, device: torch.device) -> Tensor:
+    """[S, width] int32, zeros behind each table's end, which no kernel reads."""
+    rows = array("i")
+    for table in tables:
+        rows += table
+        rows.extend([0] * (width - len(table)))
+    return to_device(rows, device).view(len(tables), width)
+
+
+def _empty(typecode: str) -> Tensor:
+    return torch.empty(0, dtype=_TYPES[typecode])
+
+
+def _round_up(width: int) -> int:
+    return -(-width // _TABLE_STEP) * _TABLE_STEP
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count

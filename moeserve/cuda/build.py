@@ -1,0 +1,53 @@
+"""Puts a decoder for the GPU together: the dispatch of its experts, and the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import triton
+
+from kernels.gpu.moe_config import MoeShape, WeightFormat
+from kernels.gpu.moe_experts import MoeWorkspace, TritonMoe, device_of
+from kernels.gpu.tuning import MoeConfigs, Platform
+from moeserve.cuda.decoder import GpuDecoder
+from moeserve.cuda.weights import load_gpu_decoder
+from moeserve.models.spec import DecoderSpec
+from moeserve.models.tensor_reader import Progress
+
+_FORMATS: dict[torch.dtype, WeightFormat] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
+
+
+def build_gpu_decoder(
+    directory: Path,
+    spec: DecoderSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_tokens: int,
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> GpuDecoder:
+    """The model in `directory` on `device`, with expert scratch for steps of up to `max_tokens` tokens."""
+    dispatch = None if spec.moe is None else moe_dispatch(spec, dtype, device, max_tokens)
+    return load_gpu_decoder(
+        directory, spec, dtype=dtype, device=device, dispatch=dispatch, max_model_len=max_model_len, progress=progress
+    )
+
+
+def moe_dispatch(spec: DecoderSpec, dtype: torch.dtype, device: torch.device, max_tokens: int) -> TritonMoe:
+    """The experts' product for all layers of a model whose experts are all on `device`."""
+    moe = spec.moe
+    assert moe is not None
+    shape = MoeShape(moe.num_experts, moe.intermediate_size, spec.hidden_size, moe.gate.top_k, _FORMATS[dtype])
+    limits = device_of(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+    workspace = MoeWorkspace.allocate(
+        max_tokens, moe.gate.top_k, moe.num_experts, spec.hidden_size, moe.intermediate_size, dtype, device
+    )
+    configs = MoeConfigs(shape, limits, Platform(name, triton.__version__))
+    return TritonMoe(configs, workspace, limits.num_multiprocessors)

@@ -1,0 +1,119 @@
+"""Executes plans on a GPU: prompts in steps of their own making, decode steps by replaying a captured graph.
+
+`launch` returns as soon as the step is on the device's queue, and the next plan may be launched before the results are
+read: it finds the tokens that this one draws on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeserve.cuda.batches import AttentionLimits, StepBatches, to_device
+from moeserve.cuda.decode_graphs import DecodeSteps
+from moeserve.cuda.decoder import GpuDecoder
+from moeserve.cuda.sampler import Drawn, Logprobs, draw_tokens
+from moeserve.cuda.step_arrays import StepArrays, step_arrays
+from moeserve.kv_pool import KVPool
+from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step on the device's queue. `done` is behind everything that `result` reads; None where nothing is queued."""
+
+    plan: StepPlan
+    drawn: Drawn | None
+    prompt_logprobs: dict[int, Logprobs]
+    done: torch.cuda.Event | None
+
+    def result(self) -> StepResult:
+        """Waits for the device."""
+        if self.done is not None:
+            self.done.synchronize()
+        sampled = [chunk for chunk in self.plan.chunks if chunk.sampling is not None]
+        drawn = iter(() if self.drawn is None else self.drawn.results(sampled))
+        results = []
+        for number, chunk in enumerate(self.plan.chunks):
+            result = next(drawn) if chunk.sampling is not None else ChunkResult()
+            if number in self.prompt_logprobs and chunk.extras is not None and chunk.extras.prompt_targets:
+                found, num_top = self.prompt_logprobs[number], chunk.extras.num_top_logprobs
+                result.prompt_logprobs = [found.of_row(row, num_top) for row in range(len(chunk.extras.prompt_targets))]
+            results.append(result)
+        return StepResult(self.plan.step, results)
+
+
+class GpuModelRunner:
+    """Owns a decoder and its KV memory. Of requests it keeps the tokens that the last step has drawn, no more."""
+
+    def __init__(self, decoder: GpuDecoder, kv_pool: KVPool, max_seqs: int, *, decode: DecodeSteps | None) -> None:
+        """decode: lasting batches for decode steps; None makes every step anew (`--enforce-eager`)."""
+        self._decoder = decoder
+        self._kv_pool = kv_pool
+        limits = AttentionLimits(decoder.spec, kv_pool.block_size, decoder.max_model_len, decoder.dtype, decoder.device)
+        self._batches = StepBatches(limits, max_seqs)
+        self._decode = decode
+        self._drawn: Tensor | None = None
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """One forward over all chunks, waited for; mutates the KV pool."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queues a step. What it reads on the device belongs to it until it is done: launch at most one more before.
+
+        Blocks are not cleared when they change hands: no kernel reads a slot that its sequence has not written.
+        """
+        if not plan.chunks:
+            return LaunchedStep(plan, None, {}, None)
+        arrays = step_arrays(plan.chunks, self._kv_pool.block_size)
+        logit_rows, places = wanted_logits(plan.chunks)
+        logits = self._forward(plan.chunks, arrays, logit_rows)
+        sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
+        last = [place[-1] for chunk, place in zip(plan.chunks, places, strict=True) if chunk.sampling is not None]
+        drawn = None
+        if sampled:
+            whole = len(last) == len(logit_rows)
+            drawn = draw_tokens(logits if whole else logits[torch.tensor(last, device=logits.device)], sampled)
+            self._drawn = drawn.token_ids
+        prompt_logprobs = {
+            number: Logprobs(
+                logits[place.start : place.start + len(targets)], to_device(targets, logits.device).long(), top
+            )
+            for number, (chunk, place) in enumerate(zip(plan.chunks, places, strict=True))
+            if chunk.extras is not None and (targets := chunk.extras.prompt_targets)
+            for top in (chunk.extras.num_top_logprobs,)
+        }
+        return LaunchedStep(plan, drawn, prompt_logprobs, _mark(logits))
+
+    def _forward(self, chunks: Sequence[Chunk], arrays: StepArrays, logit_rows: list[int]) -> Tensor:
+        is_decode = arrays.max_query_len == 1 and len(logit_rows) == len(chunks)
+        if self._decode is not None and is_decode and self._decode.fits(len(chunks)):
+            return self._decode.run(arrays, self._drawn)
+        batch = self._batches.make(arrays, logit_rows, self._drawn)
+        return self._decoder.forward(batch, self._kv_pool.layers)
+
+
+def wanted_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[range]]:
+    """The batch rows whose logits are needed, and each chunk's place among them."""
+    wanted: list[int] = []
+    places = []
+    row = 0
+    for chunk in chunks:
+        row += len(chunk.token_ids)
+        first_place = len(wanted)
+        wanted.extend(range(row - chunk.num_logit_rows, row))
+        places.append(range(first_place, len(wanted)))
+    return wanted, places
+
+
+def _mark(queued: Tensor) -> torch.cuda.Event | None:
+    if queued.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

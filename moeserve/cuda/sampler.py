@@ -1,0 +1,133 @@
+"""Tokens of a step on the GPU. Drawing is launched at once; what came of it is read when it is asked for."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.sampling import greedy, sample
+from kernels.sampling import apply_penalties
+from moeserve.cuda.batches import to_device
+from moeserve.plan import Chunk, ChunkResult, TokenLogprobs
+from moeserve.sampler import NOT_FINITE
+
+_SIGN = 1 << 63
+
+
+class Logprobs:
+    """Log probabilities of one token per row of some logits, with the likeliest of each row, on their way home."""
+
+    def __init__(self, logits: Tensor, token_ids: Tensor, num_top: int) -> None:
+        """logits [S, V], token_ids [S] int64 on the same device."""
+        logprobs = logits.float().log_softmax(-1)
+        self._chosen = to_host(logprobs.gather(1, token_ids[:, None])[:, 0])
+        self._top = tuple(to_host(part) for part in logprobs.topk(min(num_top, logits.shape[1]))) if num_top else None
+
+    def of_row(self, row: int, num_top: int) -> TokenLogprobs:
+        """After the device is done."""
+        value = float(self._chosen[row])
+        if self._top is None or not num_top:
+            return TokenLogprobs(value)
+        values, places = (part[row, :num_top].tolist() for part in self._top)
+        return TokenLogprobs(value, tuple(zip(places, values, strict=True)))
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Tokens [S] int64 of a step on the device, for the next one, and their copies [S] at home with what goes with
+    them: the rows' largest logits [S] fp32, and log probabilities if any row wants them."""
+
+    token_ids: Tensor
+    home: Tensor
+    largest: Tensor
+    logprobs: Logprobs | None
+
+    def results(self, chunks: Sequence[Chunk]) -> list[ChunkResult]:
+        """One result per sampled chunk, after the device is done. A row that is not finite fails alone."""
+        results = []
+        for row, (chunk, token_id, largest) in enumerate(
+            zip(chunks, self.home.tolist(), self.largest.tolist(), strict=True)
+        ):
+            assert chunk.sampling is not None
+            if not math.isfinite(largest):
+                results.append(ChunkResult(error=NOT_FINITE))
+                continue
+            wanted = chunk.sampling.logprobs
+            found = None if wanted is None or self.logprobs is None else self.logprobs.of_row(row, wanted)
+            results.append(ChunkResult(token_id, found))
+        return results
+
+
+def draw_tokens(logits: Tensor, chunks: Sequence[Chunk]) -> Drawn:
+    """Launches the draws for logits [S, V], row i being that of `chunks[i]`, which has `sampling`."""
+    samplings = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
+    adjusted = _adjusted(logits, chunks)
+    if all(sampling.temperature == 0.0 for sampling in samplings):
+        token_ids, largest = greedy(adjusted)
+    else:
+        device = logits.device
+        seeds = array("q", ((s.seed + _SIGN) % (2 * _SIGN) - _SIGN for s in samplings))
+        positions = array("q", (chunk.start + len(chunk.token_ids) for chunk in chunks))
+        filters = {}
+        if any(s.top_k or s.top_p < 1.0 or s.min_p for s in samplings):
+            filters = {
+                "top_k": to_device(array("i", (s.top_k for s in samplings)), device),
+                "top_p": to_device(array("f", (s.top_p for s in samplings)), device),
+                "min_p": to_device(array("f", (s.min_p for s in samplings)), device),
+            }
+        temperatures = to_device(array("f", (s.temperature for s in samplings)), device)
+        token_ids, largest = sample(
+            adjusted, temperatures, to_device(seeds, device), to_device(positions, device), **filters
+        )
+    if adjusted is not logits:
+        # A banned token may be the only one that is finite; what counts is what the model said.
+        largest = logits.float().amax(-1)
+    wanted = [s.logprobs for s in samplings if s.logprobs is not None]
+    logprobs = Logprobs(logits, token_ids, max(wanted)) if wanted else None
+    return Drawn(token_ids, to_host(token_ids), to_host(largest), logprobs)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """A copy at home that arrives in the order of the stream: read it after an event behind it."""
+    if values.device.type == "cpu":
+        return values.clone()
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
+def _adjusted(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+    """The logits with penalties, biases and bans; the same tensor if no row has any."""
+    rows = [row for row, chunk in enumerate(chunks) if _is_adjusted(chunk)]
+    if not rows:
+        return logits
+    adjusted, device = logits.float() if logits.dtype != torch.float32 else logits.clone(), logits.device
+    for row in rows:
+        chunk, values = chunks[row], adjusted[row]
+        sampling, extras = chunk.sampling, chunk.extras
+        assert sampling is not None
+        if extras is not None and extras.history is not None:
+            apply_penalties(
+                values,
+                to_device(extras.history, device).long(),
+                extras.num_prompt_tokens,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+                sampling.repetition_penalty,
+            )
+        if sampling.logit_bias:
+            places = to_device(array("q", sampling.logit_bias), device)
+            values[places] += to_device(array("f", sampling.logit_bias.values()), device)
+        if extras is not None and extras.banned_token_ids:
+            values[to_device(array("q", extras.banned_token_ids), device)] = -torch.inf
+    return adjusted
+
+
+def _is_adjusted(chunk: Chunk) -> bool:
+    extras, sampling = chunk.extras, chunk.sampling
+    if sampling is not None and sampling.logit_bias:
+        return True
+    return extras is not None and (extras.history is not None or bool(extras.banned_token_ids))
