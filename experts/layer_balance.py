@@ -21,7 +21,7 @@ def load_shares(ranks: Sequence[Ranks], num_ranks: int) -> Float:
     """[E, R]: the share of an expert's load that arrives at each rank if tokens are at home on all ranks equally."""
     shares = np.zeros((len(ranks), num_ranks))
     for of_expert, held_by in zip(shares, ranks, strict=True):
-        np.add.at(of_expert, destinations_of(held_by, num_ranks), 1 / num_ranks)
+        np.add.at(of_expert, list(destinations_of(held_by, num_ranks)), 1 / num_ranks)
     return shares
 
 

@@ -67,7 +67,7 @@ def ordered_ranks(held: Sequence[Sequence[int]], load: Load, num_ranks: int) -> 
     ordered: list[Ranks] = [()] * len(held)
     for expert in sorted(range(len(held)), key=lambda candidate: (-float(load[candidate]), candidate)):
         ranks = tuple(sorted(held[expert], key=lambda rank: (total[rank], rank)))
-        np.add.at(total, destinations_of(ranks, num_ranks), float(load[expert]) / num_ranks)
+        np.add.at(total, list(destinations_of(ranks, num_ranks)), float(load[expert]) / num_ranks)
         ordered[expert] = ranks
     return tuple(ordered)
 

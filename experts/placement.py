@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,17 +35,7 @@ class Placement:
         for layer, experts in enumerate(self.ranks):
             if len(experts) != self.num_experts:
                 raise PlacementError(f"Layer {layer} has {len(experts)} experts, layer 0 has {self.num_experts}.")
-            held = [0] * self.num_ranks
-            for expert, ranks in enumerate(experts):
-                if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < self.num_ranks for rank in ranks):
-                    raise PlacementError(
-                        f"Expert {expert} of layer {layer} is on ranks {list(ranks)}; "
-                        f"it needs one or more different ranks below {self.num_ranks}."
-                    )
-                for rank in ranks:
-                    held[rank] += 1
-            if len(set(held)) > 1:
-                raise PlacementError(f"The ranks hold {held} experts of layer {layer}; they must hold equally many.")
+            _check_layer(layer, experts, self.num_ranks)
 
     @property
     def num_layers(self) -> int:
@@ -76,10 +67,7 @@ class Placement:
         At home if the expert is there. The other homes take its replicas in turn. The choice depends on nothing but
         the home, so that a request computes the same in any batch.
         """
-        table = np.empty((self.num_ranks, self.num_experts), np.int64)
-        for expert, ranks in enumerate(self.ranks[layer]):
-            table[:, expert] = destinations_of(ranks, self.num_ranks)
-        return table
+        return np.array([destinations_of(ranks, self.num_ranks) for ranks in self.ranks[layer]], np.int64).T
 
 
 def refilled(slots: Sequence[int], held: Collection[int]) -> tuple[int, ...]:
@@ -91,10 +79,27 @@ def refilled(slots: Sequence[int], held: Collection[int]) -> tuple[int, ...]:
     return tuple(expert if expert in held else next(arriving) for expert in slots)
 
 
-def destinations_of(ranks: Sequence[int], num_ranks: int) -> list[int]:
+# Cached, as are the destinations: while serving, all layers but one stay when a placement changes.
+@lru_cache(maxsize=1024)
+def _check_layer(layer: int, experts: tuple[Ranks, ...], num_ranks: int) -> None:
+    held = [0] * num_ranks
+    for expert, ranks in enumerate(experts):
+        if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < num_ranks for rank in ranks):
+            raise PlacementError(
+                f"Expert {expert} of layer {layer} is on ranks {list(ranks)}; "
+                f"it needs one or more different ranks below {num_ranks}."
+            )
+        for rank in ranks:
+            held[rank] += 1
+    if len(set(held)) > 1:
+        raise PlacementError(f"The ranks hold {held} experts of layer {layer}; they must hold equally many.")
+
+
+@lru_cache(maxsize=4096)
+def destinations_of(ranks: Ranks, num_ranks: int) -> tuple[int, ...]:
     """For each home the rank that serves an expert held by `ranks`."""
     turns = iter(range(num_ranks))
-    return [home if home in ranks else ranks[next(turns) % len(ranks)] for home in range(num_ranks)]
+    return tuple(home if home in ranks else ranks[next(turns) % len(ranks)] for home in range(num_ranks))
 
 
 def from_first_ranks(first_ranks: NDArray[np.integer], num_ranks: int) -> Placement:
