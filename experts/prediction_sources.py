@@ -74,10 +74,12 @@ class AffinitySource:
     With `BEFORE` and a distance beyond the first layer, the experts expected there stand in for chosen ones.
     """
 
-    __slots__ = ("_learnt",)
+    __slots__ = ("_learnt", "_lifts", "_lifts_of")
 
     def __init__(self, learnt: LearntAffinity) -> None:
         self._learnt = learnt
+        self._lifts: dict[tuple[int, int], tuple[Float, Float]] = {}
+        self._lifts_of = learnt.current
 
     def probabilities(self, step: ObservedStep, layer: int, distance: int) -> Float | None:
         affinity = self._learnt.current
@@ -91,13 +93,34 @@ class AffinitySource:
             return np.minimum(first @ following / first.sum(axis=1, keepdims=True), 1)
         if layer not in step.ids or distance not in affinity.distances():
             return None
-        return _follow(affinity, layer, step.ids[layer], distance)
+        popularity, lift = self._logarithms(layer, distance)
+        chosen = step.ids[layer]
+        top_k = chosen.shape[1]
+        odds = np.exp(popularity + lift[chosen].sum(axis=1) * np.float32(top_k**-0.5))
+        odds *= np.float32(top_k) / odds.sum(axis=1, keepdims=True)
+        return np.minimum(odds, 1, out=odds)
 
     def learn(self, step: ObservedStep) -> None:
         """The statistics learn."""
 
     def end(self, requests: Iterable[int]) -> None:
         """Nothing is kept of a request."""
+
+    def _logarithms(self, layer: int, distance: int) -> tuple[Float, Float]:
+        """[E] of popularity at layer + distance and [E, E] of what an expert of `layer` multiplies it by.
+
+        They are taken when first asked for, so that no step pays for all of a new affinity.
+        """
+        affinity = self._learnt.current
+        if affinity is not self._lifts_of:
+            self._lifts_of = affinity
+            self._lifts.clear()
+        found = self._lifts.get((layer, distance))
+        if found is None:
+            popularity = np.log(affinity.popularity()[layer + distance])
+            found = popularity, np.log(affinity.conditional(distance)[layer]) - popularity
+            self._lifts[layer, distance] = found
+        return found
 
     def _first_experts(self, token_ids: Ids) -> Float:
         """[T, E]."""
@@ -112,16 +135,6 @@ class AffinitySource:
             seen = counts.sum() / top_k
             found[row] = (counts + _TOKEN_PSEUDO_COUNTS * popularity) / (seen + _TOKEN_PSEUDO_COUNTS)
         return found
-
-
-def _follow(affinity: Affinity, layer: int, chosen: NDArray[np.int64], distance: int) -> Float:
-    """[T, E]. chosen: [T, k]."""
-    top_k = chosen.shape[1]
-    popularity = np.log(affinity.popularity()[layer + distance])
-    following = np.log(affinity.conditional(distance)[layer][chosen])
-    odds = np.exp(popularity + (following - popularity).sum(axis=1) / np.float32(top_k**0.5))
-    found: Float = np.minimum(odds * (np.float32(top_k) / odds.sum(axis=1, keepdims=True)), 1)
-    return found
 
 
 class GateSource:

@@ -78,10 +78,14 @@ class PrefetchPlanner:
     def request(self, layer: int, expected: list[Float], loads_per_layer: float) -> None:
         """Tells the control what `expect` found; the caller holds whatever lock guards the control.
 
+        Where nothing at all is expected of a layer, nothing is known of it yet: what was asked for stays.
+
         loads_per_layer: how many experts the link can bring while one layer is computed, as measured.
         """
         taken = self._take(layer, expected, loads_per_layer)
         for distance, scores in enumerate(expected, start=1):
+            if not scores.any():
+                continue
             target = layer + distance
             wanted = [candidate.expert for candidate in taken if candidate.distance == distance]
             named = wanted + self._kept(self._control.layers[target], scores, wanted)

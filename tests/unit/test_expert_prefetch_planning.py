@@ -94,6 +94,14 @@ def test_a_wavering_prediction_does_not_cancel_what_is_under_way():
     assert control.must_stop(transfer)
 
 
+def test_a_predictor_that_knows_nothing_yet_cancels_nothing():
+    control = control_of()
+    plan(control, Table([0.9, 0, 0, 0]), max_distance=1)
+    transfer = control.next_transfer()
+    plan(control, Table([0, 0, 0, 0]), max_distance=1)
+    assert not control.must_stop(transfer)
+
+
 def test_nothing_is_predicted_beyond_the_last_layer():
     control = control_of(num_layers=2)
     plan(control, Table([0.9, 0, 0, 0]), layer=0)
