@@ -20,6 +20,7 @@ from kernels.gpu.attention_work import SplitWork
 
 _BLOCK_PARTS = 64
 _REDUCE_DIM = 64
+_MANY_ROWS = 2048
 _LOG2_E = math.log2(math.e)
 
 
@@ -113,7 +114,10 @@ def split_attention(
     )
     block_dim = min(_REDUCE_DIM, max(16, power_of_two(shape.value_dim)))
     num_tokens = seq_lens.shape[0] if one_query else q.shape[0]
-    reduce_kernel[(num_tokens, shape.num_heads, -(-shape.value_dim // block_dim))](
+    # Where there are many tokens most have one part: fewer programs then start only to return.
+    many = work.max_seqs * shape.num_heads >= _MANY_ROWS
+    heads_per_program = math.gcd(shape.num_heads, 8) if many else 1
+    reduce_kernel[(num_tokens, shape.num_heads // heads_per_program, -(-shape.value_dim // block_dim))](
         partials.parts,
         partials.logsumexps,
         seq_lens,
@@ -128,6 +132,7 @@ def split_attention(
         out.stride(0),
         out.stride(1),
         HEADS=shape.num_heads,
+        HEADS_PER_PROGRAM=heads_per_program,
         TOKENS=tokens,
         ONE_QUERY=one_query,
         VALUE_DIM=shape.value_dim,

@@ -191,6 +191,7 @@ def reduce_kernel(
     out_token_stride: tl.int64,
     out_head_stride: tl.int64,
     HEADS: tl.constexpr,
+    HEADS_PER_PROGRAM: tl.constexpr,
     TOKENS: tl.constexpr,
     ONE_QUERY: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -198,12 +199,11 @@ def reduce_kernel(
     BLOCK_PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Program (token, head, part of the dims): weighs the token's parts, BLOCK_PARTS at once, by their sums.
+    """Program (token, heads, part of the dims): weighs the token's parts, BLOCK_PARTS at once, by their sums.
 
     Tokens whose sequence has one chunk are left alone: they are written already.
     """
     token = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
     if ONE_QUERY:
         seq = token
         in_seq = 0
@@ -221,29 +221,31 @@ def reduce_kernel(
     first_piece = tl.load(offsets + seq) + in_seq // TOKENS * num_chunks
 
     dims = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
-    # The state of the online softmax has a leading axis of one row, as `join_sink` and `normalised` take it.
-    acc = tl.zeros([1, BLOCK_DIM], tl.float32)
-    row_max = tl.full([1], float("-inf"), tl.float32)
-    row_sum = tl.zeros([1], tl.float32)
-    for start in range(0, num_chunks, BLOCK_PARTS):
-        parts = start + tl.arange(0, BLOCK_PARTS)
-        valid = parts < num_chunks
-        entries = ((first_piece + parts).to(tl.int64) * TOKENS + in_seq % TOKENS) * HEADS + head
-        lse = tl.load(partial_lse + entries, mask=valid, other=float("-inf"))
-        tile = tl.load(
-            partials + entries[:, None] * VALUE_DIM + dims[None, :],
-            mask=valid[:, None] & (dims < VALUE_DIM)[None, :],
-            other=0.0,
-        )
-        new_max = tl.maximum(row_max, tl.max(lse, 0))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        decay = tl.exp2(row_max - shift)
-        weights = tl.exp2(lse - shift)
-        acc = acc * decay[:, None] + tl.sum(weights[:, None] * tile, 0)[None, :]
-        row_sum = row_sum * decay + tl.sum(weights, 0)
-        row_max = new_max
-    if HAS_SINKS:
-        acc, row_max, row_sum = join_sink(acc, row_max, row_sum, tl.load(sinks + head))
-    result = normalised(acc, row_sum) * value_scale
-    places = out + token.to(tl.int64) * out_token_stride + head * out_head_stride + dims
-    tl.store(places[None, :], result.to(out.dtype.element_ty), mask=(dims < VALUE_DIM)[None, :])
+    for head_in_program in range(HEADS_PER_PROGRAM):
+        head = tl.program_id(1).to(tl.int64) * HEADS_PER_PROGRAM + head_in_program
+        # The state of the online softmax has a leading axis of one row, as `join_sink` and `normalised` take it.
+        acc = tl.zeros([1, BLOCK_DIM], tl.float32)
+        row_max = tl.full([1], float("-inf"), tl.float32)
+        row_sum = tl.zeros([1], tl.float32)
+        for start in range(0, num_chunks, BLOCK_PARTS):
+            parts = start + tl.arange(0, BLOCK_PARTS)
+            valid = parts < num_chunks
+            entries = ((first_piece + parts).to(tl.int64) * TOKENS + in_seq % TOKENS) * HEADS + head
+            lse = tl.load(partial_lse + entries, mask=valid, other=float("-inf"))
+            tile = tl.load(
+                partials + entries[:, None] * VALUE_DIM + dims[None, :],
+                mask=valid[:, None] & (dims < VALUE_DIM)[None, :],
+                other=0.0,
+            )
+            new_max = tl.maximum(row_max, tl.max(lse, 0))
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            decay = tl.exp2(row_max - shift)
+            weights = tl.exp2(lse - shift)
+            acc = acc * decay[:, None] + tl.sum(weights[:, None] * tile, 0)[None, :]
+            row_sum = row_sum * decay + tl.sum(weights, 0)
+            row_max = new_max
+        if HAS_SINKS:
+            acc, row_max, row_sum = join_sink(acc, row_max, row_sum, tl.load(sinks + head))
+        result = normalised(acc, row_sum) * value_scale
+        places = out + token.to(tl.int64) * out_token_stride + head * out_head_stride + dims
+        tl.store(places[None, :], result.to(out.dtype.element_ty), mask=(dims < VALUE_DIM)[None, :])

@@ -145,3 +145,10 @@ def test_slots_that_lie_too_far_apart_are_refused(device):
     keys = spread(batch.keys, (32, 1 << 24, 1), device)
     with pytest.raises(ValueError, match="too far apart"):
         run_split(replace(batch, keys=keys))
+
+
+def test_reducing_several_heads_per_program_changes_no_bit(device, monkeypatch):
+    batch = make_batch([1, 0, 40], heads=12, kv_heads=1, device=device)
+    plain = run_split(batch, fixed_chunk=16)
+    monkeypatch.setattr("kernels.gpu.attention._MANY_ROWS", 1)
+    assert torch.equal(bits(run_split(batch, fixed_chunk=16)), bits(plain))
