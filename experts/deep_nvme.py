@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import resource
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ class NvmeReads:
 
 def deep_nvme() -> DeepNvme | None:
     """None where the operator cannot be built here."""
+    if find_library("aio") is None:  # Spares those without it the import, which takes a second.
+        return None
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     builder = AsyncIOBuilder()

@@ -123,6 +123,12 @@ class ExpertMemory:
             decision(self._pace.loads_per_layer)
             self._changed.notify_all()
 
+    def costs(self) -> tuple[float, float, int]:
+        """Seconds waited for experts and spent on predictions, and the experts that events asked for, so far."""
+        counters = self._control.counters
+        num_experts = counters.num_hits + counters.num_late + counters.num_misses
+        return self.stall_seconds, self.predictor_seconds, num_experts
+
     def contents(self, layer: int) -> list[int]:
         """The expert that is ready in each slot, -1 for none."""
         with self._changed:

@@ -81,6 +81,14 @@ class MoeLayer:
             out.add_(shared)
         return out
 
+    def preview(self, x: Tensor) -> Tensor:
+        """What the gate would rank for a state x [T, H] that is not its own input: [T, E], the larger the likelier."""
+        logits = self._gate(x.float() if self._gate_widens else x)
+        if self._correction_bias is None:
+            return logits
+        scores = sigmoid(logits.float()) if self._gate_spec.score == "sigmoid" else logits.float().softmax(-1)
+        return scores.add_(self._correction_bias)
+
     def serve_others(self, no_rows: Tensor) -> None:
         """Has the experts compute what other ranks send while this one has nothing. no_rows: [0, H]."""
         if self._dispatch is not moe_experts:

@@ -8,7 +8,7 @@ from torch import Tensor
 from experts.expert_memory import ExpertMemory
 from experts.prefetcher import Prefetcher
 from kernels.activation import Activation
-from kernels.packed_experts import PackedExperts
+from kernels.packed_experts import SplitExperts
 
 
 class ResidentExperts:
@@ -19,7 +19,7 @@ class ResidentExperts:
     prefetcher: hears what the gate chose, if there is one.
     """
 
-    def __init__(self, memory: ExpertMemory, layer: int, experts: PackedExperts) -> None:
+    def __init__(self, memory: ExpertMemory, layer: int, experts: SplitExperts) -> None:
         self._memory = memory
         self._layer = layer
         self._experts = experts

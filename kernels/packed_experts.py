@@ -43,6 +43,10 @@ class PackedExperts(ABC, Sized):
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, activation: Activation) -> Tensor:
         """See `moe_experts_partial`. Raises ValueError if a chosen expert is not here."""
 
+
+class SplitExperts(PackedExperts):
+    """Experts whose products can be made in parts, as they come, and be summed when all are there."""
+
     @abstractmethod
     def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
         """Writes what each chosen expert makes of its token into products [T, k, H] fp32; the places of ids -1 stay as

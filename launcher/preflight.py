@@ -9,6 +9,7 @@ from pathlib import Path
 
 from launcher.errors import LaunchError
 from moeserve.config import ConfigError, ServeConfig
+from moeserve.expert_settings import check_expert_memory
 from moeserve.rank_keys import load_keys
 from moeserve.rank_network import is_own, resolve
 
@@ -32,8 +33,7 @@ def check_settings(config: ServeConfig) -> None:
             if value != getattr(ServeConfig, name):
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag} {value} needs --expert-parallel-size of at least 2.")
-    if config.expert_parallel_size > 1 and config.expert_memory is not None:
-        raise ConfigError("--expert-memory works with one rank only, not with --expert-parallel-size.")
+    check_expert_memory(config)
     if config.rebalance_interval and not config.record_experts:
         raise ConfigError("--rebalance-interval needs --record-experts: it goes by what tokens choose.")
     if config.expert_parallel_size > 1 and config.engine_timeout < _SHORTEST_TIMEOUT_OF_RANKS:

@@ -133,9 +133,15 @@ class ServeConfig:
     )
     expert_policy: str = setting(
         "lfru",
-        "Which expert makes room: least recently used, least frequently used, or both weighed.",
+        "Which expert makes room: least recently used, least frequently used, both weighed, or least expected.",
         group="Expert memory",
-        choices=("lru", "lfu", "lfru"),
+        choices=("lru", "lfu", "lfru", "affinity"),
+    )
+    expert_prefetch: str = setting(
+        "auto",
+        "What experts are loaded ahead by: off, auto, or predictors joined by +, of popularity, affinity, routes, "
+        "signature, activation-matrix and gate-early; auto stops where it does not pay.",
+        group="Expert memory",
     )
     expert_store_bandwidth: int | None = setting(
         None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from experts.deep_nvme import deep_nvme
 from experts.errors import ExpertStoreError
-from experts.eviction import POLICIES
+from experts.eviction import POLICIES, EvictionPolicy
 from experts.expert_file import round_to_page
 from experts.expert_memory import ExpertMemory
 from experts.moe_layer import Dispatch
@@ -20,7 +20,7 @@ from experts.residency_control import ResidencyControl
 from experts.resident_experts import ResidentExperts
 from experts.slot_arena import SlotArena
 from experts.store import DiskTier, ExpertTier, PositionedReads, SlowedTier
-from kernels.packed_experts import ExpertLayout
+from kernels.packed_experts import ExpertLayout, SplitExperts
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.models.errors import ModelError
 from moeserve.models.expert_store import ensure_expert_store, layout_in_store
@@ -45,10 +45,15 @@ class ResidencyPlan:
 
 @dataclass(frozen=True, slots=True)
 class ResidentModel:
-    """The experts of a model of which only some are in memory. dispatch_of: by layer of the decoder."""
+    """The experts of a model of which only some are in memory. `dispatch_of(layer)`: of the decoder's layers."""
 
     memory: ExpertMemory
-    dispatch_of: Callable[[int], Dispatch]
+    control: ResidencyControl
+    policies: Sequence[EvictionPolicy]
+    layers: Mapping[int, ResidentExperts]
+
+    def dispatch_of(self, layer: int) -> Dispatch:
+        return self.layers[layer]
 
 
 def plan_residency(directory: Path, spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> ResidencyPlan | None:
@@ -101,8 +106,8 @@ def open_experts(
     if config.expert_store_bandwidth is not None:
         tier = SlowedTier(disk, config.expert_store_bandwidth)
     num_experts = spec.moe.num_experts
-    make_policy = POLICIES[config.expert_policy]
-    control = ResidencyControl(plan.num_slots, num_experts, plan.slot_bytes, lambda _: make_policy(num_experts))
+    policies = [POLICIES[config.expert_policy](num_experts) for _ in spec.moe_layers]
+    control = ResidencyControl(plan.num_slots, num_experts, plan.slot_bytes, policies.__getitem__)
     memory = ExpertMemory(control, SlotArena(plan.num_slots, plan.layout.num_bytes, locked), tier)
     log.info(
         "expert_memory",
@@ -113,12 +118,13 @@ def open_experts(
         read=disk.reads.description,
         **({"emulated_bytes_per_second": config.expert_store_bandwidth} if config.expert_store_bandwidth else {}),
     )
-    place = {layer: number for number, layer in enumerate(spec.moe_layers)}
-
-    def dispatch_of(layer: int) -> Dispatch:
-        return ResidentExperts(memory, place[layer], plan.layout.experts(num_experts))
-
-    return ResidentModel(memory, dispatch_of)
+    layers = {}
+    for number, layer in enumerate(spec.moe_layers):
+        experts = plan.layout.experts(num_experts)
+        if not isinstance(experts, SplitExperts):
+            raise ModelError(f"--expert-memory does not work with experts kept as {plan.layout.name}.")
+        layers[layer] = ResidentExperts(memory, number, experts)
+    return ResidentModel(memory, control, policies, layers)
 
 
 def _mib(num_bytes: int) -> str:

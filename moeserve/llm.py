@@ -37,7 +37,7 @@ class LLM:
             raise ConfigError("LLM runs one rank: expert_parallel_size is for a service.")
         model = load_model(Path(model_dir), config, lambda _: None)
         self.spec = model.spec
-        self.executor = LocalExecutor(model.runner)
+        self.executor = LocalExecutor(model.step_runner())
         self.experts = None if model.experts is None else model.experts.memory
         self.scheduler, _ = build_scheduler(config, model.kv)
         self._count = 0

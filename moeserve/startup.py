@@ -14,6 +14,7 @@ import torch
 import zmq
 
 from experts.placement import Placement
+from experts.prefetcher import Prefetcher
 from experts.routing_tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.packed_experts import PackedExperts
@@ -23,6 +24,7 @@ from moeserve.engine_socket import EngineSocket, HeartbeatThread
 from moeserve.executor import Executor, LocalExecutor, Runner
 from moeserve.expert_monitor import ExpertFacts, ExpertMonitor, ExpertSources
 from moeserve.expert_placement import plan_placement
+from moeserve.expert_prefetch import PrefetchingRunner, start_prefetching
 from moeserve.expert_recording import RecordingExecutor, TappedRunner
 from moeserve.expert_residency import ResidencyPlan, ResidentModel, open_experts, plan_residency
 from moeserve.expert_statistics import ExpertRecording, open_recording
@@ -70,6 +72,7 @@ class LoadedModel:
     """A model ready to execute plans. `weights_bytes` are those of all ranks, `kv_bytes` those of this one.
 
     packed_experts: those that are here, of each layer that has some. experts: None where all experts are in memory.
+    prefetcher: if some of them are loaded ahead.
     """
 
     spec: DecoderSpec
@@ -81,6 +84,11 @@ class LoadedModel:
     kv_bytes: int
     packed_experts: Sequence[PackedExperts]
     experts: ResidentModel | None = None
+    prefetcher: Prefetcher | None = None
+
+    def step_runner(self) -> Runner:
+        """What computes the steps of a rank that is alone."""
+        return self.runner if self.prefetcher is None else PrefetchingRunner(self.runner, self.prefetcher)
 
 
 def run_engine(context: RunContext, report: Report, stop: threading.Event) -> None:
@@ -95,7 +103,7 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
     model = load_model(directory, config, report, plan=plan, tap=tap)
     sources = ExpertSources(memory=None if model.experts is None else model.experts.memory.stats)
     try:
-        serve(context, model, LocalExecutor(tapped(model.runner, tap)), report, stop, recording, sources)
+        serve(context, model, LocalExecutor(tapped(model.step_runner(), tap)), report, stop, recording, sources)
     finally:
         if model.experts is not None:
             model.experts.memory.close()
@@ -298,8 +306,10 @@ def load_model(
     runner = ModelRunner(decoder, KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype))
     if dispatch_of is None:
         runner.warm_up(step_budget(config))
+    prefetcher = None
     if experts is not None:
         experts.memory.forget_counts()
+        prefetcher = start_prefetching(config.expert_prefetch, experts, decoder)
     return LoadedModel(
         spec,
         load_generation_defaults(directory),
@@ -310,6 +320,7 @@ def load_model(
         kv.num_blocks * kv_block_bytes(spec.kv_layers, config.block_size, dtype),
         decoder.experts,
         experts,
+        prefetcher,
     )
 
 

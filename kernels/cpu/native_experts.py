@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.cpu.library import NativeKernels
 from kernels.cpu.panels import LANES, gate_beside_up, pack_panels, panel_elements
-from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
+from kernels.packed_experts import ExpertLayout, ExpertShape, SplitExperts
 from kernels.specs import Activation, ActivationKind
 
 # The order of `Activation` in activation.h.
@@ -42,11 +42,11 @@ class PanelLayout(ExpertLayout):
             parts += [bias.float().view(torch.uint8) for bias in (gate_beside_up(gate_up_bias), down_bias)]
         return torch.cat(parts)
 
-    def experts(self, num_experts: int) -> PackedExperts:
+    def experts(self, num_experts: int) -> SplitExperts:
         return _NativeExperts(self, self._kernels, num_experts)
 
 
-class _NativeExperts(PackedExperts):
+class _NativeExperts(SplitExperts):
     def __init__(self, layout: PanelLayout, kernels: NativeKernels, num_experts: int) -> None:
         self._layout = layout
         self._run = kernels.experts

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.activation import Activation, glu
 from kernels.linear import Linear, pack_linear
-from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
+from kernels.packed_experts import ExpertLayout, ExpertShape, SplitExperts
 
 
 class RowLayout(ExpertLayout):
@@ -45,11 +45,11 @@ class RowLayout(ExpertLayout):
         pieces = packed.split(self._part_bytes)
         return [piece.view(dtype).view(size) for piece, (size, dtype) in zip(pieces, self._parts, strict=True)]
 
-    def experts(self, num_experts: int) -> PackedExperts:
+    def experts(self, num_experts: int) -> SplitExperts:
         return _TorchExperts(self, num_experts)
 
 
-class _TorchExperts(PackedExperts):
+class _TorchExperts(SplitExperts):
     def __init__(self, layout: RowLayout, num_experts: int) -> None:
         self._layout = layout
         self._linears: list[tuple[Linear, Linear] | None] = [None] * num_experts

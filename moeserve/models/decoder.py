@@ -41,15 +41,15 @@ KvPools = Sequence[tuple[Tensor, Tensor | None]]
 class Norm:
     """RMS norm, or layer norm where there is a bias. [T, D] -> [T, D]."""
 
-    __slots__ = ("_bias", "_eps", "_weight")
+    __slots__ = ("_bias", "_eps", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-        self._weight, self._bias, self._eps = weight, bias, eps
+        self.weight, self._bias, self._eps = weight, bias, eps
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._bias is None:
-            return rms_norm(x, self._weight, self._eps)
-        return layer_norm(x, self._weight, self._bias, self._eps)
+            return rms_norm(x, self.weight, self._eps)
+        return layer_norm(x, self.weight, self._bias, self._eps)
 
 
 class RopeTable:
@@ -107,6 +107,10 @@ class DecoderLayer:
         """Those that are here, None for a layer without any."""
         return self._mlp.experts if isinstance(self._mlp, MoeLayer) else None
 
+    def gated_block(self) -> tuple[MoeLayer, Tensor] | None:
+        """The block of experts, if the layer has one, and the weights [hidden] of the norm in front of it."""
+        return (self._mlp, self._post_norm.weight) if isinstance(self._mlp, MoeLayer) else None
+
     def serve_others(self, no_rows: Tensor) -> None:
         """What `feed_forward` does for other ranks, without rows of this one: no_rows is [0, hidden]."""
         if isinstance(self._mlp, MoeLayer):
@@ -138,6 +142,10 @@ class Decoder:
         self._norm = norm
         self._lm_head = lm_head
         self._rope = RopeTable(spec.rope, max_model_len, dtype)
+
+    def gated_blocks(self) -> list[tuple[MoeLayer, Tensor]]:
+        """What `DecoderLayer.gated_block` gives for the layers that have experts."""
+        return [block for layer in self._layers if (block := layer.gated_block()) is not None]
 
     def forward(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
         """Run one step and return logits [S, vocab] of the wanted rows, in the model's dtype.

@@ -56,6 +56,7 @@ PURE = [
     "moeserve.models.families",
     "experts.residency_control",
     "experts.store",
+    "moeserve.expert_settings",
     "experts.migration",
     "experts.placement_choice",
     "experts.prediction_figures",

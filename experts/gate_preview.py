@@ -1,0 +1,39 @@
+"""What the gates of later layers say of the state at an earlier one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from experts.moe_layer import MoeLayer
+
+# A norm's weight below this share of the largest cannot be taken back out of the state.
+_LEAST_SHARE = 1e-3
+
+
+class GatePreview:
+    """Applies the gate of layer l + d to the input of the gate of layer l (Eliseev and Mazur, arXiv 2312.17238).
+
+    That input is a norm of the residual stream, scaled by the weights of layer l's norm; it is scaled anew by those of
+    layer l + d. What the layers in between will add is not known yet.
+    """
+
+    def __init__(self, layers: Sequence[MoeLayer], norms: Sequence[Tensor], max_distance: int) -> None:
+        """norms: [H], the weights of the norm in front of each layer's gate."""
+        self._layers = layers
+        self._scales = [
+            [_ratio(later, norm) for later in norms[layer + 1 : layer + 1 + max_distance]]
+            for layer, norm in enumerate(norms)
+        ]
+
+    def __call__(self, layer: int, x: Tensor) -> list[Tensor]:
+        """x [T, H] -> [T, E] for each distance 1, 2, …, the larger the likelier."""
+        scales = self._scales[layer]
+        return [self._layers[layer + distance].preview(x * scale) for distance, scale in enumerate(scales, start=1)]
+
+
+def _ratio(wanted: Tensor, given: Tensor) -> Tensor:
+    is_small = given.abs() < _LEAST_SHARE * given.abs().max()
+    return torch.where(is_small, 0.0, wanted / given)

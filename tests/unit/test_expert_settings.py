@@ -1,0 +1,26 @@
+"""Settings of the expert memory that contradict each other are refused with one sentence."""
+
+import pytest
+
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.expert_settings import check_expert_memory
+
+
+@pytest.mark.parametrize("choice", ["off", "auto", "gate-early", "gate-early+affinity+signature"])
+def test_known_predictors_are_taken(choice):
+    check_expert_memory(ServeConfig(expert_prefetch=choice))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"expert_prefetch": "oracle"}, "no predictor 'oracle'"),
+        ({"expert_prefetch": "affinity+affinity"}, "twice"),
+        ({"expert_prefetch": "gate-late"}, "simulations only"),
+        ({"expert_prefetch": "off", "expert_policy": "affinity"}, "needs predictions"),
+        ({"expert_memory": 1, "expert_parallel_size": 2}, "one rank only"),
+    ],
+)
+def test_what_contradicts_is_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        check_expert_memory(ServeConfig(**settings))
