@@ -9,7 +9,7 @@ import torch
 from kernels.gpu.moe_config import MoeShape
 from kernels.gpu.moe_experts import MoeWorkspace, TritonMoe, device_of
 from kernels.gpu.tuning import PACKAGED, MoeConfigs, Platform
-from moeserve.models.build_cache import cache_root
+from moeserve.models.cache_folder import cache_root
 
 
 def tuned_folder() -> Path:

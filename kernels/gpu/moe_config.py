@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-Variant = Literal["gemv", "tiled", "persistent"]
+# gemv: rows one by one, a token's choices summed in one program. gemv_split: a program per choice, summed afterwards.
+# tiled: rows sorted by expert, a program per tile. persistent: the same, a program per multiprocessor.
+Variant = Literal["gemv", "gemv_split", "tiled", "persistent"]
 Projection = Literal["gate_up", "down"]
 WeightFormat = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4"]
 
@@ -19,6 +21,8 @@ WEIGHT_BITS: dict[WeightFormat, int] = {"float32": 32, "float16": 16, "bfloat16"
 TUNED_NUM_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 MAX_CANDIDATES = 24
 
+# Programs per multiprocessor that keep the memory busy when each waits for one load after the other.
+_PROGRAMS_THAT_FILL = 4
 # What a thread may hold in accumulators before the compiler runs out of its 255 registers.
 _MAX_ACCUMULATORS_PER_THREAD = 128
 
@@ -69,7 +73,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """block_m rows of one expert per tile in both projections, so that rows are sorted once; unused by `gemv`."""
+    """block_m rows of one expert per tile in both projections, so that rows are sorted once; 1 without tiles."""
 
     variant: Variant
     block_m: int
@@ -82,7 +86,7 @@ class MoeConfig:
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> MoeConfig:
         """The inverse of `to_dict`. Raises TypeError or KeyError for fields that are missing or unknown."""
-        if fields["variant"] not in ("gemv", "tiled", "persistent"):
+        if fields["variant"] not in get_args(Variant):
             raise KeyError(fields["variant"])
         return MoeConfig(fields["variant"], int(fields["block_m"]), Tile(**fields["gate_up"]), Tile(**fields["down"]))
 
@@ -117,10 +121,11 @@ def fits(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, devi
 
 
 def variant_of(shape: MoeShape, num_tokens: int, device: Device) -> Variant:
-    """`gemv` while most experts would see one row at most, `persistent` from 128 rows per expert on, else `tiled`."""
+    """By rows per expert: most see one at most, so rows go one by one, or enough to fill tiles for every program."""
     if num_tokens * shape.top_k * 4 <= shape.num_experts or num_tokens == 1:
-        return "gemv"
-    if allows_persistent(shape, device) and num_tokens >= 1024 and shape.rows_per_expert(num_tokens) >= 128:
+        programs = num_tokens * shape.hidden_size // _gemv_tile(shape, "down").block_n
+        return "gemv" if programs >= _PROGRAMS_THAT_FILL * device.num_multiprocessors else "gemv_split"
+    if allows_persistent(shape, device) and num_tokens >= 1024 and shape.rows_per_expert(num_tokens) >= 64:
         return "persistent"
     return "tiled"
 
@@ -133,14 +138,14 @@ def allows_persistent(shape: MoeShape, device: Device) -> bool:
 
 
 def block_m_of(rows_per_expert: float) -> int:
-    """Rows per tile: the tensor cores' least, then the number at hand, up to 128."""
-    return next((block for block in (16, 32, 64) if rows_per_expert <= block), 128)
+    """Rows per tile, up to 128: twice the mean, since an expert's second tile reads its weights again."""
+    return next((block for block in (16, 32, 64) if 2 * rows_per_expert <= block), 128)
 
 
 def heuristic_config(shape: MoeShape, num_tokens: int, device: Device) -> MoeConfig:
     """A sound configuration for any shape, number of tokens and device. Raises ValueError if none fits the device."""
     variant = variant_of(shape, num_tokens, device)
-    if variant == "gemv":
+    if variant in ("gemv", "gemv_split"):
         return MoeConfig(variant, 1, _gemv_tile(shape, "gate_up"), _gemv_tile(shape, "down"))
     block_m = min(block_m_of(shape.rows_per_expert(num_tokens)), 32 if shape.weights == "float32" else 128)
     while block_m >= 16:
@@ -160,7 +165,7 @@ def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, devi
         columns = shape.intermediate_size if projection == "gate_up" else shape.hidden_size
         if block_n > max(16, _power_of_two(columns)):
             continue
-        tile = Tile(block_n, block_k, 1 if few else 8, 4 if block_m * block_n <= 64 * 128 else 8, num_stages)
+        tile = Tile(block_n, block_k, 4 if few else 8, 4 if block_m * block_n <= 64 * 128 else 8, num_stages)
         if fits(tile, block_m, projection, shape, device):
             return tile
     return None
@@ -184,9 +189,9 @@ def _depths(shape: MoeShape, projection: Projection, wanted: tuple[int, ...]) ->
 
 def _gemv_tile(shape: MoeShape, projection: Projection) -> Tile:
     depth = shape.hidden_size if projection == "gate_up" else shape.intermediate_size
-    block_k = shape.group_size if shape.weights == "int4" else min(512, _power_of_two(depth))
-    # A program of the down projection reads k experts, one of the other reads gate and up of one.
-    return Tile(16 if projection == "gate_up" else 8, block_k, 1, 4, 1)
+    # Steps that divide the depth need no masks.
+    even = next((block for block in (512, 256, 128) if depth % block == 0), min(512, _power_of_two(depth)))
+    return Tile(16, shape.group_size if shape.weights == "int4" else even, 1, 4, 1)
 
 
 def _power_of_two(count: int) -> int:
@@ -203,7 +208,7 @@ def candidate_tiles(
     shape: MoeShape, num_tokens: int, projection: Projection, variant: Variant, block_m: int, device: Device
 ) -> list[Tile]:
     """At most `MAX_CANDIDATES` tiles worth timing for one projection, the heuristic's first where it has one."""
-    if variant == "gemv":
+    if variant in ("gemv", "gemv_split"):
         own = _gemv_tile(shape, projection)
         depths: tuple[int, ...] = (own.block_k,) if shape.weights == "int4" else (own.block_k, own.block_k // 2)
         tiles = [
@@ -218,7 +223,7 @@ def candidate_tiles(
     tiles = [
         Tile(block_n, block_k, group_m, num_warps, num_stages)
         for block_n, block_k, num_stages, num_warps, group_m in itertools.product(
-            widths, depths, (2, 3, 4, 5), (4, 8), (1,) if few else (1, 8)
+            widths, depths, (2, 3, 4, 5), (4, 8), (1, 4) if few else (1, 8)
         )
         if (num_warps == 8) == (block_m * block_n >= 64 * 128)
     ]
@@ -241,7 +246,7 @@ def candidate_variants(shape: MoeShape, num_tokens: int, device: Device) -> list
     """Variants worth timing for a number of tokens."""
     variants: list[Variant] = ["tiled"]
     if num_tokens <= 8:
-        variants.insert(0, "gemv")
+        variants = ["gemv_split", "gemv", "tiled"]
     if num_tokens >= 256 and allows_persistent(shape, device):
         variants.append("persistent")
     return variants

@@ -121,7 +121,7 @@ def moe_products(
     up, down, slots = experts.gate_up, experts.down, experts.expert_slot
     hidden = workspace.hidden_of(num_pairs)
     block_m = config.block_m
-    if config.variant == "gemv":
+    if config.variant in ("gemv", "gemv_split"):
         gate_up_gemv(x, up, activation, expert_ids, slots, config.gate_up, hidden)
         down_products_gemv(hidden, down, expert_ids, slots, config.down, products)
         return

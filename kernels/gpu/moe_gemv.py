@@ -1,7 +1,8 @@
 """Both projections of the experts for a few tokens: weights are read once and rows are not sorted.
 
 With few tokens hardly two choose one expert, so each (token, choice) pair multiplies its expert's matrices as vectors.
-The down projection runs a token's choices in their order within one program and writes the sum: two launches in all.
+The down projection runs a token's choices in their order within one program and writes the sum, two launches in all, or
+gives each choice a program and leaves the sum to another launch: one after the other would wait too long for memory.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _down_kernel(
     stride_be: tl.int64,
     K: tl.constexpr,
     N: tl.constexpr,
-    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     HAS_MAP: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -108,12 +109,12 @@ def _down_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    token = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_row = tl.minimum(column, N - 1)
     total = tl.zeros([BLOCK_N], tl.float32)
-    for j in range(0, TOP_K):
-        pair = token * TOP_K + j
+    for j in range(0, CHOICES):
+        pair = row * CHOICES + j
         slot = slot_of(ids, expert_slot, pair, pair >= 0, NUM_EXPERTS, HAS_MAP).to(tl.int64)
         if slot >= 0:
             scales = scale + slot * stride_se
@@ -136,7 +137,7 @@ def _down_kernel(
             else:
                 tl.store(products + pair * N + column, rounded, mask=column < N)
     if SUM:
-        tl.store(out + token * stride_out + column, total.to(out.dtype.element_ty), mask=column < N)
+        tl.store(out + row * stride_out + column, total.to(out.dtype.element_ty), mask=column < N)
 
 
 def gate_up_gemv(
@@ -204,7 +205,8 @@ def _down(
     products: Tensor,
     out: Tensor,
 ) -> None:
-    _down_kernel[(triton.cdiv(matrix.num_rows, tile.block_n), expert_ids.shape[0])](
+    choices = 1 if expert_weights is None else expert_ids.shape[1]
+    _down_kernel[(triton.cdiv(matrix.num_rows, tile.block_n), expert_ids.numel() // choices)](
         h,
         *matrix.pointers(),
         expert_ids,
@@ -216,7 +218,7 @@ def _down(
         *matrix.strides(),
         K=matrix.depth,
         N=matrix.num_rows,
-        TOP_K=expert_ids.shape[1],
+        CHOICES=choices,
         NUM_EXPERTS=matrix.num_slots if expert_slot is None else expert_slot.shape[0],
         HAS_MAP=expert_slot is not None,
         **matrix.flags(),

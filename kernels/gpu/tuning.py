@@ -90,7 +90,7 @@ def _runs(config: MoeConfig, shape: MoeShape, device: Device) -> bool:
     tiles = (config.gate_up, config.down)
     if any(not _is_power_of_two(size) for tile in tiles for size in (tile.block_n, tile.block_k, tile.num_warps)):
         return False
-    if config.variant == "gemv":
+    if config.variant in ("gemv", "gemv_split"):
         return shape.weights != "int4" or all(tile.block_k == shape.group_size for tile in tiles)
     if config.variant == "persistent" and not allows_persistent(shape, device):
         return False

@@ -26,7 +26,7 @@ from kernels.gpu.moe_config import (
     candidate_variants,
 )
 from kernels.gpu.moe_experts import device_of
-from kernels.gpu.moe_gemv import down_gemv, gate_up_gemv
+from kernels.gpu.moe_gemv import down_gemv, down_products_gemv, gate_up_gemv
 from kernels.gpu.moe_persistent import down_persistent, gate_up_persistent
 from kernels.gpu.moe_tiled import down_tiled, gate_up_tiled
 from moeserve.bench.moe_case import ACTIVATION, MoeCase, make_case, random_experts
@@ -70,9 +70,9 @@ def tune_shape(
 def _tune_case(case: MoeCase, device: Device, time_us: TimeUs, report: Report) -> Tuned:
     found: list[Tuned] = []
     for variant in candidate_variants(case.shape, case.num_tokens, device):
-        block_ms = [1] if variant == "gemv" else candidate_block_ms(case.shape, case.num_tokens)
+        block_ms = [1] if variant in ("gemv", "gemv_split") else candidate_block_ms(case.shape, case.num_tokens)
         for block_m in block_ms:
-            pairs = None if variant == "gemv" else sorted_pairs(case, block_m)
+            pairs = None if variant in ("gemv", "gemv_split") else sorted_pairs(case, block_m)
             gate_up = _best_tile(case, variant, pairs, block_m, "gate_up", device, time_us)
             down = _best_tile(case, variant, pairs, block_m, "down", device, time_us)
             if gate_up is None or down is None:
@@ -121,7 +121,7 @@ def projection_call(
     tile: Tile,
     device: Device,
 ) -> Callable[[], None]:
-    """Runs one projection alone. pairs: the case's, in tiles of block_m; None for `gemv` alone."""
+    """Runs one projection alone. pairs: the case's, in tiles of block_m; None without tiles."""
     experts, space = case.experts, case.workspace
     num_pairs = case.expert_ids.numel()
     hidden, results = space.hidden[:num_pairs], space.results[:num_pairs]
@@ -130,6 +130,8 @@ def projection_call(
         out = torch.empty_like(case.x)
         if projection == "gate_up":
             return lambda: gate_up_gemv(case.x, experts.gate_up, ACTIVATION, ids, None, tile, hidden)
+        if variant == "gemv_split":
+            return lambda: down_products_gemv(hidden, experts.down, ids, None, tile, results)
         return lambda: down_gemv(hidden, experts.down, ids, weights, None, tile, out)
     top_k = case.shape.top_k
     if variant == "tiled":

@@ -12,21 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moeserve.models.cache_folder import cache_root as cache_root
 from moeserve.models.errors import ModelError
 from moeserve.models.manifest import ManifestError, verify, write_manifest
 from moeserve.models.progress import Progress, silent
 
 Build = Callable[[Path, Progress], None]
-
-
-def cache_root() -> Path:
-    """$MOESERVE_CACHE, else $XDG_CACHE_HOME/moeserve, else ~/.cache/moeserve."""
-    own = os.environ.get("MOESERVE_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moeserve"
 
 
 def ensure_built(

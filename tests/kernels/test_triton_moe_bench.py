@@ -76,16 +76,16 @@ def test_the_tuner_keeps_the_fastest_of_all_that_it_timed(device):
     tuned = tune_shape(TINY, (2, 300), device, time_us=time_us, report=lines.append)
     assert set(tuned) == {2, 300}
     assert tuned[300].microseconds == times[-1]
-    assert {tuned[2].config.variant, tuned[300].config.variant} <= {"gemv", "tiled", "persistent"}
+    assert {tuned[2].config.variant, tuned[300].config.variant} <= {"gemv", "gemv_split", "tiled", "persistent"}
     assert lines[-1].endswith(f"{times[-1]:.1f} us")
     assert any("persistent" in line for line in lines)
     assert any("gemv" in line for line in lines)
 
 
-@pytest.mark.parametrize("variant", ["gemv", "tiled", "persistent"])
+@pytest.mark.parametrize("variant", ["gemv", "gemv_split", "tiled", "persistent"])
 def test_projections_alone_make_what_the_operation_makes(device, variant):
     case = make_case(TINY, 3, device)
-    pairs = None if variant == "gemv" else sorted_pairs(case, 16)
+    pairs = None if variant.startswith("gemv") else sorted_pairs(case, 16)
     for projection in ("gate_up", "down"):
         projection_call(case, variant, pairs, 16, projection, TILE, device_of(device))()
     hidden = case.workspace.hidden.clone()

@@ -79,7 +79,7 @@ def test_an_expert_that_was_dropped_and_put_elsewhere_computes_the_same_bits(dev
     assert torch.equal(experts(x, ids, gates, SILU), before)
 
 
-@pytest.mark.parametrize("variant", ["gemv", "tiled", "persistent"])
+@pytest.mark.parametrize("variant", ["gemv", "gemv_split", "tiled", "persistent"])
 def test_products_made_in_parts_sum_to_the_same_bits(device, variant):
     layout = layout_of(device, variant=variant)
     experts = layout.experts(NUM_EXPERTS)

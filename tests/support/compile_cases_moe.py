@@ -14,9 +14,10 @@ STORED = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int8": torch.in
 QWEN = (128, 768, 2048, 8)
 MIXTRAL = (8, 14336, 4096, 2)
 CASES = [
-    (MoeShape(*QWEN, "bfloat16"), (1, 64, 1024, 4096)),
+    (MoeShape(*QWEN, "bfloat16"), (1, 64, 256, 1024)),
     (MoeShape(*MIXTRAL, "bfloat16"), (64,)),
     (MoeShape(*QWEN, "int8"), (1, 64)),
+    (MoeShape(256, 2048, 7168, 8, "fp8"), (4,)),
     (MoeShape(*QWEN, "fp8"), (64, 2048)),
     (MoeShape(*QWEN, "int4", 128), (1, 64, 2048)),
     (MoeShape(*QWEN, "float32"), (64,)),

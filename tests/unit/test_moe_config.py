@@ -58,7 +58,7 @@ def test_every_shape_and_size_gets_a_configuration_that_runs(shape, device):
         assert all(is_power_of_two(size) for tile in tiles for size in (tile.block_n, tile.block_k, tile.num_warps))
         if shape.weights == "int4":
             assert {tile.block_k for tile in tiles} == {shape.group_size}
-        if config.variant == "gemv":
+        if config.variant in ("gemv", "gemv_split"):
             continue
         assert config.block_m in (16, 32, 64, 128)
         assert fits(config.gate_up, config.block_m, "gate_up", shape, device)
@@ -70,12 +70,13 @@ def test_every_shape_and_size_gets_a_configuration_that_runs(shape, device):
 @pytest.mark.parametrize(
     ("num_tokens", "variant", "block_m"),
     [
-        (1, "gemv", 1),
-        (4, "gemv", 1),
+        (1, "gemv_split", 1),
+        (4, "gemv_split", 1),
         (5, "tiled", 16),
-        (256, "tiled", 16),
-        (512, "tiled", 32),
-        (1024, "tiled", 64),
+        (128, "tiled", 16),
+        (256, "tiled", 32),
+        (512, "tiled", 64),
+        (1024, "persistent", 128),
         (2048, "persistent", 128),
         (8192, "persistent", 128),
     ],
@@ -83,6 +84,12 @@ def test_every_shape_and_size_gets_a_configuration_that_runs(shape, device):
 def test_the_variant_follows_the_rows_per_expert(num_tokens, variant, block_m):
     config = heuristic_config(QWEN, num_tokens, HOPPER)
     assert (config.variant, config.block_m) == (variant, block_m)
+
+
+def test_few_tokens_share_programs_once_there_are_enough_of_them():
+    wide = MoeShape(256, 2048, 7168, 8, "bfloat16")
+    assert heuristic_config(wide, 1, HOPPER).variant == "gemv_split"
+    assert heuristic_config(wide, 2, HOPPER).variant == "gemv"
 
 
 def test_without_descriptors_many_rows_run_as_tiles():
@@ -104,7 +111,7 @@ def test_candidates_are_few_distinct_and_fit(shape, device):
                     tiles = candidate_tiles(shape, num_tokens, projection, variant, block_m, device)
                     assert 1 <= len(tiles) <= MAX_CANDIDATES
                     assert len(set(tiles)) == len(tiles)
-                    if variant != "gemv":
+                    if variant in ("tiled", "persistent"):
                         assert all(fits(tile, block_m, projection, shape, device) for tile in tiles)
 
 
@@ -112,7 +119,7 @@ def test_candidates_are_few_distinct_and_fit(shape, device):
 def test_the_heuristic_is_among_the_candidates(num_tokens):
     config = heuristic_config(QWEN, num_tokens, HOPPER)
     assert config.variant in candidate_variants(QWEN, num_tokens, HOPPER)
-    assert config.variant == "gemv" or config.block_m in candidate_block_ms(QWEN, num_tokens)
+    assert config.block_m == 1 or config.block_m in candidate_block_ms(QWEN, num_tokens)
     for projection, tile in (("gate_up", config.gate_up), ("down", config.down)):
         assert candidate_tiles(QWEN, num_tokens, projection, config.variant, config.block_m, HOPPER)[0] == tile
 
