@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from experts.migration import ExpertMigrator, PlacedExperts
+from moeserve.model_loading import LoadedModel
 from moeserve.models.checkpoint import TensorInfo, read_index
 from moeserve.models.errors import CheckpointError
 from moeserve.models.expert_weights import ExpertReader
 from moeserve.models.spec import DecoderSpec
 from moeserve.models.tensor_reader import TensorReader
 from moeserve.models.weight_plan import OwnedExperts, plan_experts
-from moeserve.startup import LoadedModel
 
 
 def make_migrator(

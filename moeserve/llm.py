@@ -9,9 +9,10 @@ from pathlib import Path
 
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.executor import LocalExecutor
+from moeserve.model_loading import load_model
 from moeserve.plan import TokenLogprobs
 from moeserve.request import FinishReason, Request, SamplingParams
-from moeserve.startup import build_scheduler, load_model
+from moeserve.startup import build_scheduler
 
 
 @dataclass(slots=True)

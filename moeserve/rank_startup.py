@@ -25,6 +25,16 @@ from moeserve.expert_migrator import make_migrator
 from moeserve.expert_monitor import ExpertSources
 from moeserve.expert_statistics import open_recording
 from moeserve.kv_budget import KvBudget
+from moeserve.model_loading import (
+    LoadedModel,
+    ModelPlan,
+    Report,
+    load_model,
+    owned_experts,
+    plan_model,
+    read_spec,
+    step_budget,
+)
 from moeserve.plan_codec import decode_plan
 from moeserve.rank_hub import RankHub
 from moeserve.rank_link import BeatThread, RankLink
@@ -46,19 +56,7 @@ from moeserve.ranked_executor import RankedExecutor
 from moeserve.rebalancing import RebalancingExecutor, follow, rebalancing
 from moeserve.result_codec import encode_result
 from moeserve.run_context import RunContext
-from moeserve.startup import (
-    LoadedModel,
-    ModelPlan,
-    Report,
-    load_model,
-    owned_experts,
-    plan_model,
-    read_spec,
-    routing_tap,
-    serve,
-    step_budget,
-    tapped,
-)
+from moeserve.startup import routing_tap, serve, tapped
 from moeserve.version import VERSION
 
 # Of the engine's timeout: how long a rank that loads may be silent.

@@ -17,10 +17,10 @@ from experts.moe_layer import MoeLayer
 from kernels.moe_gemm import moe_experts
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.llm import LLM, Completion
+from moeserve.model_loading import read_spec
 from moeserve.models.errors import ModelError
 from moeserve.models.expert_store import layout_in_store
 from moeserve.request import SamplingParams
-from moeserve.startup import read_spec
 from tests.support.tiny_models import save
 
 BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160, max_num_batched_tokens=64)

@@ -16,9 +16,10 @@ from moeserve.executor import LocalExecutor
 from moeserve.expert_recording import RecordingExecutor
 from moeserve.expert_statistics import open_recording
 from moeserve.llm import LLM
+from moeserve.model_loading import load_model, plan_model
 from moeserve.models.weights import dispatch_here
 from moeserve.request import SamplingParams
-from moeserve.startup import load_model, plan_model, routing_tap, tapped
+from moeserve.startup import routing_tap, tapped
 from tests.support.checkpoints import TOKENS, load, logits_of, spec_of
 from tests.support.tiny_models import save
 
