@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from experts.statistics_file import load_statistics
+from experts.statistics import RoutingStatistics, StatisticsSpec
+from experts.statistics_file import load_statistics, save_statistics
+from experts.synthetic import SyntheticSpec, synthetic_trace
 from moeserve.expert_placement import statistics_key
 from tests.support.service import Service, is_alive, service, wait_until
 from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
@@ -59,6 +61,16 @@ def ranks_of(running: Service) -> list[int]:
     return [ranks[rank] for rank in range(len(ranks))]
 
 
+def write_statistics(model: Path) -> Path:
+    """A file as an earlier run of the mixtral case leaves it, of made-up routing."""
+    trace = synthetic_trace(SyntheticSpec(3, 8, 2, popularity=0.8), 8, 40, seed=0)
+    statistics = RoutingStatistics(StatisticsSpec(3, 8, 2))
+    statistics.update(trace.ids)
+    file = model / "statistics"
+    save_statistics(file, statistics, statistics_key(model))
+    return file
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
@@ -73,7 +85,7 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 @pytest.mark.parametrize(
     ("case", "settings"),
     [
-        ("mixtral", []),
+        ("mixtral", ["--placement", "coactivation", "--num-redundant-experts", "2"]),
         pytest.param("qwen3_moe", ["--dispatch", "allgather"], marks=pytest.mark.long),
         ("qwen3_moe", ["--dispatch", "alltoall", "--placement", "round-robin", *REPLICAS, *RESTLESS]),
         pytest.param("glm4_moe", [], marks=pytest.mark.long),
@@ -87,6 +99,8 @@ def test_several_ranks_give_the_text_of_one_and_end_cleanly(
     model = tmp_path_factory.mktemp(case)
     write_model_dir(model)
     save(case, model)
+    if "coactivation" in settings:
+        settings = [*settings, "--expert-statistics", str(write_statistics(model))]
     with service(model, tmp_path_factory.mktemp("one")) as one:
         expected = [text for text, _ in complete_all(one)]
     with service(model, tmp_path_factory.mktemp("two"), *TWO, *settings) as two:
