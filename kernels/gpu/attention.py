@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """Scratch of split attention, fp32: parts [pieces, tokens per tile, H, Dv] and base-2 log-sum-exps without Dv.
+    """Scratch of split attention, fp32: parts [pieces * tokens per tile, H, Dv] and base-2 log-sum-exps without Dv.
 
     One for all layers: a layer's parts are read before the next one writes.
     """
@@ -35,9 +36,9 @@ class Partials:
     logsumexps: Tensor
 
     @classmethod
-    def allocate(cls, work: SplitWork, num_heads: int, value_dim: int) -> Partials:
-        """As much as `work` may need for this many query heads."""
-        shape = (work.capacity, work.tokens_per_tile, num_heads)
+    def allocate(cls, work: SplitWork, num_heads: int, value_dim: int, *others: SplitWork) -> Partials:
+        """As much as any one of the work lists may need for this many query heads."""
+        shape = (max(each.capacity * each.tokens_per_tile for each in (work, *others)), num_heads)
         device = work.offsets.device
         return cls(
             torch.empty((*shape, value_dim), dtype=torch.float32, device=device),
@@ -75,6 +76,8 @@ def split_attention(
     config, tokens = work.config, work.tokens_per_tile
     if tokens > 1 and tokens * shape.group > config.rows:
         raise ValueError(f"{tokens} tokens of {shape.group} heads do not fit {config.rows} rows")
+    if partials.logsumexps.numel() < work.capacity * tokens * shape.num_heads:
+        raise ValueError("the scratch is too small for this work list")
     out = shape.output(q, out)
     score_scale, cap_scale = _score_scales(scale * key_scale, soft_cap)
     head_groups = -(-shape.group // config.rows)
@@ -221,49 +224,42 @@ def paged_attention(
     value_scale: float = 1.0,
     out: Tensor | None = None,
     config: PrefillConfig | None = None,
+    extends: SplitWork | None = None,
 ) -> Tensor:
     """A mixed batch: the first `num_decodes` sequences have one new token each, the others any number.
 
-    `work` has been updated with seq_lens[:num_decodes]; its window holds for all. The rest as in `split_attention` and
-    `prefill_attention`.
+    `work` has been updated with seq_lens[:num_decodes]; its window holds for all. `extends`, a work list updated with
+    the lengths and starts of the others, splits their contexts: for few new tokens over long prefixes, for which a
+    prefill would occupy a few programs for long. `partials` have to be large enough for both. The rest as in
+    `split_attention` and `prefill_attention`.
     """
     if out is None:
         out = q.new_empty((*q.shape[:2], values_pool.shape[2]))
+    settings: dict[str, Any] = {
+        "block_size": block_size,
+        "scale": scale,
+        "sinks": sinks,
+        "soft_cap": soft_cap,
+        "key_scale": key_scale,
+        "value_scale": value_scale,
+        "out": out,
+    }
+    pools = q, keys_pool, values_pool
     if num_decodes:
-        split_attention(
-            q,
-            keys_pool,
-            values_pool,
-            block_table,
-            seq_lens[:num_decodes],
-            work,
-            partials,
-            block_size=block_size,
-            scale=scale,
-            sinks=sinks,
-            soft_cap=soft_cap,
-            key_scale=key_scale,
-            value_scale=value_scale,
-            out=out,
-        )
-    if num_decodes < seq_lens.shape[0]:
+        split_attention(*pools, block_table[:num_decodes], seq_lens[:num_decodes], work, partials, **settings)
+    table, lengths, starts = block_table[num_decodes:], seq_lens[num_decodes:], query_starts[num_decodes:]
+    if extends is not None:
+        split_attention(*pools, table, lengths, extends, partials, query_starts=starts, **settings)
+    elif len(lengths):
         prefill_attention(
-            q,
-            keys_pool,
-            values_pool,
-            block_table[num_decodes:],
-            seq_lens[num_decodes:],
-            query_starts[num_decodes:],
-            block_size=block_size,
+            *pools,
+            table,
+            lengths,
+            starts,
             max_query_len=max_query_len,
-            scale=scale,
             window=work.window,
-            sinks=sinks,
-            soft_cap=soft_cap,
-            key_scale=key_scale,
-            value_scale=value_scale,
-            out=out,
             config=config,
+            **settings,
         )
     return out
 

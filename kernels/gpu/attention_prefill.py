@@ -60,7 +60,8 @@ def prefill_kernel(
     first_token = tl.load(query_starts + seq)
     query_len = tl.load(query_starts + seq + 1) - first_token
     tile_token = (index - first_token // ROWS - seq) * ROWS
-    if tile_token >= query_len:
+    # Before the first sequence, and where a sequence has fewer tiles than indices, there is nothing.
+    if (tile_token < 0) | (tile_token >= query_len):
         return
     seq_len = tl.load(seq_lens + seq)
     kv_head = head // GROUP

@@ -209,7 +209,7 @@ def reduce_kernel(
         in_seq = 0
         query_len = 1
     else:
-        if token >= tl.load(query_starts + num_seqs):
+        if (token < tl.load(query_starts)) | (token >= tl.load(query_starts + num_seqs)):
             return
         seq = sequence_of(query_starts, token, num_seqs, 0)
         first_token = tl.load(query_starts + seq)

@@ -166,6 +166,36 @@ def test_a_mixed_batch(num_decodes, window, device):
     assert_close(out, batch.reference(window=window))
 
 
+def test_more_decodes_than_a_tile_has_rows_are_left_alone_by_the_prefill(device):
+    num_decodes = 37
+    batch = make_batch([1] * num_decodes + [9, 20], [1] * num_decodes + [9, 3], device=device)
+    work = SplitWork(64, 64, 64, 2, SplitConfig(16, TILE, 4, 2, min_chunk=TILE), device, num_sms=4)
+    work.update(batch.seq_lens[:num_decodes])
+    extends = SplitWork(
+        2, 4, 64, 2, SplitConfig(16, TILE, 4, 2, min_chunk=TILE), device, num_sms=4, max_query_len=9, tokens_per_tile=8
+    )
+    extends.update(batch.seq_lens[num_decodes:], batch.query_starts[num_decodes:])
+    partials = Partials.allocate(work, 4, 32, extends)
+    for chosen in (None, extends):
+        out = guarded(
+            lambda out, chosen=chosen: paged_attention(
+                *batch.where,
+                batch.query_starts,
+                work,
+                partials,
+                num_decodes=num_decodes,
+                block_size=batch.block_size,
+                max_query_len=9,
+                scale=batch.scale,
+                config=PrefillConfig(16, TILE, 4, 2),
+                extends=chosen,
+                out=out,
+            ),
+            batch,
+        )
+        assert_close(out, batch.reference())
+
+
 def test_rows_behind_the_last_sequence_stay_as_they_are(device):
     batch = make_batch([20, 9], [5, 3], device=device)
     longer = Batch(torch.cat([batch.q, batch.q[:4]]), *batch.where[1:], batch.query_starts, batch.block_size)
@@ -199,3 +229,10 @@ def test_what_the_kernels_would_misread_is_refused(change, message, device):
 def test_a_chunk_length_that_is_no_multiple_of_the_tile_is_refused(device):
     with pytest.raises(ValueError, match="multiple"):
         SplitWork(1, 1, 32, 2, SplitConfig(16, TILE, 4, 2), device, num_sms=4, fixed_chunk=TILE + 1)
+
+
+def test_scratch_that_is_too_small_is_refused(device):
+    batch = make_batch([20], device=device)
+    small, large = (SplitWork(n, n, 32, 2, SplitConfig(16, TILE, 4, 2), device, num_sms=4) for n in (1, 9))
+    with pytest.raises(ValueError, match="too small"):
+        split_attention(*batch.where, large, Partials.allocate(small, 4, 32), block_size=16, scale=1.0)
