@@ -116,15 +116,20 @@ void score(const float* queries, int64_t dim, const float* keys, float* scores) 
   Floats sums[Rows][kVectors] = {};
   for (int64_t d = 0; d < dim; ++d) {
     Floats key[kVectors];
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) key[v] = load(keys + d * kTileKeys + v * kLanes);
 #pragma GCC unroll 6
     for (int r = 0; r < Rows; ++r) {
       const Floats q = splat(queries[r * dim + d]);
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sums[r][v] += q * key[v];
     }
   }
-  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) store(scores + r * kTileKeys + v * kLanes, sums[r][v]);
+  }
 }
 
 // sums[r] += weights[r] . values over `Vectors` vectors of channels.
@@ -132,19 +137,28 @@ template <int Rows, int Vectors>
 void add_values(const float* weights, const float* const* values, int64_t count, int64_t channel, int64_t value_dim,
                 float* sums) {
   Floats local[Rows][Vectors];
-  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) local[r][v] = load(sums + r * value_dim + channel + v * kLanes);
+  }
   for (int64_t k = 0; k < count; ++k) {
+    const float* row = values[k] + channel;
     Floats value[Vectors];
-    for (int v = 0; v < Vectors; ++v) value[v] = load(values[k] + channel + v * kLanes);
+#pragma GCC unroll 4
+    for (int v = 0; v < Vectors; ++v) value[v] = load(row + v * kLanes);
 #pragma GCC unroll 6
     for (int r = 0; r < Rows; ++r) {
       const Floats weight = splat(weights[r * kTileKeys + k]);
+#pragma GCC unroll 4
       for (int v = 0; v < Vectors; ++v) local[r][v] += weight * value[v];
     }
   }
-  for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
     for (int v = 0; v < Vectors; ++v) store(sums + r * value_dim + channel + v * kLanes, local[r][v]);
+  }
 }
 
 template <int Rows>
@@ -161,12 +175,17 @@ void weigh(const Inputs& in, int64_t position, int64_t first_key, int64_t num_ke
            float* total, float* sums) {
   const int64_t last = std::min(num_keys, position + 1 - first_key);
   const int64_t first = in.window ? std::max<int64_t>(0, position + 1 - in.window - first_key) : 0;
+  const bool sees_all = first == 0 && last == kTileKeys;
   Floats top = splat(kNothing), scaled[kVectors];
   const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (int v = 0; v < kVectors; ++v) {
-    const Ints key = lane + v * kLanes;
-    const Ints seen = (Ints)(key >= int32_t(std::min(first, kTileKeys))) & (Ints)(key < int32_t(std::max<int64_t>(last, 0)));
-    scaled[v] = select(seen, load(scores + v * kLanes) * in.scale, splat(kNothing));
+    scaled[v] = load(scores + v * kLanes) * in.scale;
+    if (!sees_all) {
+      const Ints key = lane + v * kLanes;
+      const Ints seen =
+          (Ints)(key >= int32_t(std::min(first, kTileKeys))) & (Ints)(key < int32_t(std::max<int64_t>(last, 0)));
+      scaled[v] = select(seen, scaled[v], splat(kNothing));
+    }
     top = max(top, scaled[v]);
   }
   const float tile_top = largest(top);

@@ -145,22 +145,26 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
 
 // out [num_tokens, hidden] = sum over k of weight * expert(x [num_tokens, hidden]). ids [num_tokens, top_k], -1 for an
 // expert elsewhere; weights [num_tokens, top_k]; experts [num_experts] point to packed experts, null where one is
-// not here. scratch holds num_tokens * top_k * (padded intermediate + hidden) floats. Where weights is null, nothing is
-// summed: out is [num_tokens * top_k, hidden], of which rows with an id of -1 stay as they are, and scratch holds
-// num_tokens * top_k * padded intermediate floats. Returns -1, or a chosen expert that is not here, and then computes
-// nothing.
+// not here. Where weights is null, nothing is summed: out is [num_tokens * top_k, hidden], of which rows with an id of
+// -1 stay as they are. Returns -1, or a chosen expert that is not here, and then computes nothing.
 extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t num_tokens, const int64_t* ids,
                                  const float* weights, int64_t top_k, const void* const* experts, int64_t num_experts,
                                  int64_t is_bf16, int64_t hidden, int64_t intermediate, int64_t has_bias,
-                                 int64_t activation, double alpha, double limit, float* scratch, float* out,
+                                 int64_t activation, double alpha, double limit, float* out,
                                  int64_t out_stride) {
   using namespace moeserve;
   const Shape shape = {hidden,       intermediate, has_bias != 0, static_cast<Activation>(activation),
                        float(alpha), float(limit)};
   for (int64_t i = 0; i < num_tokens * top_k; ++i)
     if (ids[i] >= num_experts || (ids[i] >= 0 && !experts[ids[i]])) return ids[i];
-  Step step = {x, x_stride, top_k, experts, sort_by_expert(ids, num_tokens * top_k, num_experts), scratch, nullptr};
-  step.results = weights ? scratch + num_tokens * top_k * shape.gate_up_panels() * kLanes : out;
+  Step step = {x, x_stride, top_k, experts, sort_by_expert(ids, num_tokens * top_k, num_experts), nullptr, out};
+  // Kept from call to call: fresh memory of this size would be cleared by the operating system each time.
+  static thread_local std::vector<float> scratch;
+  const int64_t hidden_floats = int64_t(step.rows.places.size()) * shape.gate_up_panels() * kLanes;
+  const int64_t needed = hidden_floats + (weights ? num_tokens * top_k * hidden : 0);
+  if (int64_t(scratch.size()) < needed) scratch.resize(needed);
+  step.hidden = scratch.data();
+  if (weights) step.results = scratch.data() + hidden_floats;
   if (is_bf16)
     run<Bf16>(shape, step, ids, weights, num_tokens, out, out_stride);
   else

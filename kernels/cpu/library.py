@@ -25,7 +25,7 @@ _BUILD_SECONDS = 120
 _P, _N, _R = c_void_p, c_int64, c_double
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (_P, _N, _N, _P, _N, _N, _N, _P, _P, _N),
-    "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _R, _R, _P, _P, _N),
+    "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _R, _R, _P, _N),
     "combine": (_P, _N, _N, _N, _P, _P, _N),
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
     "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N),

@@ -53,7 +53,6 @@ class _NativeExperts(SplitExperts):
         self._combine = kernels.combine
         self._packed: list[Tensor | None] = [None] * num_experts
         self._addresses = torch.zeros(num_experts, dtype=torch.int64)
-        self._row_floats = layout.padded_intermediate + layout.shape.hidden_size
 
     def __len__(self) -> int:
         return len(self._packed)
@@ -91,7 +90,6 @@ class _NativeExperts(SplitExperts):
         shape = self._layout.shape
         if not num_tokens:
             return
-        scratch = x.new_empty(num_tokens * top_k * self._row_floats)
         # A contiguous copy must outlive the call.
         expert_ids = expert_ids.contiguous()
         missing = self._run(
@@ -110,7 +108,6 @@ class _NativeExperts(SplitExperts):
             _KINDS[activation.kind],
             activation.alpha,
             activation.limit,
-            scratch.data_ptr(),
             out.data_ptr(),
             shape.hidden_size,
         )

@@ -32,6 +32,20 @@ static inline Columns load_columns(const Bf16* from) {
   return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
 }
 
+// Adds the products at depth k.
+template <int Rows, typename Weight>
+static inline void step(const float* const (&row)[Rows], const Weight* panel, int64_t k, Floats (&low)[Rows],
+                        Floats (&high)[Rows]) {
+  __builtin_prefetch((const char*)(panel + k * kPanelColumns) + 2048);
+  const Columns weight = load_columns(panel + k * kPanelColumns);
+#pragma GCC unroll 12
+  for (int r = 0; r < Rows; ++r) {
+    const Floats x = splat(row[r][k]);
+    low[r] += x * weight.low;
+    high[r] += x * weight.high;
+  }
+}
+
 // sums[r] = rows[r] . panel, for rows of `depth` floats.
 template <int Rows, typename Weight>
 static inline void multiply(const float* const* rows, const Weight* panel, int64_t depth, Columns* sums) {
@@ -41,16 +55,12 @@ static inline void multiply(const float* const* rows, const Weight* panel, int64
     low[r] = high[r] = Floats{};
     row[r] = rows[r];
   }
-  for (int64_t k = 0; k < depth; ++k) {
-    __builtin_prefetch((const char*)(panel + k * kPanelColumns) + 2048);
-    const Columns weight = load_columns(panel + k * kPanelColumns);
-#pragma GCC unroll 12
-    for (int r = 0; r < Rows; ++r) {
-      const Floats x = splat(row[r][k]);
-      low[r] += x * weight.low;
-      high[r] += x * weight.high;
-    }
+  int64_t k = 0;
+  for (; k + 4 <= depth; k += 4) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) step<Rows>(row, panel, k + i, low, high);
   }
+  for (; k < depth; ++k) step<Rows>(row, panel, k, low, high);
   for (int r = 0; r < Rows; ++r) sums[r] = {low[r], high[r]};
 }
 

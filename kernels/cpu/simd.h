@@ -23,7 +23,8 @@ static inline Floats load(const float* from) {
 
 static inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof(value)); }
 
-static inline Floats splat(float value) { return Floats{} + value; }
+// Written out, because adding to zero would be an addition: it turns -0 into +0.
+static inline Floats splat(float v) { return Floats{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v}; }
 
 static inline Floats select(Ints condition, Floats yes, Floats no) {
   return (Floats)((condition & (Ints)yes) | (~condition & (Ints)no));
@@ -33,21 +34,22 @@ static inline Floats max(Floats a, Floats b) { return select((Ints)(a > b), a, b
 
 static inline Floats min(Floats a, Floats b) { return select((Ints)(a < b), a, b); }
 
-// The sum of all lanes, always in the same order.
+// Folds halves onto each other until one lane is left; always the same order.
+template <typename Fold>
+static inline float fold(Floats v, Fold with) {
+  v = with(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  v = with(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  v = with(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  v = with(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+  return v[0];
+}
+
 static inline float sum(Floats value) {
-  float lanes[kLanes];
-  store(lanes, value);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
+  return fold(value, [](Floats a, Floats b) { return a + b; });
 }
 
 static inline float largest(Floats value) {
-  float lanes[kLanes];
-  store(lanes, value);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-  return lanes[0];
+  return fold(value, [](Floats a, Floats b) { return max(a, b); });
 }
 
 // e^x to about two units in the last place; exactly 0 below -87.3 (the smallest normal result) and for -infinity.
