@@ -63,7 +63,7 @@ def slot_of(ids, expert_slot, pair, mask, NUM_EXPERTS: tl.constexpr, HAS_MAP: tl
         return tl.where(known, expert, -1)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["ids", "expert_slot"])
 def _count_kernel(
     ids,
     expert_slot,
@@ -80,7 +80,9 @@ def _count_kernel(
     tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.histogram(slot, BINS, mask=slot >= 0))
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "max_tiles"])
+@triton.jit(
+    do_not_specialize=["num_pairs", "num_chunks", "max_tiles"], do_not_specialize_on_alignment=["ids", "expert_slot"]
+)
 def _place_kernel(
     ids,
     expert_slot,

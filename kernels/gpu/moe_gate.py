@@ -49,7 +49,7 @@ def _sparsemixer_weight(logits, remaining, best, JITTER: tl.constexpr):
     return 1.0 / tl.sum(tl.sum(tl.exp(kept - best), 1), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["bias", "num_valid"])
 def _select_kernel(
     logits,
     bias,

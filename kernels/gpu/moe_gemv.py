@@ -18,7 +18,7 @@ from kernels.gpu.moe_weights import StoredMatrix
 from kernels.specs import Activation
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids", "expert_slot"])
 def _gate_up_kernel(
     x,
     w,
@@ -79,7 +79,7 @@ def _gate_up_kernel(
     tl.store(h + pair * N + column, hidden, mask=column < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids", "expert_slot", "expert_weights"])
 def _down_kernel(
     h,
     w,

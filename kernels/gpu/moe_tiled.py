@@ -158,7 +158,7 @@ def _down_kernel(
     tl.store(y + pair.to(tl.int64)[:, None] * N + column[None, :], rounded, mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids", "expert_slot", "expert_weights"])
 def _combine_kernel(
     y,
     expert_weights,
