@@ -42,6 +42,6 @@ def test_long_rows_run_by_whole_warpgroups_and_short_ones_on_tensor_cores():
 @pytest.mark.timeout(1800)
 def test_no_configuration_of_the_table_spills():
     for line in output_of("tests.support.compile_only", "tests.support.compile_table_attention"):
-        # What ptxas takes to stay at 128 registers is a word or two.
-        assert numbers(line)["stack"] <= 16, line
+        # In fp32, which serves comparisons only, heads that are no power of two spill some words.
+        assert numbers(line)["stack"] <= (64 if "float32" in line else 0), line
         assert numbers(line)["shared"] <= 227 * 1024, line
