@@ -24,9 +24,12 @@ def choose_placement(
     *,
     num_redundant: int = 0,
     num_nodes: int = 1,
+    num_groups: int = 1,
     statistics: RoutingStatistics | None = None,
 ) -> Placement:
     """sizes: layers with experts, experts, ranks. num_redundant: replicas per layer, of the busiest experts.
+
+    num_nodes, num_groups: see `load_balanced`; the other placements do not look at them.
 
     Without statistics all experts count as equally busy. PlacementError where the sizes do not divide, or where the
     statistics are missing, empty or of other sizes.
@@ -46,7 +49,7 @@ def choose_placement(
         if name in LEARNT and not load.any():
             raise PlacementError(f"A {name} placement is learnt from statistics, and these are empty.")
     if name == "balanced":
-        return load_balanced(load, num_ranks, num_redundant=num_redundant, num_nodes=num_nodes)
+        return load_balanced(load, num_ranks, num_redundant=num_redundant, num_nodes=num_nodes, num_groups=num_groups)
     if name == "contiguous":
         placement = contiguous(num_layers, num_experts, num_ranks)
     elif name == "round-robin":

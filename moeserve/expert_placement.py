@@ -23,6 +23,8 @@ def plan_placement(directory: Path, spec: DecoderSpec, config: ServeConfig) -> P
             config.placement,
             (len(spec.moe_layers), spec.moe.num_experts, num_ranks),
             num_redundant=config.num_redundant_experts,
+            num_nodes=config.nnodes,
+            num_groups=spec.moe.gate.num_groups,
             statistics=read_statistics(directory, config),
         )
     except PlacementError as error:

@@ -107,3 +107,11 @@ def test_experts_that_cannot_be_shared_are_one_sentence(tmp_path: Path) -> None:
         plan(model(tmp_path / "m", num_local_experts=6))
     with pytest.raises(ConfigError, match="3 redundant experts cannot be shared equally among 4 ranks"):
         plan(model(tmp_path / "m"), num_redundant_experts=3)
+
+
+def test_balanced_keeps_groups_of_experts_within_a_node() -> None:
+    statistics = gathered()
+    placement = choose_placement("balanced", SIZES, num_nodes=2, num_groups=4, statistics=statistics)
+    for layer in placement.ranks:
+        nodes = [{rank // 2 for rank in ranks} for ranks in layer]
+        assert all(nodes[2 * group] == nodes[2 * group + 1] for group in range(4))
