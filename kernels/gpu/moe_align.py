@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.moe_config import MAX_PAIRS_AT_ONCE
+
 CHUNK = 256
-# Up to here every program counts all chunks itself instead of waiting for another launch.
-_MAX_PAIRS_AT_ONCE = 4096
 _PIECE = 32
 _TILES_PER_PROGRAM = 64
 _CHUNKS_PER_STEP = 32
@@ -166,7 +166,7 @@ def sort_pairs(
     """
     num_pairs = expert_ids.numel()
     chunks, bins = num_chunks(num_pairs), padded_bins(num_slots)
-    counted = num_pairs > _MAX_PAIRS_AT_ONCE
+    counted = num_pairs > MAX_PAIRS_AT_ONCE
     has_map = expert_slot is not None
     num_experts = num_slots if expert_slot is None else expert_slot.shape[0]
     slots = expert_ids if expert_slot is None else expert_slot

@@ -20,6 +20,8 @@ WeightFormat = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4"]
 WEIGHT_BITS: dict[WeightFormat, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "fp8": 8, "int4": 4}
 TUNED_NUM_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 MAX_CANDIDATES = 24
+# Up to here rows are sorted in one launch, in which every program counts all rows itself.
+MAX_PAIRS_AT_ONCE = 4096
 
 # Programs per multiprocessor that keep the memory busy when each waits for one load after the other.
 _PROGRAMS_THAT_FILL = 4

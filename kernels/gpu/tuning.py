@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels.gpu.moe_config import Device, MoeConfig, MoeShape, allows_persistent, fits, heuristic_config
+from kernels.gpu.moe_config import (
+    MAX_PAIRS_AT_ONCE,
+    Device,
+    MoeConfig,
+    MoeShape,
+    allows_persistent,
+    fits,
+    heuristic_config,
+)
 
 PACKAGED = Path(__file__).parent / "tuned"
 
@@ -141,8 +149,10 @@ class MoeConfigs:
         return config
 
     def sizes_to_warm(self, max_tokens: int) -> list[int]:
-        """A number of tokens up to max_tokens for each configuration that any of them gets, the largest of each."""
-        return sorted({self(tokens): tokens for tokens in range(1, max_tokens + 1)}.values())
+        """Numbers of tokens up to max_tokens that between them compile every kernel that any number of them runs."""
+        top_k = self._shape.top_k
+        kinds = {(self(tokens), tokens * top_k > MAX_PAIRS_AT_ONCE): tokens for tokens in range(1, max_tokens + 1)}
+        return sorted(kinds.values())
 
     def _read(self) -> dict[int, MoeConfig]:
         name = file_name(self._shape, self._platform)

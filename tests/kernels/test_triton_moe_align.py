@@ -50,7 +50,7 @@ def test_pairs_are_sorted_stably_and_cut_into_tiles(device, name, block_m):
 
 
 def test_counting_in_a_launch_of_its_own_gives_the_same(device, monkeypatch):
-    monkeypatch.setattr(align, "_MAX_PAIRS_AT_ONCE", 256)
+    monkeypatch.setattr(align, "MAX_PAIRS_AT_ONCE", 256)
     check(ids_of("some elsewhere", num_tokens=300), 11, 16, device)
 
 
