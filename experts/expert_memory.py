@@ -123,6 +123,10 @@ class ExpertMemory:
             decision(self._pace.loads_per_layer)
             self._changed.notify_all()
 
+    def loads_per_layer(self) -> float:
+        """How many experts the link brings while one layer is computed, as measured."""
+        return self._pace.loads_per_layer
+
     def costs(self) -> tuple[float, float, int]:
         """Seconds waited for experts and spent on predictions, and the experts that events asked for, so far."""
         counters = self._control.counters

@@ -22,16 +22,16 @@ class GatePreview:
 
     def __init__(self, layers: Sequence[MoeLayer], norms: Sequence[Tensor], max_distance: int) -> None:
         """norms: [H], the weights of the norm in front of each layer's gate."""
+        self.max_distance = max_distance
         self._layers = layers
         self._scales = [
             [_ratio(later, norm) for later in norms[layer + 1 : layer + 1 + max_distance]]
             for layer, norm in enumerate(norms)
         ]
 
-    def __call__(self, layer: int, x: Tensor) -> list[Tensor]:
-        """x [T, H] -> [T, E] for each distance 1, 2, …, the larger the likelier."""
-        scales = self._scales[layer]
-        return [self._layers[layer + distance].preview(x * scale) for distance, scale in enumerate(scales, start=1)]
+    def __call__(self, layer: int, distance: int, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, E], the larger the likelier. The layer at that distance must exist."""
+        return self._layers[layer + distance].preview(x * self._scales[layer][distance - 1])
 
 
 def _ratio(wanted: Tensor, given: Tensor) -> Tensor:

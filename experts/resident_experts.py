@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from experts.expert_memory import ExpertMemory
-from experts.prefetcher import Prefetcher
+from experts.prefetcher import LayerListener
 from kernels.activation import Activation
 from kernels.packed_experts import SplitExperts
 
@@ -24,7 +24,7 @@ class ResidentExperts:
         self._layer = layer
         self._experts = experts
         self._in_slots = [-1] * memory.num_slots(layer)
-        self.prefetcher: Prefetcher | None = None
+        self.prefetcher: LayerListener | None = None
 
     def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
         if not len(x):

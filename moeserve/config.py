@@ -139,8 +139,9 @@ class ServeConfig:
     )
     expert_prefetch: str = setting(
         "auto",
-        "What experts are loaded ahead by: off, auto, or predictors joined by +, of popularity, affinity, routes, "
-        "signature, activation-matrix and gate-early; auto stops where it does not pay.",
+        "What experts are loaded ahead by: off, gate (what later gates would choose now), auto (gate, but off where "
+        "that does not pay), or predictors that learn, joined by +: popularity, affinity, routes, signature, "
+        "activation-matrix, gate-early.",
         group="Expert memory",
     )
     expert_store_bandwidth: int | None = setting(

@@ -5,51 +5,59 @@ from __future__ import annotations
 import numpy as np
 
 from experts.eviction import Affinity
+from experts.gate_lookahead import GateLookahead
 from experts.gate_preview import GatePreview
 from experts.prediction_sources import LearntAffinity
 from experts.predictor_choice import make_predictor, source_names
+from experts.prefetch_judge import PrefetchJudge
 from experts.prefetch_planning import PrefetchPlanner, PrefetchRules
 from experts.prefetch_switch import PrefetchSwitch
-from experts.prefetcher import Prefetcher
+from experts.prefetcher import LayerListener, Prefetcher
 from experts.statistics import RoutingStatistics, StatisticsSpec
 from moeserve.executor import Runner
 from moeserve.expert_residency import ResidentModel
 from moeserve.models.decoder import Decoder
 from moeserve.plan import StepPlan, StepResult
 
-_AUTO = "gate-early"
-
+_MAX_DISTANCE = 3
 # A request that no plan has named for so many steps is over, or waits so long that it is a new one.
 _FORGOTTEN_AFTER = 64
 
 
-def start_prefetching(choice: str, experts: ResidentModel, decoder: Decoder) -> Prefetcher | None:
-    """Lets the layers tell a prefetcher what their gates choose. choice: `--expert-prefetch`."""
+def start_prefetching(choice: str, experts: ResidentModel, decoder: Decoder) -> LayerListener | None:
+    """Has the layers tell a listener what their gates choose, who loads ahead. choice: `--expert-prefetch`."""
     moe = decoder.spec.moe
     if choice == "off" or moe is None:
         return None
-    names = _AUTO if choice == "auto" else choice
-    rules = PrefetchRules()
-    spec = StatisticsSpec(len(experts.layers), moe.num_experts, moe.gate.top_k, max_distance=rules.max_distance)
-    learnt = LearntAffinity(RoutingStatistics(spec))
-    predictor, _ = make_predictor(names, learnt)
-    rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
-    planner = PrefetchPlanner(predictor, experts.control, experts.memory.arena.slot_bytes, rules, rated or None)
-    preview = None
-    if "gate-early" in source_names(names):
-        layers, norms = zip(*decoder.gated_blocks(), strict=True)
-        preview = GatePreview(layers, norms, rules.max_distance)
-    switch = PrefetchSwitch() if choice == "auto" else None
-    prefetcher = Prefetcher(experts.memory, predictor, planner, learnt, preview, switch)
+    blocks, norms = zip(*decoder.gated_blocks(), strict=True)
+    preview = GatePreview(blocks, norms, _MAX_DISTANCE)
+    listener: LayerListener
+    if choice in ("auto", "gate"):
+        judge = PrefetchJudge(experts.memory, PrefetchSwitch()) if choice == "auto" else None
+        listener = GateLookahead(experts.memory, experts.control, preview, moe.gate.top_k, judge)
+    else:
+        spec = StatisticsSpec(len(experts.layers), moe.num_experts, moe.gate.top_k, max_distance=_MAX_DISTANCE)
+        listener = _learning_prefetcher(choice, experts, LearntAffinity(RoutingStatistics(spec)), preview)
     for layer in experts.layers.values():
-        layer.prefetcher = prefetcher
-    return prefetcher
+        layer.prefetcher = listener
+    return listener
+
+
+def _learning_prefetcher(
+    choice: str, experts: ResidentModel, learnt: LearntAffinity, preview: GatePreview
+) -> Prefetcher:
+    predictor, _ = make_predictor(choice, learnt)
+    rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
+    rules = PrefetchRules(max_distance=_MAX_DISTANCE)
+    planner = PrefetchPlanner(predictor, experts.control, experts.memory.arena.slot_bytes, rules, rated or None)
+    listens = "gate-early" in source_names(choice)
+    return Prefetcher(experts.memory, predictor, planner, learnt, preview if listens else None)
 
 
 class PrefetchingRunner:
     """A runner that tells a prefetcher where steps begin and end, and whose tokens they compute."""
 
-    def __init__(self, runner: Runner, prefetcher: Prefetcher) -> None:
+    def __init__(self, runner: Runner, prefetcher: LayerListener) -> None:
         self._runner = runner
         self._prefetcher = prefetcher
         self._number_of: dict[str, int] = {}

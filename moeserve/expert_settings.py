@@ -10,9 +10,9 @@ def check_expert_memory(config: ServeConfig) -> None:
     """Raises ConfigError."""
     if config.expert_parallel_size > 1 and config.expert_memory is not None:
         raise ConfigError("--expert-memory works with one rank only, not with --expert-parallel-size.")
-    if config.expert_prefetch == "off" and config.expert_policy == "affinity":
-        raise ConfigError("--expert-policy affinity needs predictions: not with --expert-prefetch off.")
-    if config.expert_prefetch in ("off", "auto"):
+    if config.expert_prefetch in ("off", "auto", "gate"):
+        if config.expert_policy == "affinity":
+            raise ConfigError("--expert-policy affinity goes by what predictors learn: name some in --expert-prefetch.")
         return
     try:
         names = source_names(config.expert_prefetch)

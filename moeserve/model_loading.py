@@ -11,7 +11,7 @@ import structlog
 import torch
 
 from experts.placement import Placement
-from experts.prefetcher import Prefetcher
+from experts.prefetcher import LayerListener
 from experts.routing_tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.packed_experts import PackedExperts
@@ -72,7 +72,7 @@ class LoadedModel:
     kv_bytes: int
     packed_experts: Sequence[PackedExperts]
     experts: ResidentModel | None = None
-    prefetcher: Prefetcher | None = None
+    prefetcher: LayerListener | None = None
 
     def step_runner(self) -> Runner:
         """What computes the steps of a rank that is alone."""

@@ -74,7 +74,7 @@ def config_for(directory: Path, num_slots: int, store: Path, **changes: object) 
     ("case", "num_slots", "prefetch"),
     [
         ("mixtral", 2, "off"),
-        ("gpt_oss", 4, "gate-early"),
+        ("gpt_oss", 4, "gate"),
         ("qwen3_moe", 5, "signature+affinity"),
         ("glm4_moe", 3, "gate-early+popularity"),
     ],
