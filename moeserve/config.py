@@ -36,10 +36,15 @@ class ServeConfig:
     served_model_name: tuple[str, ...] = setting((), "Name under which clients ask for the model.", group="Model")
     revision: str | None = setting(None, "Branch, tag or commit of the hub model.", group="Model")
     offline: bool = setting(False, "Use only what is already on disk.", group="Model")
-    device: str = setting("auto", "Where the model runs.", group="Model", choices=("auto", "cpu"))
+    device: str = setting(
+        "auto",
+        "Where the model runs; auto takes a GPU that can be used.",
+        group="Model",
+        choices=("auto", "cpu", "cuda"),
+    )
     dtype: str = setting(
         "auto",
-        "Weights and activations; auto is float32 on a CPU.",
+        "Weights and activations; auto is float32 on a CPU and bfloat16 on a GPU.",
         group="Model",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
@@ -105,12 +110,26 @@ class ServeConfig:
         kind="size",
         minimum=1,
     )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "Share of the GPU's memory to use; KV takes what weights and steps leave of it.",
+        group="Memory and scheduling",
+        minimum=0.1,
+        maximum=1,
+        metavar="SHARE",
+    )
+    enforce_eager: bool = setting(
+        False, "Do not capture decode steps on a GPU as CUDA graphs.", group="Memory and scheduling"
+    )
     enable_prefix_caching: bool = setting(
         True, "Keep the KV of computed prefixes for later requests.", group="Memory and scheduling"
     )
     max_num_seqs: int = setting(64, "Requests that run at once.", group="Memory and scheduling", minimum=1)
     max_num_batched_tokens: int | None = setting(
-        None, "Tokens per step and rank; 256 on a CPU unless given.", group="Memory and scheduling", minimum=1
+        None,
+        "Tokens per step and rank; unless given 256 on a CPU, 4096 on a GPU.",
+        group="Memory and scheduling",
+        minimum=1,
     )
     max_num_queued_reqs: int = setting(
         256, "Requests that may wait; one more is refused with 503.", group="Memory and scheduling", minimum=0

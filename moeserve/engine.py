@@ -35,6 +35,7 @@ from moeserve.messages import (
 from moeserve.outputs import NeverFitsError, QueueFullError, RequestOutput
 from moeserve.request import FinishReason, Request
 from moeserve.scheduler import Scheduler
+from moeserve.step_loop import PlainSteps, StepLoop
 from radix_cache import PrefixCache
 
 _IDLE_POLL_SECONDS = 0.25
@@ -53,7 +54,9 @@ class Engine:
         executor: Executor,
         ready: EngineReady,
         experts: ExpertMonitor | None = None,
+        steps: StepLoop | None = None,
     ) -> None:
+        """steps: the loop of `scheduler` and `executor`, the plain one if None."""
         self._socket = socket
         self._scheduler = scheduler
         self._caches = caches
@@ -63,7 +66,7 @@ class Engine:
         self._frontends: list[bytes] = []
         self._asked_by: dict[str, bytes] = {}
         self._stats = EngineStats(scheduler, caches)
-        self._step = 0
+        self._steps = steps or PlainSteps(scheduler, executor)
 
     def run(self, stop: threading.Event) -> None:
         """Serves until `stop` is set; then every open request gets its terminal output."""
@@ -76,11 +79,10 @@ class Engine:
             for sender, message in self._socket.drain(_IDLE_POLL_SECONDS if idle else 0.0):
                 self._handle(sender, message)
             started = time.monotonic()
-            if plans := self._scheduler.schedule():
+            outputs = self._steps.advance()
+            if outputs is not None:
                 self._stats.count_started(self._scheduler.take_started(), started)
-                results = self._executor.run(plans)
-                self._send_outputs(self._scheduler.commit(plans, results))
-                self._step = plans[0].step
+                self._send_outputs(outputs)
                 self._stats.count_step(time.monotonic() - started)
                 if self._stats.due():
                     self._send_stats()
@@ -91,7 +93,7 @@ class Engine:
 
     def heartbeat(self) -> Heartbeat:
         """Read by the heartbeat thread: `step` moves while requests are open."""
-        return Heartbeat(pid=self._ready.pid, step=self._step, busy=not self._scheduler.is_idle)
+        return Heartbeat(pid=self._ready.pid, step=self._steps.step, busy=not self._scheduler.is_idle)
 
     def _handle(self, sender: bytes, message: Any) -> None:
         match message:
@@ -165,7 +167,7 @@ class Engine:
             self._send(receiver, Outputs(messages))
 
     def _send_stats(self) -> None:
-        stats = self._stats.snapshot(self._step, None if self._experts is None else self._experts.stats())
+        stats = self._stats.snapshot(self._steps.step, None if self._experts is None else self._experts.stats())
         for frontend in list(self._frontends):
             self._send(frontend, stats)
 

@@ -44,6 +44,21 @@ def plan_kv(
         )
     else:
         memory = kv_cache_memory
+    return share_kv(
+        memory,
+        block_bytes=block_bytes,
+        block_size=block_size,
+        model_max_len=model_max_len,
+        max_model_len=max_model_len,
+    )
+
+
+def share_kv(
+    memory: int, *, block_bytes: int, block_size: int, model_max_len: int, max_model_len: int | None
+) -> KvBudget:
+    """The blocks that `memory` bytes hold. Raises ConfigError as `plan_kv` does."""
+    if max_model_len is not None and max_model_len > model_max_len:
+        raise ConfigError(f"--max-model-len {max_model_len} exceeds the model's {model_max_len} tokens.")
     num_blocks = memory // block_bytes
     capacity = num_blocks * block_size
     wanted = max_model_len or model_max_len

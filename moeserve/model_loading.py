@@ -16,6 +16,7 @@ from experts.routing_tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.packed_experts import PackedExperts
 from moeserve.config import ServeConfig
+from moeserve.device import step_budget
 from moeserve.executor import Runner
 from moeserve.expert_placement import plan_placement
 from moeserve.expert_prefetch import PrefetchingRunner, start_prefetching
@@ -33,7 +34,6 @@ from moeserve.models.spec import DecoderSpec
 from moeserve.models.weight_plan import OwnedExperts, plan_weights
 from moeserve.models.weights import DispatchOf, dispatch_here, load_decoder
 
-CPU_BATCHED_TOKENS = 256
 Report = Callable[[dict[str, Any]], None]
 
 log = structlog.get_logger(__name__)
@@ -56,20 +56,27 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model ready to execute plans. `weights_bytes` are those of all ranks, `kv_bytes` those of this one.
+class ServedModel:
+    """What the engine has to know of a model. `weights_bytes` are those of all ranks, `kv_bytes` those of this one."""
+
+    spec: DecoderSpec
+    defaults: GenerationDefaults
+    kv: KvBudget
+    dtype: torch.dtype
+    weights_bytes: int
+    kv_bytes: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel(ServedModel):
+    """A model ready to execute plans on a CPU.
 
     packed_experts: those that are here, of each layer that has some. experts: None where all experts are in memory.
     prefetcher: if some of them are loaded ahead.
     """
 
-    spec: DecoderSpec
-    defaults: GenerationDefaults
     runner: ModelRunner
-    kv: KvBudget
-    dtype: torch.dtype
-    weights_bytes: int
-    kv_bytes: int
     packed_experts: Sequence[PackedExperts]
     experts: ResidentModel | None = None
     prefetcher: LayerListener | None = None
@@ -185,17 +192,13 @@ def load_model(
     return LoadedModel(
         spec,
         load_generation_defaults(directory),
-        runner,
         kv,
         dtype,
         plan.weights_bytes,
         kv.num_blocks * kv_block_bytes(spec.kv_layers, config.block_size, dtype),
+        "cpu",
+        runner,
         decoder.experts,
         experts,
         prefetcher,
     )
-
-
-def step_budget(config: ServeConfig) -> int:
-    """Tokens per step and rank."""
-    return config.max_num_batched_tokens or max(CPU_BATCHED_TOKENS, config.max_num_seqs)

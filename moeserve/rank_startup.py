@@ -20,6 +20,7 @@ from experts.dispatch import ExpertParallel
 from experts.errors import CollectiveError
 from experts.placement import Placement
 from moeserve.config import ServeConfig
+from moeserve.device import step_budget
 from moeserve.expert_links import CountedRunner, LinkCounts
 from moeserve.expert_migrator import make_migrator
 from moeserve.expert_monitor import ExpertSources
@@ -33,7 +34,6 @@ from moeserve.model_loading import (
     owned_experts,
     plan_model,
     read_spec,
-    step_budget,
 )
 from moeserve.plan_codec import decode_plan
 from moeserve.rank_hub import RankHub

@@ -12,18 +12,20 @@ import zmq
 from experts.routing_tap import RoutingTap
 from kernels.cpu.library import native_kernels_absence
 from moeserve.config import ConfigError, ServeConfig
+from moeserve.device import choose_device, cuda_absence, step_budget
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
-from moeserve.executor import Executor, LocalExecutor, Runner
+from moeserve.executor import Executor, LocalExecutor, LocalLauncher, Runner
 from moeserve.expert_monitor import ExpertFacts, ExpertMonitor, ExpertSources
 from moeserve.expert_recording import RecordingExecutor, TappedRunner
 from moeserve.expert_statistics import ExpertRecording, open_recording
 from moeserve.kv_budget import KvBudget
 from moeserve.messages import EngineReady
-from moeserve.model_loading import LoadedModel, Report, load_model, plan_model, step_budget
+from moeserve.model_loading import Report, ServedModel, load_model, plan_model
 from moeserve.models.spec import DecoderSpec
 from moeserve.run_context import RunContext
 from moeserve.scheduler import Scheduler
+from moeserve.step_loop import OverlappedSteps
 from radix_cache import PrefixCache
 
 log = structlog.get_logger(__name__)
@@ -35,6 +37,10 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
     Raises ModelError or ConfigError, one sentence each, for what cannot be served.
     """
     directory, config = Path(context.model_dir), context.config
+    if choose_device(config, cuda_absence()) == "cuda":
+        from moeserve.gpu_startup import run_on_gpu  # Triton is loaded where it is used.
+
+        return run_on_gpu(context, report, stop)
     plan = plan_model(directory, config)
     recording = open_recording(config, directory, plan.spec)
     tap = routing_tap(plan.spec, config)
@@ -63,7 +69,7 @@ def tapped(runner: Runner, tap: RoutingTap | None) -> Runner:
 
 def serve(
     context: RunContext,
-    model: LoadedModel,
+    model: ServedModel,
     executor: Executor,
     report: Report,
     stop: threading.Event,
@@ -80,7 +86,8 @@ def serve(
         recording.placement = sources.placement
         executor = RecordingExecutor(executor, recording)
     num_ranks = config.expert_parallel_size
-    scheduler, caches = build_scheduler(config, model.kv)
+    overlapped = isinstance(executor, LocalLauncher)
+    scheduler, caches = build_scheduler(config, model.kv, model.device, run_ahead=overlapped)
     ready = EngineReady(
         pid=os.getpid(),
         model_hash=context.model_hash,
@@ -92,7 +99,7 @@ def serve(
         max_num_queued_reqs=config.max_num_queued_reqs,
         num_blocks=num_ranks * model.kv.num_blocks,
         block_size=config.block_size,
-        device="cpu",
+        device=model.device,
         dtype=str(model.dtype).removeprefix("torch."),
         weights_bytes=model.weights_bytes,
         kv_bytes=num_ranks * model.kv_bytes,
@@ -101,7 +108,8 @@ def serve(
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)
     monitor = _monitor(context, model.spec, recording, sources)
-    engine = Engine(socket, scheduler, caches, executor, ready, monitor)
+    steps = OverlappedSteps(scheduler, executor) if isinstance(executor, LocalLauncher) else None
+    engine = Engine(socket, scheduler, caches, executor, ready, monitor, steps)
     heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
     heartbeat.start()
     report(
@@ -115,7 +123,7 @@ def serve(
             "block_size": ready.block_size,
             "max_model_len": ready.max_model_len,
             "model_max_len": model.spec.max_position,
-            "no_compiled_kernels": native_kernels_absence(),
+            "no_compiled_kernels": native_kernels_absence() if model.device == "cpu" else None,
         }
     )
     try:
@@ -148,9 +156,11 @@ def _save(recording: ExpertRecording) -> None:
         log.error("experts_not_saved", error=str(error))
 
 
-def build_scheduler(config: ServeConfig, kv: KvBudget) -> tuple[Scheduler, list[PrefixCache]]:
+def build_scheduler(
+    config: ServeConfig, kv: KvBudget, device: str = "cpu", *, run_ahead: bool = False
+) -> tuple[Scheduler, list[PrefixCache]]:
     """The scheduler and the caches it plans with, one per rank. Raises ConfigError for limits that contradict."""
-    budget = step_budget(config)
+    budget = step_budget(config, device)
     if budget < config.max_num_seqs:
         raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
     caches = [
@@ -164,5 +174,6 @@ def build_scheduler(config: ServeConfig, kv: KvBudget) -> tuple[Scheduler, list[
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_model_len=kv.max_model_len,
         policy=config.scheduling_policy,
+        run_ahead=run_ahead,
     )
     return scheduler, caches

@@ -108,32 +108,42 @@ class StepBatches:
         )
 
 
+class DecodeTensors:
+    """What the decode batches of all sizes read, large enough for the largest; each takes the first rows."""
+
+    def __init__(self, limits: AttentionLimits, max_seqs: int) -> None:
+        def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=limits.device)
+
+        self.token_ids = ints(max_seqs)
+        self.positions = ints(max_seqs)
+        self.slots = ints(max_seqs) - 1
+        self.block_table = ints(max_seqs, limits.table_width, dtype=torch.int32)
+        self.seq_lens = ints(max_seqs, dtype=torch.int32)
+        self.query_starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=limits.device)
+        self.num_valid = ints(dtype=torch.int32)
+        self.partials = limits.partials(limits.works(max_seqs))
+
+
 class DecodeBatch:
     """A batch of `size` sequences with one new token each, in tensors whose addresses never change."""
 
-    def __init__(self, limits: AttentionLimits, size: int, partials: Partials | None) -> None:
-        device = limits.device
-        self.size = size
+    def __init__(self, limits: AttentionLimits, size: int, tensors: DecodeTensors) -> None:
         self._works = limits.works(size)
-        self.partials = partials or limits.partials(self._works)
-
-        def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self._num_valid = ints(dtype=torch.int32)
+        self._num_valid = tensors.num_valid
         self.batch = GpuBatch(
-            ints(size),
-            ints(size),
+            tensors.token_ids[:size],
+            tensors.positions[:size],
             Sequences(
-                torch.full((size,), -1, dtype=torch.int64, device=device),
-                ints(size, limits.table_width, dtype=torch.int32),
-                ints(size, dtype=torch.int32),
-                torch.arange(size + 1, dtype=torch.int32, device=device),
+                tensors.slots[:size],
+                tensors.block_table[:size],
+                tensors.seq_lens[:size],
+                tensors.query_starts[: size + 1],
                 size,
                 1,
                 limits.block_size,
                 self._works,
-                self.partials,
+                tensors.partials,
             ),
             num_valid=self._num_valid,
         )

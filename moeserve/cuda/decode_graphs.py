@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moeserve.cuda.batches import AttentionLimits, DecodeBatch
+from moeserve.cuda.batches import AttentionLimits, DecodeBatch, DecodeTensors
 from moeserve.cuda.decoder import GpuDecoder, KvPools
 from moeserve.cuda.step_arrays import StepArrays, padded_size
 
@@ -25,11 +25,8 @@ class DecodeSteps:
     def __init__(self, decoder: GpuDecoder, kv_pools: KvPools, limits: AttentionLimits, sizes: Sequence[int]) -> None:
         """sizes: ascending, see `capture_sizes`."""
         self._decoder, self._kv_pools, self._sizes = decoder, kv_pools, tuple(sizes)
-        self._batches: dict[int, DecodeBatch] = {}
-        partials = None
-        for size in reversed(self._sizes):
-            self._batches[size] = DecodeBatch(limits, size, partials)
-            partials = self._batches[size].partials
+        tensors = DecodeTensors(limits, self._sizes[-1])
+        self._batches = {size: DecodeBatch(limits, size, tensors) for size in self._sizes}
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
     def fits(self, num_seqs: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.cuda.batches import AttentionLimits, StepBatches, to_device
+from moeserve.cuda.batches import StepBatches, to_device
 from moeserve.cuda.decode_graphs import DecodeSteps
 from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.sampler import Drawn, Logprobs, draw_tokens
@@ -49,12 +49,13 @@ class LaunchedStep:
 class GpuModelRunner:
     """Owns a decoder and its KV memory. Of requests it keeps the tokens that the last step has drawn, no more."""
 
-    def __init__(self, decoder: GpuDecoder, kv_pool: KVPool, max_seqs: int, *, decode: DecodeSteps | None) -> None:
+    def __init__(
+        self, decoder: GpuDecoder, kv_pool: KVPool, batches: StepBatches, *, decode: DecodeSteps | None
+    ) -> None:
         """decode: lasting batches for decode steps; None makes every step anew (`--enforce-eager`)."""
         self._decoder = decoder
         self._kv_pool = kv_pool
-        limits = AttentionLimits(decoder.spec, kv_pool.block_size, decoder.max_model_len, decoder.dtype, decoder.device)
-        self._batches = StepBatches(limits, max_seqs)
+        self._batches = batches
         self._decode = decode
         self._drawn: Tensor | None = None
 

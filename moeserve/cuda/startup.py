@@ -1,0 +1,124 @@
+"""From a model's folder to a runner on a GPU: weights, the largest step once, KV memory from what is left, graphs."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from moeserve.cuda.batches import AttentionLimits, StepBatches
+from moeserve.cuda.build import build_gpu_decoder
+from moeserve.cuda.decode_graphs import DecodeSteps
+from moeserve.cuda.decoder import GpuDecoder
+from moeserve.cuda.memory import kv_memory
+from moeserve.cuda.runner import GpuModelRunner
+from moeserve.cuda.step_arrays import StepArrays, capture_sizes
+from moeserve.kv_budget import KvBudget, share_kv
+from moeserve.kv_pool import KVPool, kv_block_bytes
+from moeserve.models.spec import DecoderSpec
+from moeserve.models.tensor_reader import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSettings:
+    """What the service's settings say of a GPU."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    kv_cache_memory: int | None
+    gpu_memory_utilization: float
+    enforce_eager: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GpuModel:
+    runner: GpuModelRunner
+    kv: KvBudget
+    weights_bytes: int
+    kv_bytes: int
+
+
+def load_gpu_model(
+    directory: Path,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    settings: GpuSettings,
+    progress: Progress,
+    device: torch.device,
+) -> GpuModel:
+    """Loads the model and takes its KV memory. Raises ModelError or ConfigError for what does not fit."""
+    decoder = build_gpu_decoder(
+        directory,
+        spec,
+        dtype=dtype,
+        device=device,
+        max_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len,
+        progress=progress,
+    )
+    weights_bytes = torch.cuda.memory_allocated(device)
+    block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, dtype)
+    _compute_largest_step(decoder, settings)
+    memory = settings.kv_cache_memory or _free_for_kv(device, settings)
+    kv = share_kv(
+        memory,
+        block_bytes=block_bytes,
+        block_size=settings.block_size,
+        model_max_len=spec.max_position,
+        max_model_len=settings.max_model_len,
+    )
+    runner = make_runner(decoder, kv, settings)
+    return GpuModel(runner, kv, weights_bytes, kv.num_blocks * block_bytes)
+
+
+def make_runner(decoder: GpuDecoder, kv: KvBudget, settings: GpuSettings) -> GpuModelRunner:
+    """Takes the KV memory and, on a GPU and unless eager, captures the decode steps."""
+    pool = KVPool(decoder.spec.kv_layers, kv.num_blocks, settings.block_size, decoder.dtype, decoder.device)
+    limits = AttentionLimits(decoder.spec, settings.block_size, kv.max_model_len, decoder.dtype, decoder.device)
+    decode = None
+    if not settings.enforce_eager:
+        decode = DecodeSteps(decoder, pool.layers, limits, capture_sizes(settings.max_num_seqs))
+        if decoder.device.type == "cuda":
+            decode.capture()
+    return GpuModelRunner(decoder, pool, StepBatches(limits, settings.max_num_seqs), decode=decode)
+
+
+@torch.inference_mode()
+def _compute_largest_step(decoder: GpuDecoder, settings: GpuSettings) -> None:
+    """Compiles the kernels of long prompts and leaves the allocator's peak behind. Writes no KV: its slots are -1."""
+    spec, size = decoder.spec, settings.block_size
+    length = min(settings.max_num_batched_tokens, decoder.max_model_len)
+    count = max(1, settings.max_num_batched_tokens // length)
+    arrays = StepArrays(max_query_len=length)
+    for _ in range(count):
+        arrays.token_ids.extend(range(length))
+        arrays.positions.extend(range(length))
+        arrays.slots.extend([-1] * length)
+        arrays.seq_lens.append(length)
+        arrays.query_starts.append(arrays.num_rows)
+        arrays.block_tables.append(array("i", [0] * -(-length // size)))
+    for row in range(arrays.num_rows):
+        arrays.token_ids[row] %= spec.vocab_size
+    limits = AttentionLimits(spec, size, decoder.max_model_len, decoder.dtype, decoder.device)
+    pool = KVPool(spec.kv_layers, 1, size, decoder.dtype, decoder.device)
+    rows = range(max(0, arrays.num_rows - settings.max_num_seqs), arrays.num_rows)
+    batch = StepBatches(limits, settings.max_num_seqs).make(arrays, rows, None)
+    # Sampling widens the logits once more.
+    decoder.forward(batch, pool.layers).float().softmax(-1)
+
+
+def _free_for_kv(device: torch.device, settings: GpuSettings) -> int:
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return kv_memory(
+        total_bytes=total,
+        free_bytes=free,
+        reserved_bytes=torch.cuda.memory_reserved(device),
+        peak_bytes=torch.cuda.max_memory_allocated(device),
+        utilization=settings.gpu_memory_utilization,
+        with_graphs=not settings.enforce_eager,
+    )

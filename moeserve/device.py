@@ -1,0 +1,54 @@
+"""Which device serves: what was asked for, what there is, and what the GPU's path cannot do yet."""
+
+from __future__ import annotations
+
+from moeserve.config import ConfigError, ServeConfig
+
+# A prompt's chunk costs a GPU hardly more than a decode step: both read all experts.
+_USUAL_TOKENS = {"cpu": 256, "cuda": 4096}
+
+
+def choose_device(config: ServeConfig, cuda_absence: str | None) -> str:
+    """`cpu` or `cuda`. `cuda_absence` says why no GPU can be used here, None if one can.
+
+    Raises ConfigError where `--device cuda` was asked for and cannot be had; `auto` falls back to the CPU instead.
+    """
+    if config.device == "cpu":
+        return "cpu"
+    obstacle = cuda_absence or _unsupported(config)
+    if obstacle is None:
+        return "cuda"
+    if config.device == "cuda":
+        raise ConfigError(f"--device cuda: {obstacle}.")
+    return "cpu"
+
+
+def cuda_absence() -> str | None:
+    """Why CUDA kernels cannot run in this process; None if they can."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"compute capability {major}.{minor} is below 8.0"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "Triton is not installed"
+    return None
+
+
+def _unsupported(config: ServeConfig) -> str | None:
+    if config.expert_parallel_size > 1:
+        return "several ranks run on CPUs only"
+    if config.expert_memory is not None:
+        return "--expert-memory works on CPUs only"
+    if config.block_size & (config.block_size - 1):
+        return f"--block-size {config.block_size} is not a power of two"
+    return None
+
+
+def step_budget(config: ServeConfig, device: str = "cpu") -> int:
+    """Tokens per step and rank."""
+    return config.max_num_batched_tokens or max(_USUAL_TOKENS[device], config.max_num_seqs)

@@ -1,0 +1,94 @@
+"""What is decided for a GPU without one: sizes of decode batches, arrays of a step, memory for KV, the device."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.cuda.memory import GRAPH_BYTES, kv_memory
+from moeserve.cuda.step_arrays import capture_sizes, padded_size, step_arrays
+from moeserve.device import choose_device, step_budget
+from moeserve.plan import Chunk
+from moeserve.request import SamplingParams
+
+GIB = 2**30
+
+
+def test_captured_sizes_grow_by_eights_then_sixteens_and_end_with_the_largest() -> None:
+    assert capture_sizes(1) == (1,)
+    assert capture_sizes(3) == (1, 2, 3)
+    assert capture_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert capture_sizes(256)[-3:] == (240, 248, 256)
+    assert capture_sizes(300)[-4:] == (256, 272, 288, 300)
+
+
+def test_a_batch_is_padded_to_the_next_size() -> None:
+    sizes = capture_sizes(20)
+    assert [padded_size(count, sizes) for count in (1, 3, 5, 17, 20)] == [1, 4, 8, 20, 20]
+    assert padded_size(21, sizes) is None
+    assert padded_size(0, sizes) is None
+
+
+def test_arrays_of_decodes_and_a_prompt() -> None:
+    chunks = [
+        Chunk("a", array("i", [0]), 5, array("i", [7, 2, 9]), SamplingParams(1), None, 1),
+        Chunk("b", array("i", [11]), 0, array("i", [3]), SamplingParams(1)),
+        Chunk("c", array("i", [21, 22, 23]), 3, array("i", [6, 5]), None),
+    ]
+    arrays = step_arrays(chunks, 4)
+    assert arrays.token_ids.tolist() == [0, 11, 21, 22, 23]
+    assert arrays.sources.tolist() == [1, -1, -1, -1, -1]
+    assert arrays.positions.tolist() == [5, 0, 3, 4, 5]
+    assert arrays.slots.tolist() == [9, 12, 27, 20, 21]
+    assert arrays.seq_lens.tolist() == [6, 1, 6]
+    assert arrays.query_starts.tolist() == [0, 1, 2, 5]
+    assert [table.tolist() for table in arrays.block_tables] == [[7, 2], [3], [6, 5]]
+    assert (arrays.num_decodes, arrays.max_query_len) == (2, 3)
+
+
+def test_one_token_of_a_prompt_behind_a_longer_chunk_is_no_decode() -> None:
+    chunks = [
+        Chunk("a", array("i", [1, 2]), 0, array("i", [0]), None),
+        Chunk("b", array("i", [1]), 0, array("i", [1]), None),
+    ]
+    arrays = step_arrays(chunks, 4)
+    assert arrays.num_decodes == 0
+    assert not arrays.sources
+
+
+def test_kv_gets_what_others_weights_steps_and_graphs_leave() -> None:
+    numbers = {"total_bytes": 100 * GIB, "free_bytes": 60 * GIB, "reserved_bytes": 35 * GIB, "peak_bytes": 34 * GIB}
+    assert kv_memory(**numbers, utilization=0.9, with_graphs=False) == (90 - 5 - 34) * GIB
+    assert kv_memory(**numbers, utilization=0.9, with_graphs=True) == (90 - 5 - 34) * GIB - GRAPH_BYTES
+    assert kv_memory(**numbers, utilization=0.3, with_graphs=True) == 0
+
+
+def test_auto_takes_a_gpu_that_can_be_used_and_else_the_cpu() -> None:
+    assert choose_device(ServeConfig(), None) == "cuda"
+    assert choose_device(ServeConfig(), "there is none") == "cpu"
+    assert choose_device(ServeConfig(device="cpu"), None) == "cpu"
+    assert choose_device(ServeConfig(expert_parallel_size=2), None) == "cpu"
+    assert choose_device(ServeConfig(block_size=24), None) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("settings", "absence", "reason"),
+    [
+        ({}, "torch finds no CUDA device", "no CUDA device"),
+        ({"expert_parallel_size": 2}, None, "several ranks"),
+        ({"expert_memory": 1}, None, "--expert-memory"),
+        ({"block_size": 24}, None, "power of two"),
+    ],
+)
+def test_a_gpu_asked_for_by_name_that_cannot_serve_is_refused(
+    settings: dict[str, int], absence: str | None, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        choose_device(ServeConfig(device="cuda", **settings), absence)
+
+
+def test_steps_on_a_gpu_are_larger_unless_said_otherwise() -> None:
+    assert (step_budget(ServeConfig()), step_budget(ServeConfig(), "cuda")) == (256, 4096)
+    assert step_budget(ServeConfig(max_num_batched_tokens=100), "cuda") == 100
