@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from moeserve.models.errors import CheckpointError
 
@@ -52,9 +51,9 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
 def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
     path = directory / _INDEX
     try:
-        weight_map = msgspec.json.decode(path.read_bytes())["weight_map"]
+        weight_map = json.loads(path.read_bytes())["weight_map"]
         files = {name: directory / file for name, file in weight_map.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path} is not a valid safetensors index.") from None
     tensors: dict[str, TensorInfo] = {}
     for file in sorted(set(files.values())):
@@ -77,11 +76,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
                 raise CheckpointError(f"{path.name} is truncated or not a safetensors file.")
-            header = msgspec.json.decode(file.read(length), type=dict[str, dict[str, Any]])
+            header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}.") from None
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         raise CheckpointError(f"{path.name} is damaged: its header does not decode.") from None
+    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+        raise CheckpointError(f"{path.name} is damaged: its header is not a list of tensors.")
     header.pop("__metadata__", None)
     try:
         tensors = {name: _tensor_info(path, entry) for name, entry in header.items()}

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
 
 from moeserve.models.errors import ModelError
 
@@ -30,10 +29,12 @@ def load_generation_defaults(directory: Path) -> GenerationDefaults:
     if not path.is_file():
         return GenerationDefaults()
     try:
-        config = msgspec.json.decode(path.read_bytes(), type=dict)
+        config = json.loads(path.read_bytes())
+        if not isinstance(config, dict):
+            raise TypeError("it holds no JSON object")
         eos = config.get("eos_token_id")
         eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(int(e) for e in eos)
         sampling = {name: float(config[name]) for name in _SAMPLING_FIELDS if config.get(name) is not None}
-    except (msgspec.MsgspecError, ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} is not a valid generation configuration: {error}.") from None
     return GenerationDefaults(eos_token_ids, sampling)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from moeserve.models.errors import ModelError
 from moeserve.models.families import OWN_MODEL_TYPES, check_model_type
@@ -20,12 +19,12 @@ def load_config(directory: Path) -> dict[str, Any]:
     """
     path = directory / "config.json"
     try:
-        raw = msgspec.json.decode(path.read_bytes())
+        raw = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelError(f"There is no config.json in {directory}.") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}.") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path} does not hold a JSON object.")
