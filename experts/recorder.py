@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from experts.statistics import RoutingStatistics
 
-_STEPS_PER_DIGEST = 16
-_ROWS_PER_DIGEST = 4096
+_STEPS_PER_DIGEST = 64
+_ROWS_PER_DIGEST = 256
 
 
 class RoutingRecorder:

@@ -40,7 +40,7 @@ class RoutingTap:
 
         A layer has as many rows as it computed: the last one often fewer, or none.
         """
-        heard = [ids.flatten() for ids in self._chosen if ids is not None]
+        heard = [ids for ids in self._chosen if ids is not None]
         self.begin()
         if not heard:
             return b""

@@ -82,7 +82,7 @@ class ExpertMonitor:
         )
         if recording is not None:
             placement = sources.placement()
-            load = recording.recorder.statistics().load()
+            load = recording.statistics().load()
             stats.tokens_recorded = recording.recorder.num_tokens
             stats.expert_balancedness = _balance_of_experts(load)
             if placement is not None:
@@ -130,7 +130,7 @@ class ExpertMonitor:
         return described
 
     def _describe_recording(self, recording: ExpertRecording, placement: Placement | None) -> dict[str, Any]:
-        statistics = recording.recorder.statistics()
+        statistics = recording.statistics()
         load = statistics.load()
         balance: dict[str, Any] = {"experts": _balance_of_experts(load)}
         if placement is not None:
@@ -156,6 +156,7 @@ class ExpertMonitor:
 
     def _start_trace(self, max_tokens: int | None = None, token_ids: bool = False) -> dict[str, Any]:
         recording = self._recorded()
+        recording.gather()
         if recording.trace is not None:
             raise ExpertCommandError("A trace is being recorded already.")
         return {"max_tokens": recording.start_trace(with_token_ids=token_ids, max_tokens=max_tokens).max_tokens}

@@ -41,7 +41,7 @@ class ExpertRecording:
 
     path: the file the statistics are saved to, if there is one. key: `model_key` of the model. placement: where the
     experts are, asked in every step; None of one rank. trace: what a trace is recorded into, None while none is.
-    listeners: who hears of every step, the recorder first.
+    listeners: who hears of every step, the recorder first, some steps late. gather: tells them of all steps so far.
     """
 
     def __init__(
@@ -60,17 +60,24 @@ class ExpertRecording:
         self.placement: Callable[[], Placement | None] = lambda: None
         self.remote_ranks = RemoteRanks()
         self.listeners: list[RoutingListener] = [recorder]
+        self.gather: Callable[[], None] = lambda: None
         self.trace: TraceRecorder | None = None
         if trace_path is not None:
             self.start_trace(with_token_ids=False)
 
-    def add(self, rank: int, ids: NDArray[np.int16], token_ids: Sequence[int]) -> None:
-        """Takes the routing of a rank's rows in one step: ids [L, T, k], token_ids [T]."""
+    def add(
+        self, rank: int, ids: NDArray[np.int16], token_ids: Sequence[int], placement: Placement | None = None
+    ) -> None:
+        """Takes the routing of a rank's rows in one step: ids [L, T, k], token_ids [T], and where experts were."""
         for listener in self.listeners:
             listener.add(ids, token_ids)
-        placement = self.placement()
         if placement is not None:
             self.remote_ranks.add(ids, rank, placement)
+
+    def statistics(self) -> RoutingStatistics:
+        """Of all steps so far."""
+        self.gather()
+        return self.recorder.statistics()
 
     def start_trace(self, *, with_token_ids: bool, max_tokens: int | None = None) -> TraceRecorder:
         """Begins a trace; one that was being recorded is lost. It has room for MAX_TRACE_BYTES at most."""
@@ -90,7 +97,7 @@ class ExpertRecording:
     def save(self) -> None:
         """Writes the statistics to their file; does nothing without one. Raises OSError."""
         if self.path is not None:
-            save_statistics(self.path, self.recorder.statistics(), self.key)
+            save_statistics(self.path, self.statistics(), self.key)
             log.info("expert_statistics_saved", file=str(self.path), tokens=self.recorder.num_tokens)
 
     def close(self) -> None:

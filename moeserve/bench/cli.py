@@ -9,6 +9,7 @@ import click
 # name: (module whose attribute `command` it is, line in the list of commands)
 _COMMANDS = {
     "serve": ("moeserve.bench.serve", "Measure OpenAI-compatible servers under load, side by side."),
+    "recording": ("moeserve.bench.recording", "Measure what gathering routing costs a step."),
 }
 
 

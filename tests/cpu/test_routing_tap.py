@@ -72,7 +72,7 @@ def test_an_engine_that_records_gives_the_same_tokens_and_counts_every_row(tmp_p
     heard.executor = RecordingExecutor(executor, recording)  # type: ignore[assignment]
     assert [completion.token_ids for completion in heard.generate(prompts, sampling)] == expected
     num_rows = sum(map(len, prompts)) + 4 * 5
-    load_of = recording.recorder.statistics().load().sum(axis=1) / 2
+    load_of = recording.statistics().load().sum(axis=1) / 2
     assert recording.recorder.num_tokens == num_rows
     assert load_of[:-1] == pytest.approx([num_rows] * 2, rel=1e-2)
     assert load_of[-1] == pytest.approx(4 * 6, rel=1e-2)

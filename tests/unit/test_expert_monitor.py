@@ -29,8 +29,7 @@ PLACEMENT = contiguous(2, 4, 2)
 def recording(path: Path | None = None, placement: Placement | None = PLACEMENT) -> ExpertRecording:
     statistics = RoutingStatistics(StatisticsSpec(2, 4, 1, half_life=10**12))
     made = ExpertRecording(RoutingShape(2, 4, 1, last_is_sparse=False), RoutingRecorder(statistics), "key", path)
-    made.placement = lambda: placement
-    made.add(0, IDS, [5, 6, 7, 8])
+    made.add(0, IDS, [5, 6, 7, 8], placement)
     return made
 
 

@@ -2,6 +2,7 @@
 
 import json
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,8 @@ def test_bytes_of_another_number_of_rows_are_refused():
 
 
 def test_steps_counted_together_are_counted_like_one_by_one():
-    recorder, plain = RoutingRecorder(RoutingStatistics(SPEC)), RoutingStatistics(SPEC)
+    spec = replace(SPEC, max_rows_per_step=1000)
+    recorder, plain = RoutingRecorder(RoutingStatistics(spec)), RoutingStatistics(spec)
     for step in range(50):
         ids, tokens = routing(3, step), [step % 5, 7, 8]
         recorder.add(ids, tokens)
@@ -101,12 +103,10 @@ def test_the_routing_of_all_ranks_is_counted_with_its_tokens():
         StepPlan(1, []),
         StepPlan(1, [chunk([9], draws=True)]),
     ]
-    recorder = RoutingRecorder(RoutingStatistics(SPEC))
-    executor = RecordingExecutor(
-        Ranks([as_heard(first, [2]), b"", as_heard(second, [0])]), ExpertRecording(SHAPE, recorder, "key")
-    )
+    recording = ExpertRecording(SHAPE, RoutingRecorder(RoutingStatistics(SPEC)), "key")
+    executor = RecordingExecutor(Ranks([as_heard(first, [2]), b"", as_heard(second, [0])]), recording)
     executor.run(plans)
-    statistics = recorder.statistics()
+    statistics = recording.statistics()
     assert statistics.load().sum(axis=1) == pytest.approx([8, 8, 4], rel=1e-3)
     for token_id, chosen in ((4, first[0, 0]), (9, second[0, 0])):
         found = statistics.first_experts(token_id)

@@ -1,0 +1,82 @@
+"""Steps of a model and, after each, the recording of what its gates chose, timed apart."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+
+from moeserve.config import ServeConfig
+from moeserve.executor import LocalExecutor
+from moeserve.expert_recording import RecordingExecutor, TappedRunner
+from moeserve.expert_statistics import open_recording
+from moeserve.model_loading import load_model, plan_model
+from moeserve.plan import StepPlan, StepResult
+from moeserve.request import Request, SamplingParams
+from moeserve.startup import build_scheduler, routing_tap
+
+_WARM_UP_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Mean seconds per step."""
+
+    step: float
+    recording: float
+
+
+class _Nothing:
+    """A runner that computes nothing, so that what runs around it is all there is to time."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return StepResult(plan.step, [])
+
+
+class _Heard:
+    """A tap that gives what another one has heard."""
+
+    def __init__(self, take: Callable[[], bytes]) -> None:
+        self.take = take
+
+    def begin(self) -> None:
+        """The step has been computed already."""
+
+
+class RecordedModel:
+    """A model whose steps are computed with a tap."""
+
+    def __init__(self, directory: Path) -> None:
+        torch.set_num_threads(1)
+        self._config = ServeConfig(threads=1, kv_cache_memory=2**28)
+        plan = plan_model(directory, self._config)
+        tap, recording = routing_tap(plan.spec, self._config), open_recording(self._config, directory, plan.spec)
+        if tap is None or recording is None:
+            raise click.ClickException(f"The model in {directory} has no experts.")
+        self._tap = tap
+        self._model = load_model(directory, self._config, lambda _: None, plan=plan, tap=tap)
+        self._record = RecordingExecutor(LocalExecutor(TappedRunner(_Nothing(), _Heard(tap.take))), recording)
+
+    def measure(self, prompts: Sequence[array[int]], steps: int, clock: Callable[[], float]) -> Measured:
+        """Decodes the prompts together. The time of what is digested now and then is part of the mean."""
+        scheduler, _ = build_scheduler(self._config, self._model.kv)
+        for number, prompt in enumerate(prompts):
+            scheduler.add(Request(f"{number}", prompt, SamplingParams(max_tokens=steps, temperature=0.0)))
+        computing, recording, count = 0.0, 0.0, 0
+        while plans := scheduler.schedule():
+            self._tap.begin()
+            started = clock()
+            result = self._model.runner.run(plans[0])
+            computed = clock()
+            self._record.run(plans)
+            recorded = clock()
+            scheduler.commit(plans, [result])
+            count += 1
+            if count > _WARM_UP_STEPS:
+                computing += computed - started
+                recording += recorded - computed
+        return Measured(computing / (count - _WARM_UP_STEPS), recording / (count - _WARM_UP_STEPS))
