@@ -16,6 +16,9 @@ ifeq ($(filter $(TORCH),cpu cuda),)
 $(error TORCH is cpu or cuda, not $(TORCH))
 endif
 endif
+# Tests of one process each run side by side, with two threads so that parallel code is run in parallel; services do not.
+SIDE_BY_SIDE := -n $(shell nproc) --dist worksteal
+FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
 .PHONY: serve venv test lint unit cpu kernels e2e test-long clean
@@ -50,15 +53,15 @@ lint: venv
 
 unit: venv
 	@echo "-- unit tests and contracts (no torch)"
-	@$(TIMED) $(RUN) -m pytest tests/unit tests/contracts
+	@$(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/unit tests/contracts
 
 cpu: venv
 	@echo "-- tests of the model on a CPU"
-	@$(TIMED) $(RUN) -m pytest tests/cpu
+	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/cpu
 
 kernels: venv
 	@echo "-- Triton kernels, in the interpreter where there is no GPU"
-	@$(TIMED) $(RUN) -m pytest tests/kernels
+	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/kernels
 
 e2e: venv
 	@echo "-- end-to-end tests over HTTP"

@@ -38,7 +38,15 @@ def test_help_lists_settings_under_headings_and_names_their_variables():
     result = CliRunner().invoke(main, ["serve", "--help"])
     assert result.exit_code == 0
     headings = [line for line in result.output.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert headings == ["Model:", "Several nodes:", "Memory and scheduling:", "HTTP:", "Operation:", "Other:"]
+    assert headings == [
+        "Model:",
+        "Several nodes:",
+        "Memory and scheduling:",
+        "Expert memory:",
+        "HTTP:",
+        "Operation:",
+        "Other:",
+    ]
     assert "MOESERVE_KV_CACHE_MEMORY" in result.output
     assert "--no-enable-prefix-caching" in result.output
 
