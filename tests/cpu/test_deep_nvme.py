@@ -1,0 +1,63 @@
+"""Reading experts through DeepNVMe, where libaio and its headers are installed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from experts.deep_nvme import DeepNvme, deep_nvme
+from experts.errors import ExpertStoreError
+from experts.expert_file import PAGE_BYTES, write_expert_file
+from experts.slot_arena import SlotArena
+from experts.store import DiskTier
+
+SOURCE = bytes(32)
+EXPERT_BYTES = 5 * PAGE_BYTES + 100
+
+
+@pytest.fixture(scope="module")
+def nvme() -> DeepNvme:
+    operator = deep_nvme()
+    if operator is None:
+        pytest.skip("libaio with its headers is not installed")
+    return operator
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    experts = (memoryview(bytes([number + 1]) * EXPERT_BYTES) for number in range(6))
+    path = tmp_path / "experts.bin"
+    write_expert_file(path, source=SOURCE, num_layers=2, num_experts=3, expert_bytes=EXPERT_BYTES, experts=experts)
+    return path
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_experts_arrive_in_their_slots(nvme: DeepNvme, path: Path, locked: bool) -> None:
+    num_bytes = 2 * 6 * PAGE_BYTES
+    memory = nvme.locked_memory(num_bytes) if locked else None
+    arena = SlotArena([1, 1], EXPERT_BYTES, memory)
+    tier = DiskTier(path, SOURCE, nvme.open)
+    assert tier.reads.description == "DeepNVMe"
+    for layer in range(2):
+        for expert in range(3):
+            slot = arena.bytes_of(layer, 0)
+            tier.read(layer, expert, 0, slot[: 2 * PAGE_BYTES])
+            tier.read(layer, expert, 2 * PAGE_BYTES, slot[2 * PAGE_BYTES :])
+            tier.check(layer, expert, slot)
+            assert set(arena.tensor_of(layer, 0).tolist()) == {layer * 3 + expert + 1}
+    tier.close()
+
+
+def test_a_file_that_is_cut_while_in_use_is_found_out(nvme: DeepNvme, path: Path) -> None:
+    tier = DiskTier(path, SOURCE, nvme.open)
+    os.truncate(path, tier.header.offset(1, 2))
+    with pytest.raises(ExpertStoreError, match="cut off"):
+        tier.read(1, 2, 0, SlotArena([1], EXPERT_BYTES).bytes_of(0, 0))
+    tier.close()
+
+
+def test_more_than_may_be_locked_is_not(nvme: DeepNvme, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (PAGE_BYTES, PAGE_BYTES))
+    assert nvme.locked_memory(PAGE_BYTES + 1) is None
