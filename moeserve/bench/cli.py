@@ -10,6 +10,7 @@ import click
 _COMMANDS = {
     "serve": ("moeserve.bench.serve", "Measure OpenAI-compatible servers under load, side by side."),
     "recording": ("moeserve.bench.recording", "Measure what gathering routing costs a step."),
+    "kernels": ("moeserve.bench.kernels", "Check and measure the GPU kernels."),
 }
 
 
@@ -30,4 +31,4 @@ class _BenchGroup(click.Group):
 
 @click.group(cls=_BenchGroup)
 def bench() -> None:
-    """Measure a running server."""
+    """Measure a running server, or the GPU kernels."""

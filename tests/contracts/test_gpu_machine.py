@@ -31,7 +31,7 @@ def names_under(folder: str) -> list[str]:
 MODULES = [
     *names_under("kernels"),
     *names_under("moeserve/cuda"),
-    *[name for name in names_under("moeserve/bench") if name.rsplit(".", 1)[1].startswith("kernel")],
+    *[name for name in names_under("moeserve/bench") if name.rsplit(".", 1)[1].startswith("kernel_")],
     "moeserve.executor",
     "moeserve.model_runner",
     "moeserve.models.weights",
