@@ -6,6 +6,7 @@ read: it finds the tokens that this one draws on the device.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,7 +80,7 @@ class GpuModelRunner:
         drawn = None
         if sampled:
             whole = len(last) == len(logit_rows)
-            drawn = draw_tokens(logits if whole else logits[torch.tensor(last, device=logits.device)], sampled)
+            drawn = draw_tokens(logits if whole else logits[to_device(array("q", last), logits.device)], sampled)
             self._drawn = drawn.token_ids
         prompt_logprobs = {
             number: Logprobs(
