@@ -97,11 +97,13 @@ def open_experts(
     root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
     store = ensure_expert_store(directory, spec, plan.layout, plan.dtype, root, progress)
     nvme = deep_nvme()
+    locked = None if nvme is None else nvme.locked_memory(plan.num_bytes)
+    # Into memory that is not locked, DeepNVMe copies everything once more and is slower than plain reads.
+    open_reads = PositionedReads if nvme is None or locked is None else nvme.open
     try:
-        disk = DiskTier(store.path, store.source, PositionedReads if nvme is None else nvme.open)
+        disk = DiskTier(store.path, store.source, open_reads)
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
-    locked = None if nvme is None else nvme.locked_memory(plan.num_bytes)
     tier: ExpertTier = disk
     if config.expert_store_bandwidth is not None:
         tier = SlowedTier(disk, config.expert_store_bandwidth)
