@@ -16,7 +16,7 @@ from moeserve.models.families import build_spec
 from moeserve.models.generation_config import load_generation_defaults
 from moeserve.models.hf_config import load_config
 from moeserve.run_context import RunContext
-from moeserve.startup import serve
+from moeserve.serving import serve
 
 
 def run_on_gpu(context: RunContext, report: Report, stop: threading.Event) -> None:

@@ -12,7 +12,7 @@ from moeserve.executor import LocalExecutor
 from moeserve.model_loading import load_model
 from moeserve.plan import TokenLogprobs
 from moeserve.request import FinishReason, Request, SamplingParams
-from moeserve.startup import build_scheduler
+from moeserve.serving import build_scheduler
 
 
 @dataclass(slots=True)

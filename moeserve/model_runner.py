@@ -10,7 +10,7 @@ import torch
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from moeserve.kv_pool import KVPool
 from moeserve.models.decoder import Decoder, ForwardBatch
-from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
+from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult, wanted_logits
 from moeserve.sampler import sample, token_logprobs
 
 _WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
@@ -31,7 +31,7 @@ class ModelRunner:
         if not plan.chunks:
             self._decoder.serve_others()
             return StepResult(plan.step, [])
-        logit_rows, rows_of_chunk = _wanted_logits(plan.chunks)
+        logit_rows, rows_of_chunk = wanted_logits(plan.chunks)
         logits = self._decoder.forward(self._make_batch(plan.chunks, logit_rows), self._kv_pool.layers)
         sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
         last_rows = [rows[-1] for chunk, rows in zip(plan.chunks, rows_of_chunk, strict=True) if chunk.sampling]
@@ -93,16 +93,3 @@ class ModelRunner:
             attention=AttentionPlan(spans, block_size),
             logit_rows=None if len(logit_rows) == len(token_ids) else torch.tensor(logit_rows, dtype=torch.int64),
         )
-
-
-def _wanted_logits(chunks: list[Chunk]) -> tuple[list[int], list[range]]:
-    """The batch rows whose logits are needed, and each chunk's place among them."""
-    wanted: list[int] = []
-    places = []
-    row = 0
-    for chunk in chunks:
-        row += len(chunk.token_ids)
-        first_place = len(wanted)
-        wanted.extend(range(row - chunk.num_logit_rows, row))
-        places.append(range(first_place, len(wanted)))
-    return wanted, places

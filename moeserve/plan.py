@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moeserve.request import SamplingParams
@@ -67,6 +68,19 @@ class StepPlan:
     def num_logit_rows(self) -> int:
         """Of how many tokens the logits are wanted."""
         return sum(chunk.num_logit_rows for chunk in self.chunks)
+
+
+def wanted_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[range]]:
+    """The rows of a step whose logits are wanted, and each chunk's place among them."""
+    wanted: list[int] = []
+    places = []
+    row = 0
+    for chunk in chunks:
+        row += len(chunk.token_ids)
+        first_place = len(wanted)
+        wanted.extend(range(row - chunk.num_logit_rows, row))
+        places.append(range(first_place, len(wanted)))
+    return wanted, places
 
 
 @dataclass(frozen=True, slots=True)

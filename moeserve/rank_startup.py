@@ -56,7 +56,8 @@ from moeserve.ranked_executor import RankedExecutor
 from moeserve.rebalancing import RebalancingExecutor, follow, rebalancing
 from moeserve.result_codec import encode_result
 from moeserve.run_context import RunContext
-from moeserve.startup import routing_tap, serve, tapped
+from moeserve.serving import serve
+from moeserve.startup import routing_tap, tapped
 from moeserve.version import VERSION
 
 # Of the engine's timeout: how long a rank that loads may be silent.

@@ -1,34 +1,21 @@
-"""From a run context to a serving engine: configuration, weights, KV memory, sockets, in this order."""
+"""From a run context to a serving engine: which device, weights and KV memory, then the service over them."""
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
-import structlog
-import zmq
-
 from experts.routing_tap import RoutingTap
-from kernels.cpu.library import native_kernels_absence
-from moeserve.config import ConfigError, ServeConfig
-from moeserve.device import choose_device, cuda_absence, step_budget
-from moeserve.engine import Engine
-from moeserve.engine_socket import EngineSocket, HeartbeatThread
-from moeserve.executor import Executor, LocalExecutor, LocalLauncher, Runner
-from moeserve.expert_monitor import ExpertFacts, ExpertMonitor, ExpertSources
-from moeserve.expert_recording import RecordingExecutor, TappedRunner
-from moeserve.expert_statistics import ExpertRecording, open_recording
-from moeserve.kv_budget import KvBudget
-from moeserve.messages import EngineReady
-from moeserve.model_loading import Report, ServedModel, load_model, plan_model
+from moeserve.config import ServeConfig
+from moeserve.device import choose_device, cuda_absence
+from moeserve.executor import LocalExecutor, Runner
+from moeserve.expert_monitor import ExpertSources
+from moeserve.expert_recording import TappedRunner
+from moeserve.expert_statistics import open_recording
+from moeserve.model_loading import Report, load_model, plan_model
 from moeserve.models.spec import DecoderSpec
 from moeserve.run_context import RunContext
-from moeserve.scheduler import Scheduler
-from moeserve.step_loop import OverlappedSteps
-from radix_cache import PrefixCache
-
-log = structlog.get_logger(__name__)
+from moeserve.serving import serve
 
 
 def run_engine(context: RunContext, report: Report, stop: threading.Event) -> None:
@@ -65,115 +52,3 @@ def routing_tap(spec: DecoderSpec, config: ServeConfig) -> RoutingTap | None:
 
 def tapped(runner: Runner, tap: RoutingTap | None) -> Runner:
     return runner if tap is None else TappedRunner(runner, tap)
-
-
-def serve(
-    context: RunContext,
-    model: ServedModel,
-    executor: Executor,
-    report: Report,
-    stop: threading.Event,
-    recording: ExpertRecording | None,
-    sources: ExpertSources,
-) -> None:
-    """Runs the engine over an executor until `stop` is set; `model` is that of this process.
-
-    recording: where the routing goes that the results carry. It is saved at the end. sources: whom to ask about the
-    experts.
-    """
-    config = context.config
-    if recording is not None:
-        recording.placement = sources.placement
-        executor = RecordingExecutor(executor, recording)
-    num_ranks = config.expert_parallel_size
-    overlapped = isinstance(executor, LocalLauncher)
-    scheduler, caches = build_scheduler(config, model.kv, model.device, run_ahead=overlapped)
-    ready = EngineReady(
-        pid=os.getpid(),
-        model_hash=context.model_hash,
-        max_model_len=model.kv.max_model_len,
-        vocab_size=model.spec.vocab_size,
-        eos_token_ids=list(model.defaults.eos_token_ids or model.spec.eos_token_ids),
-        default_sampling=model.defaults.sampling,
-        max_num_seqs=config.max_num_seqs,
-        max_num_queued_reqs=config.max_num_queued_reqs,
-        num_blocks=num_ranks * model.kv.num_blocks,
-        block_size=config.block_size,
-        device=model.device,
-        dtype=str(model.dtype).removeprefix("torch."),
-        weights_bytes=model.weights_bytes,
-        kv_bytes=num_ranks * model.kv_bytes,
-        num_experts=0 if model.spec.moe is None else model.spec.moe.num_experts,
-    )
-    sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = EngineSocket(sockets, context.engine_address, context.incarnation)
-    monitor = _monitor(context, model.spec, recording, sources)
-    steps = OverlappedSteps(scheduler, executor) if isinstance(executor, LocalLauncher) else None
-    engine = Engine(socket, scheduler, caches, executor, ready, monitor, steps)
-    heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
-    heartbeat.start()
-    report(
-        {
-            "event": "ready",
-            "device": ready.device,
-            "dtype": ready.dtype,
-            "weights_bytes": ready.weights_bytes,
-            "kv_bytes": ready.kv_bytes,
-            "num_blocks": ready.num_blocks,
-            "block_size": ready.block_size,
-            "max_model_len": ready.max_model_len,
-            "model_max_len": model.spec.max_position,
-            "no_compiled_kernels": native_kernels_absence() if model.device == "cpu" else None,
-        }
-    )
-    try:
-        engine.run(stop)
-    finally:
-        heartbeat.stop()
-        if recording is not None:
-            _save(recording)
-        socket.close()
-        sockets.term()
-
-
-def _monitor(
-    context: RunContext,
-    spec: DecoderSpec,
-    recording: ExpertRecording | None,
-    sources: ExpertSources,
-) -> ExpertMonitor | None:
-    if spec.moe is None:
-        return None
-    num_ranks = context.config.expert_parallel_size
-    facts = ExpertFacts(spec.moe_layers, spec.moe.num_experts, spec.moe.gate.top_k, num_ranks)
-    return ExpertMonitor(facts, recording, sources, Path(context.run_dir))
-
-
-def _save(recording: ExpertRecording) -> None:
-    try:
-        recording.close()
-    except OSError as error:
-        log.error("experts_not_saved", error=str(error))
-
-
-def build_scheduler(
-    config: ServeConfig, kv: KvBudget, device: str = "cpu", *, run_ahead: bool = False
-) -> tuple[Scheduler, list[PrefixCache]]:
-    """The scheduler and the caches it plans with, one per rank. Raises ConfigError for limits that contradict."""
-    budget = step_budget(config, device)
-    if budget < config.max_num_seqs:
-        raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
-    caches = [
-        PrefixCache(kv.num_blocks, config.block_size, caching=config.enable_prefix_caching)
-        for _ in range(config.expert_parallel_size)
-    ]
-    scheduler = Scheduler(
-        caches,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_num_queued_reqs=config.max_num_queued_reqs,
-        max_model_len=kv.max_model_len,
-        policy=config.scheduling_policy,
-        run_ahead=run_ahead,
-    )
-    return scheduler, caches

@@ -17,7 +17,8 @@ from moeserve.expert_statistics import open_recording
 from moeserve.model_loading import load_model, plan_model
 from moeserve.plan import StepPlan, StepResult
 from moeserve.request import Request, SamplingParams
-from moeserve.startup import build_scheduler, routing_tap
+from moeserve.serving import build_scheduler
+from moeserve.startup import routing_tap
 
 _WARM_UP_STEPS = 8
 

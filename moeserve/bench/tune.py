@@ -83,7 +83,7 @@ def _tune(shape: MoeShape, out: Path | None) -> None:
 
     from kernels.gpu.tuning import file_name, write_tuned
     from moeserve.bench.tune_moe import tune_shape
-    from moeserve.expert_kernels import platform_of, tuned_folder
+    from moeserve.cuda.expert_kernels import platform_of, tuned_folder
 
     device = torch.device("cuda")
     platform = platform_of(device)

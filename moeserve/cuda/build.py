@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import triton
 
 from kernels.gpu.moe_config import MoeShape, WeightFormat
-from kernels.gpu.moe_experts import MoeWorkspace, TritonMoe, device_of
-from kernels.gpu.tuning import MoeConfigs, Platform
+from kernels.gpu.moe_experts import TritonMoe
 from moeserve.cuda.decoder import GpuDecoder
+from moeserve.cuda.expert_kernels import triton_moe
 from moeserve.cuda.weights import load_gpu_decoder
 from moeserve.models.spec import DecoderSpec
 from moeserve.models.tensor_reader import Progress
@@ -44,10 +43,4 @@ def moe_dispatch(spec: DecoderSpec, dtype: torch.dtype, device: torch.device, ma
     moe = spec.moe
     assert moe is not None
     shape = MoeShape(moe.num_experts, moe.intermediate_size, spec.hidden_size, moe.gate.top_k, _FORMATS[dtype])
-    limits = device_of(device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
-    workspace = MoeWorkspace.allocate(
-        max_tokens, moe.gate.top_k, moe.num_experts, spec.hidden_size, moe.intermediate_size, dtype, device
-    )
-    configs = MoeConfigs(shape, limits, Platform(name, triton.__version__))
-    return TritonMoe(configs, workspace, limits.num_multiprocessors)
+    return triton_moe(shape, device, dtype, max_tokens)

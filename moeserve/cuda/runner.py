@@ -19,7 +19,7 @@ from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.sampler import Drawn, Logprobs, draw_tokens
 from moeserve.cuda.step_arrays import StepArrays, step_arrays
 from moeserve.kv_pool import KVPool
-from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
+from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult, wanted_logits
 
 
 @dataclass(slots=True)
@@ -98,19 +98,6 @@ class GpuModelRunner:
             return self._decode.run(arrays, self._drawn)
         batch = self._batches.make(arrays, logit_rows, self._drawn)
         return self._decoder.forward(batch, self._kv_pool.layers)
-
-
-def wanted_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[range]]:
-    """The batch rows whose logits are needed, and each chunk's place among them."""
-    wanted: list[int] = []
-    places = []
-    row = 0
-    for chunk in chunks:
-        row += len(chunk.token_ids)
-        first_place = len(wanted)
-        wanted.extend(range(row - chunk.num_logit_rows, row))
-        places.append(range(first_place, len(wanted)))
-    return wanted, places
 
 
 def _mark(queued: Tensor) -> torch.cuda.Event | None:

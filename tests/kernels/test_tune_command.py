@@ -7,7 +7,7 @@ import torch
 from click.testing import CliRunner
 
 import moeserve.bench.tune_moe as tune_moe
-import moeserve.expert_kernels as expert_kernels
+import moeserve.cuda.expert_kernels as expert_kernels
 from kernels.gpu.moe_config import MoeShape, heuristic_config, with_tiles
 from kernels.gpu.moe_experts import device_of, moe_experts_reference
 from launcher.cli import main

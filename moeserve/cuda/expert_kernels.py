@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import triton
 
 from kernels.gpu.moe_config import MoeShape
 from kernels.gpu.moe_experts import MoeWorkspace, TritonMoe, device_of
@@ -19,8 +20,6 @@ def tuned_folder() -> Path:
 
 def platform_of(device: torch.device) -> Platform:
     """What tuned files are keyed by; a name that no GPU has where there is none."""
-    import triton
-
     return Platform(torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter", triton.__version__)
 
 
