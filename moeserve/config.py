@@ -51,49 +51,49 @@ class ServeConfig:
     threads: int = setting(
         0, "Threads of each rank; 0 shares out all cores this process may use.", group="Model", minimum=0
     )
+    max_model_len: int | None = setting(None, "Longest prompt plus output, in tokens.", group="Model", minimum=1)
+    seed: int = setting(0, "Base of the seeds drawn for requests that bring none.", group="Model", minimum=0)
     expert_parallel_size: int = setting(
-        1, "Ranks (processes) that share the experts and the requests.", group="Model", minimum=1, maximum=64
+        1, "Ranks (processes) that share the experts and the requests.", group="Experts", minimum=1, maximum=64
     )
     dispatch: str = setting(
         "auto",
         "How rows reach the experts of other ranks; auto measures both at start-up.",
-        group="Model",
+        group="Experts",
         choices=("auto", "allgather", "alltoall"),
     )
     placement: str = setting(
         "contiguous",
         "Which ranks hold which experts; the last three learn it from the statistics.",
-        group="Model",
+        group="Experts",
         choices=("contiguous", "round-robin", "balanced", "coactivation", "affinity"),
     )
     num_redundant_experts: int = setting(
-        0, "Replicas per layer, of its busiest experts; each rank holds equally many.", group="Model", minimum=0
+        0, "Replicas per layer, of its busiest experts; each rank holds equally many.", group="Experts", minimum=0
     )
     record_experts: bool = setting(
-        True, "Gather which experts tokens choose, for `/v1/experts` and for placement.", group="Model"
+        True, "Gather which experts tokens choose, for `/v1/experts` and for placement.", group="Experts"
     )
     expert_statistics: str | None = setting(
-        None, "File that these statistics begin with, if it is there, and are saved to.", group="Model"
+        None, "File that these statistics begin with, if it is there, and are saved to.", group="Experts"
     )
     expert_trace: str | None = setting(
-        None, "File for a trace of the routing from the start on, bounded, without token ids.", group="Model"
+        None, "File for a trace of the routing from the start on, bounded, without token ids.", group="Experts"
     )
     rebalance_interval: int = setting(
         0,
         "Steps between decisions to place a layer anew while serving; 0 leaves all where it is.",
-        group="Model",
+        group="Experts",
         minimum=0,
     )
     rebalance_threshold: float = setting(
         0.05,
         "Gain in balancedness (mean over maximum of the ranks' load) from which a layer is placed anew.",
-        group="Model",
+        group="Experts",
         minimum=0,
         maximum=1,
         metavar="SHARE",
     )
-    max_model_len: int | None = setting(None, "Longest prompt plus output, in tokens.", group="Model", minimum=1)
-    seed: int = setting(0, "Base of the seeds drawn for requests that bring none.", group="Model", minimum=0)
     nnodes: int = setting(1, "Machines (nodes) that share the ranks equally.", group="Several nodes", minimum=1)
     node_rank: int = setting(0, "Number of this node; node 0 serves HTTP.", group="Several nodes", minimum=0)
     rdzv_endpoint: str | None = setting(

@@ -145,14 +145,14 @@ class _Loader:
         assert moe is not None
         assert self._dispatch is not None
         return GpuMoe(
-            self.projection(tensors, "router", dtype=torch.float32 if moe.gate_fp32 else self._dtype),
+            self.projection(tensors, "moe_gate", dtype=torch.float32 if moe.gate_fp32 else self._dtype),
             moe.gate,
             self._experts(experts),
             moe.activation,
             self._dispatch,
             correction_bias=self._optional(tensors, "correction_bias", torch.float32),
             shared=None if moe.shared is None else self._mlp(tensors, "shared."),
-            shared_gate=self.projection(tensors, "shared.router") if "shared.router" in tensors else None,
+            shared_gate=self.projection(tensors, "shared_gate") if "shared_gate" in tensors else None,
         )
 
     def _experts(self, plan: ExpertsPlan) -> GpuExperts:

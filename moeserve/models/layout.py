@@ -118,7 +118,7 @@ def _moe(moe: MoeSpec, hidden: int, prefix: str) -> Tensors:
     def under(*suffixes: str) -> tuple[str, ...]:
         return tuple(f"{block}.{suffix}" for block in blocks for suffix in suffixes)
 
-    tensors = _linear("router", under("gate", "router", "router.layer"), moe.num_experts, hidden, moe.gate_bias)
+    tensors = _linear("moe_gate", under("gate", "router", "router.layer"), moe.num_experts, hidden, moe.gate_bias)
     if moe.correction_bias:
         places = ("gate.", "", "moe_statics.", "gate.moe_statics.")
         names = under(*(f"{place}e_score_correction_bias" for place in places))
@@ -127,7 +127,7 @@ def _moe(moe: MoeSpec, hidden: int, prefix: str) -> Tensors:
         names = under("shared_experts", "shared_expert")
         tensors |= _mlp("shared.", names, hidden, moe.shared.intermediate_size, moe.shared.bias)
         if moe.shared.gated:
-            tensors |= _linear("shared.router", under("shared_expert_gate"), 1, hidden, False)
+            tensors |= _linear("shared_gate", under("shared_expert_gate"), 1, hidden, False)
     return tensors
 
 

@@ -176,13 +176,13 @@ class _Loader:
         assert moe is not None
         gate_dtype = torch.float32 if moe.gate_fp32 else self._dtype
         return MoeLayer(
-            self.linear(tensors, "router", dtype=gate_dtype),
+            self.linear(tensors, "moe_gate", dtype=gate_dtype),
             moe.gate,
             load_experts(ExpertReader(self._spec, experts, self._reader, self._dtype)),
             moe.activation,
             gate_widens=gate_dtype != self._dtype,
             correction_bias=self._optional(tensors, "correction_bias", torch.float32),
             shared=None if moe.shared is None else self._mlp(tensors, "shared."),
-            shared_gate=self.linear(tensors, "shared.router") if "shared.router" in tensors else None,
+            shared_gate=self.linear(tensors, "shared_gate") if "shared_gate" in tensors else None,
             dispatch=self._dispatch_of(number),
         )

@@ -39,7 +39,7 @@ def ffn(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 def route(x: Tensor, tied: TiedExperts, top_k: int) -> tuple[Tensor, Tensor]:
     """Mixtral's gate: softmax over all experts, the best k, renormalised."""
-    weights, chosen = (x @ tied.router.double().T).softmax(-1).topk(top_k)
+    weights, chosen = (x @ tied.moe_gate.double().T).softmax(-1).topk(top_k)
     return weights / weights.sum(-1, keepdim=True), chosen
 
 
@@ -84,7 +84,7 @@ def test_all_experts_differ(dense: tuple[Tensor, Tensor, Tensor], tokens: Tensor
 def test_a_wrong_expert_changes_the_output(dense: tuple[Tensor, Tensor, Tensor], tokens: Tensor) -> None:
     x = tokens[:8].double()
     tied = split(dense, tokens, 8, 2)
-    swapped = TiedExperts(tied.router, *((w[1], w[0], *w[2:]) for w in (tied.gate, tied.up, tied.down)))
+    swapped = TiedExperts(tied.moe_gate, *((w[1], w[0], *w[2:]) for w in (tied.gate, tied.up, tied.down)))
     hit = ((route(x, tied, 2)[1] % 4) < 2).any(-1)
     changed = (mixture(x, swapped, 2) - ffn(x, *dense)).abs().amax(-1) > 0.01
     assert hit.any()

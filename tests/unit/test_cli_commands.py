@@ -40,6 +40,7 @@ def test_help_lists_settings_under_headings_and_names_their_variables():
     headings = [line for line in result.output.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings == [
         "Model:",
+        "Experts:",
         "Several nodes:",
         "Memory and scheduling:",
         "Expert memory:",

@@ -75,7 +75,7 @@ class _MixtureLayers:
         centroids = gate_centroids(ffn_inputs, self._groups, generator=generator)
         gate, up, down = (weights.pop(f"mlp.{name}.weight") for name in _FFN)
         tied = split_ffn(gate, up, down, centroids, top_k=self._top_k, generator=generator)
-        weights["block_sparse_moe.gate.weight"] = tied.router
+        weights["block_sparse_moe.gate.weight"] = tied.moe_gate
         for expert, (w1, w3, w2) in enumerate(zip(tied.gate, tied.up, tied.down, strict=True)):
             prefix = f"block_sparse_moe.experts.{expert}"
             weights |= {f"{prefix}.w1.weight": w1, f"{prefix}.w2.weight": w2, f"{prefix}.w3.weight": w3}

@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 class TiedExperts:
     """One layer's gate [E, hidden] and per-expert `gate`/`up` [I/k, hidden] and `down` [hidden, I/k] projections."""
 
-    router: Tensor
+    moe_gate: Tensor
     gate: tuple[Tensor, ...]
     up: tuple[Tensor, ...]
     down: tuple[Tensor, ...]
@@ -50,7 +50,7 @@ def split_ffn(
         for part in range(top_k):
             slices[group + groups * part] = neurons[part]
     return TiedExperts(
-        router=centroids.to(gate.dtype).repeat(top_k, 1),
+        moe_gate=centroids.to(gate.dtype).repeat(top_k, 1),
         gate=tuple(gate[s].contiguous() for s in slices),
         up=tuple(up[s].contiguous() for s in slices),
         down=tuple((down[:, s] * top_k).contiguous() for s in slices),
