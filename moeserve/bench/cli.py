@@ -9,6 +9,7 @@ import click
 # name: (module whose attribute `command` it is, line in the list of commands)
 _COMMANDS = {
     "serve": ("moeserve.bench.serve", "Measure OpenAI-compatible servers under load, side by side."),
+    "experts": ("moeserve.bench.experts.command", "Measure what the experts' machinery saves, against its targets."),
     "recording": ("moeserve.bench.recording", "Measure what gathering routing costs a step."),
     "kernels": ("moeserve.bench.kernels", "Check and measure the GPU kernels."),
 }
@@ -31,4 +32,4 @@ class _BenchGroup(click.Group):
 
 @click.group(cls=_BenchGroup)
 def bench() -> None:
-    """Measure a running server, or the GPU kernels."""
+    """Measure a running server, what surrounds the experts, or the GPU kernels."""

@@ -1,0 +1,81 @@
+"""T3: ExFlow's metric in simulation, how near to the optimum it comes, and how long it takes to find."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from experts.affinity_placement import affinity_placement, staying
+from experts.placement_figures import hops_figure
+from experts.synthetic import MIXTRAL_LIKE, QWEN3_LIKE, synthetic_trace
+from experts.traces import RoutingTrace
+from moeserve.bench.experts.controls import halves, with_controls
+from moeserve.bench.experts.figures import Figure, at_least, at_most, over_seeds, within
+from moeserve.bench.experts.hop_optimum import most_staying
+from moeserve.bench.experts.measuring import Amount
+from moeserve.bench.experts.recording import BUILDS, recorded_trace
+
+_WANTED = {4: 0.25, 8: 0.18}
+_NOTHING = within(0.03)
+_BASELINE = "round-robin"
+_OPTIMUM_RANKS = 4
+_SKEWED = "loads stay skewed: busy experts of neighbouring layers on one rank"
+
+
+def measure(amount: Amount, progress: Callable[[str], None]) -> Iterator[Figure]:
+    count = amount.of(64, 16)
+    for num_ranks, wanted in _WANTED.items():
+        progress(f"{num_ranks} ranks")
+        values = over_seeds(amount.seeds, partial(_of_synthetic, count, num_ranks))
+        for control, of_control in values.items():
+            name = f"synthetic 32 x 8, R={num_ranks}{f', {control} control' if control else ''}"
+            yield Figure("T3", name, _BASELINE, of_control, "%", _NOTHING if control else at_least(wanted))
+    trace = recorded_trace(BUILDS[0], amount, progress)
+    for num_ranks in _WANTED:
+        of_seeds = over_seeds(amount.seeds, partial(saved, trace, num_ranks))
+        for control, of_control in of_seeds.items():
+            name = f"{BUILDS[0].name}, R={num_ranks}{f', {control} control' if control else ''}"
+            note = _SKEWED if control == "shuffled" else ""
+            yield Figure("T3", name, _BASELINE, of_control, "%", _NOTHING if control else None, note=note)
+    progress("optimum")
+    yield _beside_the_optimum(amount)
+    progress("solver")
+    yield _solver_time(amount)
+
+
+def saved(trace: RoutingTrace, num_ranks: int, seed: int) -> dict[str, float]:
+    """Share of hops saved on held-out requests, by control."""
+    return {
+        control: hops_figure(*halves(routing, seed), num_ranks).saved for control, routing in with_controls(trace, seed)
+    }
+
+
+def _of_synthetic(num_requests: int, num_ranks: int, seed: int) -> dict[str, float]:
+    return saved(synthetic_trace(MIXTRAL_LIKE, num_requests, 100, seed), num_ranks, seed)
+
+
+def _beside_the_optimum(amount: Amount) -> Figure:
+    excess = []
+    for seed in amount.seeds:
+        transitions = synthetic_trace(MIXTRAL_LIKE, amount.of(64, 16), 100, seed).transitions()
+        transitions = transitions[: amount.of(len(transitions), 8)]
+        most = most_staying(transitions, _OPTIMUM_RANKS)
+        found = staying(affinity_placement(transitions, _OPTIMUM_RANKS).first_ranks(), transitions)
+        excess.append((most - found) / (transitions.sum() - most))
+    name = f"hops more than the optimum, E=8, R={_OPTIMUM_RANKS}"
+    return Figure("T3", name, "exact optimum over all layers", tuple(excess), "%", at_most(0.02))
+
+
+def _solver_time(amount: Amount) -> Figure:
+    """Of one core; the machine's speed is in it."""
+    spec = QWEN3_LIKE if not amount.quick else replace(QWEN3_LIKE, num_layers=12)
+    seconds = []
+    for seed in amount.seeds:
+        transitions = synthetic_trace(spec, amount.of(32, 4), 100, seed).transitions()
+        started = time.perf_counter()
+        affinity_placement(transitions, 4)
+        seconds.append(time.perf_counter() - started)
+    name = f"time to solve {spec.num_layers} x 128, R=4"
+    return Figure("T3", name, "", tuple(seconds), "s", None if amount.quick else at_most(60.0))
