@@ -36,7 +36,7 @@ def measure(amount: Amount, progress: Callable[[str], None]) -> Iterator[Figure]
 
 
 def recalls(trace: RoutingTrace, max_tokens: int, seed: int) -> dict[str, float]:
-    """On held-out requests: recall of k by predictor and distance, affinity over popularity, and both in the controls."""
+    """On held-out requests: recall of k by predictor and distance, affinity over popularity; both in the controls."""
     found = {}
     for control, routing in with_controls(trace, seed):
         learning, held_out = (first_requests(half, max_tokens // 2) for half in halves(routing, seed))

@@ -66,7 +66,15 @@ def record(folder: Path, texts: Sequence[str], max_tokens: int, min_tokens: int 
         decoder.forward(_batch(token_ids), pool.layers)
         seen = [listener.seen[layer] for layer in spec.moe_layers]
         chosen.append(np.stack([ids.numpy().astype(np.uint16) for _, ids in seen]))
-        guesses.append([[logits.numpy() for logits in preview(layer, x)] for layer, (x, _) in enumerate(seen)])
+        guesses.append(
+            [
+                [
+                    preview(layer, distance, x).numpy()
+                    for distance in range(1, min(_DISTANCES, len(seen) - 1 - layer) + 1)
+                ]
+                for layer, (x, _) in enumerate(seen)
+            ]
+        )
     return _trace(decoder, encoded, chosen, guesses)
 
 

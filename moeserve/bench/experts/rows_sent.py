@@ -47,7 +47,9 @@ def figures(cases: list[dict[str, Any]], num_ranks: int, wanted: float) -> Itera
         of_routing = [case for case in cases if case["routing"] == routing]
         fewer = tuple(case["plain_rows"] / case["rows"] for case in of_routing)
         note = f"{sum(case['rows'] / case['tokens'] for case in of_routing) / len(of_routing):.3f} rows per token"
-        yield Figure("T1", f"{setup}, {routing} routing, times fewer", _BASELINE, fewer, "x", at_least(wanted), note=note)
+        yield Figure(
+            "T1", f"{setup}, {routing} routing, times fewer", _BASELINE, fewer, "x", at_least(wanted), note=note
+        )
     uniform = [case for case in cases if case["routing"] == "uniform"]
     theory = rows_per_token(num_ranks)
     apart = tuple(abs(case["rows"] / case["tokens"] / theory - 1) for case in uniform)
