@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from moeserve.bench.experts.bounded_memory import Setting, contest
+from moeserve.bench.experts.bounded_memory import Contestant, Setting, contest
 from moeserve.bench.experts.figures import Figure, at_least
 from moeserve.bench.experts.measuring import Amount
 from moeserve.bench.experts.recording import BUILDS, folder_of
 from moeserve.bench.experts.service import service
+from moeserve.llm import Completion
 
 _NUM_LOGPROBS = 20
 _RESTLESS = ("--rebalance-interval", "4", "--rebalance-threshold", "0")
@@ -33,9 +34,9 @@ def measure(amount: Amount, progress: Callable[[str], None]) -> Iterator[Figure]
             found = two.answers(num_requests, num_tokens)
             moved = two.experts().get("rebalancing", {}).get("num_migrations")
         same = sum(text == other for text, other in zip(found, expected, strict=True)) / num_requests
-        note = f"{num_requests} requests of {num_tokens} tokens, 8 at a time" + (
-            f"; {moved} migrations" if moved else ""
-        )
+        note = f"{num_requests} requests of {num_tokens} tokens, 8 at a time"
+        if moved is not None:
+            note += f"; {moved} migrations"
         name = f"{BUILDS[0].name}, R=2{variant}, requests with the same text"
         yield Figure("T9", name, "one rank", (same,), "%", at_least(0.99), exact=True, note=note)
 
@@ -47,13 +48,11 @@ def _memory(folder: Path, amount: Amount) -> Figure:
         bounded += [Setting(folder, 0.75, "lfu", "auto"), Setting(folder, 0.5, "affinity", "affinity+popularity")]
     num_tokens = amount.of(48, 12)
     with contest([Setting(folder)]) as (resident,):
-        expected = resident.complete(1, num_tokens, _NUM_LOGPROBS) + resident.complete(6, num_tokens, _NUM_LOGPROBS)
+        expected = _answers(resident, num_tokens)
     shares = []
     for setting in bounded:
         with contest([setting]) as (contestant,):
-            found = contestant.complete(1, num_tokens, _NUM_LOGPROBS) + contestant.complete(
-                6, num_tokens, _NUM_LOGPROBS
-            )
+            found = _answers(contestant, num_tokens)
         same = [
             one.token_ids == other.token_ids and one.logprobs == other.logprobs
             for one, other in zip(found, expected, strict=True)
@@ -62,3 +61,8 @@ def _memory(folder: Path, amount: Amount) -> Figure:
     note = "; ".join(f"{setting.residency:.0%} {setting.policy}, prefetch {setting.prefetch}" for setting in bounded)
     name = f"{BUILDS[0].name}, answers with the same tokens and logprobs, bit for bit"
     return Figure("T9", name, "all experts in memory", tuple(shares), "%", at_least(1), exact=True, note=note)
+
+
+def _answers(contestant: Contestant, num_tokens: int) -> list[Completion]:
+    """Of one stream, then of several together, so that events are small and large."""
+    return [answer for count in (1, 6) for answer in contestant.complete(count, num_tokens, _NUM_LOGPROBS)]

@@ -117,6 +117,6 @@ def _trace(
                     ]
                 ),
             )
-            for distance in range(1, _DISTANCES + 1)
+            for distance in range(1, min(_DISTANCES, num_layers - 1) + 1)
         ),
     )

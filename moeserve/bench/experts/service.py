@@ -89,7 +89,7 @@ def service(folder: Path, num_ranks: int, threads: int, *options: str) -> Iterat
             too_long.cancel()
             if url is None:
                 errors.seek(0)
-                said = errors.read().strip().splitlines() or ["no word"]
+                said = [line for line in errors.read().splitlines() if "rror" in line] or ["no word"]
                 raise Unavailable(f"A service of {num_ranks} ranks did not start: {said[-1]}")
             yield Service(url)
         finally:

@@ -1,0 +1,76 @@
+"""What `moeserve bench experts` does with models: recording, ranks that count, runs with part of the experts there."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experts.prediction import Tap
+from moeserve.bench.experts import rows_sent
+from moeserve.bench.experts.bounded_memory import Run, Setting, bandwidth_for, contest, in_turn, slot_bytes
+from moeserve.bench.experts.figures import Verdict
+from moeserve.bench.experts.measured_stall import figures as stall_figures
+from moeserve.bench.experts.measuring import Amount
+from moeserve.bench.experts.record_routing import record
+from moeserve.bench.experts.throughput import figure as throughput_figure
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+
+TEXTS = ["The harbour wakes before the town does.", "too short", "At half past four the first boats come back."]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+
+
+def test_every_text_is_a_request_and_gates_guess_ahead(model):
+    trace = record(model, TEXTS, 30, 12)
+    assert trace.num_experts == 4
+    assert trace.ids.shape == (2, 60, 2)
+    assert trace.requests.tolist() == [0] * 30 + [1] * 30
+    ahead = next(guesses for guesses in trace.guesses if (guesses.tap, guesses.distance) == (Tap.EARLY, 1))
+    assert ahead.logits.shape == (1, 60, 4)
+    again = record(model, TEXTS[2:], 30)
+    assert np.array_equal(again.ids, trace.ids[:, 30:])
+
+
+def test_ranks_send_fewer_rows_and_the_logger_agrees():
+    cases = rows_sent.counted(2, Amount((0,), 1, quick=True))
+    uniform, structured, theory, witness = rows_sent.figures(cases, 2, 3.9)
+    assert min(uniform.values + structured.values) > 3.5
+    assert max(theory.values) < 0.01
+    assert witness.verdict is Verdict.MET
+
+
+def test_contestants_wait_for_experts_and_give_the_same_answers(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    assert bandwidth_for(model, 2.0, 4) > slot_bytes(model)
+    demand = Setting(model, 0.5, "lru", "off", 10**8)
+    with contest([demand, Setting(model, 0.5, "lfru", "gate", 10**8), Setting(model)]) as contestants:
+        rounds = in_turn(contestants, 2, lambda contestant: contestant.run(2, 6))
+        answers = [contestant.complete(2, 6, 5) for contestant in contestants]
+    assert answers[0] == answers[1] == answers[2]
+    for waiting, ahead, resident in rounds:
+        assert waiting.num_tokens == ahead.num_tokens == 12
+        assert waiting.stall > 0 < waiting.beta
+        assert resident.stall == resident.beta == 0
+
+
+def runs(*seconds):
+    """Pairs in which the second run waits half as long."""
+    pair = [Run(20, of_run, of_run / 2, 0.01, 0.1, beta=1.5) for of_run in seconds]
+    return [(pair[0], pair[1]), (pair[0], pair[1])]
+
+
+def test_measured_stall_counts_what_predictions_cost():
+    saved, wasted = stall_figures("case", runs(2.0, 1.0))
+    assert saved.values == pytest.approx((0.49, 0.49))
+    assert wasted.values == (0.1, 0.1)
+    assert "beta 1.50" in saved.note
+    assert saved.verdict is Verdict.MET
+
+
+def test_throughput_is_a_ratio_within_each_pair():
+    figure = throughput_figure("case", runs(2.0, 1.0))
+    assert figure.values == (2.0, 2.0)
+    assert "10.0 and 20.0 tokens/s" in figure.note

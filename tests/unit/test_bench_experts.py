@@ -1,0 +1,191 @@
+"""`moeserve bench experts`: verdicts, tables and JSON, and every figure that needs no model, on little."""
+
+import json
+from dataclasses import replace
+from math import comb
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from experts.prediction import Tap
+from experts.synthetic import MIXTRAL_LIKE, SyntheticSpec, synthetic_trace
+from experts.traces import GateGuesses
+from launcher.cli import main
+from moeserve.bench.experts import balance, hops, migration, recall, remote_ranks, rows_sent, stall
+from moeserve.bench.experts.controls import halves
+from moeserve.bench.experts.figures import Figure, Verdict, at_least, at_most, half_width, within
+from moeserve.bench.experts.hop_optimum import most_staying
+from moeserve.bench.experts.measuring import GROUPS, groups_of
+from moeserve.bench.experts.texts import documents
+from moeserve.bench.experts.unavailable import Unavailable
+
+COUPLED = SyntheticSpec(5, 8, 2, coupling=3.0, topic=0.5, persistence=0.2, edge=1.0)
+
+
+def guessed_trace():
+    """Ten requests; the gates see most of what comes."""
+    trace = synthetic_trace(COUPLED, 10, 20, 0)
+    random = np.random.default_rng(0)
+    guesses = []
+    for distance in (1, 2, 3):
+        logits = random.standard_normal((5 - distance, trace.ids.shape[1], 8))
+        seen = np.take_along_axis(logits, trace.ids[distance:].astype(np.int64), 2) + 2.5 / distance
+        np.put_along_axis(logits, trace.ids[distance:].astype(np.int64), seen, 2)
+        guesses.append(GateGuesses(Tap.EARLY, distance, logits.astype(np.float16)))
+    return replace(trace, guesses=tuple(guesses))
+
+
+def verdict(values, limit, **more):
+    return Figure("T1", "", "", tuple(values), limit=limit, **more).verdict
+
+
+def test_a_verdict_goes_by_the_whole_interval():
+    assert verdict([1.0, 1.1, 1.2], at_least(0.5)) is Verdict.MET
+    assert verdict([1.0, 1.1, 1.2], at_least(2)) is Verdict.MISSED
+    assert verdict([1.0, 1.1, 1.2], at_least(1.1)) is Verdict.OPEN
+    assert verdict([1.0, 1.1], None) is Verdict.REPORTED
+    assert verdict([0.1, 0.11, 0.12], at_most(0.2)) is Verdict.MET
+
+
+def test_a_control_has_to_lie_in_a_band_around_zero():
+    assert verdict([0.01, -0.01, 0.0], within(0.05)) is Verdict.MET
+    assert verdict([0.1, 0.11, 0.12], within(0.05)) is Verdict.MISSED
+    assert verdict([-0.5, 0.5, 0.1], within(0.05)) is Verdict.OPEN
+
+
+def test_one_value_decides_only_what_is_counted():
+    assert verdict([1.0], at_least(0.5)) is Verdict.OPEN
+    assert verdict([1.0], at_least(0.5), exact=True) is Verdict.MET
+    assert verdict([0.4], at_least(0.5), exact=True) is Verdict.MISSED
+
+
+def test_the_interval_is_that_of_students_t():
+    assert half_width([1.0]) is None
+    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.30 / 3**0.5)
+
+
+def test_requests_are_held_out_whole_and_by_seed():
+    trace = synthetic_trace(COUPLED, 10, 5, 0)
+    learning, held_out = halves(trace, 3)
+    assert set(learning.requests) | set(held_out.requests) == set(range(10))
+    assert not set(learning.requests) & set(held_out.requests)
+    assert len(set(learning.requests)) == 5
+    assert set(halves(trace, 4)[0].requests) != set(learning.requests)
+
+
+def test_texts_are_many_and_differ():
+    texts = documents()
+    assert len(texts) > 40
+    assert len(set(texts)) == len(texts)
+
+
+def case(routing, seed, **counts):
+    return {"routing": routing, "seed": seed, "rows": 1000, "plain_rows": 4000, "tokens": 1000, "differing": 0} | counts
+
+
+def test_rows_are_compared_with_one_per_expert_and_with_the_logger():
+    cases = [case("uniform", 0), case("uniform", 1), case("structured", 0), case("structured", 1)]
+    uniform, structured, theory, witness = rows_sent.figures(cases, 2, 3.9)
+    assert uniform.values == structured.values == (4.0, 4.0)
+    assert uniform.verdict is theory.verdict is witness.verdict is Verdict.MET
+    *_, witness = rows_sent.figures([*cases, case("uniform", 2, differing=8)], 2, 3.9)
+    assert witness.verdict is not Verdict.MET
+    assert rows_sent.rows_per_token(2) == 1 - comb(32, 8) / comb(64, 8)
+
+
+def test_remote_ranks_are_saved_where_there_is_structure():
+    found = remote_ranks.saved(synthetic_trace(SyntheticSpec(3, 8, 2, coupling=2.5, kinship=0.8), 8, 80, 0), 0)
+    assert found["homes in turn"] > 0.05 > abs(found["uniform"])
+    assert {"shuffled", "homes by topic"} <= found.keys()
+
+
+def test_hops_are_saved_where_there_is_structure():
+    found = hops.saved(synthetic_trace(replace(MIXTRAL_LIKE, num_layers=6), 8, 50, 0), 4, 0)
+    assert found[""] > 0.05
+    assert abs(found["uniform"]) < 0.05
+
+
+def test_the_optimum_is_that_of_all_placements():
+    chain = np.zeros((2, 4, 4))
+    chain[0, [0, 1, 2, 3], [2, 3, 0, 1]] = 5
+    chain[1, [2, 3, 0, 1], [0, 2, 1, 3]] = 3
+    assert most_staying(chain, 2) == 4 * 5 + 4 * 3
+    assert most_staying(chain[:1], 4) == 20
+
+
+def test_replicas_balance_skewed_loads():
+    found = balance.balanced(*balance.zipf_loads(1.0, 0), 8, 8)
+    assert found["replicas"] > 0.85 > found["contiguous"]
+    even = balance.balanced(*balance.zipf_loads(0.0, 0), 8, 8)
+    assert even["replicas"] == pytest.approx(even["contiguous"], abs=0.02)
+
+
+def test_recall_by_predictor_distance_and_control():
+    found = recall.recalls(guessed_trace(), 200, 0)
+    assert found["gate-early d=1"] > found["gate-early d=3"] > found["popularity d=3"]
+    assert found["affinity / popularity d=1"] > 1.1
+    assert found["best / popularity d=1, uniform control"] < 1.3
+
+
+def test_stall_is_saved_and_an_oracle_saves_more():
+    found = stall.saved(guessed_trace(), 1.0, 200, 0)
+    assert 0.2 < found["stall saved"] < found["with an oracle for the gate"]
+    assert abs(found["uniform control"]) < 0.1
+    assert 0 <= found["bytes moved for nothing"] < 0.3
+
+
+def test_steps_during_migration_are_compared_with_those_of_the_same_service():
+    said = {"migrating_step_p99": 0.12, "steady_step_p99": 0.1, "num_migrations": 4}
+    assert migration.figure([said, said]).values == pytest.approx((1.2, 1.2))
+    with pytest.raises(Unavailable):
+        migration.figure([said | {"migrating_step_p99": None}])
+
+
+def test_every_target_has_its_group_and_they_come_in_order():
+    assert list(GROUPS) == [f"T{number}" for number in range(1, 11)]
+    assert groups_of(["T7", "T5"]) == [("T5", "stall"), ("T5", "measured_stall"), ("T7", "balance")]
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Two groups that are quick, one of which cannot be measured."""
+
+    def measure(amount, progress):
+        progress("something")
+        yield Figure("T7", "balance", "contiguous", tuple(0.9 + seed for seed in amount.seeds), limit=at_least(0.5))
+        yield Figure("T7", "share", "all", (0.25,), "%", at_most(0.1), exact=True, note="why [not]")
+
+    def refuse(amount, progress):
+        raise Unavailable("nothing is there")
+
+    groups = {"balance": measure, "migration": refuse}
+    monkeypatch.setattr("moeserve.bench.experts.command.measure_of", lambda group: groups[group])
+
+
+def test_the_command_prints_a_table_and_what_was_left_out(scripted):
+    result = CliRunner().invoke(main, ["bench", "experts", "--only", "t7, T8"])
+    assert result.exit_code == 0, result.output
+    for word in ("balancedness", "contiguous", "25.0 %", "missed", "met", "why [not]", "seeds 0, 1, 2, 3, 4"):
+        assert word in result.output
+    assert "T8 was not measured: nothing is there" in result.output
+    assert "1 of 2 figures miss what is wanted" in result.output
+
+
+def test_the_command_writes_all_values(scripted, tmp_path):
+    file = tmp_path / "experts.json"
+    arguments = ["bench", "experts", "--only", "T7", "--quick", "--json", str(file)]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    written = json.loads(file.read_text())
+    balanced, share = written["figures"]
+    assert balanced["values"] == [0.9, 1.9]
+    assert (balanced["verdict"], share["verdict"]) == ("open", "missed")
+    assert share["limit"] == ["≤", 0.1]
+    assert written["quick"] is True
+    assert written["environment"]["num_cores"] >= 1
+
+
+def test_an_unknown_target_is_refused():
+    result = CliRunner().invoke(main, ["bench", "experts", "--only", "T1,T11"])
+    assert result.exit_code == 2
+    assert "there is no T11" in result.output
