@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -86,19 +86,8 @@ class _Loader:
         """One projection out of those of ``keys``, their rows one below the other."""
         dtype = dtype or self._dtype
         weight = self._reader.read_rows([tensors[key] for key in keys], dtype).to(self._device)
-        return Projection(weight, self._biases(tensors, keys, dtype))
-
-    def _biases(self, tensors: Mapping[str, StoredTensor], keys: Sequence[str], dtype: torch.dtype) -> Tensor | None:
-        biases = [f"{key}.bias" for key in keys]
-        if not any(bias in tensors for bias in biases):
-            return None
-        parts = [
-            self.tensor(tensors[bias], dtype)
-            if bias in tensors
-            else torch.zeros(tensors[key].shape[0], dtype=dtype, device=self._device)
-            for key, bias in zip(keys, biases, strict=True)
-        ]
-        return torch.cat(parts)
+        biases = self._reader.read_biases(tensors, keys, dtype)
+        return Projection(weight, None if biases is None else biases.to(self._device))
 
     def _optional(
         self, tensors: Mapping[str, StoredTensor], key: str, dtype: torch.dtype | None = None

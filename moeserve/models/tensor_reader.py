@@ -86,6 +86,24 @@ class TensorReader:
             row += part.shape[0]
         return out
 
+    def read_optional(self, tensors: Mapping[str, StoredTensor], key: str, dtype: torch.dtype) -> Tensor | None:
+        """The tensor of a key; None if the checkpoint has none."""
+        return self.read(tensors[key], dtype) if key in tensors else None
+
+    def read_biases(
+        self, tensors: Mapping[str, StoredTensor], keys: Sequence[str], dtype: torch.dtype
+    ) -> Tensor | None:
+        """The biases of projections one after another, zeros where one has none; None if none has."""
+        found = [self.read_optional(tensors, f"{key}.bias", dtype) for key in keys]
+        if all(bias is None for bias in found):
+            return None
+        return torch.cat(
+            [
+                torch.zeros(tensors[key].shape[0], dtype=dtype) if bias is None else bias
+                for key, bias in zip(keys, found, strict=True)
+            ]
+        )
+
     def _copy(self, raw: Tensor, scale: Tensor | None, out: Tensor) -> None:
         if scale is not None:
             assert self._quantization is not None

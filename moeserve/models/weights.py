@@ -109,24 +109,12 @@ class _Loader:
         dtype = dtype or self._dtype
         parts = [tensors[key] for key in keys]
         weight = self._reader.read_rows(parts, _kept_dtype(parts, dtype))
-        return pack_linear(weight, self._biases(tensors, keys, dtype), dtype)
-
-    def _biases(self, tensors: Mapping[str, StoredTensor], keys: Sequence[str], dtype: torch.dtype) -> Tensor | None:
-        """The biases of some projections one after another, zeros where one has none; None if none has."""
-        biases = [f"{key}.bias" for key in keys]
-        if not any(bias in tensors for bias in biases):
-            return None
-        return torch.cat(
-            [
-                self._reader.read(tensors[bias], dtype) if bias in tensors else torch.zeros(tensors[key].shape[0])
-                for key, bias in zip(keys, biases, strict=True)
-            ]
-        ).to(dtype)
+        return pack_linear(weight, self._reader.read_biases(tensors, keys, dtype), dtype)
 
     def _optional(
         self, tensors: Mapping[str, StoredTensor], key: str, dtype: torch.dtype | None = None
     ) -> Tensor | None:
-        return self._reader.read(tensors[key], dtype or self._dtype) if key in tensors else None
+        return self._reader.read_optional(tensors, key, dtype or self._dtype)
 
     def _gqa(self, tensors: Mapping[str, StoredTensor], number: int) -> GqaAttention:
         spec = self._spec
@@ -167,7 +155,7 @@ class _Loader:
             self._reader.read_rows([gate, up], dtype),
             self._reader.read(down, dtype),
             self._spec.activation,
-            biases=self._biases(tensors, keys, self._dtype),
+            biases=self._reader.read_biases(tensors, keys, self._dtype),
             dtype=self._dtype,
         )
 
