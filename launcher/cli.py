@@ -9,7 +9,7 @@ from launcher.lazy_group import LazyGroup
 _COMMANDS = {
     "serve": ("launcher.serve:serve", "Serve a model over HTTP until stopped."),
     "chat": ("launcher.chat:chat", "Talk to a running server from the terminal."),
-    "bench": ("moeserve.bench.cli:bench", "Measure a running server."),
+    "bench": ("launcher.bench:bench", "Measure a server, the experts or the GPU kernels."),
     "tune": ("moeserve.bench.tune:tune", "Measure the kernels of a model's experts on this GPU."),
     "curve-key": ("launcher.curve_key:curve_key", "Make the key that several nodes of one service share."),
     "experts": ("launcher.experts:experts", "Record, draw and replay where tokens meet their experts."),

@@ -31,6 +31,7 @@ from moeserve.models.families import build_spec
 from moeserve.models.generation_config import GenerationDefaults, load_generation_defaults
 from moeserve.models.hf_config import load_config
 from moeserve.models.spec import DecoderSpec
+from moeserve.models.tensor_reader import Progress
 from moeserve.models.weight_plan import OwnedExperts, plan_weights
 from moeserve.models.weights import DispatchOf, dispatch_here, load_decoder
 
@@ -165,13 +166,6 @@ def load_model(
     experts: ResidentModel | None = None
     if plan.residency is not None:
         experts = open_experts(directory, spec, plan.residency, config, report)
-    stage = f"loading {plan.weights_bytes / 2**30:.1f} GiB of weights for {str(dtype).removeprefix('torch.')}"
-    if spec.quantization is not None:
-        stage += f", expanded from {spec.quantization.kind}"
-
-    def progress(done: int, total: int) -> None:
-        report({"event": "loading", "done": done, "total": total, "stage": stage})
-
     dispatch = dispatch_of or (dispatch_here if experts is None else experts.dispatch_of)
     decoder = load_decoder(
         directory,
@@ -180,7 +174,7 @@ def load_model(
         max_model_len=kv.max_model_len,
         owned_experts=owned if experts is None else no_experts,
         dispatch_of=dispatch if tap is None else tap.around(dispatch),
-        progress=progress,
+        progress=_progress(plan, report),
     )
     runner = ModelRunner(decoder, KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype))
     if dispatch_of is None:
@@ -202,3 +196,10 @@ def load_model(
         experts,
         prefetcher,
     )
+
+
+def _progress(plan: ModelPlan, report: Report) -> Progress:
+    stage = f"loading {plan.weights_bytes / 2**30:.1f} GiB of weights for {str(plan.dtype).removeprefix('torch.')}"
+    if plan.spec.quantization is not None:
+        stage += f", expanded from {plan.spec.quantization.kind}"
+    return lambda done, total: report({"event": "loading", "done": done, "total": total, "stage": stage})
