@@ -7,7 +7,6 @@ Where published checkpoints differ in a name, all of its forms are candidates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from moeserve.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MoeSpec
 
@@ -20,10 +19,6 @@ class TensorRef:
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        return prod(self.shape)
 
 
 Tensors = dict[str, TensorRef]
@@ -184,11 +179,3 @@ def mxfp4_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
         tensors[f"{key}.blocks"] = TensorRef(tuple(f"{name}_blocks" for name in fused[key].names), (*scales, 16))
         tensors[f"{key}.scales"] = TensorRef(tuple(f"{name}_scales" for name in fused[key].names), scales)
     return tensors
-
-
-def expert_num_elements(spec: DecoderSpec) -> int:
-    """Numbers in one expert of one layer, biases included."""
-    if spec.moe is None:
-        return 0
-    hidden, width = spec.hidden_size, spec.moe.intermediate_size
-    return 3 * hidden * width + (2 * width + hidden if spec.moe.expert_bias else 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kernels.moe_gemm import moe_experts, moe_experts_partial
 from kernels.packed_experts import PackedExperts
 from moeserve.models.checkpoint import read_index
 from moeserve.models.fp8 import dequantise_fp8
-from moeserve.models.layout import expert_num_elements, layer_tensors, outer_tensors
+from moeserve.models.layout import layer_tensors, outer_tensors
 from moeserve.models.mxfp4 import dequantise_mxfp4
 from moeserve.models.spec import DecoderSpec, QuantizationSpec
 from moeserve.models.weight_plan import plan_weights
@@ -225,13 +226,18 @@ def test_matrices_in_bfloat16_are_counted_as_they_stay(tmp_path: Path) -> None:
     assert plan.loaded_num_bytes(2, narrow=False) == 2 * (matrices + vectors)
 
 
+def expert_num_parameters(spec: DecoderSpec) -> int:
+    hidden, width = spec.hidden_size, spec.moe.intermediate_size
+    return 3 * hidden * width + (2 * width + hidden if spec.moe.expert_bias else 0)
+
+
 def num_parameters(spec: DecoderSpec) -> int:
     """Those of a model with an output projection of its own."""
-    total = sum(ref.num_elements for ref in outer_tensors(spec).values())
+    total = sum(prod(ref.shape) for ref in outer_tensors(spec).values())
     for layer in range(spec.num_layers):
-        total += sum(ref.num_elements for ref in layer_tensors(spec, layer).values())
+        total += sum(prod(ref.shape) for ref in layer_tensors(spec, layer).values())
         if spec.moe is not None and spec.sparse_layers[layer]:
-            total += spec.moe.num_experts * expert_num_elements(spec)
+            total += spec.moe.num_experts * expert_num_parameters(spec)
     return total
 
 

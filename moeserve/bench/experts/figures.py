@@ -5,7 +5,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import sqrt
@@ -108,14 +108,6 @@ def at_most(value: float) -> Limit:
 
 def within(value: float) -> Limit:
     return Limit(Sense.WITHIN, value)
-
-
-def figures_of(
-    values: dict[str, tuple[float, ...]], target: str, baseline: str, unit: str, limits: dict[str, Limit]
-) -> Iterator[Figure]:
-    """A figure for each name; those without a limit are reported only."""
-    for name, of_name in values.items():
-        yield Figure(target, name, baseline, of_name, unit, limits.get(name))
 
 
 def _holds(limit: Limit, value: float) -> bool:
