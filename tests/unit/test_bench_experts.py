@@ -135,11 +135,13 @@ def test_stall_is_saved_and_an_oracle_saves_more():
     assert 0 <= found["bytes moved for nothing"] < 0.3
 
 
-def test_steps_during_migration_are_compared_with_those_of_the_same_service():
+def test_migration_is_compared_with_a_service_that_stays():
     said = {"migrating_step_p99": 0.12, "steady_step_p99": 0.1, "num_migrations": 4}
-    assert migration.figure([said, said]).values == pytest.approx((1.2, 1.2))
+    between, own = migration.figures([(0.1, 0.11), (0.2, 0.22)], said)
+    assert between.values == pytest.approx((1.1, 1.1))
+    assert own.values == pytest.approx((1.2,))
     with pytest.raises(Unavailable):
-        migration.figure([said | {"migrating_step_p99": None}])
+        list(migration.figures([(0.1, 0.11)], said | {"num_migrations": 0}))
 
 
 def test_every_target_has_its_group_and_they_come_in_order():

@@ -16,7 +16,8 @@ from moeserve.bench.experts.measuring import GROUPS, Amount, groups_of, measure_
 from moeserve.bench.experts.report import Findings, print_report, to_json
 from moeserve.bench.experts.unavailable import Unavailable
 
-_NUM_PAIRS, _QUICK_PAIRS, _QUICK_SEEDS = 10, 2, 2
+_NUM_SEEDS, _NUM_PAIRS = 5, 10
+_QUICK_SEEDS, _QUICK_PAIRS = 2, 2
 _TABLE_WIDTH = 200
 
 
@@ -32,21 +33,25 @@ def _targets(ctx: click.Context, param: click.Parameter, value: str | None) -> t
 
 @click.command("experts", context_settings={"show_default": True})
 @click.option("--only", "targets", callback=_targets, metavar="T1,T5,...", help="Measure these.  [default: all]")
-@click.option("--seeds", "num_seeds", type=click.IntRange(min=1), default=5, help="Seeds, from 0 on.")
-@click.option("--pairs", "num_pairs", type=click.IntRange(min=1), default=_NUM_PAIRS, help="Of what is timed.")
-@click.option("--quick", is_flag=True, help=f"Little of everything: {_QUICK_SEEDS} seeds, {_QUICK_PAIRS} pairs.")
+@click.option("--seeds", "num_seeds", type=click.IntRange(min=1), help=f"Seeds, from 0 on.  [default: {_NUM_SEEDS}]")
+@click.option("--pairs", "num_pairs", type=click.IntRange(min=1), help=f"Of what is timed.  [default: {_NUM_PAIRS}]")
+@click.option(
+    "--quick", is_flag=True, help=f"Little of everything: by default {_QUICK_SEEDS} seeds and {_QUICK_PAIRS} pairs."
+)
 @click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write all values."
 )
-def command(targets: tuple[str, ...], num_seeds: int, num_pairs: int, quick: bool, json_file: Path | None) -> None:
+def command(
+    targets: tuple[str, ...], num_seeds: int | None, num_pairs: int | None, quick: bool, json_file: Path | None
+) -> None:
     """Measure dispatch, placement, prediction and the expert memory against their targets and baselines.
 
     Learns on some requests and measures others. Structure is also taken out of the routing (controls: uniform and
     shuffled over time), where every gain has to vanish. Builds the models it needs, and keeps them and the traces that
     it records of them in the cache. Times are worth nothing on a machine that does something else meanwhile.
     """
-    if quick:
-        num_seeds, num_pairs = min(num_seeds, _QUICK_SEEDS), min(num_pairs, _QUICK_PAIRS)
+    num_seeds = num_seeds or (_QUICK_SEEDS if quick else _NUM_SEEDS)
+    num_pairs = num_pairs or (_QUICK_PAIRS if quick else _NUM_PAIRS)
     amount = Amount(tuple(range(num_seeds)), num_pairs, quick)
     environment = machine.describe()
     findings = Findings()

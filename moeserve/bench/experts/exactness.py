@@ -8,6 +8,7 @@ from pathlib import Path
 from moeserve.bench.experts.bounded_memory import Contestant, Setting, contest
 from moeserve.bench.experts.figures import Figure, at_least
 from moeserve.bench.experts.measuring import Amount
+from moeserve.bench.experts.migration import BUILD
 from moeserve.bench.experts.recording import BUILDS, folder_of
 from moeserve.bench.experts.service import service
 from moeserve.llm import Completion
@@ -17,27 +18,31 @@ _RESTLESS = ("--rebalance-interval", "4", "--rebalance-threshold", "0")
 
 
 def measure(amount: Amount, progress: Callable[[str], None]) -> Iterator[Figure]:
-    folder = folder_of(BUILDS[0], amount, progress)
     progress("memory")
-    yield _memory(folder, amount)
+    yield _memory(folder_of(BUILDS[0], amount, progress), amount)
+    folder = folder_of(BUILD, amount, progress)
     num_requests, num_tokens = amount.of(32, 8), amount.of(64, 16)
     progress("one rank")
     with service(folder, 1, 1) as one:
         expected = one.answers(num_requests, num_tokens)
-    variants: dict[str, tuple[str, ...]] = {"": (), ", placed anew while serving": _RESTLESS}
+    variants: dict[str, tuple[str, ...]] = {", placed anew while serving": _RESTLESS}
     if not amount.quick:
+        variants[", contiguous"] = ()
         variants[", round-robin"] = ("--placement", "round-robin")
         variants[", 4 replicas per layer"] = ("--num-redundant-experts", "4")
     for variant, options in variants.items():
         progress(f"two ranks{variant}")
         with service(folder, 2, 1, *options) as two:
+            if options is _RESTLESS:
+                # Counts enough for a first decision, so that answers are given while layers migrate.
+                two.run(8, amount.of(64, 24), 0)
             found = two.answers(num_requests, num_tokens)
             moved = two.experts().get("rebalancing", {}).get("num_migrations")
         same = sum(text == other for text, other in zip(found, expected, strict=True)) / num_requests
         note = f"{num_requests} requests of {num_tokens} tokens, 8 at a time"
         if moved is not None:
             note += f"; {moved} migrations"
-        name = f"{BUILDS[0].name}, R=2{variant}, requests with the same text"
+        name = f"{BUILD.name}, R=2{variant}, requests with the same text"
         yield Figure("T9", name, "one rank", (same,), "%", at_least(0.99), exact=True, note=note)
 
 

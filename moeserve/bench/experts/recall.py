@@ -25,7 +25,7 @@ def measure(amount: Amount, progress: Callable[[str], None]) -> Iterator[Figure]
     for build in builds:
         trace = recorded_trace(build, amount, progress)
         progress(build.name)
-        values = over_seeds(amount.seeds, partial(recalls, trace, amount.of(4000, 240)))
+        values = over_seeds(amount.seeds, partial(recalls, trace, amount.of(1000, 160)))
         for name, of_name in values.items():
             limit = {f"{_GATE} d=1": _RECALL_WANTED, f"{_AFFINITY} / {_POPULARITY} d=1": _RATIO_WANTED}.get(name)
             is_ratio = "/" in name

@@ -18,13 +18,13 @@ _BASELINE = "better of contiguous and round-robin"
 _LIMIT = at_least(0.15)
 # Of what a placement fitted to chance may show on other requests.
 _NOTHING = within(0.03)
-_SPECS: dict[str, tuple[SyntheticSpec, int]] = {"24 x 64 experts, k=4": (SPARSE, 64), "32 x 8, k=2": (MIXTRAL_LIKE, 64)}
+_SPECS: dict[str, tuple[SyntheticSpec, int]] = {"24 x 64 experts, k=4": (SPARSE, 24), "32 x 8, k=2": (MIXTRAL_LIKE, 64)}
 
 
 def measure(amount: Amount, progress: Callable[[str], None]) -> Iterator[Figure]:
     for name, (spec, num_requests) in _SPECS.items():
         progress(name)
-        of_seed = partial(_of_synthetic, spec, amount.of(num_requests, 12))
+        of_seed = partial(_of_synthetic, spec, amount.of(num_requests, 10))
         yield from _figures(f"synthetic {name}", over_seeds(amount.seeds, of_seed), _LIMIT)
     for build in BUILDS:
         if build.experts % _NUM_RANKS == 0:

@@ -36,7 +36,7 @@ def measure(amount: Amount, progress: Callable[[str], None]) -> Iterator[Figure]
         trace = recorded_trace(build, amount, progress)
         for beta in _BETAS:
             progress(f"{build.name}, beta {beta:g}")
-            values = over_seeds(amount.seeds, partial(saved, trace, beta, amount.of(3000, 200)))
+            values = over_seeds(amount.seeds, partial(saved, trace, beta, amount.of(1000, 120)))
             for name, of_name in values.items():
                 yield _figure(f"{build.name}, beta {beta:g}", name, of_name)
 

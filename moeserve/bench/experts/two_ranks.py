@@ -19,14 +19,14 @@ def measure(amount: Amount, progress: Callable[[str], None]) -> Iterator[Figure]
     progress("dispatch of a layer")
     yield from _dispatch_figures(amount)
     folder = folder_of(BUILDS[0], amount, progress)
-    num_tokens = amount.of(64, 12)
+    num_tokens = amount.of(64, 8)
     progress("loading")
     with service(folder, 1, 2) as one, service(folder, 2, 1) as two:
         rates = []
         for number in range(-1, amount.num_pairs):
             progress(f"pair {number + 1} of {amount.num_pairs}")
             order = (one, two) if number % 2 else (two, one)
-            of_pair = {running: running.tokens_per_second(_NUM_STREAMS, num_tokens, number) for running in order}
+            of_pair = {running: running.run(_NUM_STREAMS, num_tokens, number)["tokens_per_s"] for running in order}
             if number >= 0:  # The first one warms up.
                 rates.append((of_pair[one], of_pair[two]))
     ratios = tuple(split / whole for whole, split in rates)
