@@ -38,7 +38,7 @@ class ServeConfig:
     offline: bool = setting(False, "Use only what is already on disk.", group="Model")
     device: str = setting(
         "auto",
-        "Where the model runs; auto takes a GPU that can be used.",
+        "Where the model runs; auto is the CPU until the GPU's path has been tried on a GPU.",
         group="Model",
         choices=("auto", "cpu", "cuda"),
     )

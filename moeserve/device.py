@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moeserve.config import ConfigError, ServeConfig
 
 # A prompt's chunk costs a GPU hardly more than a decode step: both read all experts.
 _USUAL_TOKENS = {"cpu": 256, "cuda": 4096}
 
 
-def choose_device(config: ServeConfig, cuda_absence: str | None) -> str:
-    """`cpu` or `cuda`. `cuda_absence` says why no GPU can be used here, None if one can.
+def choose_device(config: ServeConfig, cuda_absence: Callable[[], str | None]) -> str:
+    """`cpu` or `cuda`. `cuda_absence()` says why no GPU can be used here, None if one can; it is asked only if need be.
 
-    Raises ConfigError where `--device cuda` was asked for and cannot be had; `auto` falls back to the CPU instead.
+    `auto` is the CPU: the path over a GPU has run in Triton's interpreter alone, so nobody gets it unasked. Raises
+    ConfigError where `--device cuda` cannot be had.
     """
-    if config.device == "cpu":
+    if config.device != "cuda":
         return "cpu"
-    obstacle = cuda_absence or _unsupported(config)
-    if obstacle is None:
-        return "cuda"
-    if config.device == "cuda":
+    obstacle = cuda_absence() or _unsupported(config)
+    if obstacle is not None:
         raise ConfigError(f"--device cuda: {obstacle}.")
-    return "cpu"
+    return "cuda"
 
 
 def cuda_absence() -> str | None:

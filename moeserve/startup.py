@@ -24,7 +24,7 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
     Raises ModelError or ConfigError, one sentence each, for what cannot be served.
     """
     directory, config = Path(context.model_dir), context.config
-    if choose_device(config, cuda_absence()) == "cuda":
+    if choose_device(config, cuda_absence) == "cuda":
         from moeserve.gpu_startup import run_on_gpu  # Triton is loaded where it is used.
 
         return run_on_gpu(context, report, stop)

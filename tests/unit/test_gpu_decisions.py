@@ -65,12 +65,10 @@ def test_kv_gets_what_others_weights_steps_and_graphs_leave() -> None:
     assert kv_memory(**numbers, utilization=0.3, with_graphs=True) == 0
 
 
-def test_auto_takes_a_gpu_that_can_be_used_and_else_the_cpu() -> None:
-    assert choose_device(ServeConfig(), None) == "cuda"
-    assert choose_device(ServeConfig(), "there is none") == "cpu"
-    assert choose_device(ServeConfig(device="cpu"), None) == "cpu"
-    assert choose_device(ServeConfig(expert_parallel_size=2), None) == "cpu"
-    assert choose_device(ServeConfig(block_size=24), None) == "cpu"
+def test_a_gpu_is_used_only_where_it_is_asked_for() -> None:
+    assert choose_device(ServeConfig(device="cuda"), lambda: None) == "cuda"
+    assert choose_device(ServeConfig(), lambda: None) == "cpu"
+    assert choose_device(ServeConfig(device="cpu"), lambda: None) == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +84,7 @@ def test_a_gpu_asked_for_by_name_that_cannot_serve_is_refused(
     settings: dict[str, int], absence: str | None, reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        choose_device(ServeConfig(device="cuda", **settings), absence)
+        choose_device(ServeConfig(device="cuda", **settings), lambda: absence)
 
 
 def test_steps_on_a_gpu_are_larger_unless_said_otherwise() -> None:
