@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -55,21 +56,25 @@ def command(
     amount = Amount(tuple(range(num_seeds)), num_pairs, quick)
     environment = machine.describe()
     findings = Findings()
+
+    def save() -> None:
+        if json_file is not None:
+            json_file.write_bytes(to_json(environment, amount, findings))
+
     try:
-        _measure(targets, amount, findings)
+        _measure(targets, amount, findings, save)
     except KeyboardInterrupt:
         raise click.Abort from None
     console = Console()
     if not console.is_terminal:
         console = Console(width=_TABLE_WIDTH)
     print_report(console, environment, amount, findings)
-    if json_file is not None:
-        json_file.write_bytes(to_json(environment, amount, findings))
     missed = sum(figure.verdict is Verdict.MISSED for figure in findings.figures)
     click.echo(f"{missed} of {len(findings.figures)} figures miss what is wanted")
 
 
-def _measure(targets: tuple[str, ...], amount: Amount, findings: Findings) -> None:
+def _measure(targets: tuple[str, ...], amount: Amount, findings: Findings, save: Callable[[], None]) -> None:
+    """Adds to `findings`, group by group, and saves them after each: a whole run takes hours."""
     with Console(stderr=True).status("") as status:
         for target, group in groups_of(targets):
             label = f"{target} {group.replace('_', ' ')}"
@@ -80,6 +85,7 @@ def _measure(targets: tuple[str, ...], amount: Amount, findings: Findings) -> No
             except Unavailable as reason:
                 findings.skipped[target] = str(reason)
             findings.seconds[label] = time.perf_counter() - started
+            save()
 
 
 def _show(status: Status, label: str, what: str) -> None:
