@@ -155,7 +155,8 @@ def scripted(monkeypatch):
 
     def measure(amount, progress):
         progress("something")
-        yield Figure("T7", "balance", "contiguous", tuple(np.float64(0.9 + seed) for seed in amount.seeds), limit=at_least(0.5))
+        values = tuple(np.float64(0.9 + seed) for seed in amount.seeds)
+        yield Figure("T7", "balance", "contiguous", values, limit=at_least(0.5))
         yield Figure("T7", "share", "all", (0.25,), "%", at_most(0.1), exact=True, note="why [not]")
 
     def refuse(amount, progress):
