@@ -53,7 +53,7 @@ lint: venv
 
 unit: venv
 	@echo "-- unit tests and contracts (no torch)"
-	@$(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/unit tests/contracts
+	@export OMP_NUM_THREADS=1; $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/unit tests/contracts
 
 cpu: venv
 	@echo "-- tests of the model on a CPU"
