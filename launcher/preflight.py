@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from moeserve.rank_network import is_own, resolve
 
 _SHORTEST_TIMEOUT_OF_RANKS = 4.0
 _FOR_SEVERAL_RANKS = ("dispatch", "placement", "num_redundant_experts", "rebalance_interval")
+_FOR_EXPERT_MEMORY = ("expert_store_dir", "expert_policy", "expert_prefetch", "expert_store_bandwidth")
+_FOR_A_GPU = ("gpu_memory_utilization", "enforce_eager")
 
 
 def check_machine() -> None:
@@ -28,11 +31,11 @@ def check_machine() -> None:
 def check_settings(config: ServeConfig) -> None:
     """Raises ConfigError for settings that contradict each other."""
     if config.expert_parallel_size == 1:
-        for name in _FOR_SEVERAL_RANKS:
-            value = getattr(config, name)
-            if value != getattr(ServeConfig, name):
-                flag = "--" + name.replace("_", "-")
-                raise ConfigError(f"{flag} {value} needs --expert-parallel-size of at least 2.")
+        _refuse(config, _FOR_SEVERAL_RANKS, "--expert-parallel-size of at least 2")
+    if config.expert_memory is None:
+        _refuse(config, _FOR_EXPERT_MEMORY, "--expert-memory: without it all experts are in memory")
+    if config.device != "cuda":
+        _refuse(config, _FOR_A_GPU, "--device cuda")
     check_expert_memory(config)
     if config.rebalance_interval and not config.record_experts:
         raise ConfigError("--rebalance-interval needs --record-experts: it goes by what tokens choose.")
@@ -41,6 +44,15 @@ def check_settings(config: ServeConfig) -> None:
             f"--engine-timeout {config.engine_timeout:g} is too short to tell which of several ranks hangs: "
             f"use at least {_SHORTEST_TIMEOUT_OF_RANKS:g}."
         )
+
+
+def _refuse(config: ServeConfig, names: Sequence[str], needed: str) -> None:
+    """Raises ConfigError if one of the settings is not at its default: nothing is accepted and ignored."""
+    for name in names:
+        value = getattr(config, name)
+        if value != getattr(ServeConfig, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {value} needs {needed}.")
 
 
 def check_nodes(config: ServeConfig) -> None:

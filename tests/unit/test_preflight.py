@@ -1,0 +1,39 @@
+"""Settings that would have no effect are refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher.preflight import check_settings
+from moeserve.config import ConfigError, ServeConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag", "needed"),
+    [
+        ({"dispatch": "alltoall"}, "--dispatch", "--expert-parallel-size"),
+        ({"num_redundant_experts": 2}, "--num-redundant-experts", "--expert-parallel-size"),
+        ({"expert_policy": "lru"}, "--expert-policy", "--expert-memory"),
+        ({"expert_prefetch": "gate"}, "--expert-prefetch", "--expert-memory"),
+        ({"expert_store_dir": "store"}, "--expert-store-dir", "--expert-memory"),
+        ({"expert_store_bandwidth": 1 << 30}, "--expert-store-bandwidth", "--expert-memory"),
+        ({"enforce_eager": True}, "--enforce-eager", "--device cuda"),
+        ({"gpu_memory_utilization": 0.5, "device": "cpu"}, "--gpu-memory-utilization", "--device cuda"),
+    ],
+)
+def test_a_setting_without_what_it_needs_is_refused(settings: dict[str, object], flag: str, needed: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag} .*needs {needed}"):
+        check_settings(ServeConfig(**settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"expert_memory": 1 << 30, "expert_policy": "lru", "expert_prefetch": "gate"},
+        {"device": "cuda", "enforce_eager": True, "gpu_memory_utilization": 0.5},
+        {"expert_parallel_size": 2, "dispatch": "alltoall"},
+    ],
+)
+def test_a_setting_with_what_it_needs_is_taken(settings: dict[str, object]) -> None:
+    check_settings(ServeConfig(**settings))  # type: ignore[arg-type]
