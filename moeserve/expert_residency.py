@@ -62,8 +62,10 @@ def plan_residency(directory: Path, spec: DecoderSpec, dtype: torch.dtype, confi
     dtype: what the experts compute in. Raises ConfigError where a layer could not hold the experts of one token, and
     ModelError for a checkpoint that cannot be served so.
     """
-    if config.expert_memory is None or spec.moe is None:
+    if config.expert_memory is None:
         return None
+    if spec.moe is None:
+        raise ConfigError(f"--expert-memory: a {spec.model_type} model has no experts.")
     moe = spec.moe
     layout = layout_in_store(directory, spec, dtype)
     slot_bytes = round_to_page(layout.num_bytes)

@@ -175,3 +175,10 @@ def test_an_expert_that_lost_its_checksum_fails_the_step_and_all_later_ones(smal
         with pytest.raises(ExpertStoreError, match="lost its checksum"):
             generate(memory)
     memory.close()
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    save("llama", tmp_path)
+    config = ServeConfig(expert_memory=1 << 30)
+    with pytest.raises(ConfigError, match="--expert-memory: a llama model has no experts"):
+        moeserve.expert_residency.plan_residency(tmp_path, *read_spec(tmp_path, config), config)
