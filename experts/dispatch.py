@@ -11,7 +11,7 @@ from torch import Tensor
 from experts.collectives import Collectives
 from experts.exchange import AllGather, AllToAll, Exchange
 from experts.moe_layer import Dispatch
-from experts.placement import Placement, Ranks, refilled
+from experts.placement.placement import Placement, Ranks, refilled
 from experts.slot_tables import SlotTables
 from kernels.activation import Activation
 from kernels.moe_gemm import moe_experts_partial

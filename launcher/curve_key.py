@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from moeserve.config import ConfigError
-from moeserve.rank_keys import create_keys
+from moeserve.ranks.keys import create_keys
 
 
 @click.command()

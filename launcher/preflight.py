@@ -10,9 +10,9 @@ from pathlib import Path
 
 from launcher.errors import LaunchError
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.expert_settings import check_expert_memory
-from moeserve.rank_keys import load_keys
-from moeserve.rank_network import is_own, resolve
+from moeserve.expert_service.settings import check_expert_memory
+from moeserve.ranks.keys import load_keys
+from moeserve.ranks.network import is_own, resolve
 
 _SHORTEST_TIMEOUT_OF_RANKS = 4.0
 _FOR_SEVERAL_RANKS = ("dispatch", "placement", "num_redundant_experts", "rebalance_interval")

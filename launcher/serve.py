@@ -30,7 +30,7 @@ from launcher.status import Loading, Ready
 from launcher.supervisor import Listeners, Supervisor
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.models.errors import ModelError
-from moeserve.rank_messages import RankError
+from moeserve.ranks.messages import RankError
 from moeserve.run_context import RunContext
 from moeserve.settings import load_config
 

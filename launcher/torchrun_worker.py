@@ -27,7 +27,7 @@ from launcher.supervisor import WORKER_MODULE
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.frontend.logs import configure_logs
 from moeserve.models.errors import ModelError
-from moeserve.rank_messages import RankError
+from moeserve.ranks.messages import RankError
 from moeserve.settings import load_config
 
 _EXIT_FAILED = 3
@@ -100,7 +100,7 @@ def _run(config: ServeConfig, errors: Console) -> int:
     model_dir = resolve(config, lambda *_: None)
     context = make_context(config, model_dir, Path(os.devnull), meets_in_store=True)
     # Imports torch, which takes seconds.
-    from moeserve.rank_startup import run_rank
+    from moeserve.ranks.startup import run_rank
 
     run_rank(context, rank, lambda _: None, threading.Event())
     return 0

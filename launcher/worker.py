@@ -19,7 +19,7 @@ from launcher.status import Report, reporter
 from moeserve.config import ConfigError
 from moeserve.frontend.logs import configure_logs
 from moeserve.models.errors import ModelError
-from moeserve.rank_messages import RankError
+from moeserve.ranks.messages import RankError
 from moeserve.run_context import RunContext, load_run_context
 
 _EXIT_FAILED = 3
@@ -62,7 +62,7 @@ def _serve(context: RunContext, rank: int, report: Report, stop: threading.Event
 
             run_engine(context, report, stop)
         else:
-            from moeserve.rank_startup import run_rank
+            from moeserve.ranks.startup import run_rank
 
             run_rank(context, rank, report, stop)
     except (ModelError, ConfigError, RankError) as error:

@@ -12,7 +12,7 @@ import structlog
 from moeserve.engine_socket import EngineSocket
 from moeserve.engine_stats import EngineStats
 from moeserve.executor import Executor
-from moeserve.expert_monitor import ExpertCommandError, ExpertMonitor
+from moeserve.expert_service.monitor import ExpertCommandError, ExpertMonitor
 from moeserve.messages import (
     PROTOCOL_VERSION,
     Abort,

@@ -10,7 +10,7 @@ import torch
 from moeserve.cuda.startup import GpuSettings, load_gpu_model
 from moeserve.device import step_budget
 from moeserve.executor import LocalLauncher
-from moeserve.expert_monitor import ExpertSources
+from moeserve.expert_service.monitor import ExpertSources
 from moeserve.model_loading import Report, ServedModel
 from moeserve.models.families import build_spec
 from moeserve.models.generation_config import load_generation_defaults

@@ -60,7 +60,7 @@ class Abort(Message):
 class Control(Message):
     """An operator's command; answered with `ControlResult` of the same id.
 
-    Commands: `reset_prefix_cache`, and those of `moeserve.expert_monitor`.
+    Commands: `reset_prefix_cache`, and those of `moeserve.expert_service.monitor`.
     """
 
     control_id: int
@@ -145,7 +145,7 @@ class PrefetchCounters(Message):
 
 
 class ExpertMemoryCounters(Message):
-    """Of `experts.expert_memory.ExpertMemoryStats`, since the start. prefetch is None where nothing is predicted."""
+    """Of `experts.memory.expert_memory.ExpertMemoryStats`, since the start. prefetch: None if nothing is predicted."""
 
     stall_seconds: float
     misses_by_tier: dict[str, int]
@@ -157,7 +157,7 @@ class ExpertMemoryCounters(Message):
 
 
 class RebalanceCounters(Message):
-    """Of `experts.rebalance.RebalanceStats`."""
+    """Of `experts.placement.rebalance.RebalanceStats`."""
 
     placement_version: int
     num_migrations: int

@@ -10,17 +10,17 @@ from typing import Any
 import structlog
 import torch
 
-from experts.placement import Placement
-from experts.prefetcher import LayerListener
+from experts.placement.placement import Placement
+from experts.prefetch.prefetcher import LayerListener
 from experts.routing_tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.packed_experts import PackedExperts
 from moeserve.config import ServeConfig
 from moeserve.device import step_budget
 from moeserve.executor import Runner
-from moeserve.expert_placement import plan_placement
-from moeserve.expert_prefetch import PrefetchingRunner, start_prefetching
-from moeserve.expert_residency import ResidencyPlan, ResidentModel, open_experts, plan_residency
+from moeserve.expert_service.placement import plan_placement
+from moeserve.expert_service.prefetch import PrefetchingRunner, start_prefetching
+from moeserve.expert_service.residency import ResidencyPlan, ResidentModel, open_experts, plan_residency
 from moeserve.kv_budget import KvBudget, plan_kv
 from moeserve.kv_pool import KVPool, kv_block_bytes
 from moeserve.memory import available_bytes

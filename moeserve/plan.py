@@ -105,7 +105,7 @@ class ChunkResult:
 class StepResult:
     """One `ChunkResult` per chunk of the plan, in the plan's order.
 
-    `routing`: the experts that the gates chose for the plan's rows (`experts.step_routing`), if that is recorded.
+    `routing`: the experts that the gates chose for the plan's rows (`experts.routing.step_routing`), if recorded.
     `sent`: of one rank of several, what it has sent since the start: rows to each rank, then bytes to each rank.
     """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from experts.expert_file import VERSION, round_to_page, write_expert_file
+from experts.memory.expert_file import VERSION, round_to_page, write_expert_file
 from kernels.moe_gemm import expert_layout
 from kernels.packed_experts import ExpertLayout
 from moeserve.models.build_cache import cache_root, ensure_built

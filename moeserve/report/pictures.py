@@ -9,11 +9,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from experts.affinity import Affinity
-from experts.load_balance import load_balanced
-from experts.placement import PlacementError, contiguous
-from experts.placement_metrics import balancedness
-from experts.statistics import RoutingStatistics
+from experts.placement.load_balance import load_balanced
+from experts.placement.metrics import balancedness
+from experts.placement.placement import PlacementError, contiguous
+from experts.routing.affinity import Affinity
+from experts.routing.statistics import RoutingStatistics
 
 _DPI = 110
 _LAYERS_SHOWN = 6

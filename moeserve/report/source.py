@@ -6,10 +6,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from experts.statistics import RoutingStatistics, StatisticsSpec
-from experts.statistics_file import StatisticsError, load_statistics
-from experts.trace_file import TraceError, load_trace
-from experts.traces import RoutingTrace
+from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from experts.routing.statistics_file import StatisticsError, load_statistics
+from experts.routing.trace_file import TraceError, load_trace
+from experts.routing.traces import RoutingTrace
 
 _TOKENS_AT_ONCE = 64
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from experts.link_model import LinkModel
-from experts.predictor_choice import SOURCE_NAMES, source_names
-from experts.prefetch_planning import PrefetchRules
-from experts.simulation import LayerTiming
-from experts.simulation_setup import POLICY_NAMES, SimulationSetup
-from experts.trace_file import TraceError, load_trace
-from experts.traces import RoutingTrace
+from experts.prediction.choice import SOURCE_NAMES, source_names
+from experts.prefetch.planning import PrefetchRules
+from experts.routing.trace_file import TraceError, load_trace
+from experts.routing.traces import RoutingTrace
+from experts.simulation.link_model import LinkModel
+from experts.simulation.replay import LayerTiming
+from experts.simulation.setup import POLICY_NAMES, SimulationSetup
 from moeserve.config import ConfigError, parse_size
 from moeserve.simulation.runs import CONTROLS, SimulatedRun, as_json, as_table, first_requests, run_all
 

@@ -9,10 +9,10 @@ from math import isnan
 import numpy as np
 from rich.table import Table
 
-from experts.prediction_figures import RecallFigure, recall_figures
-from experts.simulation import SimulationResult
-from experts.simulation_setup import SimulationSetup, simulate
-from experts.traces import RoutingTrace, shuffled_control, uniform_control
+from experts.prediction.figures import RecallFigure, recall_figures
+from experts.routing.traces import RoutingTrace, shuffled_control, uniform_control
+from experts.simulation.replay import SimulationResult
+from experts.simulation.setup import SimulationSetup, simulate
 
 CONTROLS: dict[str, Callable[[RoutingTrace, int], RoutingTrace]] = {
     "uniform": uniform_control,

@@ -20,33 +20,35 @@ MAY_IMPORT = {
 MAX_LINES = 350
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
-# Of experts/ and the modules right in moeserve/, those that compute, or put together what does. All others decide, and
+SERVICE_FOLDERS = (ROOT / "moeserve", ROOT / "moeserve" / "expert_service", ROOT / "moeserve" / "ranks")
+
+# Of experts/ and the modules in these folders, those that compute, or put together what does. All others decide, and
 # load where torch is not installed.
 WITH_TORCH = {
     "experts.collectives",
-    "experts.deep_nvme",
     "experts.dispatch",
     "experts.exchange",
-    "experts.expert_memory",
-    "experts.gate_lookahead",
-    "experts.gate_preview",
     "experts.glu_mlp",
+    "experts.memory.deep_nvme",
+    "experts.memory.expert_memory",
+    "experts.memory.resident_experts",
+    "experts.memory.slot_arena",
     "experts.moe_layer",
-    "experts.prefetch_judge",
-    "experts.prefetcher",
-    "experts.resident_experts",
+    "experts.prefetch.gate_lookahead",
+    "experts.prefetch.gate_preview",
+    "experts.prefetch.judge",
+    "experts.prefetch.prefetcher",
     "experts.routing_tap",
-    "experts.slot_arena",
     "experts.slot_tables",
-    "moeserve.expert_migrator",
-    "moeserve.expert_prefetch",
-    "moeserve.expert_residency",
+    "moeserve.expert_service.migrator",
+    "moeserve.expert_service.prefetch",
+    "moeserve.expert_service.residency",
     "moeserve.gpu_startup",
     "moeserve.kv_pool",
     "moeserve.llm",
     "moeserve.model_loading",
     "moeserve.model_runner",
-    "moeserve.rank_startup",
+    "moeserve.ranks.startup",
     "moeserve.sampler",
     "moeserve.serving",
     "moeserve.startup",
@@ -152,9 +154,11 @@ def module_of(path: Path) -> str:
 
 
 def test_pure_modules_load_without_torch():
-    flat = {module_of(path) for path in FILES if path.parent in (ROOT / "experts", ROOT / "moeserve")}
-    assert flat >= WITH_TORCH
-    assert loaded_after([*sorted(flat - WITH_TORCH), *PURE], {"torch", "transformers"}) == ""
+    decisions = {module_of(path) for path in FILES if path.is_relative_to(ROOT / "experts")} | {
+        module_of(path) for folder in SERVICE_FOLDERS for path in folder.glob("*.py")
+    }
+    assert decisions >= WITH_TORCH
+    assert loaded_after([*sorted(decisions - WITH_TORCH), *PURE], {"torch", "transformers"}) == ""
 
 
 def test_the_http_process_loads_neither_torch_nor_transformers():

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from experts.deep_nvme import DeepNvme, deep_nvme
 from experts.errors import ExpertStoreError
-from experts.expert_file import PAGE_BYTES, write_expert_file
-from experts.slot_arena import SlotArena
-from experts.store import DiskTier
+from experts.memory.deep_nvme import DeepNvme, deep_nvme
+from experts.memory.expert_file import PAGE_BYTES, write_expert_file
+from experts.memory.slot_arena import SlotArena
+from experts.memory.store import DiskTier
 
 SOURCE = bytes(32)
 EXPERT_BYTES = 5 * PAGE_BYTES + 100

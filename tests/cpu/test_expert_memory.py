@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import moeserve.expert_residency
+import moeserve.expert_service.residency
 from experts.errors import ExpertStoreError
-from experts.eviction import POLICIES
-from experts.expert_file import round_to_page
+from experts.memory.eviction import POLICIES
+from experts.memory.expert_file import round_to_page
 from experts.moe_layer import MoeLayer
 from kernels.moe_gemm import moe_experts
 from moeserve.config import ConfigError, ServeConfig
@@ -109,7 +109,7 @@ def test_nothing_of_it_is_built_where_all_experts_fit(
         raise AssertionError("built")
 
     for name in ("ExpertMemory", "SlotArena", "ResidentExperts", "ensure_expert_store"):
-        monkeypatch.setattr(moeserve.expert_residency, name, refuse)
+        monkeypatch.setattr(moeserve.expert_service.residency, name, refuse)
     dispatches: list[object] = []
     init = MoeLayer.__init__
     monkeypatch.setattr(
@@ -181,4 +181,4 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     save("llama", tmp_path)
     config = ServeConfig(expert_memory=1 << 30)
     with pytest.raises(ConfigError, match="--expert-memory: a llama model has no experts"):
-        moeserve.expert_residency.plan_residency(tmp_path, *read_spec(tmp_path, config), config)
+        moeserve.expert_service.residency.plan_residency(tmp_path, *read_spec(tmp_path, config), config)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.load_balance import load_balanced
-from experts.placement import Placement, contiguous
+from experts.placement.load_balance import load_balanced
+from experts.placement.placement import Placement, contiguous
 from kernels.activation import Activation
 from kernels.moe_gemm import moe_experts, pack_experts
 

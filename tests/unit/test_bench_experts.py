@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from experts.prediction import Tap
-from experts.synthetic import MIXTRAL_LIKE, SyntheticSpec, synthetic_trace
-from experts.traces import GateGuesses
+from experts.prediction.predictor import Tap
+from experts.routing.synthetic import MIXTRAL_LIKE, SyntheticSpec, synthetic_trace
+from experts.routing.traces import GateGuesses
 from launcher.cli import main
 from moeserve.bench.experts import balance, hops, migration, recall, remote_ranks, rows_sent, stall
 from moeserve.bench.experts.controls import halves

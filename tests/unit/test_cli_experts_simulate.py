@@ -5,8 +5,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from experts.synthetic import SyntheticSpec, synthetic_trace
-from experts.trace_file import save_trace
+from experts.routing.synthetic import SyntheticSpec, synthetic_trace
+from experts.routing.trace_file import save_trace
 from launcher.cli import main
 from moeserve.simulation.runs import first_requests
 

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from experts.affinity import Affinity
-from experts.statistics import RoutingStatistics, StatisticsSpec
+from experts.routing.affinity import Affinity
+from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 
 LAYERS, EXPERTS, TOP_K = 5, 6, 2
 

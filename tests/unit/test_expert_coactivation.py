@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.coactivation_placement import coactivation_placement
-from experts.placement import contiguous, from_first_ranks, round_robin
-from experts.placement_metrics import balancedness, remote_ranks
-from experts.synthetic import MIXTRAL_LIKE, SPARSE, synthetic_trace
-from experts.traces import shuffled_control, uniform_control
+from experts.placement.coactivation_placement import coactivation_placement
+from experts.placement.metrics import balancedness, remote_ranks
+from experts.placement.placement import contiguous, from_first_ranks, round_robin
+from experts.routing.synthetic import MIXTRAL_LIKE, SPARSE, synthetic_trace
+from experts.routing.traces import shuffled_control, uniform_control
 
 
 def grouped_routing(num_tokens, num_experts, top_k, seed):

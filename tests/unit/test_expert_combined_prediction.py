@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from experts.affinity import Affinity
-from experts.combined_prediction import CombinedSource
-from experts.prediction import BEFORE, ObservedStep, StepPredictor
-from experts.prediction_sources import LearntAffinity
-from experts.predictor_choice import SOURCE_NAMES, make_predictor, source_names
-from experts.route_source import RouteSource
-from experts.statistics import RoutingStatistics, StatisticsSpec
-from experts.synthetic import SyntheticSpec, synthetic_trace
+from experts.prediction.choice import SOURCE_NAMES, make_predictor, source_names
+from experts.prediction.combined import CombinedSource
+from experts.prediction.predictor import BEFORE, ObservedStep, StepPredictor
+from experts.prediction.route_source import RouteSource
+from experts.prediction.sources import LearntAffinity
+from experts.routing.affinity import Affinity
+from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from experts.routing.synthetic import SyntheticSpec, synthetic_trace
 
 
 class Says:

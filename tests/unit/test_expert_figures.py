@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.placement_figures import hops_figure, remote_ranks_figure
-from experts.prediction import Tap
-from experts.prediction_figures import recall_figures, stall_figure
-from experts.prefetch_planning import PrefetchRules
-from experts.simulation import LayerTiming
-from experts.simulation_setup import POLICY_NAMES, SimulationSetup, link_for, simulate
-from experts.synthetic import SyntheticSpec, synthetic_trace
-from experts.traces import GateGuesses, shuffled_control, uniform_control
+from experts.placement.figures import hops_figure, remote_ranks_figure
+from experts.prediction.figures import recall_figures, stall_figure
+from experts.prediction.predictor import Tap
+from experts.prefetch.planning import PrefetchRules
+from experts.routing.synthetic import SyntheticSpec, synthetic_trace
+from experts.routing.traces import GateGuesses, shuffled_control, uniform_control
+from experts.simulation.replay import LayerTiming
+from experts.simulation.setup import POLICY_NAMES, SimulationSetup, link_for, simulate
 
 EXPERT_BYTES = 2**20
 TIMING = LayerTiming(attention=0.5e-3, experts=0.5e-3)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from experts.history_sources import ActivationMatrixSource, SignatureSource
-from experts.prediction import BEFORE, ObservedStep, StepPredictor
-from experts.prediction_sources import LearntAffinity
-from experts.request_profiles import RequestProfiles, encode_signature, merge_signatures
-from experts.statistics import RoutingStatistics, StatisticsSpec
+from experts.prediction.history_sources import ActivationMatrixSource, SignatureSource
+from experts.prediction.predictor import BEFORE, ObservedStep, StepPredictor
+from experts.prediction.sources import LearntAffinity
+from experts.routing.request_profiles import RequestProfiles, encode_signature, merge_signatures
+from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 
 
 def step_of(requests, *layers):

@@ -8,16 +8,16 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from experts.placement import Placement, contiguous
-from experts.rebalance import RebalanceStats
-from experts.recorder import RoutingRecorder
-from experts.residency_control import ResidencyCounters
-from experts.statistics import RoutingStatistics, StatisticsSpec
-from experts.step_routing import RoutingShape
-from experts.trace_file import load_trace
-from experts.trace_recorder import RequestRows
-from moeserve.expert_monitor import ExpertCommandError, ExpertFacts, ExpertMonitor, ExpertSources
-from moeserve.expert_statistics import ExpertRecording
+from experts.memory.residency_control import ResidencyCounters
+from experts.placement.placement import Placement, contiguous
+from experts.placement.rebalance import RebalanceStats
+from experts.routing.recorder import RoutingRecorder
+from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from experts.routing.step_routing import RoutingShape
+from experts.routing.trace_file import load_trace
+from experts.routing.trace_recorder import RequestRows
+from moeserve.expert_service.monitor import ExpertCommandError, ExpertFacts, ExpertMonitor, ExpertSources
+from moeserve.expert_service.statistics import ExpertRecording
 from moeserve.frontend.expert_metrics import expert_metrics
 from moeserve.messages import ExpertStats
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.load_balance import load_balanced, with_replicas
-from experts.placement import Placement, PlacementError, contiguous, from_first_ranks, round_robin
-from experts.placement_metrics import balancedness, hops, rank_load, remote_ranks
+from experts.placement.load_balance import load_balanced, with_replicas
+from experts.placement.metrics import balancedness, hops, rank_load, remote_ranks
+from experts.placement.placement import Placement, PlacementError, contiguous, from_first_ranks, round_robin
 
 
 def zipf(num_layers, num_experts, seed, exponent=1.0):

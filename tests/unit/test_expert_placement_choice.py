@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experts.placement import PlacementError, refilled
-from experts.placement_choice import LEARNT, PLAIN, choose_placement
-from experts.statistics import RoutingStatistics, StatisticsSpec
-from experts.statistics_file import save_statistics
-from experts.synthetic import SyntheticSpec, synthetic_trace
+from experts.placement.choice import LEARNT, PLAIN, choose_placement
+from experts.placement.placement import PlacementError, refilled
+from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from experts.routing.statistics_file import save_statistics
+from experts.routing.synthetic import SyntheticSpec, synthetic_trace
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.expert_placement import plan_placement, statistics_key
+from moeserve.expert_service.placement import plan_placement, statistics_key
 from moeserve.models.families import build_spec
 from moeserve.models.hf_config import load_config
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from experts.eviction import Affinity, Lru
-from experts.prediction import BEFORE
-from experts.prefetch_planning import PrefetchPlanner, PrefetchRules
-from experts.residency import SlotState
-from experts.residency_control import ResidencyControl
+from experts.memory.eviction import Affinity, Lru
+from experts.memory.residency import SlotState
+from experts.memory.residency_control import ResidencyControl
+from experts.prediction.predictor import BEFORE
+from experts.prefetch.planning import PrefetchPlanner, PrefetchRules
 
 EXPERT_BYTES = 100
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from experts.prefetch_switch import PrefetchSwitch, SwitchRules, stall_saved
+from experts.prefetch.switch import PrefetchSwitch, SwitchRules, stall_saved
 
 RULES = SwitchRules(memory=8, trial=4, first_pause=3, longest_pause=6)
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from experts.statistics import RoutingStatistics, StatisticsSpec
-from experts.statistics_file import save_statistics
-from experts.trace_file import save_trace
-from experts.traces import RoutingTrace
+from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from experts.routing.statistics_file import save_statistics
+from experts.routing.trace_file import save_trace
+from experts.routing.traces import RoutingTrace
 from launcher.cli import main
 from moeserve.report.source import count_trace
 

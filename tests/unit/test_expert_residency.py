@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.eviction import POLICIES, Affinity, Lru, Static
-from experts.residency import LayerResidency, SlotState
-from experts.residency_control import ResidencyControl
-from experts.transfers import Priority
+from experts.memory.eviction import POLICIES, Affinity, Lru, Static
+from experts.memory.residency import LayerResidency, SlotState
+from experts.memory.residency_control import ResidencyControl
+from experts.memory.transfers import Priority
 
 BYTES = 4
 

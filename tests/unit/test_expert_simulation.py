@@ -5,15 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.belady import Belady
-from experts.eviction import Lru
-from experts.link_model import LinkModel
-from experts.prefetch_planning import PrefetchPlanner, PrefetchRules
-from experts.residency_control import ResidencyControl, ResidencyCounters
-from experts.simulation import LayerTiming, Simulation, steps_of
-from experts.synthetic import SyntheticSpec, synthetic_trace
-from experts.trace_figures import hit_rate
-from experts.traces import RoutingTrace
+from experts.memory.eviction import Lru
+from experts.memory.residency_control import ResidencyControl, ResidencyCounters
+from experts.prefetch.planning import PrefetchPlanner, PrefetchRules
+from experts.routing.synthetic import SyntheticSpec, synthetic_trace
+from experts.routing.traces import RoutingTrace
+from experts.simulation.belady import Belady
+from experts.simulation.link_model import LinkModel
+from experts.simulation.replay import LayerTiming, Simulation, steps_of
+from tests.support.trace_figures import hit_rate
 
 EXPERT_BYTES = 100
 # A load takes two seconds, one per chunk; a layer takes two seconds, one before its experts are known: beta is 1.

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from experts.prediction import Tap
-from experts.synthetic import MIXTRAL_LIKE, SPARSE, SyntheticSpec, synthetic_trace
-from experts.trace_figures import (
+from experts.prediction.predictor import Tap
+from experts.routing.synthetic import MIXTRAL_LIKE, SPARSE, SyntheticSpec, synthetic_trace
+from experts.routing.trace_file import TraceError, load_trace, save_trace
+from experts.routing.traces import GateGuesses, RoutingTrace, shuffled_control, uniform_control
+from tests.support.trace_figures import (
     adjacent_jaccard,
     adjacent_overlap,
     first_choice_repeats,
@@ -17,8 +19,6 @@ from experts.trace_figures import (
     transition_lookup,
     union_size,
 )
-from experts.trace_file import TraceError, load_trace, save_trace
-from experts.traces import GateGuesses, RoutingTrace, shuffled_control, uniform_control
 
 
 def trace_of(*tokens, requests=None, num_experts=8):

@@ -14,12 +14,12 @@ from structlog.testing import capture_logs
 
 from launcher.preflight import check_nodes
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.rank_hub import RankHub
-from moeserve.rank_keys import RankKeys, create_keys, load_keys
-from moeserve.rank_link import RankLink
-from moeserve.rank_meeting import Meeting
-from moeserve.rank_messages import Joined, RankError, Start
-from moeserve.rank_network import interface_of, is_own, machine_id, own_address_towards, resolve
+from moeserve.ranks.hub import RankHub
+from moeserve.ranks.keys import RankKeys, create_keys, load_keys
+from moeserve.ranks.link import RankLink
+from moeserve.ranks.meeting import Meeting
+from moeserve.ranks.messages import Joined, RankError, Start
+from moeserve.ranks.network import interface_of, is_own, machine_id, own_address_towards, resolve
 
 JOINED = Joined(1, os.getpid(), "other", "elsewhere", "software", "model")
 

@@ -20,11 +20,11 @@ from experts.errors import CollectiveError
 from moeserve.messages import DecodeError
 from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult, TokenLogprobs
 from moeserve.plan_codec import decode_plan
-from moeserve.rank_hub import RankHub
-from moeserve.rank_link import RankLink
-from moeserve.rank_meeting import Meeting
-from moeserve.rank_messages import Forward, Joined, RankBeat, RankError, RankResult, Shutdown
-from moeserve.ranked_executor import RankedExecutor
+from moeserve.ranks.executor import RankedExecutor
+from moeserve.ranks.hub import RankHub
+from moeserve.ranks.link import RankLink
+from moeserve.ranks.meeting import Meeting
+from moeserve.ranks.messages import Forward, Joined, RankBeat, RankError, RankResult, Shutdown
 from moeserve.request import SamplingParams
 from moeserve.result_codec import decode_result, encode_result
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from experts.migration import ExpertMigrator, Outcome
-from experts.placement import Placement, Ranks, contiguous, refilled
-from experts.rebalance import Migration, RebalancePolicy, Rebalancer
+from experts.placement.migration import ExpertMigrator, Outcome
+from experts.placement.placement import Placement, Ranks, contiguous, refilled
+from experts.placement.rebalance import Migration, RebalancePolicy, Rebalancer
+from moeserve.expert_service.rebalancing import RebalancingExecutor, follow
 from moeserve.plan import StepPlan, StepResult
-from moeserve.rank_messages import DropLayer, LayerLoaded, PlaceLayer, ToRank
-from moeserve.rebalancing import RebalancingExecutor, follow
+from moeserve.ranks.messages import DropLayer, LayerLoaded, PlaceLayer, ToRank
 
 SKEWED = np.array([[0, 1, 0, 1, 0, 2, 4, 6] * 200])
 

@@ -12,7 +12,7 @@ from statistics import median
 import structlog
 from tokenizers import Tokenizer
 
-from experts.expert_file import round_to_page
+from experts.memory.expert_file import round_to_page
 from moeserve.bench.experts.texts import documents
 from moeserve.bench.experts.unavailable import Unavailable
 from moeserve.config import ServeConfig

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.placement import contiguous
-from experts.synthetic import SyntheticSpec, synthetic_trace
+from experts.placement.placement import contiguous
+from experts.routing.synthetic import SyntheticSpec, synthetic_trace
 from kernels.activation import Activation
 from kernels.moe_gemm import pack_experts
 from moeserve.bench.experts.rank_process import arguments

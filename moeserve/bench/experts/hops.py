@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from experts.affinity_placement import affinity_placement, staying
-from experts.placement_figures import hops_figure
-from experts.synthetic import MIXTRAL_LIKE, QWEN3_LIKE, synthetic_trace
-from experts.traces import RoutingTrace
+from experts.placement.affinity_placement import affinity_placement, staying
+from experts.placement.figures import hops_figure
+from experts.routing.synthetic import MIXTRAL_LIKE, QWEN3_LIKE, synthetic_trace
+from experts.routing.traces import RoutingTrace
 from moeserve.bench.experts.controls import halves, with_controls
 from moeserve.bench.experts.figures import Figure, at_least, at_most, over_seeds, within
 from moeserve.bench.experts.hop_optimum import most_staying

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from experts.prediction_figures import recall_figures
-from experts.traces import RoutingTrace
+from experts.prediction.figures import recall_figures
+from experts.routing.traces import RoutingTrace
 from moeserve.bench.experts.controls import halves, with_controls
 from moeserve.bench.experts.figures import Figure, at_least, at_most, over_seeds
 from moeserve.bench.experts.measuring import Amount

@@ -11,10 +11,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from experts.gate_preview import GatePreview
 from experts.moe_layer import Dispatch
-from experts.prediction import Tap
-from experts.traces import GateGuesses, RoutingTrace
+from experts.prediction.predictor import Tap
+from experts.prefetch.gate_preview import GatePreview
+from experts.routing.traces import GateGuesses, RoutingTrace
 from kernels.activation import Activation
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.moe_gemm import moe_experts

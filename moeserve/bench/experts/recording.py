@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from experts.trace_file import TraceError, load_trace, save_trace
-from experts.traces import RoutingTrace
+from experts.routing.trace_file import TraceError, load_trace, save_trace
+from experts.routing.traces import RoutingTrace
 from moeserve.bench.experts.measuring import Amount
 from moeserve.bench.experts.texts import documents
 from moeserve.bench.experts.unavailable import Unavailable

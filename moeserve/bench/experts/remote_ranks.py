@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from experts.placement_figures import remote_ranks_figure
-from experts.synthetic import MIXTRAL_LIKE, SPARSE, SyntheticSpec, synthetic_trace
-from experts.traces import RoutingTrace
+from experts.placement.figures import remote_ranks_figure
+from experts.routing.synthetic import MIXTRAL_LIKE, SPARSE, SyntheticSpec, synthetic_trace
+from experts.routing.traces import RoutingTrace
 from moeserve.bench.experts.controls import halves, with_controls
 from moeserve.bench.experts.figures import Figure, Limit, at_least, over_seeds, within
 from moeserve.bench.experts.measuring import Amount

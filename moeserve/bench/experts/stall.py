@@ -8,11 +8,11 @@ from functools import partial
 
 import numpy as np
 
-from experts.prediction import Tap
-from experts.prediction_figures import StallFigure, stall_figure
-from experts.simulation import LayerTiming
-from experts.simulation_setup import SimulationSetup, link_for
-from experts.traces import GateGuesses, RoutingTrace
+from experts.prediction.figures import StallFigure, stall_figure
+from experts.prediction.predictor import Tap
+from experts.routing.traces import GateGuesses, RoutingTrace
+from experts.simulation.replay import LayerTiming
+from experts.simulation.setup import SimulationSetup, link_for
 from moeserve.bench.experts.controls import halves, with_controls
 from moeserve.bench.experts.figures import Figure, at_least, at_most, over_seeds, within
 from moeserve.bench.experts.measuring import Amount

@@ -1,0 +1,86 @@
+"""Reads through DeepSpeed's DeepNVMe: a piece is cut into blocks that the drive serves at once (libaio, O_DIRECT)."""
+
+from __future__ import annotations
+
+import mmap
+import resource
+from ctypes.util import find_library
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experts.errors import ExpertStoreError
+from experts.memory.expert_file import PAGE_BYTES
+from experts.memory.store import FileReads, PositionedReads
+
+_BLOCK_BYTES = 128 * 2**10
+_QUEUE_DEPTH = 16
+
+
+class DeepNvme:
+    """The compiled operator. It needs libaio with its headers and a compiler, and is built on first use."""
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+
+    def open(self, path: Path) -> FileReads:
+        """Where the file system refuses such reads, others."""
+        reads = NvmeReads(path, self._handle())
+        try:
+            reads.read(0, memoryview(mmap.mmap(-1, PAGE_BYTES)))
+        except ExpertStoreError:
+            return PositionedReads(path)
+        return reads
+
+    def locked_memory(self, num_bytes: int) -> Tensor | None:
+        """uint8 [num_bytes] that the drive may write to directly; None where so much may not be locked.
+
+        Into other memory everything is copied once more. It stays locked until the process ends.
+        """
+        if not _may_lock(num_bytes):
+            return None
+        memory: Tensor = self._handle().new_cpu_locked_tensor(num_bytes, torch.empty(0, dtype=torch.uint8))
+        return memory
+
+    def _handle(self) -> Any:
+        # Reads are issued by one thread, one after the other, so nothing is gained from threads of the handle's own.
+        return self._operator.aio_handle(_BLOCK_BYTES, _QUEUE_DEPTH, False, True, 1)
+
+
+class NvmeReads:
+    """Reads of one file through a handle of its own: waiting waits for all that a handle does."""
+
+    description = "DeepNVMe"
+
+    def __init__(self, path: Path, handle: Any) -> None:
+        self._path = path
+        self._handle = handle
+
+    def read(self, offset: int, out: memoryview) -> None:
+        buffer = torch.frombuffer(out, dtype=torch.uint8)
+        if self._path.stat().st_size < offset + len(out):
+            raise ExpertStoreError(f"{self._path} was cut off while it was in use.")
+        if self._handle.async_pread(buffer, str(self._path), offset) != 0 or self._handle.wait() != 1:
+            raise ExpertStoreError(f"{self._path} cannot be read with DeepNVMe.")
+
+    def close(self) -> None:
+        self._handle = None
+
+
+def deep_nvme() -> DeepNvme | None:
+    """None where the operator cannot be built here."""
+    if find_library("aio") is None:  # Spares those without it the import, which takes a second.
+        return None
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    builder = AsyncIOBuilder()
+    if not builder.is_compatible(verbose=False):
+        return None
+    return DeepNvme(builder.load(verbose=False))
+
+
+def _may_lock(num_bytes: int) -> bool:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return limit == resource.RLIM_INFINITY or num_bytes <= limit

@@ -1,0 +1,218 @@
+"""The fast tier at work: slots in memory, a thread that fills them, and the decisions of `ResidencyControl`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from experts.errors import ExpertStoreError
+from experts.memory.residency import Access, SlotState
+from experts.memory.residency_control import ResidencyControl, ResidencyCounters
+from experts.memory.slot_arena import SlotArena
+from experts.memory.store import ExpertTier
+from experts.memory.transfers import Transfer
+
+# A demand load waits for at most one piece of a prefetch.
+PIECE_BYTES = 2**20
+_SMOOTHING = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMemoryStats:
+    """Since the start: the counters of residency, and what they cost.
+
+    stall_seconds: the computation waited for experts. misses_by_tier: by name of the tier they came from. resident:
+    the experts that are ready now, layer by layer. num_in_flight: loads under way now. predictor_seconds: computation
+    spent on predictions.
+    """
+
+    counters: ResidencyCounters
+    stall_seconds: float
+    predictor_seconds: float
+    misses_by_tier: dict[str, int]
+    num_in_flight: int
+    resident: list[list[int]]
+
+
+class Pace:
+    """How fast the link is beside the computation: means over the last hundred or so observations."""
+
+    def __init__(self, expert_bytes: int) -> None:
+        self._expert_bytes = expert_bytes
+        self._last_access: float | None = None
+        self._layer_seconds: float | None = None
+        self._seconds_per_byte: float | None = None
+
+    @property
+    def loads_per_layer(self) -> float:
+        """Experts that the link brings while one layer is computed; 1 until both were observed."""
+        if self._layer_seconds is None or self._seconds_per_byte is None:
+            return 1.0
+        return self._layer_seconds / (self._seconds_per_byte * self._expert_bytes)
+
+    def access(self, now: float) -> None:
+        """A layer's event begins. now: seconds, of which waiting for experts is taken off."""
+        if self._last_access is not None:
+            self._layer_seconds = _smoothed(self._layer_seconds, now - self._last_access)
+        self._last_access = now
+
+    def copied(self, num_bytes: int, seconds: float) -> None:
+        self._seconds_per_byte = _smoothed(self._seconds_per_byte, seconds / num_bytes)
+
+
+def _smoothed(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _SMOOTHING * (value - mean)
+
+
+class ExpertMemory:
+    """One thread computes and calls the methods; another one, owned by this object, copies.
+
+    An event goes `access`, then `wait_ready` and `release` until all its experts are computed.
+    """
+
+    def __init__(self, control: ResidencyControl, arena: SlotArena, tier: ExpertTier) -> None:
+        self.arena = arena
+        self.stall_seconds = 0.0
+        self.predictor_seconds = 0.0
+        self._control = control
+        self._tier = tier
+        self._changed = threading.Condition()
+        self._closing = False
+        self._error: Exception | None = None
+        self._pace = Pace(arena.slot_bytes)
+        self._copier = threading.Thread(target=self._copy_until_closed, name="expert-copier", daemon=True)
+        self._copier.start()
+
+    def access(self, layer: int, experts: Iterable[int]) -> Access:
+        """An event begins; what is missing starts to load."""
+        with self._changed:
+            access = self._control.access(layer, experts)
+            self._pace.access(time.perf_counter() - self.stall_seconds)
+            if access.missing:
+                self._changed.notify_all()
+            return access
+
+    def wait_ready(self, layer: int, experts: Collection[int]) -> list[int]:
+        """Those of the event's `experts` that are ready, at least one: waits for it if need be.
+
+        Raises ExpertStoreError if a load failed.
+        """
+        with self._changed:
+            ready = self._ready(layer, experts)
+            if not ready:
+                started = time.perf_counter()
+                while not (ready := self._ready(layer, experts)):
+                    self._changed.wait()
+                self.stall_seconds += time.perf_counter() - started
+            return ready
+
+    def release(self, layer: int, experts: Sequence[int]) -> None:
+        """These of the event are computed; their slots may be filled with others."""
+        with self._changed:
+            self._control.release(layer, experts)
+            self._changed.notify_all()
+
+    def decide(self, decision: Callable[[float], None]) -> None:
+        """Has predictions entered into the `ResidencyControl`, while nobody else looks at it.
+
+        The argument of `decision` is how many experts the link brings while one layer is computed, as measured.
+        """
+        with self._changed:
+            decision(self._pace.loads_per_layer)
+            self._changed.notify_all()
+
+    def loads_per_layer(self) -> float:
+        """How many experts the link brings while one layer is computed, as measured."""
+        return self._pace.loads_per_layer
+
+    def costs(self) -> tuple[float, float, int]:
+        """Seconds waited for experts and spent on predictions, and the experts that events asked for, so far."""
+        counters = self._control.counters
+        num_experts = counters.num_hits + counters.num_late + counters.num_misses
+        return self.stall_seconds, self.predictor_seconds, num_experts
+
+    def contents(self, layer: int) -> list[int]:
+        """The expert that is ready in each slot, -1 for none."""
+        with self._changed:
+            return self._control.layers[layer].contents()
+
+    def num_waiting(self, layer: int) -> int:
+        """Experts of the current event that wait for a slot, which a release may give them."""
+        return self._control.layers[layer].num_waiting
+
+    def num_slots(self, layer: int) -> int:
+        return self._control.layers[layer].num_slots
+
+    def stats(self) -> ExpertMemoryStats:
+        with self._changed:
+            counters = replace(self._control.counters)
+            return ExpertMemoryStats(
+                counters=counters,
+                stall_seconds=self.stall_seconds,
+                predictor_seconds=self.predictor_seconds,
+                misses_by_tier={"disk": counters.num_misses},
+                num_in_flight=self._control.num_in_flight,
+                resident=[layer.resident() for layer in self._control.layers],
+            )
+
+    def forget_counts(self) -> None:
+        """Starts counting at zero; what is resident stays."""
+        with self._changed:
+            self._control.forget_counts()
+            self.stall_seconds = self.predictor_seconds = 0.0
+
+    def close(self) -> None:
+        """Ends the copying thread and lets go of the tier."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._copier.join()
+        self._tier.close()
+
+    def _ready(self, layer: int, experts: Iterable[int]) -> list[int]:
+        if self._error is not None:
+            raise ExpertStoreError(str(self._error)) from self._error
+        residency = self._control.layers[layer]
+        return [expert for expert in experts if residency.state_of(expert) is SlotState.READY]
+
+    def _copy_until_closed(self) -> None:
+        try:
+            while (transfer := self._next()) is not None:
+                self._copy(transfer)
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _next(self) -> Transfer | None:
+        """What to copy now; waits for it. None at the end."""
+        with self._changed:
+            while not self._closing:
+                if (transfer := self._control.next_transfer()) is not None:
+                    return transfer
+                self._changed.wait()
+        return None
+
+    def _copy(self, transfer: Transfer) -> None:
+        assert transfer.slot is not None
+        out = self.arena.bytes_of(transfer.layer, transfer.slot)
+        while True:
+            start = transfer.num_moved
+            end = min(start + PIECE_BYTES, len(out))
+            started = time.perf_counter()
+            self._tier.read(transfer.layer, transfer.expert, start, out[start:end])
+            seconds = time.perf_counter() - started
+            if end == len(out):
+                self._tier.check(transfer.layer, transfer.expert, out)
+            with self._changed:
+                self._control.moved(transfer, end - start)
+                self._pace.copied(end - start, seconds)
+                if end == len(out):
+                    self._control.finish(transfer)
+                    self._changed.notify_all()
+                    return
+                if self._closing or self._control.must_stop(transfer):
+                    self._control.stop(transfer)
+                    return

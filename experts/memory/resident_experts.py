@@ -1,0 +1,68 @@
+"""The experts of a layer of which only some are in the fast tier: computed as they arrive, with the same bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from experts.memory.expert_memory import ExpertMemory
+from experts.prefetch.prefetcher import LayerListener
+from kernels.activation import Activation
+from kernels.packed_experts import SplitExperts
+
+
+class ResidentExperts:
+    """One layer's dispatch (`experts.moe_layer.Dispatch`) through its slots.
+
+    experts: places for all experts of the layer, none there yet. An expert's rows do not depend on when they are
+    computed and a token sums its results in the gate's order, so nothing that is decided about residency changes a bit.
+    prefetcher: hears what the gate chose, if there is one.
+    """
+
+    def __init__(self, memory: ExpertMemory, layer: int, experts: SplitExperts) -> None:
+        self._memory = memory
+        self._layer = layer
+        self._experts = experts
+        self._in_slots = [-1] * memory.num_slots(layer)
+        self.prefetcher: LayerListener | None = None
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
+        if not len(x):
+            return x
+        memory, layer = self._memory, self._layer
+        left = set(expert_ids.flatten().tolist())
+        access = memory.access(layer, left)
+        if self.prefetcher is not None:
+            # Missing experts are being loaded meanwhile.
+            self.prefetcher.observe(layer, x, expert_ids, weights)
+        if len(access.ready) == len(left):
+            self._follow_slots()
+            out = self._experts(x, expert_ids, weights, activation)
+            memory.release(layer, access.ready)
+            return out.to(x.dtype)
+        products = x.new_empty((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
+        while left:
+            ready = memory.wait_ready(layer, left)
+            if memory.num_waiting(layer):
+                # Some slots go on to the next experts while the others are computed.
+                ready = ready[: max(1, memory.num_slots(layer) // 2)]
+            self._follow_slots()
+            chosen = torch.isin(expert_ids, torch.tensor(ready))
+            self._experts.multiply(x, expert_ids.where(chosen, -1), activation, products)
+            memory.release(layer, ready)
+            left.difference_update(ready)
+        return self._experts.combine(products, weights).to(x.dtype)
+
+    def _follow_slots(self) -> None:
+        """Tells the kernel where the experts are now."""
+        contents = self._memory.contents(self._layer)
+        if contents == self._in_slots:
+            return
+        moved = [slot for slot, expert in enumerate(contents) if expert != self._in_slots[slot]]
+        for slot in moved:
+            if self._in_slots[slot] >= 0:
+                self._experts.drop(self._in_slots[slot])
+        for slot in moved:
+            if contents[slot] >= 0:
+                self._experts.put(contents[slot], self._memory.arena.tensor_of(self._layer, slot))
+        self._in_slots = contents

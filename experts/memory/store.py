@@ -1,0 +1,116 @@
+"""Tiers that experts are loaded from. A tier fills a slot piece by piece; the file on disk is one. No torch."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from experts.errors import ExpertStoreError
+from experts.memory.expert_file import read_header
+
+
+class ExpertTier(Protocol):
+    """Somewhere that all experts are. Used by one thread."""
+
+    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
+        """Fills `out` with the expert's bytes from `offset` on; both are multiples of a page unless they end it."""
+
+    def check(self, layer: int, expert: int, content: memoryview) -> None:
+        """Raises ExpertStoreError if `content`, a whole expert that was read, is not what was stored."""
+
+    def close(self) -> None: ...
+
+
+class FileReads(Protocol):
+    """Reads of one file. description: for the log."""
+
+    description: str
+
+    def read(self, offset: int, out: memoryview) -> None:
+        """Fills `out` from `offset` on. Raises ExpertStoreError."""
+
+    def close(self) -> None: ...
+
+
+class PositionedReads:
+    """preadv past the page cache where the file system allows that.
+
+    Else the kernel is told to forget what was read: the slots and the page cache are not to hold the same bytes twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            self._is_direct = True
+            self.description = "preadv past the page cache"
+        except OSError:
+            self._file = os.open(path, os.O_RDONLY)
+            self._is_direct = False
+            self.description = "preadv through the page cache"
+
+    def read(self, offset: int, out: memoryview) -> None:
+        done = 0
+        while done < len(out):
+            try:
+                count = os.preadv(self._file, [out[done:]], offset + done)
+            except OSError as error:
+                raise ExpertStoreError(f"{self._path} cannot be read ({error.strerror}).") from error
+            if count == 0:
+                raise ExpertStoreError(f"{self._path} was cut off while it was in use.")
+            done += count
+        if not self._is_direct:
+            os.posix_fadvise(self._file, offset, len(out), os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class DiskTier:
+    """An expert file."""
+
+    def __init__(self, path: Path, source: bytes, open_reads: Callable[[Path], FileReads] = PositionedReads) -> None:
+        """Raises ExpertStoreError as `read_header` does."""
+        self.header = read_header(path, source)
+        self.reads = open_reads(path)
+        self._path = path
+        self._checked: set[tuple[int, int]] = set()
+
+    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
+        self.reads.read(self.header.offset(layer, expert) + offset, out)
+
+    def check(self, layer: int, expert: int, content: memoryview) -> None:
+        """Once per expert: what was read well once lies well on the disk."""
+        if (layer, expert) in self._checked:
+            return
+        if zlib.crc32(content[: self.header.expert_bytes]) != self.header.checksum(layer, expert):
+            raise ExpertStoreError(f"{self._path} is damaged: expert {expert} of layer {layer} lost its checksum.")
+        self._checked.add((layer, expert))
+
+    def close(self) -> None:
+        self.reads.close()
+
+
+class SlowedTier:
+    """Another tier behind an emulated link, for measurements: a token bucket of one piece delays whoever reads."""
+
+    def __init__(self, tier: ExpertTier, bytes_per_second: float) -> None:
+        self._tier = tier
+        self._bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+
+    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
+        started = time.monotonic()
+        self._free_at = max(self._free_at, started) + len(out) / self._bytes_per_second
+        self._tier.read(layer, expert, offset, out)
+        time.sleep(max(0.0, self._free_at - time.monotonic()))
+
+    def check(self, layer: int, expert: int, content: memoryview) -> None:
+        self._tier.check(layer, expert, content)
+
+    def close(self) -> None:
+        self._tier.close()

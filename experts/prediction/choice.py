@@ -1,0 +1,52 @@
+"""Predictors by name, as operators give them: sources joined with `+`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from experts.prediction.combined import CombinedSource
+from experts.prediction.history_sources import ActivationMatrixSource, SignatureSource
+from experts.prediction.predictor import Source, StepPredictor, Tap
+from experts.prediction.route_source import RouteSource
+from experts.prediction.sources import AffinitySource, GateSource, LearntAffinity, PopularitySource
+
+_SOURCES: dict[str, Callable[[LearntAffinity], Source]] = {
+    "popularity": PopularitySource,
+    "affinity": AffinitySource,
+    "routes": RouteSource,
+    "signature": SignatureSource,
+    "gate-early": lambda learnt: GateSource(Tap.EARLY, learnt.statistics.spec.top_k),
+    "gate-late": lambda learnt: GateSource(Tap.LATE, learnt.statistics.spec.top_k),
+    "activation-matrix": lambda learnt: ActivationMatrixSource(
+        learnt.statistics.spec.num_layers, learnt.statistics.spec.num_experts, learnt.statistics.spec.top_k
+    ),
+}
+SOURCE_NAMES = tuple(_SOURCES)
+
+
+def source_names(choice: str) -> list[str]:
+    """The sources of a choice like `gate-early+affinity`. ValueError for an unknown or repeated one."""
+    names = choice.split("+")
+    for name in names:
+        if name not in _SOURCES:
+            raise ValueError(f"there is no predictor {name!r}; there are {', '.join(SOURCE_NAMES)}")
+    if len(set(names)) != len(names):
+        raise ValueError(f"{choice!r} names a predictor twice")
+    return names
+
+
+def taps_of(choice: str) -> frozenset[Tap]:
+    """The taps that the predictor of a choice listens to; nobody needs to compute others."""
+    return frozenset(tap for tap in Tap if f"gate-{tap.value}" in source_names(choice))
+
+
+def make_predictor(choice: str, learnt: LearntAffinity) -> tuple[StepPredictor, dict[str, Source]]:
+    """The predictor of a choice, and its sources by name.
+
+    Probabilities are calibrated online, also those of a single source. Statistics are learnt by whoever owns them;
+    `learnt.step_done` is the caller's to call.
+    """
+    spec = learnt.statistics.spec
+    sources = {name: _SOURCES[name](learnt) for name in source_names(choice)}
+    combined = CombinedSource(list(sources.values()), spec.num_layers, spec.max_distance)
+    return StepPredictor(combined, spec.num_experts), sources

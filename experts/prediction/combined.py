@@ -1,0 +1,104 @@
+"""One probability out of several, learnt while serving: logistic regression on the log odds of the sources. Pure.
+
+For each layer and distance the log odds of the prediction are a weighted sum of those of the sources. After each step
+the weights move by one Newton step on what the step showed (as in the online Newton step of Hazan, Agarwal and Kale,
+2007), with a Hessian that slowly forgets: there is no learning rate to tune. With one source this is a calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.prediction.predictor import Float, ObservedStep, Source
+
+# Sources are not believed to be surer than this.
+_LEAST = np.float32(1 / (1 + np.exp(6.0)))
+_MEMORY = 0.999
+# What the first weights are worth, as so much curvature.
+_PRIOR = 1.0
+_MAX_ROWS_LEARNT = 8
+
+
+class CombinedSource:
+    """Believes its sources as they deserve, in the mean over them at first."""
+
+    __slots__ = ("_curvature", "_pending", "_sources", "_weights")
+
+    def __init__(self, sources: Sequence[Source], num_layers: int, max_distance: int) -> None:
+        num_features = len(sources) + 1
+        self._sources = list(sources)
+        # By layer, of which BEFORE is the last, and distance.
+        self._weights = np.full((num_layers + 1, max_distance + 1, num_features), 1 / len(sources))
+        self._weights[..., -1] = 0
+        self._curvature = np.broadcast_to(
+            _PRIOR * np.eye(num_features), (num_layers + 1, max_distance + 1, num_features, num_features)
+        ).copy()
+        self._pending: dict[tuple[int, int], Float] = {}
+
+    def weights(self, layer: int, distance: int) -> NDArray[np.float64]:
+        """[sources + 1]: the weight of each source, and the constant."""
+        return self._weights[layer, distance]
+
+    def probabilities(self, step: ObservedStep, layer: int, distance: int) -> Float | None:
+        found = [source.probabilities(step, layer, distance) for source in self._sources]
+        known = [rows for rows in found if rows is not None]
+        if not known:
+            return None
+        features: Float = np.zeros((*known[0].shape, len(found) + 1), np.float32)
+        features[..., -1] = 1
+        # Sources that know nothing leave their part of the sum to the others.
+        share = np.float32(len(found) / len(known))
+        for place, rows in enumerate(found):
+            if rows is not None:
+                features[..., place] = share * _log_odds(rows)
+        self._pending[layer, distance] = features
+        return _sigmoid(features @ self._weights[layer, distance].astype(np.float32))
+
+    def learn(self, step: ObservedStep) -> None:
+        pending = {key: features for key, features in self._pending.items() if sum(key) in step.ids}
+        if pending:
+            layers, distances = np.array(list(pending)).T
+            features = np.stack(list(pending.values()))
+            rows = np.unique(np.linspace(0, features.shape[1] - 1, _MAX_ROWS_LEARNT).astype(np.int64))
+            chosen = np.stack([step.ids[target][rows] for target in (layers + distances).tolist()])
+            self._newton_step(layers, distances, features[:, rows], chosen)
+        self._pending.clear()
+        for source in self._sources:
+            source.learn(step)
+
+    def end(self, requests: Iterable[int]) -> None:
+        requests = list(requests)
+        for source in self._sources:
+            source.end(requests)
+
+    def _newton_step(
+        self, layers: NDArray[np.int64], distances: NDArray[np.int64], features: Float, chosen: NDArray[np.int64]
+    ) -> None:
+        """features: [M, T, E, F] of M pairs of a layer and a distance, chosen: [M, T, k] at their targets."""
+        weights = self._weights[layers, distances]
+        expected = _sigmoid(np.einsum("mtef,mf->mte", features, weights.astype(np.float32)))
+        errors = expected.astype(np.float32)
+        np.put_along_axis(errors, chosen, np.take_along_axis(errors, chosen, 2) - 1, 2)
+        slope = np.einsum("mte,mtef->mf", errors, features)
+        weighted = features * (expected * (1 - expected))[..., None]
+        # The prior is renewed as it fades: a source that never speaks must not leave a singular matrix.
+        prior = (1 - _MEMORY) * _PRIOR * np.eye(features.shape[-1])
+        curvature: NDArray[np.float64] = _MEMORY * self._curvature[layers, distances] + prior
+        curvature += np.einsum("mtef,mteg->mfg", weighted, features)
+        self._curvature[layers, distances] = curvature
+        self._weights[layers, distances] = weights - np.linalg.solve(curvature, slope[..., None])[..., 0]
+
+
+def _log_odds(probabilities: Float) -> Float:
+    clipped = np.minimum(np.maximum(probabilities, _LEAST), 1 - _LEAST)
+    found: Float = np.log(clipped / (1 - clipped))
+    return found
+
+
+def _sigmoid(log_odds: Float) -> Float:
+    # Beyond these bounds exp would overflow.
+    found: Float = np.divide(1, 1 + np.exp(-log_odds.clip(-30, 30)), dtype=np.float32)
+    return found

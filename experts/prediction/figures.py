@@ -1,0 +1,138 @@
+"""How good predictors are on requests they have not seen, and what prefetching by them saves. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import nan
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.prediction.choice import make_predictor, taps_of
+from experts.prediction.predictor import StepPredictor
+from experts.prediction.sources import LearntAffinity
+from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from experts.routing.traces import RoutingTrace
+from experts.simulation.replay import SimulationResult
+from experts.simulation.setup import SimulationSetup, simulate
+
+_REFRESH_STEPS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class RecallFigure:
+    """recall: of a token's k experts `distance` layers ahead, the share among the k likeliest; mean over tokens and
+    layers. precision: of the experts that are given even odds or better, the share that is chosen. NaN where the
+    predictor said nothing of the kind."""
+
+    predictor: str
+    distance: int
+    recall: float
+    precision: float
+
+
+@dataclass(frozen=True, slots=True)
+class StallFigure:
+    """The same requests with demand loads alone and with prefetches."""
+
+    beta: float
+    on_demand: SimulationResult
+    prefetching: SimulationResult
+
+    @property
+    def stall_saved(self) -> float:
+        """The share of the exposed stall that prefetching, with all it costs, takes away; 0 without stall."""
+        stalled = self.on_demand.exposed_stall
+        remaining = self.prefetching.exposed_stall + self.prefetching.prediction_seconds
+        return 1 - remaining / stalled if stalled else 0.0
+
+
+def recall_figures(
+    learning: RoutingTrace, held_out: RoutingTrace, choices: Sequence[str], max_distance: int = 3
+) -> list[RecallFigure]:
+    """Recall of each choice of predictors at each distance, from layers that were observed.
+
+    Tokens come one at a time and are learnt after they were predicted; only held-out ones count.
+    """
+    traces = learning, held_out
+    found = []
+    for choice in choices:
+        taps = taps_of(choice)
+        learning, held_out = (
+            replace(trace, guesses=tuple(guesses for guesses in trace.guesses if guesses.tap in taps))
+            for trace in traces
+        )
+        spec = StatisticsSpec(
+            len(learning.ids), learning.num_experts, learning.ids.shape[2], max_distance=max(max_distance, 1)
+        )
+        learnt = LearntAffinity(RoutingStatistics(spec), _REFRESH_STEPS)
+        predictor, _ = make_predictor(choice, learnt)
+        _replay(learning, predictor, learnt, max_distance)
+        scores = _replay(held_out, predictor, learnt, max_distance)
+        for distance, score in enumerate(scores, start=1):
+            recall = score.recalled / score.num_chosen if score.num_chosen else nan
+            precision = score.confirmed / score.num_expected if score.num_expected else nan
+            found.append(RecallFigure(choice, distance, recall, precision))
+    return found
+
+
+def stall_figure(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup) -> StallFigure:
+    """The setup, which has a predictor, against the same without. What is compared with is up to its policy."""
+    if setup.predictor is None:
+        raise ValueError("a setup without a predictor has nothing to be compared")
+    return StallFigure(
+        setup.beta,
+        simulate(learning, held_out, replace(setup, predictor=None)),
+        simulate(learning, held_out, setup),
+    )
+
+
+@dataclass(slots=True)
+class _Score:
+    """Experts counted over tokens and layers, of one distance."""
+
+    num_chosen: int = 0
+    recalled: int = 0
+    num_expected: int = 0
+    confirmed: int = 0
+
+    def add(self, probabilities: NDArray[np.float32], chosen: NDArray[np.uint16]) -> None:
+        likeliest = np.argpartition(-probabilities, len(chosen) - 1)[: len(chosen)]
+        expected = np.flatnonzero(probabilities >= 0.5)
+        self.num_chosen += len(chosen)
+        self.recalled += int(np.isin(chosen, likeliest).sum())
+        self.num_expected += len(expected)
+        self.confirmed += int(np.isin(expected, chosen).sum())
+
+
+def _replay(trace: RoutingTrace, predictor: StepPredictor, learnt: LearntAffinity, max_distance: int) -> list[_Score]:
+    """By distance."""
+    scores = [_Score() for _ in range(max_distance)]
+    previous = None
+    for row, request in enumerate(trace.requests.tolist()):
+        if previous not in (None, request):
+            predictor.end([previous])
+        previous = request
+        one = slice(row, row + 1)
+        predictor.begin(trace.token_ids[one], trace.requests[one])
+        for layer in range(len(trace.ids)):
+            _observe(trace, one, layer, predictor, max_distance)
+            for distance in range(1, min(max_distance, len(trace.ids) - 1 - layer) + 1):
+                rows = predictor.token_probabilities(layer, distance)
+                if rows is not None:
+                    scores[distance - 1].add(rows[0], trace.ids[layer + distance, row])
+        learnt.statistics.update(trace.ids[:, one], trace.token_ids[one])
+        learnt.step_done()
+    if previous is not None:
+        predictor.end([previous])
+    return scores
+
+
+def _observe(trace: RoutingTrace, rows: slice, layer: int, predictor: StepPredictor, max_distance: int) -> None:
+    chosen = trace.ids[layer, rows]
+    predictor.observe(layer, chosen, np.full(chosen.shape, 1 / chosen.shape[1], np.float32))
+    for guesses in trace.guesses:
+        if layer + guesses.distance < len(trace.ids) and guesses.distance <= max_distance:
+            logits = guesses.logits[layer, rows].astype(np.float32)
+            predictor.observe_gate(guesses.tap, layer, guesses.distance, logits)

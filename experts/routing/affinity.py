@@ -1,0 +1,114 @@
+"""Which experts follow which: smoothed conditional probabilities and the most probable paths. Pure.
+
+A token chooses k experts per layer, so P(j at l + d | i at l) is a probability for each j by itself and sums to k
+over j. The estimate is the mean of a Dirichlet posterior whose prior is the popularity of j: a pair seen rarely says
+no more than how popular its experts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.routing.statistics import RoutingStatistics
+
+Float = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An expert on a path. parent: the expert one layer before it through which it is most probable."""
+
+    layer: int
+    expert: int
+    probability: float
+    parent: int
+
+
+class Affinity:
+    """P(expert j at layer l + d | expert i at layer l) for d = 1 … max_distance. Immutable."""
+
+    __slots__ = ("_conditional", "_popularity")
+
+    def __init__(
+        self,
+        load: Float,
+        transitions: Mapping[int, Float],
+        top_k: int,
+        pseudo_counts: float | None = None,
+    ) -> None:
+        """load: [L, E]; transitions[d]: [L - d, E, E], both in tokens, as `RoutingStatistics` has them.
+
+        A token counts for a pair of layers only if both computed it: with k choices in the second one, a row of
+        transitions sums to k times the tokens behind it. pseudo_counts: tokens that the prior is worth, by default
+        E / 4.
+        """
+        num_experts = load.shape[1]
+        prior = np.float32(num_experts / 4 if pseudo_counts is None else pseudo_counts)
+        if not prior > 0:
+            raise ValueError(f"pseudo_counts is {pseudo_counts}, but must be positive")
+        tokens = load.sum(axis=1, keepdims=True) / top_k
+        uniform = np.float32(top_k / num_experts)
+        self._popularity: Float = (load + prior * uniform) / (tokens + prior)
+        self._conditional = {
+            distance: (counts + prior * self._popularity[distance:, None, :])
+            / (counts.sum(axis=2, keepdims=True) / np.float32(top_k) + prior)
+            for distance, counts in transitions.items()
+        }
+
+    @classmethod
+    def of(cls, statistics: RoutingStatistics, pseudo_counts: float | None = None) -> Affinity:
+        transitions = {distance: statistics.transitions(distance) for distance in statistics.spec.distances()}
+        return cls(statistics.load(), transitions, statistics.spec.top_k, pseudo_counts)
+
+    def popularity(self) -> Float:
+        """[L, E]: P(a token chooses the expert)."""
+        return self._popularity
+
+    def distances(self) -> Set[int]:
+        """The distances that `conditional` and `predict` know."""
+        return self._conditional.keys()
+
+    def conditional(self, distance: int) -> Float:
+        """[L - distance, E, E]: P(j at l + distance | i at l)."""
+        return self._conditional[distance]
+
+    def predict(self, layer: int, chosen: Sequence[int], distance: int) -> Float:
+        """[E]: P(a token with these experts at `layer` chooses the expert at layer + distance).
+
+        The conditionals of the chosen experts are averaged: they overlap too much to be taken as independent.
+        """
+        return self._conditional[distance][layer][list(chosen)].mean(axis=0, dtype=np.float32)
+
+    def paths(
+        self, layer: int, chosen: Sequence[int], depth: int, budget: int, resident: NDArray[np.bool_] | None = None
+    ) -> list[Step]:
+        """The experts of the next `depth` layers that are reached by the most probable paths, best first.
+
+        The best paths form a tree, and as probabilities only fall along a path, the best experts are always connected
+        to its root. budget: how many experts to return. resident: [L, E], experts that are there already; paths
+        lead through them, but they are neither returned nor counted.
+        """
+        if 1 not in self._conditional:
+            return []
+        num_layers = len(self._popularity)
+        best = np.zeros(self._popularity.shape[1], np.float32)
+        best[list(chosen)] = 1
+        layers, experts, probabilities, parents = [], [], [], []
+        for ahead in range(layer + 1, min(layer + depth, num_layers - 1) + 1):
+            through = best[:, None] * self._conditional[1][ahead - 1]
+            parent = through.argmax(axis=0)
+            best = np.minimum(through.max(axis=0), 1)
+            lacking = np.arange(len(best)) if resident is None else np.flatnonzero(~resident[ahead])
+            layers.append(np.full(len(lacking), ahead))
+            experts.append(lacking)
+            probabilities.append(best[lacking])
+            parents.append(parent[lacking])
+        if not layers:
+            return []
+        flat = [np.concatenate(parts).tolist() for parts in (layers, experts, probabilities, parents)]
+        order = np.argsort(-np.concatenate(probabilities), kind="stable")[:budget]
+        return [Step(*(column[index] for column in flat)) for index in order.tolist()]

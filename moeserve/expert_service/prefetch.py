@@ -1,0 +1,94 @@
+"""Prefetching experts while serving: who predicts, and what a plan tells about the step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from experts.memory.eviction import Affinity
+from experts.prediction.choice import make_predictor, source_names
+from experts.prediction.sources import LearntAffinity
+from experts.prefetch.gate_lookahead import GateLookahead
+from experts.prefetch.gate_preview import GatePreview
+from experts.prefetch.judge import PrefetchJudge
+from experts.prefetch.planning import PrefetchPlanner, PrefetchRules
+from experts.prefetch.prefetcher import LayerListener, Prefetcher
+from experts.prefetch.switch import PrefetchSwitch
+from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from moeserve.executor import Runner
+from moeserve.expert_service.residency import ResidentModel
+from moeserve.models.decoder import Decoder
+from moeserve.plan import StepPlan, StepResult
+
+_MAX_DISTANCE = 3
+# A request that no plan has named for so many steps is over, or waits so long that it is a new one.
+_FORGOTTEN_AFTER = 64
+
+
+def start_prefetching(choice: str, experts: ResidentModel, decoder: Decoder) -> LayerListener | None:
+    """Has the layers tell a listener what their gates choose, who loads ahead. choice: `--expert-prefetch`."""
+    moe = decoder.spec.moe
+    if choice == "off" or moe is None:
+        return None
+    blocks, norms = zip(*decoder.gated_blocks(), strict=True)
+    preview = GatePreview(blocks, norms, _MAX_DISTANCE)
+    listener: LayerListener
+    if choice in ("auto", "gate"):
+        judge = PrefetchJudge(experts.memory, PrefetchSwitch()) if choice == "auto" else None
+        listener = GateLookahead(experts.memory, experts.control, preview, moe.gate.top_k, judge)
+    else:
+        spec = StatisticsSpec(len(experts.layers), moe.num_experts, moe.gate.top_k, max_distance=_MAX_DISTANCE)
+        listener = _learning_prefetcher(choice, experts, LearntAffinity(RoutingStatistics(spec)), preview)
+    for layer in experts.layers.values():
+        layer.prefetcher = listener
+    return listener
+
+
+def _learning_prefetcher(
+    choice: str, experts: ResidentModel, learnt: LearntAffinity, preview: GatePreview
+) -> Prefetcher:
+    predictor, _ = make_predictor(choice, learnt)
+    rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
+    rules = PrefetchRules(max_distance=_MAX_DISTANCE)
+    planner = PrefetchPlanner(predictor, experts.control, experts.memory.arena.slot_bytes, rules, rated or None)
+    listens = "gate-early" in source_names(choice)
+    return Prefetcher(experts.memory, predictor, planner, learnt, preview if listens else None)
+
+
+class PrefetchingRunner:
+    """A runner that tells a prefetcher where steps begin and end, and whose tokens they compute."""
+
+    def __init__(self, runner: Runner, prefetcher: LayerListener) -> None:
+        self._runner = runner
+        self._prefetcher = prefetcher
+        self._number_of: dict[str, int] = {}
+        self._last_step: dict[str, int] = {}
+        self._num_seen = 0
+        self._num_steps = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._num_steps += 1
+        numbers = [self._number(chunk.request_id) for chunk in plan.chunks]
+        counts = [len(chunk.token_ids) for chunk in plan.chunks]
+        token_ids = np.concatenate(
+            [np.asarray(chunk.token_ids, np.int64) for chunk in plan.chunks] or [np.empty(0, int)]
+        )
+        self._prefetcher.begin_step(token_ids, np.repeat(numbers, counts))
+        result = self._runner.run(plan)
+        self._prefetcher.end_step(self._forget())
+        return result
+
+    def _number(self, request_id: str) -> int:
+        self._last_step[request_id] = self._num_steps
+        if request_id not in self._number_of:
+            self._number_of[request_id] = self._num_seen
+            self._num_seen += 1
+        return self._number_of[request_id]
+
+    def _forget(self) -> list[int]:
+        """Numbers of requests that are over."""
+        if self._num_steps % _FORGOTTEN_AFTER:
+            return []
+        gone = [name for name, step in self._last_step.items() if self._num_steps - step >= _FORGOTTEN_AFTER]
+        for name in gone:
+            del self._last_step[name]
+        return [self._number_of.pop(name) for name in gone]

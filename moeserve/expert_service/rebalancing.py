@@ -1,0 +1,123 @@
+"""Placing layers anew between steps: rank 0 decides and tells the others, and every rank does its part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from experts.placement.migration import Outcome
+from experts.placement.placement import Placement
+from experts.placement.rebalance import Drop, Load, Migration, RebalancePolicy, Rebalancer, RebalanceStats, Switch
+from moeserve.config import ServeConfig
+from moeserve.executor import Executor
+from moeserve.expert_service.statistics import ExpertRecording
+from moeserve.plan import StepPlan, StepResult
+from moeserve.ranks.messages import DropLayer, LayerLoaded, PlaceLayer, ToRank
+
+# A layer that has not been read by then will not be; the next attempt may go better.
+_MIGRATION_SECONDS = 300.0
+
+log = structlog.get_logger(__name__)
+
+
+class Migrator(Protocol):
+    """This rank's part (`experts.placement.migration.ExpertMigrator`)."""
+
+    def begin(self, migration: Migration) -> None: ...
+
+    def outcome(self) -> Outcome | None: ...
+
+    def switch(self, version: int) -> None: ...
+
+    def drop(self, version: int) -> None: ...
+
+
+class StepsOfRanks(Protocol):
+    """Computes steps on all ranks (`moeserve.ranks.executor.RankedExecutor`)."""
+
+    placement_version: int
+    on_loaded: Callable[[LayerLoaded], None]
+
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]: ...
+
+    def tell(self, message: ToRank) -> None: ...
+
+    def check(self) -> None: ...
+
+
+def rebalancing(
+    executor: StepsOfRanks,
+    config: ServeConfig,
+    placement: Placement,
+    migrator: Migrator,
+    recording: ExpertRecording | None,
+) -> Executor:
+    """The executor itself unless the settings want experts to be placed anew while serving."""
+    if not config.rebalance_interval or recording is None:
+        return executor
+    rebalancer = Rebalancer(
+        placement,
+        RebalancePolicy(config.rebalance_threshold),
+        interval=config.rebalance_interval,
+        timeout=_MIGRATION_SECONDS,
+    )
+    recording.listeners.append(rebalancer.window)
+    return RebalancingExecutor(executor, rebalancer, migrator)
+
+
+def follow(message: PlaceLayer | DropLayer, migrator: Migrator) -> None:
+    """What a rank does when rank 0 says so between steps."""
+    match message:
+        case PlaceLayer():
+            migrator.begin(Migration(message.version, message.layer, message.ranks))
+        case DropLayer():
+            migrator.drop(message.version)
+
+
+class RebalancingExecutor:
+    """Rank 0: computes the steps and, between two of them, has a layer placed anew if the rebalancer says so."""
+
+    def __init__(
+        self,
+        executor: StepsOfRanks,
+        rebalancer: Rebalancer,
+        migrator: Migrator,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._executor = executor
+        self._rebalancer = rebalancer
+        self._migrator = migrator
+        self._clock = clock
+        executor.on_loaded = lambda loaded: rebalancer.loaded(loaded.rank, loaded.version, loaded.error)
+
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        started = self._clock()
+        self._follow(self._rebalancer.begin_step(started))
+        results = self._executor.run(plans)
+        if outcome := self._migrator.outcome():
+            self._rebalancer.loaded(0, outcome.version, outcome.error)
+        self._rebalancer.end_step(self._clock() - started)
+        return results
+
+    def check(self) -> None:
+        self._executor.check()
+
+    def stats(self) -> RebalanceStats:
+        return self._rebalancer.stats(self._clock())
+
+    def _follow(self, command: Load | Switch | Drop | None) -> None:
+        match command:
+            case Load(migration):
+                self._executor.tell(PlaceLayer(migration.version, migration.layer, migration.ranks))
+                self._migrator.begin(migration)
+            case Switch(migration):
+                self._migrator.switch(migration.version)
+                self._executor.placement_version = migration.version
+                log.info("layer_placed_anew", layer=migration.layer, gain=self.stats().last_gain)
+            case Drop(version):
+                self._executor.tell(DropLayer(version))
+                self._migrator.drop(version)
+                log.warning("layer_not_placed", error=self.stats().last_error)

@@ -1,0 +1,135 @@
+"""Serving with less memory than the experts take: how many slots each layer gets, and what fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from experts.errors import ExpertStoreError
+from experts.memory.deep_nvme import deep_nvme
+from experts.memory.eviction import POLICIES, EvictionPolicy
+from experts.memory.expert_file import round_to_page
+from experts.memory.expert_memory import ExpertMemory
+from experts.memory.residency_control import ResidencyControl
+from experts.memory.resident_experts import ResidentExperts
+from experts.memory.slot_arena import SlotArena
+from experts.memory.store import DiskTier, ExpertTier, PositionedReads, SlowedTier
+from experts.moe_layer import Dispatch
+from kernels.packed_experts import ExpertLayout, SplitExperts
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.models.errors import ModelError
+from moeserve.models.expert_store import ensure_expert_store, layout_in_store
+from moeserve.models.spec import DecoderSpec
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyPlan:
+    """num_slots: of each layer with experts. slot_bytes: one expert, whole pages. dtype: of computing."""
+
+    layout: ExpertLayout
+    dtype: torch.dtype
+    num_slots: tuple[int, ...]
+    slot_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.num_slots) * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentModel:
+    """The experts of a model of which only some are in memory. `dispatch_of(layer)`: of the decoder's layers."""
+
+    memory: ExpertMemory
+    control: ResidencyControl
+    policies: Sequence[EvictionPolicy]
+    layers: Mapping[int, ResidentExperts]
+
+    def dispatch_of(self, layer: int) -> Dispatch:
+        return self.layers[layer]
+
+
+def plan_residency(directory: Path, spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> ResidencyPlan | None:
+    """The slots that `--expert-memory` pays for; None where it is not given or all experts fit.
+
+    dtype: what the experts compute in. Raises ConfigError where a layer could not hold the experts of one token, and
+    ModelError for a checkpoint that cannot be served so.
+    """
+    if config.expert_memory is None:
+        return None
+    if spec.moe is None:
+        raise ConfigError(f"--expert-memory: a {spec.model_type} model has no experts.")
+    moe = spec.moe
+    layout = layout_in_store(directory, spec, dtype)
+    slot_bytes = round_to_page(layout.num_bytes)
+    num_layers, top_k = len(spec.moe_layers), moe.gate.top_k
+    count = config.expert_memory // slot_bytes
+    if count >= num_layers * moe.num_experts:
+        return None
+    if count < num_layers * top_k:
+        raise ConfigError(
+            f"--expert-memory {_mib(config.expert_memory)} holds {count} experts of {_mib(slot_bytes)}, but "
+            f"{num_layers} layers need {top_k} each: give at least {_mib(num_layers * top_k * slot_bytes)}."
+        )
+    base, more = divmod(count, num_layers)
+    num_slots = tuple(base + (layer < more) for layer in range(num_layers))
+    return ResidencyPlan(layout, dtype, num_slots, slot_bytes)
+
+
+def open_experts(
+    directory: Path,
+    spec: DecoderSpec,
+    plan: ResidencyPlan,
+    config: ServeConfig,
+    report: Callable[[dict[str, Any]], None],
+) -> ResidentModel:
+    """Builds the expert file if need be, and takes the memory of the slots. Raises ModelError."""
+    assert spec.moe is not None
+
+    def progress(stage: str, done: int, total: int) -> None:
+        report({"event": "loading", "done": done, "total": total, "stage": stage})
+
+    root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
+    store = ensure_expert_store(directory, spec, plan.layout, plan.dtype, root, progress)
+    nvme = deep_nvme()
+    locked = None if nvme is None else nvme.locked_memory(plan.num_bytes)
+    # Into memory that is not locked, DeepNVMe copies everything once more and is slower than plain reads.
+    open_reads = PositionedReads if nvme is None or locked is None else nvme.open
+    try:
+        disk = DiskTier(store.path, store.source, open_reads)
+    except ExpertStoreError as error:
+        raise ModelError(str(error)) from error
+    tier: ExpertTier = disk
+    if config.expert_store_bandwidth is not None:
+        tier = SlowedTier(disk, config.expert_store_bandwidth)
+    num_experts = spec.moe.num_experts
+    policies = [POLICIES[config.expert_policy](num_experts) for _ in spec.moe_layers]
+    control = ResidencyControl(plan.num_slots, num_experts, plan.slot_bytes, policies.__getitem__)
+    memory = ExpertMemory(control, SlotArena(plan.num_slots, plan.layout.num_bytes, locked), tier)
+    log.info(
+        "expert_memory",
+        slots=f"{min(plan.num_slots)} of {num_experts} per layer",
+        size=_mib(plan.num_bytes),
+        policy=config.expert_policy,
+        store=str(store.path),
+        read=disk.reads.description,
+        **({"emulated_bytes_per_second": config.expert_store_bandwidth} if config.expert_store_bandwidth else {}),
+    )
+    layers = {}
+    for number, layer in enumerate(spec.moe_layers):
+        experts = plan.layout.experts(num_experts)
+        if not isinstance(experts, SplitExperts):
+            raise ModelError(f"--expert-memory does not work with experts kept as {plan.layout.name}.")
+        layers[layer] = ResidentExperts(memory, number, experts)
+    return ResidentModel(memory, control, policies, layers)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,22 @@
+"""Settings of the expert memory that contradict each other, found before anything is started."""
+
+from __future__ import annotations
+
+from experts.prediction.choice import source_names
+from moeserve.config import ConfigError, ServeConfig
+
+
+def check_expert_memory(config: ServeConfig) -> None:
+    """Raises ConfigError."""
+    if config.expert_parallel_size > 1 and config.expert_memory is not None:
+        raise ConfigError("--expert-memory works with one rank only, not with --expert-parallel-size.")
+    if config.expert_prefetch in ("off", "auto", "gate"):
+        if config.expert_policy == "affinity":
+            raise ConfigError("--expert-policy affinity goes by what predictors learn: name some in --expert-prefetch.")
+        return
+    try:
+        names = source_names(config.expert_prefetch)
+    except ValueError as error:
+        raise ConfigError(f"--expert-prefetch: {error}.") from None
+    if "gate-late" in names:
+        raise ConfigError("--expert-prefetch: gate-late exists in simulations only; use gate-early.")

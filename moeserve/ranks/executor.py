@@ -1,0 +1,117 @@
+"""Steps computed by several ranks together; this process is rank 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from experts.errors import CollectiveError
+from moeserve.executor import Runner
+from moeserve.plan import StepPlan, StepResult
+from moeserve.plan_codec import encode_plan
+from moeserve.ranks.hub import RankHub
+from moeserve.ranks.messages import Forward, LayerLoaded, RankBeat, RankError, RankResult, Shutdown, ToRank
+from moeserve.result_codec import decode_result
+
+_POLL_SECONDS = 0.1
+_SECONDS_FOR_A_BEAT = 0.7
+
+
+class StepSizes(Protocol):
+    """Whoever needs to know how many rows every rank has in the step that begins."""
+
+    def begin_step(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None: ...
+
+
+class RankedExecutor:
+    """Hands every rank its plan, computes that of rank 0 and collects the results.
+
+    timeout: seconds that the ranks may be apart in a step. num_entered: how many collectives this rank has entered.
+    placement_version: what the next step is computed with. on_loaded: told of every rank that has loaded a layer.
+    Whatever goes wrong with another rank becomes a RankError that names it.
+    """
+
+    def __init__(
+        self, runner: Runner, sizes: StepSizes, hub: RankHub, *, timeout: float, num_entered: Callable[[], int]
+    ) -> None:
+        self._runner = runner
+        self._sizes = sizes
+        self._hub = hub
+        self._timeout = timeout
+        self._num_entered = num_entered
+        self.placement_version = 0
+        self.on_loaded: Callable[[LayerLoaded], None] = lambda _: None
+
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        num_rows = [plan.num_tokens for plan in plans]
+        num_logit_rows = [plan.num_logit_rows for plan in plans]
+        for rank in self._hub.others:
+            plan = encode_plan(plans[rank])
+            self._hub.send(rank, Forward(plan, num_rows, num_logit_rows, self.placement_version))
+        self._sizes.begin_step(num_rows, num_logit_rows)
+        try:
+            result = self._runner.run(plans[0])
+        except CollectiveError as error:
+            raise self._blame(error) from error
+        return [result, *self._collect(result.step)]
+
+    def tell(self, message: ToRank) -> None:
+        """Sends every other rank the same, before the next step."""
+        for rank in self._hub.others:
+            self._hub.send(rank, message)
+
+    def check(self) -> None:
+        """Raises RankError if a rank has died or fallen silent while nothing was to be done."""
+        while (message := self._hub.receive(0)) is not None:
+            if isinstance(message, LayerLoaded):
+                self.on_loaded(message)
+        self._hub.check_signs_of_life(self._timeout)
+
+    def close(self) -> None:
+        """Lets the other ranks go. Raises RankError if one has gone before."""
+        self._hub.check()
+        for rank in self._hub.others:
+            self._hub.send(rank, Shutdown())
+
+    def _collect(self, step: int) -> list[StepResult]:
+        results: dict[int, StepResult] = {}
+        deadline = time.monotonic() + self._timeout
+        while len(results) < len(self._hub.others):
+            message = self._hub.receive(_POLL_SECONDS)
+            if isinstance(message, RankResult):
+                result = decode_result(message.result)
+                if result.step == step:
+                    results[message.rank] = result
+            elif isinstance(message, LayerLoaded):
+                self.on_loaded(message)
+            elif time.monotonic() > deadline:
+                late = next(rank for rank in self._hub.others if rank not in results)
+                raise RankError(f"{self._hub.name(late)} hung: it did not finish step {step}.")
+        return [results[rank] for rank in self._hub.others]
+
+    def _blame(self, error: CollectiveError) -> RankError:
+        """Who made a collective fail: who is dead, or else silent, or else behind all others."""
+        try:
+            num_entered = self._latest_beats()
+        except RankError as found:
+            return found
+        for rank in self._hub.others:
+            if rank not in num_entered:
+                return RankError(f"{self._hub.name(rank)} is lost or hung: it gives no sign of life.")
+        last = min(num_entered, key=num_entered.__getitem__)
+        if num_entered[last] < self._num_entered():
+            return RankError(f"{self._hub.name(last)} hung: the others waited for it for {self._timeout:g} s.")
+        return RankError(f"The ranks cannot reach each other: {error}.")
+
+    def _latest_beats(self) -> dict[int, int]:
+        """Of every rank that runs now, how many collectives it has entered. Raises RankError if one has died."""
+        while self._hub.receive(0) is not None:
+            continue
+        num_entered: dict[int, int] = {}
+        deadline = time.monotonic() + _SECONDS_FOR_A_BEAT
+        while (left := deadline - time.monotonic()) > 0:
+            message = self._hub.receive(left)
+            if isinstance(message, RankBeat):
+                num_entered[message.rank] = message.num_entered
+        return num_entered

@@ -1,0 +1,272 @@
+"""From a run context to one rank of several: who meets whom, what is agreed, and then steps until the end."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import structlog
+import torch
+import zmq
+
+from experts.collectives import Collectives
+from experts.dispatch import ExpertParallel
+from experts.errors import CollectiveError
+from experts.placement.placement import Placement
+from moeserve.config import ServeConfig
+from moeserve.device import step_budget
+from moeserve.expert_service.links import CountedRunner, LinkCounts
+from moeserve.expert_service.migrator import make_migrator
+from moeserve.expert_service.monitor import ExpertSources
+from moeserve.expert_service.rebalancing import RebalancingExecutor, follow, rebalancing
+from moeserve.expert_service.statistics import open_recording
+from moeserve.kv_budget import KvBudget
+from moeserve.model_loading import (
+    LoadedModel,
+    ModelPlan,
+    Report,
+    load_model,
+    owned_experts,
+    plan_model,
+    read_spec,
+)
+from moeserve.plan_codec import decode_plan
+from moeserve.ranks.executor import RankedExecutor
+from moeserve.ranks.hub import RankHub
+from moeserve.ranks.link import BeatThread, RankLink
+from moeserve.ranks.meeting import Meeting, meet_as_first, meet_first
+from moeserve.ranks.messages import (
+    Dismissed,
+    Forward,
+    Joined,
+    LayerLoaded,
+    Loaded,
+    RankError,
+    RankResult,
+    Setup,
+    Shutdown,
+    Start,
+)
+from moeserve.ranks.network import machine_id
+from moeserve.result_codec import encode_result
+from moeserve.run_context import RunContext
+from moeserve.serving import serve
+from moeserve.startup import routing_tap, tapped
+from moeserve.version import VERSION
+
+# Of the engine's timeout: how long a rank that loads may be silent.
+_LOADING_PATIENCE = 3
+
+log = structlog.get_logger(__name__)
+
+
+def run_rank(context: RunContext, rank: int, report: Report, stop: threading.Event) -> None:
+    """Serves as rank 0, with the engine, until `stop` is set; as another rank until rank 0 says so or is gone.
+
+    Raises ModelError, ConfigError or RankError, one sentence each, for what cannot be served.
+    """
+    with zmq.Context() as sockets:
+        if rank == 0:
+            _run_first(context, sockets, report, stop)
+        else:
+            _run_other(context, sockets, rank, report)
+
+
+def _run_first(
+    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], report: Report, stop: threading.Event
+) -> None:
+    config = context.config
+    directory = Path(context.model_dir)
+    plan = plan_model(directory, config)
+    assert plan.placement is not None
+    recording = open_recording(config, directory, plan.spec)
+    meeting = meet_as_first(context)
+    hub = RankHub(sockets, meeting)
+    try:
+        if context.meets_in_store:
+            meeting.announce(*hub.addresses)
+        joined = hub.gather(Joined, stop)
+        if joined is None:
+            return
+        _dismiss_strangers(hub, joined, _introduction(context, 0))
+        hub.watch(machine_id())
+        settings = msgspec.json.encode(replace(config, api_key=()))
+        setup = Setup(settings, os.getpid(), plan.kv.num_blocks, plan.kv.max_model_len, plan.placement.ranks)
+        for rank in hub.others:
+            hub.send(rank, setup)
+        member = _Member(context, meeting, 0, plan, report)
+        if hub.gather(Loaded, stop, patience=_LOADING_PATIENCE * config.engine_timeout) is None:
+            return
+        for rank in hub.others:
+            hub.send(rank, Start())
+        member.warm_up()
+        executor = RankedExecutor(
+            member.runner,
+            member.experts,
+            hub,
+            timeout=_collective_timeout(config),
+            num_entered=lambda: member.collectives.num_entered,
+        )
+        steps = rebalancing(executor, config, member.experts.placement, member.migrator, recording)
+        links = LinkCounts(steps, config.expert_parallel_size)
+        sources = ExpertSources(
+            placement=lambda: member.experts.placement,
+            placement_version=lambda: executor.placement_version,
+            links=links.links,
+            rebalancing=steps.stats if isinstance(steps, RebalancingExecutor) else None,
+        )
+        serve(context, member.model, links, report, stop, recording, sources)
+        executor.close()
+        member.collectives.close()
+    except CollectiveError as error:
+        hub.check_for(0.5)
+        raise RankError(f"The ranks cannot reach each other: {error}.") from error
+    finally:
+        hub.close()
+
+
+def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], rank: int, report: Report) -> None:
+    meeting = meet_first(context)
+    link = RankLink(sockets, meeting, rank)
+    member: _Member | None = None
+    beats = BeatThread(sockets, meeting, rank, lambda: member.collectives.num_entered if member else 0)
+    beats.start()
+    try:
+        link.send(_introduction(context, rank))
+        setup = link.receive(beats.say_waiting)
+        if isinstance(setup, Dismissed):
+            raise RankError(setup.reason)
+        if not isinstance(setup, Setup):
+            return
+        # From here on rank 0 says when to leave: it finishes its step first.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        beats.busy.set()
+        if context.config.nnodes == 1:
+            link.watch(setup.pid)
+        context = replace(context, config=_shared_config(context.config, setup.settings))
+        spec, dtype = read_spec(Path(context.model_dir), context.config)
+        placement = Placement(context.config.expert_parallel_size, setup.placement)
+        plan = ModelPlan(spec, dtype, KvBudget(setup.num_blocks, setup.max_model_len), 0, placement)
+        member = _Member(context, meeting, rank, plan, lambda _: None)
+        link.send(Loaded(rank))
+        if isinstance(link.receive(), Start):
+            member.warm_up()
+            report({"event": "computing"})
+            _run_steps(rank, link, member, beats)
+        member.collectives.close()
+    except CollectiveError as error:
+        raise RankError(f"Rank {rank} cannot reach the others: {error}.") from error
+    finally:
+        beats.stop()
+        link.close()
+
+
+def _run_steps(rank: int, link: RankLink, member: _Member, beats: BeatThread) -> None:
+    beats.busy.clear()
+    try:
+        while not isinstance(message := link.receive(beats.say_waiting), Shutdown):
+            if not isinstance(message, Forward):
+                follow(message, member.migrator)
+                continue
+            beats.busy.set()
+            if message.placement_version != member.migrator.version:
+                member.migrator.switch(message.placement_version)
+            member.experts.begin_step(message.num_rows, message.num_logit_rows)
+            result = member.runner.run(decode_plan(message.plan))
+            beats.busy.clear()
+            if outcome := member.migrator.outcome():
+                link.send(LayerLoaded(rank, outcome.version, outcome.error))
+            link.send(RankResult(rank, encode_result(result)))
+    except CollectiveError:
+        # Rank 0 finds out whose fault it is and ends, which ends the wait here. The beats say that it is not ours.
+        link.receive()
+
+
+def _introduction(context: RunContext, rank: int) -> Joined:
+    software = f"moeserve {VERSION} with torch {torch.__version__}"
+    return Joined(rank, os.getpid(), platform.node(), machine_id(), software, context.model_hash)
+
+
+def _dismiss_strangers(hub: RankHub, joined: Mapping[int, Joined], first: Joined) -> None:
+    """Raises RankError, and tells the rank why, if one has another model or other software than rank 0."""
+    for rank, other in sorted(joined.items()):
+        where = f"{hub.name(rank)} cannot take part"
+        if other.software != first.software:
+            reason = f"{where}: it runs {other.software}, rank 0 {first.software}."
+        elif other.model_hash != first.model_hash:
+            reason = f"{where}: its model differs from that of rank 0; give every node the same files."
+        else:
+            continue
+        hub.send(rank, Dismissed(reason))
+        raise RankError(reason)
+
+
+def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:
+    """The settings of rank 0, but what is a node's own matter."""
+    return replace(
+        msgspec.json.decode(settings, type=ServeConfig),
+        threads=own.threads,
+        node_rank=own.node_rank,
+        curve_key_file=own.curve_key_file,
+        log_level=own.log_level,
+        log_format=own.log_format,
+    )
+
+
+class _Member:
+    """What every rank has: its collectives, its experts and its model."""
+
+    def __init__(self, context: RunContext, meeting: Meeting, rank: int, plan: ModelPlan, report: Report) -> None:
+        config, directory = context.config, Path(context.model_dir)
+        num_ranks = config.expert_parallel_size
+        assert plan.spec.moe is not None
+        assert plan.placement is not None
+        self._config = config
+        self._moe = plan.spec.moe
+        self.collectives = Collectives(
+            rank, num_ranks, meeting.collectives, _collective_timeout(config), interface=meeting.interface
+        )
+        self.experts = ExpertParallel(
+            self.collectives, plan.placement, plan.spec.moe_layers, last_layer=plan.spec.num_layers - 1
+        )
+        tap = routing_tap(plan.spec, config)
+        owned = owned_experts(plan.spec, plan.placement, rank)
+        self.model: LoadedModel = load_model(
+            directory,
+            config,
+            report,
+            plan=plan,
+            owned=owned,
+            dispatch_of=self.experts.dispatch_of,
+            tap=tap,
+        )
+        self.runner = CountedRunner(tapped(self.model.runner, tap), self.experts.sent)
+        self.migrator = make_migrator(directory, self.model, self.experts, owned)
+
+    def warm_up(self) -> None:
+        """Takes the shape of dispatch that the settings name, or else the one that is faster here; then warms up."""
+        shape = self._config.dispatch
+        if shape == "auto":
+            spec, dtype = self.model.spec, self.model.dtype
+            seconds = self.experts.measure(spec.hidden_size, self._moe.gate.top_k, dtype)
+            shape = min(seconds, key=seconds.__getitem__)
+            if self.collectives.rank == 0:
+                log.info("dispatch_measured", took=shape, **{name: f"{1000 * s:.2f} ms" for name, s in seconds.items()})
+        self.experts.use(shape)
+        num_ranks = self._config.expert_parallel_size
+        self.model.runner.warm_up(
+            step_budget(self._config),
+            lambda count: self.experts.begin_step([count] * num_ranks, [1] * num_ranks),
+        )
+        self.experts.forget_counts()
+
+
+def _collective_timeout(config: ServeConfig) -> float:
+    """Seconds that ranks wait for each other: less than the supervisor waits for rank 0, which then names the late."""
+    return 0.4 * config.engine_timeout
