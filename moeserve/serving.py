@@ -17,8 +17,8 @@ from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
 from moeserve.executor import Executor, LocalLauncher
 from moeserve.expert_service.monitor import ExpertFacts, ExpertMonitor, ExpertSources
-from moeserve.expert_service.recording import RecordingExecutor
-from moeserve.expert_service.statistics import ExpertRecording
+from moeserve.expert_service.recording import ExpertRecording
+from moeserve.expert_service.step_recording import RecordingExecutor
 from moeserve.kv_budget import KvBudget
 from moeserve.messages import EngineReady
 from moeserve.model_loading import Report, ServedModel

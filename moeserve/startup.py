@@ -10,8 +10,8 @@ from moeserve.config import ServeConfig
 from moeserve.device import choose_device, cuda_absence
 from moeserve.executor import LocalExecutor, Runner
 from moeserve.expert_service.monitor import ExpertSources
-from moeserve.expert_service.recording import TappedRunner
-from moeserve.expert_service.statistics import open_recording
+from moeserve.expert_service.recording import open_recording
+from moeserve.expert_service.step_recording import TappedRunner
 from moeserve.model_loading import Report, load_model, plan_model
 from moeserve.models.spec import DecoderSpec
 from moeserve.run_context import RunContext

@@ -12,8 +12,8 @@ import torch
 
 from moeserve.config import ServeConfig
 from moeserve.executor import LocalExecutor
-from moeserve.expert_service.recording import RecordingExecutor, TappedRunner
-from moeserve.expert_service.statistics import open_recording
+from moeserve.expert_service.recording import open_recording
+from moeserve.expert_service.step_recording import RecordingExecutor, TappedRunner
 from moeserve.model_loading import load_model, plan_model
 from moeserve.plan import StepPlan, StepResult
 from moeserve.request import Request, SamplingParams

@@ -13,7 +13,7 @@ from experts.memory.residency_control import ResidencyCounters
 from experts.placement.metrics import balancedness
 from experts.placement.placement import Placement
 from experts.placement.rebalance import RebalanceStats
-from moeserve.expert_service.statistics import ExpertRecording
+from moeserve.expert_service.recording import ExpertRecording
 from moeserve.messages import ExpertMemoryCounters, ExpertStats, PrefetchCounters, RebalanceCounters
 
 

@@ -13,7 +13,7 @@ from experts.placement.placement import Placement
 from experts.placement.rebalance import Drop, Load, Migration, RebalancePolicy, Rebalancer, RebalanceStats, Switch
 from moeserve.config import ServeConfig
 from moeserve.executor import Executor
-from moeserve.expert_service.statistics import ExpertRecording
+from moeserve.expert_service.recording import ExpertRecording
 from moeserve.plan import StepPlan, StepResult
 from moeserve.ranks.messages import DropLayer, LayerLoaded, PlaceLayer, ToRank
 

@@ -25,7 +25,7 @@ from moeserve.expert_service.links import CountedRunner, LinkCounts
 from moeserve.expert_service.migrator import make_migrator
 from moeserve.expert_service.monitor import ExpertSources
 from moeserve.expert_service.rebalancing import RebalancingExecutor, follow, rebalancing
-from moeserve.expert_service.statistics import open_recording
+from moeserve.expert_service.recording import open_recording
 from moeserve.kv_budget import KvBudget
 from moeserve.model_loading import (
     LoadedModel,

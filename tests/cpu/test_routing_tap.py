@@ -13,8 +13,8 @@ from experts.routing_tap import RoutingTap
 from kernels.moe_gate import GateSpec, select_experts
 from moeserve.config import ServeConfig
 from moeserve.executor import LocalExecutor
-from moeserve.expert_service.recording import RecordingExecutor
-from moeserve.expert_service.statistics import open_recording
+from moeserve.expert_service.recording import open_recording
+from moeserve.expert_service.step_recording import RecordingExecutor
 from moeserve.llm import LLM
 from moeserve.model_loading import load_model, plan_model
 from moeserve.models.weights import dispatch_here

@@ -17,7 +17,7 @@ from experts.routing.step_routing import RoutingShape
 from experts.routing.trace_file import load_trace
 from experts.routing.trace_recorder import RequestRows
 from moeserve.expert_service.monitor import ExpertCommandError, ExpertFacts, ExpertMonitor, ExpertSources
-from moeserve.expert_service.statistics import ExpertRecording
+from moeserve.expert_service.recording import ExpertRecording
 from moeserve.frontend.expert_metrics import expert_metrics
 from moeserve.messages import ExpertStats
 

@@ -12,8 +12,8 @@ from experts.routing.recorder import RoutingRecorder
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from experts.routing.step_routing import NOT_COMPUTED, RoutingShape, unpack
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.expert_service.recording import RecordingExecutor, TappedRunner
-from moeserve.expert_service.statistics import ExpertRecording, open_recording, routing_shape
+from moeserve.expert_service.recording import ExpertRecording, open_recording, routing_shape
+from moeserve.expert_service.step_recording import RecordingExecutor, TappedRunner
 from moeserve.models.families import build_spec
 from moeserve.plan import Chunk, StepPlan, StepResult
 from moeserve.request import SamplingParams

@@ -13,7 +13,7 @@ from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from experts.routing.step_routing import NOT_COMPUTED, RoutingShape
 from experts.routing.trace_file import load_trace
 from experts.routing.trace_recorder import UNKNOWN_TOKEN, RequestRows, TraceRecorder
-from moeserve.expert_service.statistics import ExpertRecording
+from moeserve.expert_service.recording import ExpertRecording
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 SHAPE = RoutingShape(LAYERS, EXPERTS, TOP_K)
