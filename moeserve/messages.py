@@ -145,7 +145,7 @@ class PrefetchCounters(Message):
 
 
 class ExpertMemoryCounters(Message):
-    """Of `experts.memory.expert_memory.ExpertMemoryStats`, since the start. prefetch: None if nothing is predicted."""
+    """Of a rank's `experts.memory.stats.ExpertMemoryStats`, since the start. prefetch: None if nothing is predicted."""
 
     stall_seconds: float
     misses_by_tier: dict[str, int]
@@ -171,7 +171,7 @@ class ExpertStats(Message):
 
     expert_balancedness, rank_balancedness: by layer with experts, mean over maximum of the recent load.
     remote_rows: rows (a token in a layer) times the other ranks that hold experts of theirs, and rows. links: from,
-    to, rows, bytes. memory: where experts are read while they are computed.
+    to, rows, bytes. memory: of each rank, where experts are read while they are computed.
     """
 
     tokens_recorded: int | None = None
@@ -179,7 +179,7 @@ class ExpertStats(Message):
     rank_balancedness: list[float] | None = None
     remote_rows: list[int] | None = None
     links: list[list[int]] | None = None
-    memory: ExpertMemoryCounters | None = None
+    memory: list[ExpertMemoryCounters] | None = None
     rebalancing: RebalanceCounters | None = None
 
 

@@ -32,15 +32,16 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
     recording = open_recording(config, directory, plan.spec)
     tap = routing_tap(plan.spec, config)
     model = load_model(directory, config, report, plan=plan, tap=tap)
+    memory = None if model.experts is None else model.experts.memory
     sources = ExpertSources(
-        memory=None if model.experts is None else model.experts.memory.stats,
+        memory=None if memory is None else lambda: [memory.stats()],
         prefetches=model.prefetcher is not None,
     )
     try:
         serve(context, model, LocalExecutor(tapped(model.step_runner(), tap)), report, stop, recording, sources)
     finally:
-        if model.experts is not None:
-            model.experts.memory.close()
+        if memory is not None:
+            memory.close()
 
 
 def routing_tap(spec: DecoderSpec, config: ServeConfig) -> RoutingTap | None:

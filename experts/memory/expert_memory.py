@@ -5,35 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from experts.errors import ExpertStoreError
 from experts.memory.residency import Access, SlotState
-from experts.memory.residency_control import ResidencyControl, ResidencyCounters
+from experts.memory.residency_control import ResidencyControl
 from experts.memory.slot_arena import SlotArena
+from experts.memory.stats import ExpertMemoryStats
 from experts.memory.store import ExpertTier
 from experts.memory.transfers import Transfer
 
 # A demand load waits for at most one piece of a prefetch.
 PIECE_BYTES = 2**20
 _SMOOTHING = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertMemoryStats:
-    """Since the start: the counters of residency, and what they cost.
-
-    stall_seconds: the computation waited for experts. misses_by_tier: by name of the tier they came from. resident:
-    the experts that are ready now, layer by layer. num_in_flight: loads under way now. predictor_seconds: computation
-    spent on predictions.
-    """
-
-    counters: ResidencyCounters
-    stall_seconds: float
-    predictor_seconds: float
-    misses_by_tier: dict[str, int]
-    num_in_flight: int
-    resident: list[list[int]]
 
 
 class Pace:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from experts.memory.residency_control import ResidencyCounters
+from experts.memory.stats import ExpertMemoryStats
 from experts.placement.metrics import balancedness
 from experts.placement.placement import Placement
 from experts.placement.rebalance import RebalanceStats
@@ -31,33 +31,19 @@ class ExpertFacts:
     num_ranks: int
 
 
-class MemoryStats(Protocol):
-    """What is read of `experts.memory.expert_memory.ExpertMemoryStats`, which cannot be imported without torch."""
-
-    @property
-    def counters(self) -> ResidencyCounters: ...
-    @property
-    def stall_seconds(self) -> float: ...
-    @property
-    def predictor_seconds(self) -> float: ...
-    @property
-    def misses_by_tier(self) -> dict[str, int]: ...
-    @property
-    def resident(self) -> list[list[int]]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertSources:
     """Whom to ask; None for what this service does not have.
 
-    links: [from, to, rows, bytes] of every pair of ranks. prefetches: whether experts are read ahead of their use.
+    links: [from, to, rows, bytes] of every pair of ranks. memory: of each rank. prefetches: whether experts are read
+    ahead of their use.
     """
 
     placement: Callable[[], Placement | None] = lambda: None
     placement_version: Callable[[], int] = lambda: 0
     links: Callable[[], list[list[int]]] | None = None
     rebalancing: Callable[[], RebalanceStats] | None = None
-    memory: Callable[[], MemoryStats] | None = None
+    memory: Callable[[], Sequence[ExpertMemoryStats]] | None = None
     prefetches: bool = False
 
 
@@ -77,7 +63,9 @@ class ExpertMonitor:
         sources, recording = self._sources, self._recording
         stats = ExpertStats(
             links=None if sources.links is None else sources.links(),
-            memory=None if sources.memory is None else _memory_counters(sources.memory(), sources.prefetches),
+            memory=None
+            if sources.memory is None
+            else [_memory_counters(of_rank, sources.prefetches) for of_rank in sources.memory()],
             rebalancing=None if sources.rebalancing is None else self._rebalance_counters(sources.rebalancing()),
         )
         if recording is not None:
@@ -124,7 +112,7 @@ class ExpertMonitor:
         if sources.rebalancing is not None:
             described["rebalancing"] = asdict(sources.rebalancing())
         if sources.memory is not None:
-            described["residency"] = {"resident": sources.memory().resident}
+            described["residency"] = {"resident": [of_rank.resident for of_rank in sources.memory()]}
         if recording is not None:
             described |= self._describe_recording(recording, placement)
         return described
@@ -186,7 +174,7 @@ class ExpertMonitor:
         )
 
 
-def _memory_counters(stats: MemoryStats, prefetches: bool) -> ExpertMemoryCounters:
+def _memory_counters(stats: ExpertMemoryStats, prefetches: bool) -> ExpertMemoryCounters:
     counters = stats.counters
     prefetch = PrefetchCounters(
         predictor_seconds=stats.predictor_seconds,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -53,40 +53,55 @@ def _links(links: Iterable[list[int]]) -> Iterator[Metric]:
     yield size
 
 
-def _memory(memory: ExpertMemoryCounters) -> Iterator[Metric]:
-    yield _counter(
-        "moeserve_expert_stall_seconds", "Time that the computation waited for experts", memory.stall_seconds
+def _memory(ranks: Sequence[ExpertMemoryCounters]) -> Iterator[Metric]:
+    yield _by_rank(
+        "moeserve_expert_stall_seconds",
+        "Time that the computation waited for experts",
+        [rank.stall_seconds for rank in ranks],
     )
     misses = CounterMetricFamily(
-        "moeserve_expert_misses", "Experts that were not in memory when they were wanted, by source", labels=["tier"]
+        "moeserve_expert_misses",
+        "Experts that were not in memory when they were wanted, by source",
+        labels=["rank", "tier"],
     )
-    for tier, count in sorted(memory.misses_by_tier.items()):
-        misses.add_metric([tier], count)
+    for number, rank in enumerate(ranks):
+        for tier, count in sorted(rank.misses_by_tier.items()):
+            misses.add_metric([str(number), tier], count)
     yield misses
-    yield _counter("moeserve_expert_hits", "Experts that were in memory when they were wanted", memory.num_hits)
-    yield _counter("moeserve_expert_evictions", "Experts that left memory for others", memory.num_evictions)
-    yield _counter("moeserve_expert_demand_bytes", "Bytes read because they were wanted at once", memory.demand_bytes)
-    yield GaugeMetricFamily("moeserve_expert_resident", "Experts in memory, all layers", value=memory.num_resident)
-    if memory.prefetch is not None:
-        yield from _prefetch(memory.prefetch)
-
-
-def _prefetch(prefetch: PrefetchCounters) -> Iterator[Metric]:
-    yield _counter("moeserve_expert_predictor_seconds", "Time spent on predictions", prefetch.predictor_seconds)
-    yield _counter(
-        "moeserve_expert_late", "Experts that were wanted while their prefetch was under way", prefetch.num_late
-    )
-    yield _counter("moeserve_expert_prefetched_bytes", "Bytes read ahead", prefetch.prefetch_bytes)
-    outcomes = CounterMetricFamily(
-        "moeserve_expert_prefetch_bytes", "Bytes read ahead, by what became of them", labels=["outcome"]
-    )
-    for outcome, num_bytes in (
-        ("useful", prefetch.useful_bytes),
-        ("late", prefetch.late_bytes),
-        ("wasted", prefetch.wasted_bytes),
-        ("cancelled", prefetch.cancelled_bytes),
+    for name, documentation, values in (
+        ("hits", "Experts that were in memory when they were wanted", [rank.num_hits for rank in ranks]),
+        ("evictions", "Experts that left memory for others", [rank.num_evictions for rank in ranks]),
+        ("demand_bytes", "Bytes read because they were wanted at once", [rank.demand_bytes for rank in ranks]),
     ):
-        outcomes.add_metric([outcome], num_bytes)
+        yield _by_rank(f"moeserve_expert_{name}", documentation, values)
+    resident = GaugeMetricFamily("moeserve_expert_resident", "Experts in memory, all layers", labels=["rank"])
+    for number, rank in enumerate(ranks):
+        resident.add_metric([str(number)], rank.num_resident)
+    yield resident
+    prefetches = [rank.prefetch for rank in ranks if rank.prefetch is not None]
+    if prefetches:
+        yield from _prefetch(prefetches)
+
+
+def _prefetch(ranks: Sequence[PrefetchCounters]) -> Iterator[Metric]:
+    """All ranks prefetch, or none."""
+    for name, documentation, values in (
+        ("predictor_seconds", "Time spent on predictions", [rank.predictor_seconds for rank in ranks]),
+        ("late", "Experts that were wanted while their prefetch was under way", [rank.num_late for rank in ranks]),
+        ("prefetched_bytes", "Bytes read ahead", [rank.prefetch_bytes for rank in ranks]),
+    ):
+        yield _by_rank(f"moeserve_expert_{name}", documentation, values)
+    outcomes = CounterMetricFamily(
+        "moeserve_expert_prefetch_bytes", "Bytes read ahead, by what became of them", labels=["rank", "outcome"]
+    )
+    for number, rank in enumerate(ranks):
+        for outcome, num_bytes in (
+            ("useful", rank.useful_bytes),
+            ("late", rank.late_bytes),
+            ("wasted", rank.wasted_bytes),
+            ("cancelled", rank.cancelled_bytes),
+        ):
+            outcomes.add_metric([str(number), outcome], num_bytes)
     yield outcomes
 
 
@@ -107,3 +122,10 @@ def _rebalancing(rebalancing: RebalanceCounters) -> Iterator[Metric]:
 
 def _counter(name: str, documentation: str, value: float) -> Metric:
     return CounterMetricFamily(name, documentation, value=value)
+
+
+def _by_rank(name: str, documentation: str, values: Iterable[float]) -> Metric:
+    counter = CounterMetricFamily(name, documentation, labels=["rank"])
+    for rank, value in enumerate(values):
+        counter.add_metric([str(rank)], value)
+    return counter

@@ -1,7 +1,6 @@
 """What is told of experts: counters, the description, and commands that cannot be carried out."""
 
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
 from experts.memory.residency_control import ResidencyCounters
+from experts.memory.stats import ExpertMemoryStats
 from experts.placement.placement import Placement, contiguous
 from experts.placement.rebalance import RebalanceStats
 from experts.routing.recorder import RoutingRecorder
@@ -129,27 +129,34 @@ def test_an_empty_trace_and_a_full_disk_are_said(tmp_path: Path):
         monitor(tmp_path, None).command("start_expert_trace", {})
 
 
-class Memory:
+def memory(resident: list[list[int]], num_hits: int = 9) -> ExpertMemoryStats:
     """What a bounded expert memory tells."""
-
-    counters = ResidencyCounters(num_hits=9, num_late=1, num_misses=2, num_evictions=3, demand_bytes=40, useful_bytes=7)
-    stall_seconds = 0.5
-    predictor_seconds = 0.25
-    misses_by_tier: ClassVar = {"disk": 2}
-    resident: ClassVar = [[0, 2], [1]]
+    counters = ResidencyCounters(
+        num_hits=num_hits, num_late=1, num_misses=2, num_evictions=3, demand_bytes=40, useful_bytes=7
+    )
+    return ExpertMemoryStats(counters, 0.5, 0.25, {"disk": 2}, 0, resident)
 
 
 def test_a_bounded_memory_tells_of_stalls_and_of_prefetches_only_where_there_are_any(tmp_path: Path):
     for prefetches in (False, True):
-        sources = ExpertSources(memory=Memory, prefetches=prefetches)
+        sources = ExpertSources(memory=lambda: [memory([[0, 2], [1]])], prefetches=prefetches)
         operator = ExpertMonitor(FACTS, None, sources, tmp_path)
         found = samples(operator.stats())
-        assert found["moeserve_expert_stall_seconds_total",] == 0.5
-        assert found["moeserve_expert_misses_total", "disk"] == 2
-        assert found["moeserve_expert_resident",] == 3
-        assert (("moeserve_expert_prefetch_bytes_total", "useful") in found) == prefetches
-        assert (("moeserve_expert_late_total",) in found) == prefetches
-        assert operator.command("experts", {})["residency"]["resident"] == [[0, 2], [1]]
+        assert found["moeserve_expert_stall_seconds_total", "0"] == 0.5
+        assert found["moeserve_expert_misses_total", "0", "disk"] == 2
+        assert found["moeserve_expert_resident", "0"] == 3
+        assert (("moeserve_expert_prefetch_bytes_total", "0", "useful") in found) == prefetches
+        assert (("moeserve_expert_late_total", "0") in found) == prefetches
+        assert operator.command("experts", {})["residency"]["resident"] == [[[0, 2], [1]]]
+
+
+def test_the_memories_of_two_ranks_are_told_apart(tmp_path: Path):
+    ranks = [memory([[0], [1]]), memory([[2, 3], [2]], num_hits=4)]
+    operator = ExpertMonitor(FACTS, None, ExpertSources(memory=lambda: ranks), tmp_path)
+    found = samples(operator.stats())
+    assert [found["moeserve_expert_hits_total", rank] for rank in "01"] == [9, 4]
+    assert [found["moeserve_expert_resident", rank] for rank in "01"] == [2, 3]
+    assert operator.command("experts", {})["residency"]["resident"] == [[[0], [1]], [[2, 3], [2]]]
 
 
 def test_links_and_rebalancing_are_told(tmp_path: Path):
