@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from experts.errors import ExpertStoreError
 from experts.memory.residency import Access, SlotState
 from experts.memory.residency_control import ResidencyControl
-from experts.memory.slot_arena import SlotArena
+from experts.memory.slot_arena import Slots
 from experts.memory.stats import ExpertMemoryStats
 from experts.memory.store import ExpertTier
 from experts.memory.transfers import Transfer
 
-# A demand load waits for at most one piece of a prefetch.
-PIECE_BYTES = 2**20
 _SMOOTHING = 0.01
 
 
@@ -43,7 +41,8 @@ class Pace:
         self._last_access = now
 
     def copied(self, num_bytes: int, seconds: float) -> None:
-        self._seconds_per_byte = _smoothed(self._seconds_per_byte, seconds / num_bytes)
+        if num_bytes:
+            self._seconds_per_byte = _smoothed(self._seconds_per_byte, seconds / num_bytes)
 
 
 def _smoothed(mean: float | None, value: float) -> float:
@@ -56,11 +55,11 @@ class ExpertMemory:
     An event goes `access`, then `wait_ready` and `release` until all its experts are computed.
     """
 
-    def __init__(self, control: ResidencyControl, arena: SlotArena, tier: ExpertTier) -> None:
-        self.arena = arena
+    def __init__(self, control: ResidencyControl, arena: Slots, tier: ExpertTier) -> None:
         self.stall_seconds = 0.0
         self.predictor_seconds = 0.0
         self._control = control
+        self._arena = arena
         self._tier = tier
         self._changed = threading.Condition()
         self._closing = False
@@ -76,7 +75,8 @@ class ExpertMemory:
             self._pace.access(time.perf_counter() - self.stall_seconds)
             if access.missing:
                 self._changed.notify_all()
-            return access
+        self._before_use(layer, access.ready)
+        return access
 
     def wait_ready(self, layer: int, experts: Collection[int]) -> list[int]:
         """Those of the event's `experts` that are ready, at least one: waits for it if need be.
@@ -90,13 +90,27 @@ class ExpertMemory:
                 while not (ready := self._ready(layer, experts)):
                     self._changed.wait()
                 self.stall_seconds += time.perf_counter() - started
-            return ready
+        self._before_use(layer, ready)
+        return ready
 
     def release(self, layer: int, experts: Sequence[int]) -> None:
         """These of the event are computed; their slots may be filled with others."""
+        self._arena.after_use(layer)
         with self._changed:
             self._control.release(layer, experts)
             self._changed.notify_all()
+
+    def turns(self, layer: int, experts: Collection[int]) -> Iterator[list[int]]:
+        """The event's `experts` in turns as they come: each turn is released when the next one is asked for."""
+        left = set(experts)
+        while left:
+            ready = self.wait_ready(layer, left)
+            if self.num_waiting(layer):
+                # Some slots go on to the next experts while the others are computed.
+                ready = ready[: max(1, self.num_slots(layer) // 2)]
+            yield ready
+            self.release(layer, ready)
+            left.difference_update(ready)
 
     def decide(self, decision: Callable[[float], None]) -> None:
         """Has predictions entered into the `ResidencyControl`, while nobody else looks at it.
@@ -125,6 +139,11 @@ class ExpertMemory:
     def num_waiting(self, layer: int) -> int:
         """Experts of the current event that wait for a slot, which a release may give them."""
         return self._control.layers[layer].num_waiting
+
+    @property
+    def slot_bytes(self) -> int:
+        """What one expert takes."""
+        return self._arena.slot_bytes
 
     def num_slots(self, layer: int) -> int:
         return self._control.layers[layer].num_slots
@@ -161,6 +180,10 @@ class ExpertMemory:
         residency = self._control.layers[layer]
         return [expert for expert in experts if residency.state_of(expert) is SlotState.READY]
 
+    def _before_use(self, layer: int, experts: Iterable[int]) -> None:
+        slots = (self._control.layers[layer].slot_of(expert) for expert in experts)
+        self._arena.before_use(layer, [slot for slot in slots if slot is not None])
+
     def _copy_until_closed(self) -> None:
         try:
             while (transfer := self._next()) is not None:
@@ -181,19 +204,15 @@ class ExpertMemory:
 
     def _copy(self, transfer: Transfer) -> None:
         assert transfer.slot is not None
-        out = self.arena.bytes_of(transfer.layer, transfer.slot)
+        arena = self._arena
         while True:
             start = transfer.num_moved
-            end = min(start + PIECE_BYTES, len(out))
-            started = time.perf_counter()
-            self._tier.read(transfer.layer, transfer.expert, start, out[start:end])
-            seconds = time.perf_counter() - started
-            if end == len(out):
-                self._tier.check(transfer.layer, transfer.expert, out)
+            end = min(start + arena.piece_bytes, arena.slot_bytes)
+            over = arena.fill(self._tier, transfer.layer, transfer.expert, transfer.slot, start, end)
             with self._changed:
                 self._control.moved(transfer, end - start)
-                self._pace.copied(end - start, seconds)
-                if end == len(out):
+                self._pace.copied(*over)
+                if end == arena.slot_bytes:
                     self._control.finish(transfer)
                     self._changed.notify_all()
                     return

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from experts.memory.expert_memory import ExpertMemory
+from experts.memory.slot_arena import SlotArena
 from experts.prefetch.prefetcher import LayerListener
 from kernels.activation import Activation
 from kernels.packed_experts import SplitExperts
@@ -19,8 +20,9 @@ class ResidentExperts:
     prefetcher: hears what the gate chose, if there is one.
     """
 
-    def __init__(self, memory: ExpertMemory, layer: int, experts: SplitExperts) -> None:
+    def __init__(self, memory: ExpertMemory, arena: SlotArena, layer: int, experts: SplitExperts) -> None:
         self._memory = memory
+        self._arena = arena
         self._layer = layer
         self._experts = experts
         self._in_slots = [-1] * memory.num_slots(layer)
@@ -41,16 +43,10 @@ class ResidentExperts:
             memory.release(layer, access.ready)
             return out.to(x.dtype)
         products = x.new_empty((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
-        while left:
-            ready = memory.wait_ready(layer, left)
-            if memory.num_waiting(layer):
-                # Some slots go on to the next experts while the others are computed.
-                ready = ready[: max(1, memory.num_slots(layer) // 2)]
+        for ready in memory.turns(layer, left):
             self._follow_slots()
             chosen = torch.isin(expert_ids, torch.tensor(ready))
             self._experts.multiply(x, expert_ids.where(chosen, -1), activation, products)
-            memory.release(layer, ready)
-            left.difference_update(ready)
         return self._experts.combine(products, weights).to(x.dtype)
 
     def _follow_slots(self) -> None:
@@ -64,5 +60,5 @@ class ResidentExperts:
                 self._experts.drop(self._in_slots[slot])
         for slot in moved:
             if contents[slot] >= 0:
-                self._experts.put(contents[slot], self._memory.arena.tensor_of(self._layer, slot))
+                self._experts.put(contents[slot], self._arena.tensor_of(self._layer, slot))
         self._in_slots = contents

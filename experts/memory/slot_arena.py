@@ -1,19 +1,44 @@
-"""The memory of the fast tier on a CPU: for each layer some slots, each of whole pages."""
+"""The memory of the fast tier: for each layer some slots, each of whole pages. On a CPU, and what any device offers."""
 
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from experts.memory.expert_file import round_to_page
+from experts.memory.store import ExpertTier
+
+
+class Slots(Protocol):
+    """Slots that one thread fills and another one computes with. slot_bytes: of one. piece_bytes: copied at a time."""
+
+    slot_bytes: int
+    piece_bytes: int
+
+    def fill(self, tier: ExpertTier, layer: int, expert: int, slot: int, start: int, end: int) -> tuple[int, float]:
+        """Copies bytes `start` to `end` of an expert into a slot, or queues that. For the copying thread.
+
+        Returns what of all copies is newly known to be over: bytes, and the seconds these took.
+        """
+
+    def before_use(self, layer: int, slots: Sequence[int]) -> None:
+        """What the computing thread does from now on finds in these slots all that was copied or queued."""
+
+    def after_use(self, layer: int) -> None:
+        """Copies into the layer's slots from now on come after what the computing thread has done so far."""
 
 
 class SlotArena:
-    """Gives out views of one piece of memory."""
+    """Gives out views of one piece of memory. Copies are done when `fill` returns."""
+
+    # A demand load waits for at most one piece of a prefetch.
+    piece_bytes = 2**20
 
     def __init__(self, num_slots: Sequence[int], expert_bytes: int, memory: Tensor | None = None) -> None:
         """num_slots: of each layer. memory: uint8 of all slots from the start of a page on; by default
@@ -23,6 +48,17 @@ class SlotArena:
         self._first = [0, *accumulate(num_slots)]
         self._memory = _fresh_memory(self._first[-1] * self.slot_bytes) if memory is None else memory
         self._view = self._memory.numpy().data
+
+    def fill(self, tier: ExpertTier, layer: int, expert: int, slot: int, start: int, end: int) -> tuple[int, float]:
+        started = time.perf_counter()
+        tier.read(layer, expert, start, self.bytes_of(layer, slot)[start:end])
+        return end - start, time.perf_counter() - started
+
+    def before_use(self, layer: int, slots: Sequence[int]) -> None:
+        """Everything is in its place."""
+
+    def after_use(self, layer: int) -> None:
+        """What was called is done."""
 
     def bytes_of(self, layer: int, slot: int) -> memoryview:
         """The slot to write to: [slot_bytes]."""

@@ -17,10 +17,11 @@ class ExpertTier(Protocol):
     """Somewhere that all experts are. Used by one thread."""
 
     def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
-        """Fills `out` with the expert's bytes from `offset` on; both are multiples of a page unless they end it."""
+        """Fills `out` with the expert's bytes from `offset` on; both are multiples of a page unless they end it.
 
-    def check(self, layer: int, expert: int, content: memoryview) -> None:
-        """Raises ExpertStoreError if `content`, a whole expert that was read, is not what was stored."""
+        An expert is read piece by piece from its start, others in between. Raises ExpertStoreError, at the last piece
+        where the whole is not what was stored.
+        """
 
     def close(self) -> None: ...
 
@@ -79,17 +80,28 @@ class DiskTier:
         self.reads = open_reads(path)
         self._path = path
         self._checked: set[tuple[int, int]] = set()
+        # Of experts that are read for the first time: how far, and the checksum up to there.
+        self._sums: dict[tuple[int, int], tuple[int, int]] = {}
 
     def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
         self.reads.read(self.header.offset(layer, expert) + offset, out)
+        # What was read well once lies well on the disk.
+        if (layer, expert) not in self._checked:
+            self._check(layer, expert, offset, out)
 
-    def check(self, layer: int, expert: int, content: memoryview) -> None:
-        """Once per expert: what was read well once lies well on the disk."""
-        if (layer, expert) in self._checked:
+    def _check(self, layer: int, expert: int, offset: int, piece: memoryview) -> None:
+        key, size = (layer, expert), self.header.expert_bytes
+        done, checksum = (0, 0) if offset == 0 else self._sums.get(key, (-1, 0))
+        if done != offset:
+            raise ValueError(f"a piece from byte {offset} on follows one that ended at {done}")
+        done, checksum = offset + len(piece), zlib.crc32(piece[: size - offset], checksum)
+        if done < size:
+            self._sums[key] = (done, checksum)
             return
-        if zlib.crc32(content[: self.header.expert_bytes]) != self.header.checksum(layer, expert):
+        self._sums.pop(key, None)
+        if checksum != self.header.checksum(layer, expert):
             raise ExpertStoreError(f"{self._path} is damaged: expert {expert} of layer {layer} lost its checksum.")
-        self._checked.add((layer, expert))
+        self._checked.add(key)
 
     def close(self) -> None:
         self.reads.close()
@@ -108,9 +120,6 @@ class SlowedTier:
         self._free_at = max(self._free_at, started) + len(out) / self._bytes_per_second
         self._tier.read(layer, expert, offset, out)
         time.sleep(max(0.0, self._free_at - time.monotonic()))
-
-    def check(self, layer: int, expert: int, content: memoryview) -> None:
-        self._tier.check(layer, expert, content)
 
     def close(self) -> None:
         self._tier.close()

@@ -49,7 +49,7 @@ def _learning_prefetcher(
     predictor, _ = make_predictor(choice, learnt)
     rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
     rules = PrefetchRules(max_distance=_MAX_DISTANCE)
-    planner = PrefetchPlanner(predictor, experts.control, experts.memory.arena.slot_bytes, rules, rated or None)
+    planner = PrefetchPlanner(predictor, experts.control, experts.memory.slot_bytes, rules, rated or None)
     listens = "gate-early" in source_names(choice)
     return Prefetcher(experts.memory, predictor, planner, learnt, preview if listens else None)
 

@@ -112,7 +112,8 @@ def open_experts(
     num_experts = spec.moe.num_experts
     policies = [POLICIES[config.expert_policy](num_experts) for _ in spec.moe_layers]
     control = ResidencyControl(plan.num_slots, num_experts, plan.slot_bytes, policies.__getitem__)
-    memory = ExpertMemory(control, SlotArena(plan.num_slots, plan.layout.num_bytes, locked), tier)
+    arena = SlotArena(plan.num_slots, plan.layout.num_bytes, locked)
+    memory = ExpertMemory(control, arena, tier)
     log.info(
         "expert_memory",
         slots=f"{min(plan.num_slots)} of {num_experts} per layer",
@@ -127,7 +128,7 @@ def open_experts(
         experts = plan.layout.experts(num_experts)
         if not isinstance(experts, SplitExperts):
             raise ModelError(f"--expert-memory does not work with experts kept as {plan.layout.name}.")
-        layers[layer] = ResidentExperts(memory, number, experts)
+        layers[layer] = ResidentExperts(memory, arena, number, experts)
     return ResidentModel(memory, control, policies, layers)
 
 

@@ -45,7 +45,6 @@ def test_experts_arrive_in_their_slots(nvme: DeepNvme, path: Path, locked: bool)
             slot = arena.bytes_of(layer, 0)
             tier.read(layer, expert, 0, slot[: 2 * PAGE_BYTES])
             tier.read(layer, expert, 2 * PAGE_BYTES, slot[2 * PAGE_BYTES :])
-            tier.check(layer, expert, slot)
             assert set(arena.tensor_of(layer, 0).tolist()) == {layer * 3 + expert + 1}
     tier.close()
 
