@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from experts.collectives import Collectives
 from experts.exchange import AllGather, AllToAll, Exchange
-from experts.moe_layer import Dispatch
+from experts.moe_layer import Dispatch, LocalExperts
 from experts.placement.placement import Placement, Ranks, refilled
 from experts.slot_tables import SlotTables
 from kernels.activation import Activation
@@ -26,9 +26,19 @@ class ExpertParallel:
     """What a rank's decoder needs to reach the experts of all ranks, and counts of what that sent to each of them."""
 
     def __init__(
-        self, collectives: Collectives, placement: Placement, moe_layers: Sequence[int], *, last_layer: int
+        self,
+        collectives: Collectives,
+        placement: Placement,
+        moe_layers: Sequence[int],
+        *,
+        last_layer: int,
+        local_of: Callable[[int], LocalExperts] | None = None,
     ) -> None:
-        """moe_layers: the decoder's layers that the layers of the placement are. last_layer: the decoder's last."""
+        """moe_layers: the decoder's layers that the layers of the placement are. last_layer: the decoder's last.
+
+        local_of: what computes the experts of a layer of the decoder here, where these are found by their numbers in
+        the model. Without it each has a slot of its own, in the order of the placement. All ranks do the same.
+        """
         self._collectives = collectives
         self._last_layer = last_layer
         self._num_rows: Sequence[int] = ()
@@ -40,17 +50,34 @@ class ExpertParallel:
         self._exchange = self._exchanges["allgather"]
         self._placed_layer = {layer: number for number, layer in enumerate(moe_layers)}
         self._placement = placement
+        self._local_of = local_of
         ranks = range(placement.num_ranks)
         # [layer][rank][slot]: the expert there.
-        self._slots = [[placement.experts_on(layer, rank) for rank in ranks] for layer in range(placement.num_layers)]
+        self._slots: list[list[Sequence[int]]]
+        if local_of is None:
+            self._slots = [
+                [placement.experts_on(layer, rank) for rank in ranks] for layer in range(placement.num_layers)
+            ]
+        else:
+            self._slots = [[range(placement.num_experts) for _ in ranks] for _ in range(placement.num_layers)]
         self._tables = [self._make_tables(layer) for layer in range(placement.num_layers)]
+        self._here = [self._find_experts_here(layer) for layer in range(placement.num_layers)]
 
     @property
     def placement(self) -> Placement:
         return self._placement
 
+    def experts_here(self, layer: int) -> Collection[int]:
+        """The experts of a layer that this rank holds now."""
+        return self._here[layer]
+
     def arrivals(self, layer: int, ranks: tuple[Ranks, ...]) -> dict[int, int]:
-        """The slots of this rank that another expert gets once the layer is placed so, and which."""
+        """The slots of this rank that another expert gets once the layer is placed so, and which.
+
+        None where experts are found by their numbers: whoever computes them has them brought when rows come.
+        """
+        if self._local_of is not None:
+            return {}
         here = self._collectives.rank
         before = self._slots[layer][here]
         after = refilled(before, self._placement.with_layer(layer, ranks).experts_on(layer, here))
@@ -59,10 +86,13 @@ class ExpertParallel:
     def place(self, layer: int, ranks: tuple[Ranks, ...]) -> None:
         """Places a layer anew, from the next step on. Every rank does so before that step, with its arrivals there."""
         self._placement = self._placement.with_layer(layer, ranks)
-        self._slots[layer] = [
-            refilled(slots, self._placement.experts_on(layer, rank)) for rank, slots in enumerate(self._slots[layer])
-        ]
+        if self._local_of is None:
+            self._slots[layer] = [
+                refilled(slots, self._placement.experts_on(layer, rank))
+                for rank, slots in enumerate(self._slots[layer])
+            ]
         self._tables[layer] = self._make_tables(layer)
+        self._here[layer] = self._find_experts_here(layer)
 
     @property
     def num_rows_sent(self) -> int:
@@ -86,6 +116,7 @@ class ExpertParallel:
         """The dispatch of a layer; the last one computes only rows whose logits are wanted."""
         is_last = layer == self._last_layer
         placed_layer = self._placed_layer[layer]
+        compute = moe_experts_partial if self._local_of is None else self._local_of(layer)
 
         def dispatch(
             x: Tensor, expert_ids: Tensor, weights: Tensor, experts: PackedExperts, activation: Activation
@@ -96,13 +127,16 @@ class ExpertParallel:
             if not any(num_rows):
                 return x
             arrived = self._exchange.dispatch(x, expert_ids, weights, num_rows, self._tables[placed_layer])
-            partial = moe_experts_partial(arrived.rows, arrived.slots, arrived.weights, experts, activation)
+            partial = compute(arrived.rows, arrived.slots, arrived.weights, experts, activation)
             return self._exchange.combine(partial, arrived, num_rows).to(x.dtype)
 
         return dispatch
 
     def _make_tables(self, layer: int) -> SlotTables:
         return SlotTables.of(self._placement.destinations(layer), self._slots[layer], self._collectives.rank)
+
+    def _find_experts_here(self, layer: int) -> frozenset[int]:
+        return frozenset(self._placement.experts_on(layer, self._collectives.rank))
 
     def forget_counts(self) -> None:
         """Starts counting rows at zero again."""

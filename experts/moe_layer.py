@@ -18,6 +18,9 @@ from kernels.packed_experts import PackedExperts
 # unless T is 0. One that reaches other ranks is called in every layer of every step, with no rows if need be.
 Dispatch = Callable[[Tensor, Tensor, Tensor, PackedExperts, Activation], Tensor]
 
+# What computes rows with the experts that are here: as `kernels.moe_gemm.moe_experts_partial`.
+LocalExperts = Callable[[Tensor, Tensor, Tensor, PackedExperts, Activation], Tensor]
+
 
 class MoeLayer:
     """Applies the chosen experts to every token and adds the shared expert, if there is one.

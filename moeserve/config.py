@@ -142,7 +142,8 @@ class ServeConfig:
     )
     expert_memory: int | None = setting(
         None,
-        "Bound on the bytes of expert weights in memory; the others are read from disk when needed. All when left out.",
+        "Bound on the bytes of expert weights in memory, of each rank; the others are read from disk when needed. "
+        "All when left out.",
         group="Expert memory",
         kind="size",
         minimum=1,
@@ -165,7 +166,7 @@ class ServeConfig:
     )
     expert_store_bandwidth: int | None = setting(
         None,
-        "Emulated speed of the disk in bytes per second, for measurements.",
+        "Emulated speed of the disk in bytes per second and rank, for measurements.",
         group="Expert memory",
         kind="size",
         minimum=1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ class LoadedModel(ServedModel):
     prefetcher: LayerListener | None = None
 
     def step_runner(self) -> Runner:
-        """What computes the steps of a rank that is alone."""
+        """What computes the steps, and tells the prefetcher of them."""
         return self.runner if self.prefetcher is None else PrefetchingRunner(self.runner, self.prefetcher)
 
 
@@ -101,16 +101,16 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     if num_ranks > 1:
         placement = plan_placement(directory, spec, config)
         owned = [owned_experts(spec, placement, rank) for rank in range(num_ranks)]
-    residency = plan_residency(directory, spec, dtype, config)
+    residency = plan_residency(directory, spec, dtype, config, placement)
     if residency is not None:
-        owned = [no_experts]
+        owned = [no_experts] * num_ranks
     index = read_index(directory)
     narrow = dtype == torch.float32 and native_kernels() is not None
     weights_bytes = sum(
         plan_weights(spec, index, of_rank).loaded_num_bytes(dtype.itemsize, narrow=narrow) for of_rank in owned
     )
     if residency is not None:
-        weights_bytes += residency.num_bytes
+        weights_bytes += num_ranks * residency.num_bytes
     name = str(dtype).removeprefix("torch.")
     free = available_bytes()
     if weights_bytes > free:
@@ -149,11 +149,14 @@ def load_model(
     owned: OwnedExperts | None = None,
     dispatch_of: DispatchOf | None = None,
     tap: RoutingTap | None = None,
+    experts: ResidentModel | None = None,
+    experts_here: Callable[[int], Collection[int]] | None = None,
 ) -> LoadedModel:
     """Reads weights and takes KV memory, as planned or for a rank that is alone, which then warms up.
 
     owned, dispatch_of: see `load_decoder`. A rank of several warms up when all are loaded: they meet in each layer.
-    tap: hears what the gates choose.
+    tap: hears what the gates choose. experts: what a rank of several has opened where not all are in memory, of which
+    it holds `experts_here` of a layer.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -163,8 +166,7 @@ def load_model(
     if absence is not None:
         log.warning("cpu_kernels_not_compiled", reason=absence, consequence="torch computes, several times slower")
 
-    experts: ResidentModel | None = None
-    if plan.residency is not None:
+    if experts is None and plan.residency is not None:
         experts = open_experts(directory, spec, plan.residency, config, report)
     dispatch = dispatch_of or (dispatch_here if experts is None else experts.dispatch_of)
     decoder = load_decoder(
@@ -182,7 +184,7 @@ def load_model(
     prefetcher = None
     if experts is not None:
         experts.memory.forget_counts()
-        prefetcher = start_prefetching(config.expert_prefetch, experts, decoder)
+        prefetcher = start_prefetching(config.expert_prefetch, experts, decoder, experts_here)
     return LoadedModel(
         spec,
         load_generation_defaults(directory),

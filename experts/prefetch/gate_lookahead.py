@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from math import ceil
 
 from torch import Tensor
@@ -31,13 +31,16 @@ class GateLookahead:
         preview: GatePreview,
         top_k: int,
         judge: PrefetchJudge | None,
+        experts_here: Callable[[int], Collection[int]] | None = None,
     ) -> None:
-        """control: that of the memory. judge: None to predict in every step."""
+        """control: that of the memory. judge: None to predict in every step. experts_here: those of a layer that this
+        rank holds now, None if all."""
         self._memory = memory
         self._control = control
         self._preview = preview
         self._top_k = top_k
         self._judge = judge
+        self._experts_here = experts_here
         self._is_on = True
         self._distance = 1
 
@@ -52,6 +55,9 @@ class GateLookahead:
         started = time.perf_counter()
         chosen = self._preview(layer, self._distance, x).topk(self._top_k).indices
         wanted = [expert for expert, _ in Counter(chosen.flatten().tolist()).most_common()]
+        if self._experts_here is not None:
+            here = self._experts_here(target)
+            wanted = [expert for expert in wanted if expert in here]
         self._memory.decide(lambda _: self._control.predict(target, wanted, Priority.NEXT_LAYER))
         self._memory.predictor_seconds += time.perf_counter() - started
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 import numpy as np
 
 from experts.memory.eviction import Affinity
@@ -24,8 +26,16 @@ _MAX_DISTANCE = 3
 _FORGOTTEN_AFTER = 64
 
 
-def start_prefetching(choice: str, experts: ResidentModel, decoder: Decoder) -> LayerListener | None:
-    """Has the layers tell a listener what their gates choose, who loads ahead. choice: `--expert-prefetch`."""
+def start_prefetching(
+    choice: str,
+    experts: ResidentModel,
+    decoder: Decoder,
+    experts_here: Callable[[int], Collection[int]] | None = None,
+) -> LayerListener | None:
+    """Has the layers tell a listener what they compute, who loads ahead. choice: `--expert-prefetch`.
+
+    experts_here: those of a layer that this rank of several holds now; predictors that learn are for one rank.
+    """
     moe = decoder.spec.moe
     if choice == "off" or moe is None:
         return None
@@ -34,7 +44,7 @@ def start_prefetching(choice: str, experts: ResidentModel, decoder: Decoder) -> 
     listener: LayerListener
     if choice in ("auto", "gate"):
         judge = PrefetchJudge(experts.memory, PrefetchSwitch()) if choice == "auto" else None
-        listener = GateLookahead(experts.memory, experts.control, preview, moe.gate.top_k, judge)
+        listener = GateLookahead(experts.memory, experts.control, preview, moe.gate.top_k, judge, experts_here)
     else:
         spec = StatisticsSpec(len(experts.layers), moe.num_experts, moe.gate.top_k, max_distance=_MAX_DISTANCE)
         listener = _learning_prefetcher(choice, experts, LearntAffinity(RoutingStatistics(spec)), preview)
@@ -68,11 +78,11 @@ class PrefetchingRunner:
     def run(self, plan: StepPlan) -> StepResult:
         self._num_steps += 1
         numbers = [self._number(chunk.request_id) for chunk in plan.chunks]
-        counts = [len(chunk.token_ids) for chunk in plan.chunks]
+        counts = np.array([len(chunk.token_ids) for chunk in plan.chunks], np.int64)
         token_ids = np.concatenate(
             [np.asarray(chunk.token_ids, np.int64) for chunk in plan.chunks] or [np.empty(0, int)]
         )
-        self._prefetcher.begin_step(token_ids, np.repeat(numbers, counts))
+        self._prefetcher.begin_step(token_ids, np.repeat(np.asarray(numbers, np.int64), counts))
         result = self._runner.run(plan)
         self._prefetcher.end_step(self._forget())
         return result

@@ -18,8 +18,10 @@ from experts.memory.expert_memory import ExpertMemory
 from experts.memory.residency_control import ResidencyControl
 from experts.memory.resident_experts import ResidentExperts
 from experts.memory.slot_arena import SlotArena
+from experts.memory.slot_budget import least_slots, share_slots
 from experts.memory.store import DiskTier, ExpertTier, PositionedReads, SlowedTier
-from experts.moe_layer import Dispatch
+from experts.moe_layer import Dispatch, LocalExperts
+from experts.placement.placement import Placement
 from kernels.packed_experts import ExpertLayout, SplitExperts
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.models.errors import ModelError
@@ -31,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResidencyPlan:
-    """num_slots: of each layer with experts. slot_bytes: one expert, whole pages. dtype: of computing."""
+    """Of each rank. num_slots: of each layer with experts. slot_bytes: one expert, whole pages. dtype: of computing."""
 
     layout: ExpertLayout
     dtype: torch.dtype
@@ -55,12 +57,18 @@ class ResidentModel:
     def dispatch_of(self, layer: int) -> Dispatch:
         return self.layers[layer]
 
+    def local_of(self, layer: int) -> LocalExperts:
+        """The same for rows of several ranks, which have experts elsewhere too."""
+        return self.layers[layer].partial
 
-def plan_residency(directory: Path, spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> ResidencyPlan | None:
-    """The slots that `--expert-memory` pays for; None where it is not given or all experts fit.
 
-    dtype: what the experts compute in. Raises ConfigError where a layer could not hold the experts of one token, and
-    ModelError for a checkpoint that cannot be served so.
+def plan_residency(
+    directory: Path, spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig, placement: Placement | None = None
+) -> ResidencyPlan | None:
+    """The slots that `--expert-memory` pays for on each rank; None where it is not given or a rank's experts all fit.
+
+    dtype: what the experts compute in. placement: None of one rank. Raises ConfigError where a layer could not hold the
+    experts that one token may choose on a rank, and ModelError for a checkpoint that cannot be served so.
     """
     if config.expert_memory is None:
         return None
@@ -70,17 +78,23 @@ def plan_residency(directory: Path, spec: DecoderSpec, dtype: torch.dtype, confi
     layout = layout_in_store(directory, spec, dtype)
     slot_bytes = round_to_page(layout.num_bytes)
     num_layers, top_k = len(spec.moe_layers), moe.gate.top_k
+    held = [moe.num_experts if placement is None else placement.slots_per_rank(layer) for layer in range(num_layers)]
     count = config.expert_memory // slot_bytes
-    if count >= num_layers * moe.num_experts:
-        return None
-    if count < num_layers * top_k:
+    least = least_slots(held, top_k)
+    if count < sum(least):
+        where = "" if placement is None else " on every rank"
         raise ConfigError(
             f"--expert-memory {_mib(config.expert_memory)} holds {count} experts of {_mib(slot_bytes)}, but "
-            f"{num_layers} layers need {top_k} each: give at least {_mib(num_layers * top_k * slot_bytes)}."
+            f"{num_layers} layers need {max(least)} each{where}: give at least {_mib(sum(least) * slot_bytes)}."
         )
-    base, more = divmod(count, num_layers)
-    num_slots = tuple(base + (layer < more) for layer in range(num_layers))
-    return ResidencyPlan(layout, dtype, num_slots, slot_bytes)
+    num_slots = share_slots(count, held, top_k)
+    return None if num_slots is None else ResidencyPlan(layout, dtype, num_slots, slot_bytes)
+
+
+def residency_with(num_slots: tuple[int, ...], directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> ResidencyPlan:
+    """A rank's plan when another one has decided how many slots there are. Raises ModelError."""
+    layout = layout_in_store(directory, spec, dtype)
+    return ResidencyPlan(layout, dtype, num_slots, round_to_page(layout.num_bytes))
 
 
 def open_experts(

@@ -8,8 +8,6 @@ from moeserve.config import ConfigError, ServeConfig
 
 def check_expert_memory(config: ServeConfig) -> None:
     """Raises ConfigError."""
-    if config.expert_parallel_size > 1 and config.expert_memory is not None:
-        raise ConfigError("--expert-memory works with one rank only, not with --expert-parallel-size.")
     if config.expert_prefetch in ("off", "auto", "gate"):
         if config.expert_policy == "affinity":
             raise ConfigError("--expert-policy affinity goes by what predictors learn: name some in --expert-prefetch.")
@@ -18,5 +16,10 @@ def check_expert_memory(config: ServeConfig) -> None:
         names = source_names(config.expert_prefetch)
     except ValueError as error:
         raise ConfigError(f"--expert-prefetch: {error}.") from None
+    if config.expert_parallel_size > 1:
+        raise ConfigError(
+            f"--expert-prefetch {config.expert_prefetch} learns from tokens, which do not travel with rows to other "
+            "ranks: with --expert-parallel-size use off, gate or auto."
+        )
     if "gate-late" in names:
         raise ConfigError("--expert-prefetch: gate-late exists in simulations only; use gate-early.")

@@ -69,11 +69,19 @@ def _memory(ranks: Sequence[ExpertMemoryCounters]) -> Iterator[Metric]:
             misses.add_metric([str(number), tier], count)
     yield misses
     for name, documentation, values in (
-        ("hits", "Experts that were in memory when they were wanted", [rank.num_hits for rank in ranks]),
-        ("evictions", "Experts that left memory for others", [rank.num_evictions for rank in ranks]),
-        ("demand_bytes", "Bytes read because they were wanted at once", [rank.demand_bytes for rank in ranks]),
+        (
+            "moeserve_expert_hits",
+            "Experts that were in memory when they were wanted",
+            [rank.num_hits for rank in ranks],
+        ),
+        ("moeserve_expert_evictions", "Experts that left memory for others", [rank.num_evictions for rank in ranks]),
+        (
+            "moeserve_expert_demand_bytes",
+            "Bytes read because they were wanted at once",
+            [rank.demand_bytes for rank in ranks],
+        ),
     ):
-        yield _by_rank(f"moeserve_expert_{name}", documentation, values)
+        yield _by_rank(name, documentation, values)
     resident = GaugeMetricFamily("moeserve_expert_resident", "Experts in memory, all layers", labels=["rank"])
     for number, rank in enumerate(ranks):
         resident.add_metric([str(number)], rank.num_resident)
@@ -86,18 +94,22 @@ def _memory(ranks: Sequence[ExpertMemoryCounters]) -> Iterator[Metric]:
 def _prefetch(ranks: Sequence[PrefetchCounters]) -> Iterator[Metric]:
     """All ranks prefetch, or none."""
     for name, documentation, values in (
-        ("predictor_seconds", "Time spent on predictions", [rank.predictor_seconds for rank in ranks]),
-        ("late", "Experts that were wanted while their prefetch was under way", [rank.num_late for rank in ranks]),
-        ("prefetched_bytes", "Bytes read ahead", [rank.prefetch_bytes for rank in ranks]),
+        ("moeserve_expert_predictor_seconds", "Time spent on predictions", [rank.predictor_seconds for rank in ranks]),
+        (
+            "moeserve_expert_late",
+            "Experts that were wanted while their prefetch was under way",
+            [rank.num_late for rank in ranks],
+        ),
+        ("moeserve_expert_prefetched_bytes", "Bytes read ahead", [rank.prefetch_bytes for rank in ranks]),
     ):
-        yield _by_rank(f"moeserve_expert_{name}", documentation, values)
+        yield _by_rank(name, documentation, values)
     outcomes = CounterMetricFamily(
         "moeserve_expert_prefetch_bytes", "Bytes read ahead, by what became of them", labels=["rank", "outcome"]
     )
     for number, rank in enumerate(ranks):
         for outcome, num_bytes in (
             ("useful", rank.useful_bytes),
-            ("late", rank.late_bytes),
+            ("moeserve_expert_late", rank.late_bytes),
             ("wasted", rank.wasted_bytes),
             ("cancelled", rank.cancelled_bytes),
         ):

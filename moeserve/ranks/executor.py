@@ -29,6 +29,7 @@ class RankedExecutor:
 
     timeout: seconds that the ranks may be apart in a step. num_entered: how many collectives this rank has entered.
     placement_version: what the next step is computed with. on_loaded: told of every rank that has loaded a layer.
+    on_beat: told of signs of life.
     Whatever goes wrong with another rank becomes a RankError that names it.
     """
 
@@ -42,6 +43,7 @@ class RankedExecutor:
         self._num_entered = num_entered
         self.placement_version = 0
         self.on_loaded: Callable[[LayerLoaded], None] = lambda _: None
+        self.on_beat: Callable[[RankBeat], None] = lambda _: None
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
         num_rows = [plan.num_tokens for plan in plans]
@@ -64,8 +66,7 @@ class RankedExecutor:
     def check(self) -> None:
         """Raises RankError if a rank has died or fallen silent while nothing was to be done."""
         while (message := self._hub.receive(0)) is not None:
-            if isinstance(message, LayerLoaded):
-                self.on_loaded(message)
+            self._heed(message)
         self._hub.check_signs_of_life(self._timeout)
 
     def close(self) -> None:
@@ -83,12 +84,19 @@ class RankedExecutor:
                 result = decode_result(message.result)
                 if result.step == step:
                     results[message.rank] = result
-            elif isinstance(message, LayerLoaded):
-                self.on_loaded(message)
-            elif time.monotonic() > deadline:
+                continue
+            self._heed(message)
+            if time.monotonic() > deadline:
                 late = next(rank for rank in self._hub.others if rank not in results)
                 raise RankError(f"{self._hub.name(late)} hung: it did not finish step {step}.")
         return [results[rank] for rank in self._hub.others]
+
+    def _heed(self, message: object) -> None:
+        """What ranks say beside their results."""
+        if isinstance(message, LayerLoaded):
+            self.on_loaded(message)
+        elif isinstance(message, RankBeat):
+            self.on_beat(message)
 
     def _blame(self, error: CollectiveError) -> RankError:
         """Who made a collective fail: who is dead, or else silent, or else behind all others."""

@@ -11,6 +11,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from experts.memory.stats import ExpertMemoryStats
 from moeserve.messages import MAX_FRAME_BYTES, decode, encode
 from moeserve.ranks.meeting import Meeting
 from moeserve.ranks.messages import FromRank, RankBeat, RankError, Shutdown, ToRank
@@ -106,6 +107,7 @@ class BeatThread(threading.Thread):
         meeting: Meeting,
         rank: int,
         num_entered: Callable[[], int],
+        memory: Callable[[], ExpertMemoryStats | None] = lambda: None,
     ) -> None:
         super().__init__(name="beat", daemon=True)
         self.busy = threading.Event()
@@ -113,6 +115,7 @@ class BeatThread(threading.Thread):
         self._rank = rank
         self._incarnation = meeting.incarnation
         self._num_entered = num_entered
+        self._memory = memory
         self._stopped = threading.Event()
         self._socket = _connect_results(context, meeting)
 
@@ -124,7 +127,7 @@ class BeatThread(threading.Thread):
         while not self._stopped.wait(_BEAT_SECONDS):
             if self.busy.is_set() or self._waits.is_set():
                 self._waits.clear()
-                beat = encode(RankBeat(self._rank, self._num_entered()), self._incarnation)
+                beat = encode(RankBeat(self._rank, self._num_entered(), self._memory()), self._incarnation)
                 with suppress(zmq.Again):
                     self._socket.send(beat, zmq.NOBLOCK)
         self._socket.close()

@@ -8,6 +8,7 @@ says so.
 
 from __future__ import annotations
 
+from experts.memory.stats import ExpertMemoryStats
 from moeserve.messages import Message
 
 
@@ -39,7 +40,8 @@ class Setup(Message):
     """What rank 0 decided for all: `pid` is its own process, the blocks are those of each rank.
 
     `settings` are those of rank 0 (JSON of a `ServeConfig` without keys), which hold for all ranks.
-    placement[layer][expert]: the ranks that hold the expert (`experts.placement.placement`).
+    placement[layer][expert]: the ranks that hold the expert (`experts.placement.placement`). expert_slots: of each
+    layer on each rank, None where all experts of a rank are in memory.
     """
 
     settings: bytes
@@ -47,6 +49,7 @@ class Setup(Message):
     num_blocks: int
     max_model_len: int
     placement: tuple[tuple[tuple[int, ...], ...], ...]
+    expert_slots: tuple[int, ...] | None = None
 
 
 class Loaded(Message):
@@ -101,10 +104,14 @@ class DropLayer(Message):
 
 
 class RankBeat(Message):
-    """Sent a few times a second: the process runs, and has entered so many collectives."""
+    """Sent a few times a second: the process runs, and has entered so many collectives.
+
+    memory: what its expert memory tells, None without one.
+    """
 
     rank: int
     num_entered: int
+    memory: ExpertMemoryStats | None = None
 
 
 class Shutdown(Message):

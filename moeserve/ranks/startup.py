@@ -6,7 +6,7 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,14 +18,17 @@ import zmq
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
 from experts.errors import CollectiveError
+from experts.memory.stats import ExpertMemoryStats
 from experts.placement.placement import Placement
 from moeserve.config import ServeConfig
 from moeserve.device import step_budget
 from moeserve.expert_service.links import CountedRunner, LinkCounts
 from moeserve.expert_service.migrator import make_migrator
 from moeserve.expert_service.monitor import ExpertSources
+from moeserve.expert_service.rank_memories import RankMemories
 from moeserve.expert_service.rebalancing import RebalancingExecutor, follow, rebalancing
 from moeserve.expert_service.recording import open_recording
+from moeserve.expert_service.residency import ResidentModel, open_experts, residency_with
 from moeserve.kv_budget import KvBudget
 from moeserve.model_loading import (
     LoadedModel,
@@ -97,7 +100,14 @@ def _run_first(
         _dismiss_strangers(hub, joined, _introduction(context, 0))
         hub.watch(machine_id())
         settings = msgspec.json.encode(replace(config, api_key=()))
-        setup = Setup(settings, os.getpid(), plan.kv.num_blocks, plan.kv.max_model_len, plan.placement.ranks)
+        setup = Setup(
+            settings,
+            os.getpid(),
+            plan.kv.num_blocks,
+            plan.kv.max_model_len,
+            plan.placement.ranks,
+            None if plan.residency is None else plan.residency.num_slots,
+        )
         for rank in hub.others:
             hub.send(rank, setup)
         member = _Member(context, meeting, 0, plan, report)
@@ -120,10 +130,12 @@ def _run_first(
             placement_version=lambda: executor.placement_version,
             links=links.links,
             rebalancing=steps.stats if isinstance(steps, RebalancingExecutor) else None,
+            memory=_memory_of_ranks(member, executor, config.expert_parallel_size),
+            prefetches=member.model.prefetcher is not None,
         )
         serve(context, member.model, links, report, stop, recording, sources)
         executor.close()
-        member.collectives.close()
+        member.close()
     except CollectiveError as error:
         hub.check_for(0.5)
         raise RankError(f"The ranks cannot reach each other: {error}.") from error
@@ -135,7 +147,13 @@ def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], ran
     meeting = meet_first(context)
     link = RankLink(sockets, meeting, rank)
     member: _Member | None = None
-    beats = BeatThread(sockets, meeting, rank, lambda: member.collectives.num_entered if member else 0)
+    beats = BeatThread(
+        sockets,
+        meeting,
+        rank,
+        lambda: member.collectives.num_entered if member else 0,
+        lambda: member.memory_stats() if member else None,
+    )
     beats.start()
     try:
         link.send(_introduction(context, rank))
@@ -152,19 +170,34 @@ def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], ran
         context = replace(context, config=_shared_config(context.config, setup.settings))
         spec, dtype = read_spec(Path(context.model_dir), context.config)
         placement = Placement(context.config.expert_parallel_size, setup.placement)
-        plan = ModelPlan(spec, dtype, KvBudget(setup.num_blocks, setup.max_model_len), 0, placement)
+        residency = None
+        if setup.expert_slots is not None:
+            residency = residency_with(setup.expert_slots, Path(context.model_dir), spec, dtype)
+        plan = ModelPlan(spec, dtype, KvBudget(setup.num_blocks, setup.max_model_len), 0, placement, residency)
         member = _Member(context, meeting, rank, plan, lambda _: None)
         link.send(Loaded(rank))
         if isinstance(link.receive(), Start):
             member.warm_up()
             report({"event": "computing"})
             _run_steps(rank, link, member, beats)
-        member.collectives.close()
+        member.close()
     except CollectiveError as error:
         raise RankError(f"Rank {rank} cannot reach the others: {error}.") from error
     finally:
         beats.stop()
         link.close()
+
+
+def _memory_of_ranks(
+    member: _Member, executor: RankedExecutor, num_ranks: int
+) -> Callable[[], Sequence[ExpertMemoryStats]] | None:
+    """Whom to ask for the expert memories of all ranks, None where there are none."""
+    experts = member.model.experts
+    if experts is None:
+        return None
+    memories = RankMemories(experts.memory.stats, num_ranks, len(experts.layers))
+    executor.on_beat = memories.heed
+    return memories.stats
 
 
 def _run_steps(rank: int, link: RankLink, member: _Member, beats: BeatThread) -> None:
@@ -232,8 +265,15 @@ class _Member:
         self.collectives = Collectives(
             rank, num_ranks, meeting.collectives, _collective_timeout(config), interface=meeting.interface
         )
+        resident: ResidentModel | None = None
+        if plan.residency is not None:
+            resident = open_experts(directory, plan.spec, plan.residency, config, report)
         self.experts = ExpertParallel(
-            self.collectives, plan.placement, plan.spec.moe_layers, last_layer=plan.spec.num_layers - 1
+            self.collectives,
+            plan.placement,
+            plan.spec.moe_layers,
+            last_layer=plan.spec.num_layers - 1,
+            local_of=None if resident is None else resident.local_of,
         )
         tap = routing_tap(plan.spec, config)
         owned = owned_experts(plan.spec, plan.placement, rank)
@@ -245,8 +285,10 @@ class _Member:
             owned=owned,
             dispatch_of=self.experts.dispatch_of,
             tap=tap,
+            experts=resident,
+            experts_here=self.experts.experts_here,
         )
-        self.runner = CountedRunner(tapped(self.model.runner, tap), self.experts.sent)
+        self.runner = CountedRunner(tapped(self.model.step_runner(), tap), self.experts.sent)
         self.migrator = make_migrator(directory, self.model, self.experts, owned)
 
     def warm_up(self) -> None:
@@ -265,6 +307,16 @@ class _Member:
             lambda count: self.experts.begin_step([count] * num_ranks, [1] * num_ranks),
         )
         self.experts.forget_counts()
+        if self.model.experts is not None:
+            self.model.experts.memory.forget_counts()
+
+    def memory_stats(self) -> ExpertMemoryStats | None:
+        return None if self.model.experts is None else self.model.experts.memory.stats()
+
+    def close(self) -> None:
+        if self.model.experts is not None:
+            self.model.experts.memory.close()
+        self.collectives.close()
 
 
 def _collective_timeout(config: ServeConfig) -> float:

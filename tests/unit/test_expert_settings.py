@@ -11,6 +11,11 @@ def test_known_predictors_are_taken(choice):
     check_expert_memory(ServeConfig(expert_prefetch=choice))
 
 
+@pytest.mark.parametrize("choice", ["off", "auto", "gate"])
+def test_several_ranks_predict_by_gates(choice):
+    check_expert_memory(ServeConfig(expert_memory=1, expert_parallel_size=2, expert_prefetch=choice))
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -18,7 +23,7 @@ def test_known_predictors_are_taken(choice):
         ({"expert_prefetch": "affinity+affinity"}, "twice"),
         ({"expert_prefetch": "gate-late"}, "simulations only"),
         ({"expert_prefetch": "off", "expert_policy": "affinity"}, "name some in"),
-        ({"expert_memory": 1, "expert_parallel_size": 2}, "one rank only"),
+        ({"expert_prefetch": "gate-early", "expert_parallel_size": 2}, "learns from tokens"),
     ],
 )
 def test_what_contradicts_is_refused(settings, words):

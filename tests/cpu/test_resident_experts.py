@@ -1,0 +1,113 @@
+"""The experts of a rank through too few slots: the same bits as with all of them in memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from experts.memory.eviction import Lru
+from experts.memory.expert_memory import ExpertMemory
+from experts.memory.residency_control import ResidencyControl
+from experts.memory.resident_experts import ResidentExperts
+from experts.memory.slot_arena import SlotArena
+from kernels.activation import Activation
+from kernels.moe_gemm import expert_layout, moe_experts_partial
+from kernels.packed_experts import ExpertShape, SplitExperts
+
+NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 32, 24, 3
+
+
+class Memory:
+    """A tier of packed experts of one layer."""
+
+    def __init__(self, packed: list[Tensor]) -> None:
+        self._packed = packed
+
+    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
+        content = self._packed[expert].numpy().tobytes()[offset : offset + len(out)]
+        out[: len(content)] = content
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.heard: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def begin_step(self, token_ids: object, requests: object) -> None: ...
+
+    def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        self.heard.append((x, expert_ids, weights))
+
+    def end_step(self, ended_requests: object) -> None: ...
+
+
+@contextmanager
+def experts_here(dtype: torch.dtype, num_slots: int) -> Iterator[tuple[ResidentExperts, SplitExperts]]:
+    """Through slots, and all in memory."""
+    torch.manual_seed(0)
+    layout = expert_layout(ExpertShape(HIDDEN, INTERMEDIATE, dtype, dtype))
+    packed = [
+        layout.pack(
+            torch.randn(2 * INTERMEDIATE, HIDDEN).div(8).to(dtype), torch.randn(HIDDEN, INTERMEDIATE).div(8).to(dtype)
+        )
+        for _ in range(NUM_EXPERTS)
+    ]
+    everything, through_slots = layout.experts(NUM_EXPERTS), layout.experts(NUM_EXPERTS)
+    assert isinstance(everything, SplitExperts)
+    assert isinstance(through_slots, SplitExperts)
+    for expert, content in enumerate(packed):
+        everything.put(expert, content)
+    arena = SlotArena([num_slots], layout.num_bytes)
+    control = ResidencyControl([num_slots], NUM_EXPERTS, arena.slot_bytes, lambda _: Lru(NUM_EXPERTS))
+    memory = ExpertMemory(control, arena, Memory(packed))
+    try:
+        yield ResidentExperts(memory, arena, 0, through_slots), everything
+    finally:
+        memory.close()
+
+
+def rows(num_rows: int, dtype: torch.dtype, here: set[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of several ranks: -1 for experts that are not among `here`."""
+    weights, ids = torch.rand(num_rows, NUM_EXPERTS).topk(TOP_K)
+    is_here = torch.isin(ids, torch.tensor(sorted(here)))
+    return torch.randn(num_rows, HIDDEN).to(dtype), ids.where(is_here, -1), weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_a_ranks_part_has_the_bits_of_experts_in_memory(dtype: torch.dtype, num_slots: int) -> None:
+    rng = random.Random(1)
+    with experts_here(dtype, num_slots) as (bounded, everything):
+        for num_rows in (1, 40, 0, 5, 200, 2):
+            here = set(rng.sample(range(NUM_EXPERTS), 4))
+            x, ids, weights = rows(num_rows, dtype, here)
+            expected = moe_experts_partial(x, ids, weights, everything, Activation())
+            found = bounded.partial(x, ids, weights, None, Activation())
+            assert found.dtype == torch.float32
+            assert torch.equal(found, expected)
+
+
+def test_rows_without_an_expert_here_are_zeros_and_no_event() -> None:
+    with experts_here(torch.float32, 2) as (bounded, _):
+        listener = bounded.prefetcher = Listener()
+        x, ids, weights = rows(3, torch.float32, set())
+        assert torch.equal(bounded.partial(x, ids, weights, None, Activation()), torch.zeros(3, HIDDEN))
+        assert listener.heard == []
+
+
+def test_the_prefetcher_hears_only_of_rows_that_are_computed_here() -> None:
+    with experts_here(torch.float32, 2) as (bounded, _):
+        listener = bounded.prefetcher = Listener()
+        x, _, weights = rows(3, torch.float32, set())
+        ids = torch.tensor([[1, -1, -1], [-1, -1, -1], [-1, 2, 1]])
+        bounded.partial(x, ids, weights, None, Activation())
+        ((heard, of_rows, _),) = listener.heard
+        assert torch.equal(heard, x[[0, 2]])
+        assert torch.equal(of_rows, ids[[0, 2]])

@@ -1,0 +1,67 @@
+"""Ranks with less memory than experts: the tokens of ranks that hold all of theirs, whatever is evicted."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from experts.memory.expert_file import round_to_page
+from moeserve.config import ServeConfig
+from moeserve.model_loading import read_spec
+from moeserve.models.expert_store import layout_in_store
+from tests.e2e.test_expert_parallel import REPLICAS, RESTLESS, TWO, complete_all
+from tests.support.service import Service, service, wait_until
+from tests.support.tiny_model import write_model_dir
+from tests.support.tiny_models import save
+
+
+def bytes_for(model: Path, num_slots: int) -> int:
+    """What so many slots in each layer take."""
+    spec, dtype = read_spec(model, ServeConfig())
+    return num_slots * len(spec.moe_layers) * round_to_page(layout_in_store(model, spec, dtype).num_bytes)
+
+
+def of_ranks(running: Service, name: str) -> list[float]:
+    """A metric of each rank, 0 where it is not exported yet."""
+    found = re.findall(rf'moeserve_expert_{name}{{rank="(\d)"[^}}]*}} (\S+)', running.http.get("/metrics").text)
+    return [float(dict(found).get(rank, 0)) for rank in "01"]
+
+
+@pytest.mark.parametrize(
+    ("case", "num_slots", "settings"),
+    [
+        ("mixtral", 2, ["--dispatch", "alltoall", "--expert-prefetch", "gate"]),
+        pytest.param(
+            "qwen3_moe",
+            3,
+            ["--dispatch", "allgather", "--expert-prefetch", "off", *REPLICAS, *RESTLESS],
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_bounded_memory_on_two_ranks_changes_no_token(
+    tmp_path_factory: pytest.TempPathFactory, case: str, num_slots: int, settings: list[str]
+) -> None:
+    model = tmp_path_factory.mktemp(case)
+    write_model_dir(model)
+    save(case, model)
+    with service(model, tmp_path_factory.mktemp("all"), *TWO) as everything:
+        expected = [text for text, _ in complete_all(everything)]
+    store = tmp_path_factory.mktemp("store")
+    bounded = ["--expert-memory", str(bytes_for(model, num_slots)), "--expert-store-dir", str(store), *settings]
+    with service(model, tmp_path_factory.mktemp("some"), *TWO, *bounded) as some:
+        assert [text for text, _ in complete_all(some)] == expected
+        wait_until(lambda: min(of_ranks(some, "evictions_total")) > 10)
+        assert min(of_ranks(some, "misses_total")) > 10
+        resident = some.http.get("/v1/experts").json()["residency"]["resident"]
+        assert len(resident) == 2
+        assert all(0 < len(layer) <= num_slots for of_rank in resident for layer in of_rank)
+        placed_anew = some.errors.read_text().count("layer_placed_anew")
+        assert (placed_anew > 0) == ("--rebalance-interval" in settings)
+        some.process.send_signal(signal.SIGTERM)
+        assert some.end() == 0
+        assert some.leaves_nothing()
+    assert len(list(store.glob("*/experts.bin"))) == 1
