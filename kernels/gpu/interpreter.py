@@ -3,7 +3,7 @@
 The interpreter keeps bf16 as uint16 and computes with the bit patterns: dots and sums of bf16 are garbage, and casts
 from fp32 truncate. Here casts round to nearest as on a GPU, dots widen their bf16 operands first, and bf16 arithmetic
 outside a dot, which no kernel should do, is an error instead of noise. Casts to and from fp8 e4m3 go through torch. A
-scalar comparison may be part of a mask.
+scalar comparison may be part of a mask, and a scalar may be a bound of a loop whatever numpy is installed.
 
 These are names inside Triton: `mend_interpreter` refuses a Triton that lacks them.
 """
@@ -28,8 +28,9 @@ def mend_interpreter() -> None:
     Raises RuntimeError if the installed Triton is built otherwise.
     """
     missing = [name for name in PATCHED if not hasattr(InterpreterBuilder, name)]
-    if missing or not hasattr(interpreter, "TensorHandle"):
-        raise RuntimeError(f"this Triton's interpreter lacks {missing or ['TensorHandle']}; it cannot be mended")
+    missing += [name for name in ("TensorHandle", "_patch_lang_tensor") if not hasattr(interpreter, name)]
+    if missing:
+        raise RuntimeError(f"this Triton's interpreter lacks {missing}; it cannot be mended")
     if hasattr(InterpreterBuilder, _MEND):
         return
     setattr(InterpreterBuilder, _MEND, True)
@@ -55,6 +56,14 @@ def mend_interpreter() -> None:
             result.dtype = tl.int1  # A comparison keeps its operands' dtype, and a scalar one broadcasts as integers.
         return result
 
+    plain_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        plain_tensor(tensor, scope)
+        # Triton 3.6 makes an int of an array of one element, which numpy refuses from 2.4 on.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     InterpreterBuilder.create_dot = create_dot

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeserve.config import ServeConfig
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.runner import GpuModelRunner
 from moeserve.cuda.startup import GpuSettings, make_runner
 from moeserve.executor import LocalExecutor, LocalLauncher
 from moeserve.kv_budget import KvBudget
-from moeserve.llm import LLM
+from moeserve.kv_pool import KVPool
+from moeserve.model_runner import ModelRunner
 from moeserve.models.families import build_spec
 from moeserve.models.hf_config import load_config
+from moeserve.models.weights import load_decoder
 from moeserve.request import Request, SamplingParams
 from moeserve.scheduler import Scheduler
 from moeserve.step_loop import OverlappedSteps, PlainSteps, StepLoop
@@ -26,6 +27,7 @@ from tests.support.tiny_models import save
 MAX_LEN, NUM_BLOCKS, BLOCK_SIZE = 32, 24, 4
 PROMPTS = [[3, 14, 15, 92, 65, 35, 89], [3, 14, 15, 92, 65, 7], [27, 18]]
 MODELS = ("mixtral", "llama")
+GREEDY = [SamplingParams(max_tokens=3, temperature=0.0)] * len(PROMPTS)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -37,8 +39,10 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def cpu_tokens(model_dir: Path) -> list[list[int]]:
-    llm = LLM(model_dir, ServeConfig(device="cpu", max_model_len=MAX_LEN, block_size=BLOCK_SIZE, kv_cache_memory=2**20))
-    return [completion.token_ids for completion in llm.generate(PROMPTS, SamplingParams(max_tokens=3, temperature=0.0))]
+    spec = build_spec(load_config(model_dir))
+    decoder = load_decoder(model_dir, spec, max_model_len=MAX_LEN)
+    pool = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+    return serve(ModelRunner(decoder, pool), GREEDY, overlapped=False)
 
 
 def make(model_dir: Path, device: torch.device, *, enforce_eager: bool) -> GpuModelRunner:
@@ -50,7 +54,7 @@ def make(model_dir: Path, device: torch.device, *, enforce_eager: bool) -> GpuMo
     return make_runner(decoder, KvBudget(NUM_BLOCKS, MAX_LEN), settings)
 
 
-def serve(runner: GpuModelRunner, sampling: list[SamplingParams], *, overlapped: bool) -> list[list[int]]:
+def serve(runner: GpuModelRunner | ModelRunner, sampling: list[SamplingParams], *, overlapped: bool) -> list[list[int]]:
     scheduler = Scheduler(
         [PrefixCache(NUM_BLOCKS, BLOCK_SIZE)],
         max_num_seqs=4,
@@ -61,6 +65,7 @@ def serve(runner: GpuModelRunner, sampling: list[SamplingParams], *, overlapped:
     )
     steps: StepLoop = PlainSteps(scheduler, LocalExecutor(runner))
     if overlapped:
+        assert isinstance(runner, GpuModelRunner)
         steps = OverlappedSteps(scheduler, LocalLauncher(runner))
     for number, (prompt, own) in enumerate(zip(PROMPTS, sampling, strict=True)):
         scheduler.add(Request(f"{number}", array("i", prompt), own))
@@ -77,9 +82,8 @@ def serve(runner: GpuModelRunner, sampling: list[SamplingParams], *, overlapped:
 def test_both_loops_and_both_kinds_of_batches_give_the_tokens_of_the_cpu(
     model_dir: Path, cpu_tokens: list[list[int]], device: torch.device
 ) -> None:
-    greedy = [SamplingParams(max_tokens=3, temperature=0.0)] * len(PROMPTS)
-    assert serve(make(model_dir, device, enforce_eager=True), greedy, overlapped=False) == cpu_tokens
-    assert serve(make(model_dir, device, enforce_eager=False), greedy, overlapped=True) == cpu_tokens
+    assert serve(make(model_dir, device, enforce_eager=True), GREEDY, overlapped=False) == cpu_tokens
+    assert serve(make(model_dir, device, enforce_eager=False), GREEDY, overlapped=True) == cpu_tokens
 
 
 def test_draws_biases_penalties_and_log_probabilities(model_dir: Path, device: torch.device) -> None:
