@@ -278,7 +278,10 @@ def _pick(
     largest = torch.empty(num_rows, dtype=torch.float32, device=device)
     if not num_rows:
         return token_ids, largest
-    scores, of_unit = torch.empty((2, num_rows, num_units), dtype=torch.float32, device=device)
+    # Two tensors, not halves of one: where the second began would follow the number of rows, and with it what Triton
+    # knows of its alignment and compiles for.
+    scores = torch.empty((num_rows, num_units), dtype=torch.float32, device=device)
+    of_unit = torch.empty_like(scores)
     tokens = torch.empty((num_rows, num_units), dtype=torch.int32, device=device)
     _pick_kernel[(num_rows, num_units)](
         logits,

@@ -148,11 +148,12 @@ class MoeConfigs:
             self._chosen[num_tokens] = config
         return config
 
-    def sizes_to_warm(self, max_tokens: int) -> list[int]:
-        """Numbers of tokens up to max_tokens that between them compile every kernel that any number of them runs."""
-        top_k = self._shape.top_k
-        kinds = {(self(tokens), tokens * top_k > MAX_PAIRS_AT_ONCE): tokens for tokens in range(1, max_tokens + 1)}
-        return sorted(kinds.values())
+    def variant(self, num_tokens: int) -> tuple[MoeConfig, bool]:
+        """What kernels are compiled for: the configuration, and whether rows are counted in a launch of their own.
+
+        Numbers of tokens with the same one launch the same kernels.
+        """
+        return self(num_tokens), num_tokens * self._shape.top_k > MAX_PAIRS_AT_ONCE
 
     def _read(self) -> dict[int, MoeConfig]:
         name = file_name(self._shape, self._platform)

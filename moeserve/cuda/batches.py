@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.attention import Partials
-from kernels.gpu.attention_config import split_config
+from kernels.gpu.attention_config import PrefillConfig, prefill_config, split_config
 from kernels.gpu.attention_work import SplitWork
 from moeserve.cuda.attention import Sequences
 from moeserve.cuda.decoder import GpuBatch
@@ -40,13 +40,7 @@ class AttentionLimits:
 
     def works(self, max_seqs: int) -> dict[int | None, SplitWork]:
         """A work list per window length for up to `max_seqs` sequences with one new token."""
-        attention = self.spec.attention
-        if isinstance(attention, MlaSpec):
-            kv_heads, group = 1, attention.num_heads
-            key_dim, value_dim = attention.kv_lora_rank + attention.rope_dim, attention.kv_lora_rank
-        else:
-            kv_heads, group = attention.num_kv_heads, attention.num_heads // attention.num_kv_heads
-            key_dim = value_dim = attention.head_dim
+        kv_heads, group, key_dim, value_dim = self._heads()
         config = split_config(key_dim, value_dim, group, self.block_size, self.dtype, self.dtype)
         return {
             window: SplitWork(
@@ -62,12 +56,24 @@ class AttentionLimits:
             for window in set(self.spec.windows)
         }
 
+    def prefill(self, max_query_len: int) -> PrefillConfig:
+        """What attention of prompts up to a length is computed with."""
+        _, _, key_dim, value_dim = self._heads()
+        return prefill_config(key_dim, value_dim, self.block_size, self.dtype, self.dtype, max_query_len)
+
     def partials(self, works: dict[int | None, SplitWork]) -> Partials:
         """Scratch for the largest of some work lists."""
-        attention = self.spec.attention
-        value_dim = attention.kv_lora_rank if isinstance(attention, MlaSpec) else attention.head_dim
+        kv_heads, group, _, value_dim = self._heads()
         largest = max(works.values(), key=lambda work: work.capacity)
-        return Partials.allocate(largest, attention.num_heads, value_dim)
+        return Partials.allocate(largest, kv_heads * group, value_dim)
+
+    def _heads(self) -> tuple[int, int, int, int]:
+        """KV heads, query heads of each, and the sizes of keys and values."""
+        attention = self.spec.attention
+        if isinstance(attention, MlaSpec):
+            return 1, attention.num_heads, attention.kv_lora_rank + attention.rope_dim, attention.kv_lora_rank
+        group = attention.num_heads // attention.num_kv_heads
+        return attention.num_kv_heads, group, attention.head_dim, attention.head_dim
 
 
 class StepBatches:

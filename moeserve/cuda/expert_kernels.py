@@ -29,11 +29,17 @@ def moe_configs(shape: MoeShape, device: torch.device) -> MoeConfigs:
 
 
 def triton_moe(
-    shape: MoeShape, device: torch.device, dtype: torch.dtype, max_tokens: int, num_slots: int | None = None
+    shape: MoeShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_tokens: int,
+    num_slots: int | None = None,
+    configs: MoeConfigs | None = None,
 ) -> TritonMoe:
     """The kernels of all layers of this shape on one stream, with scratch for steps of max_tokens rows.
 
-    dtype: of the activations. num_slots: the most experts that a layer holds here, default all.
+    dtype: of the activations. num_slots: the most experts that a layer holds here, default all. configs: default
+    `moe_configs` of the shape.
     """
     workspace = MoeWorkspace.allocate(
         max_tokens,
@@ -44,4 +50,4 @@ def triton_moe(
         dtype,
         device,
     )
-    return TritonMoe(moe_configs(shape, device), workspace, device_of(device).num_multiprocessors)
+    return TritonMoe(configs or moe_configs(shape, device), workspace, device_of(device).num_multiprocessors)

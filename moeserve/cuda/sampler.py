@@ -92,6 +92,18 @@ def draw_tokens(logits: Tensor, chunks: Sequence[Chunk]) -> Drawn:
     return Drawn(token_ids, to_host(token_ids), to_host(largest), logprobs)
 
 
+def launch_all_draws(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Launches every kernel that `draw_tokens` may: each way of drawing, from logits as they are and adjusted ones."""
+    one = torch.ones(1, device=device)
+    places = torch.zeros(1, dtype=torch.int64, device=device)
+    filters = {"top_k": torch.ones(1, dtype=torch.int32, device=device), "top_p": one, "min_p": one}
+    for kind in {dtype, torch.float32}:
+        logits = torch.zeros((1, vocab_size), dtype=kind, device=device)
+        greedy(logits)
+        sample(logits, one, places, places)
+        sample(logits, one, places, places, **filters)
+
+
 def to_host(values: Tensor) -> Tensor:
     """A copy at home that arrives in the order of the stream: read it after an event behind it."""
     if values.device.type == "cpu":

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from kernels.gpu.tuning import MoeConfigs
 from moeserve.cuda.batches import AttentionLimits, StepBatches
-from moeserve.cuda.build import build_gpu_decoder
+from moeserve.cuda.build import build_gpu_decoder, expert_configs
 from moeserve.cuda.decode_graphs import DecodeSteps
 from moeserve.cuda.decoder import GpuDecoder
+from moeserve.cuda.launch_variants import StepLimits, StepShape
 from moeserve.cuda.memory import kv_memory
 from moeserve.cuda.runner import GpuModelRunner
-from moeserve.cuda.step_arrays import StepArrays, capture_sizes
+from moeserve.cuda.step_arrays import capture_sizes
+from moeserve.cuda.warm_up import launch_all_variants, launch_blank_step, launch_variants
 from moeserve.kv_budget import KvBudget, share_kv
 from moeserve.kv_pool import KVPool, kv_block_bytes
 from moeserve.models.spec import DecoderSpec
@@ -51,6 +53,7 @@ def load_gpu_model(
     device: torch.device,
 ) -> GpuModel:
     """Loads the model and takes its KV memory. Raises ModelError or ConfigError for what does not fit."""
+    configs = expert_configs(spec, dtype, device)
     decoder = build_gpu_decoder(
         directory,
         spec,
@@ -59,6 +62,7 @@ def load_gpu_model(
         max_tokens=settings.max_num_batched_tokens,
         max_model_len=settings.max_model_len,
         progress=progress,
+        configs=configs,
     )
     weights_bytes = torch.cuda.memory_allocated(device)
     block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, dtype)
@@ -71,44 +75,44 @@ def load_gpu_model(
         model_max_len=spec.max_position,
         max_model_len=settings.max_model_len,
     )
-    runner = make_runner(decoder, kv, settings)
+    runner = make_runner(decoder, kv, settings, configs)
     return GpuModel(runner, kv, weights_bytes, kv.num_blocks * block_bytes)
 
 
-def make_runner(decoder: GpuDecoder, kv: KvBudget, settings: GpuSettings) -> GpuModelRunner:
-    """Takes the KV memory and, on a GPU and unless eager, captures the decode steps."""
+def make_runner(
+    decoder: GpuDecoder, kv: KvBudget, settings: GpuSettings, configs: MoeConfigs | None = None
+) -> GpuModelRunner:
+    """Takes the KV memory. On a GPU it compiles all kernels and, unless eager, captures the decode steps.
+
+    configs: of the decoder's experts.
+    """
     pool = KVPool(decoder.spec.kv_layers, kv.num_blocks, settings.block_size, decoder.dtype, decoder.device)
     limits = AttentionLimits(decoder.spec, settings.block_size, kv.max_model_len, decoder.dtype, decoder.device)
+    batches = StepBatches(limits, settings.max_num_seqs)
+    if decoder.device.type == "cuda":
+        steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, kv.max_model_len)
+        variants = launch_variants(limits, configs, steps)
+        launch_all_variants(decoder, pool.layers, batches, variants, settings.block_size)
     decode = None
     if not settings.enforce_eager:
         decode = DecodeSteps(decoder, pool.layers, limits, capture_sizes(settings.max_num_seqs))
         if decoder.device.type == "cuda":
             decode.capture()
-    return GpuModelRunner(decoder, pool, StepBatches(limits, settings.max_num_seqs), decode=decode)
+    return GpuModelRunner(decoder, pool, batches, decode=decode)
 
 
 @torch.inference_mode()
 def _compute_largest_step(decoder: GpuDecoder, settings: GpuSettings) -> None:
-    """Compiles the kernels of long prompts and leaves the allocator's peak behind. Writes no KV: its slots are -1."""
+    """Leaves the allocator's peak behind. Stores no KV."""
     spec, size = decoder.spec, settings.block_size
     length = min(settings.max_num_batched_tokens, decoder.max_model_len)
     count = max(1, settings.max_num_batched_tokens // length)
-    arrays = StepArrays(max_query_len=length)
-    for _ in range(count):
-        arrays.token_ids.extend(range(length))
-        arrays.positions.extend(range(length))
-        arrays.slots.extend([-1] * length)
-        arrays.seq_lens.append(length)
-        arrays.query_starts.append(arrays.num_rows)
-        arrays.block_tables.append(array("i", [0] * -(-length // size)))
-    for row in range(arrays.num_rows):
-        arrays.token_ids[row] %= spec.vocab_size
     limits = AttentionLimits(spec, size, decoder.max_model_len, decoder.dtype, decoder.device)
     pool = KVPool(spec.kv_layers, 1, size, decoder.dtype, decoder.device)
-    rows = range(max(0, arrays.num_rows - settings.max_num_seqs), arrays.num_rows)
-    batch = StepBatches(limits, settings.max_num_seqs).make(arrays, rows, None)
+    shape = StepShape(0, (length,) * count, min(settings.max_num_seqs, length * count))
+    logits = launch_blank_step(decoder, pool.layers, StepBatches(limits, settings.max_num_seqs), shape, size)
     # Sampling widens the logits once more.
-    decoder.forward(batch, pool.layers).float().softmax(-1)
+    logits.float().softmax(-1)
 
 
 def _free_for_kv(device: torch.device, settings: GpuSettings) -> int:

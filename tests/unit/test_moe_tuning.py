@@ -93,19 +93,6 @@ def test_without_a_file_the_heuristic_serves_and_the_log_says_so_once(tmp_path, 
     assert "moeserve tune" in caplog.messages[0]
 
 
-def test_warming_the_named_sizes_up_covers_every_configuration(tmp_path):
-    configs = MoeConfigs(SHAPE, HOPPER, PLATFORM, (tmp_path,))
-    sizes = configs.sizes_to_warm(4096)
-    assert len(sizes) < 12
-    assert {configs(size) for size in sizes} == {configs(tokens) for tokens in range(1, 4097)}
-
-
-def test_warming_up_covers_both_ways_of_sorting_under_one_configuration(tmp_path):
-    configs = MoeConfigs(MoeShape(64, 768, 2048, 8, "bfloat16"), HOPPER, PLATFORM, (tmp_path,))
-    assert configs(512) == configs(513)
-    assert 512 in configs.sizes_to_warm(4096)
-
-
 def test_packaged_files_are_in_order():
     for path in PACKAGED.glob("*.json"):
         fields = json.loads(path.read_text())

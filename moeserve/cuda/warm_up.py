@@ -1,0 +1,53 @@
+"""Launches before serving whatever serving may launch, so that no request waits for the compiler."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from kernels.gpu.tuning import MoeConfigs
+from moeserve.cuda.batches import AttentionLimits, StepBatches
+from moeserve.cuda.decoder import GpuDecoder, KvPools
+from moeserve.cuda.launch_variants import LaunchVariants, StepLimits, StepShape
+from moeserve.cuda.sampler import launch_all_draws
+from moeserve.cuda.step_arrays import StepArrays
+
+
+def launch_variants(limits: AttentionLimits, configs: MoeConfigs | None, step: StepLimits) -> LaunchVariants:
+    """Of the steps of a model that are not captured."""
+    return LaunchVariants(step, limits.prefill, None if configs is None else configs.variant)
+
+
+@torch.inference_mode()
+def launch_all_variants(
+    decoder: GpuDecoder, kv_pools: KvPools, batches: StepBatches, variants: LaunchVariants, block_size: int
+) -> None:
+    """Every kernel of a step that is not captured, then those that draw. Writes no KV; reads what lies in block 0."""
+    for shape in variants.steps():
+        launch_blank_step(decoder, kv_pools, batches, shape, block_size)
+    launch_all_draws(decoder.spec.vocab_size, decoder.dtype, decoder.device)
+
+
+def launch_blank_step(
+    decoder: GpuDecoder, kv_pools: KvPools, batches: StepBatches, shape: StepShape, block_size: int
+) -> torch.Tensor:
+    """Logits without meaning of a step of this shape, which stores nothing."""
+    arrays = blank_arrays(shape, block_size, decoder.spec.vocab_size)
+    rows = range(arrays.num_rows - shape.num_logits, arrays.num_rows)
+    return decoder.forward(batches.make(arrays, rows, None), kv_pools)
+
+
+def blank_arrays(shape: StepShape, block_size: int, vocab_size: int) -> StepArrays:
+    """New sequences without slots, whose contexts lie in block 0."""
+    lengths = (1,) * shape.num_decodes + shape.prompt_lens
+    arrays = StepArrays(num_decodes=shape.num_decodes, max_query_len=max(lengths))
+    for length in lengths:
+        # Spread over the vocabulary, so that the gate spreads them over the experts.
+        arrays.token_ids.extend(position * 31 % vocab_size for position in range(length))
+        arrays.positions.extend(range(length))
+        arrays.slots.extend([-1] * length)
+        arrays.seq_lens.append(length)
+        arrays.query_starts.append(arrays.num_rows)
+        arrays.block_tables.append(array("i", [0] * -(-length // block_size)))
+    return arrays

@@ -1,0 +1,63 @@
+"""Serving compiles nothing: what steps of all kinds launch was launched at start-up."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.gpu.moe_config import Device, MoeShape
+from kernels.gpu.tuning import MoeConfigs, Platform
+from moeserve.cuda.launch_variants import LaunchVariants, StepLimits, StepShape
+
+ROOT = Path(__file__).resolve().parents[2]
+HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)
+# Between them windows, sinks, latent attention, flat norms, layer norms, shared experts and models without experts.
+CASES = ("llama", "mixtral", "gpt_oss", "deepseek_v3-yarn")
+MORE_CASES = ("olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "granitemoe", "mistral-window")
+
+
+def variants(tmp_path, limits, experts=True):
+    configs = MoeConfigs(MoeShape(64, 768, 2048, 8, "bfloat16"), HOPPER, Platform("gpu", "3.9.0"), (tmp_path,))
+    return LaunchVariants(limits, lambda length: length <= 64, configs.variant if experts else None), configs
+
+
+def test_few_steps_launch_all_variants_of_every_number_of_tokens(tmp_path):
+    limits = StepLimits(4096, 64, 8192)
+    of, configs = variants(tmp_path, limits)
+    steps = of.steps()
+    assert len(steps) < 16
+    assert steps[0] == StepShape(0, (4096,), 1)
+    assert frozenset().union(*(of.of_step(step) for step in steps)) == of.all()
+    for num_decodes in (0, 1, 3, 64):
+        for length in (0, 1, 17, 64, 65, 511, 512, 513, 1024, 4032):
+            prompts = (length,) if length else ()
+            if num_decodes + length:
+                assert of.of_step(StepShape(num_decodes, prompts, num_decodes + len(prompts))) <= of.all()
+    # Both ways of sorting rows under one configuration.
+    assert configs(512) == configs(513)
+    assert {("experts", configs.variant(512)), ("experts", configs.variant(513))} <= of.all()
+
+
+def test_a_model_without_experts_has_a_decode_and_two_prompts_to_launch(tmp_path):
+    of, _ = variants(tmp_path, StepLimits(4096, 64, 8192), experts=False)
+    assert of.steps() == [StepShape(0, (4096,), 1), StepShape(0, (64,), 1), StepShape(1, (), 1)]
+
+
+def test_steps_keep_within_the_limits(tmp_path):
+    of, _ = variants(tmp_path, StepLimits(300, 2, 100))
+    assert max(step.num_tokens for step in of.steps()) <= 200
+    assert all(len(step.prompt_lens) <= 2 and max(step.prompt_lens, default=1) <= 100 for step in of.steps())
+
+
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.long)], ids=["few", "more"])
+def test_no_step_reaches_a_kernel_that_start_up_has_not(cases):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.launch_keys", *cases]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = result.stdout.splitlines()
+    assert [line for line in lines if line.startswith("NEW")] == []
+    assert len(lines) == 2 * len(cases)
+    assert all(int(line.split()[-3]) >= 15 for line in lines)

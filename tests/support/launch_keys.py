@@ -1,0 +1,136 @@
+"""What Triton would compile while serving, counted by the keys of its cache without compiling or launching anything.
+
+`python -m tests.support.launch_keys CASE...` (names of `tiny_models`) prints, for every case and way of decoding, how
+many keys starting up reaches and, one per line, the kernels that serving steps of all kinds reach besides. It has to
+run in a process of its own, without TRITON_INTERPRET. Whatever a kernel would have written stays as it is.
+"""
+
+import contextlib
+import random
+import sys
+import tempfile
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from moeserve.cuda.batches import AttentionLimits, StepBatches
+from moeserve.cuda.build import build_gpu_decoder, expert_configs
+from moeserve.cuda.decode_graphs import DecodeSteps
+from moeserve.cuda.launch_variants import StepLimits, StepShape
+from moeserve.cuda.runner import GpuModelRunner
+from moeserve.cuda.step_arrays import capture_sizes
+from moeserve.cuda.warm_up import blank_arrays, launch_all_variants, launch_variants
+from moeserve.kv_pool import KVPool
+from moeserve.models.families import build_spec
+from moeserve.models.hf_config import load_config
+from moeserve.plan import Chunk, ChunkExtras, StepPlan
+from moeserve.request import SamplingParams
+from tests.support.compile_only import AbsentGpu
+from tests.support.tiny_models import save
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS, MAX_TOKENS = 16, 64, 256, 70, 1100
+# Lengths around every threshold, and some that no power of two divides.
+LENGTHS = (1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 200, 255)
+DRAWS = (
+    SamplingParams(4, temperature=0.0),
+    SamplingParams(4, temperature=0.7, seed=3),
+    SamplingParams(4, temperature=0.7, top_k=5),
+    SamplingParams(4, temperature=0.7, top_p=0.5),
+    SamplingParams(4, temperature=0.0, logit_bias={3: 1.0}),
+    SamplingParams(4, temperature=1.0, logit_bias={3: 1.0}),
+    SamplingParams(4, temperature=1.0, min_p=0.1, logit_bias={3: 1.0}),
+)
+
+
+@contextlib.contextmanager
+def launch_keys() -> Iterator[set[str]]:
+    """Yields a set that fills with the keys under which Triton caches what is "launched" meanwhile."""
+    found: set[str] = set()
+    plain = JITFunction.run
+
+    def run(self, *args, grid, warmup, **kwargs):
+        binder = self.device_caches[0][-1]
+        _, specialization, options = binder(*args, **kwargs, debug=False)
+        found.add(f"{self.fn.__module__}.{self.fn.__name__} {specialization} {options}")
+
+    driver.set_active(AbsentGpu())
+    JITFunction.run = run
+    try:
+        yield found
+    finally:
+        JITFunction.run = plain
+
+
+def plans(generator: random.Random) -> Iterator[StepPlan]:
+    """Decodes alone for every number of sequences, then decodes beside prompts of all lengths."""
+    for count in range(1, MAX_SEQS + 1):
+        draws = generator.choices(DRAWS, k=count) if count % 3 else [DRAWS[count % len(DRAWS)]] * count
+        yield StepPlan(0, [chunk(generator, 1, sampling) for sampling in draws])
+    for length in LENGTHS:
+        for count in (0, 1, 5, 33):
+            ending = generator.choice((None, *DRAWS))
+            prompts = [chunk(generator, length, ending)]
+            total = count + length
+            while generator.random() < 0.7 and total + LENGTHS[-1] <= MAX_TOKENS:
+                other = generator.choice(LENGTHS)
+                prompts.append(chunk(generator, other, generator.choice((None, *DRAWS))))
+                total += other
+            yield StepPlan(0, [chunk(generator, 1, generator.choice(DRAWS)) for _ in range(count)] + prompts)
+    # Experts by every kind of configuration, and all rows of a prompt wanted.
+    for total in (300, 512, 513, 700, 1024, 1025, MAX_TOKENS):
+        lengths = [min(MAX_LEN, total - done) for done in range(0, total, MAX_LEN)]
+        yield StepPlan(0, [chunk(generator, length, DRAWS[0]) for length in lengths])
+    whole = chunk(generator, 40, DRAWS[0])
+    whole.extras = ChunkExtras(prompt_targets=array("i", [1] * 40))
+    yield StepPlan(0, [whole])
+
+
+def chunk(generator: random.Random, length: int, sampling: SamplingParams | None) -> Chunk:
+    start = generator.randrange(MAX_LEN - length + 1)
+    blocks = array("i", (generator.randrange(NUM_BLOCKS) for _ in range(-(-(start + length) // BLOCK_SIZE))))
+    return Chunk("", array("i", (generator.randrange(128) for _ in range(length))), start, blocks, sampling)
+
+
+def main(cases: list[str]) -> None:
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            save(case, Path(folder))
+            for eager in (False, True):
+                started, served = keys_of(Path(folder), eager=eager)
+                print(f"{case} {'eager' if eager else 'graphs'}: {len(started)} at start")
+                for key in sorted(served - started):
+                    print(f"NEW {key}")
+
+
+@torch.inference_mode()
+def keys_of(folder: Path, *, eager: bool) -> tuple[set[str], set[str]]:
+    """The keys of starting up and those of serving."""
+    spec = build_spec(load_config(folder))
+    dtype = torch.bfloat16
+    configs = expert_configs(spec, dtype, CPU)
+    decoder = build_gpu_decoder(
+        folder, spec, dtype=dtype, device=CPU, max_tokens=MAX_TOKENS, max_model_len=MAX_LEN, configs=configs
+    )
+    pool = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, dtype, CPU)
+    limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, dtype, CPU)
+    batches = StepBatches(limits, MAX_SEQS)
+    variants = launch_variants(limits, configs, StepLimits(MAX_TOKENS, MAX_SEQS, MAX_LEN))
+    decode = None if eager else DecodeSteps(decoder, pool.layers, limits, capture_sizes(MAX_SEQS))
+    with launch_keys() as started:
+        launch_all_variants(decoder, pool.layers, batches, variants, BLOCK_SIZE)
+        for size in capture_sizes(MAX_SEQS) if decode is not None else ():
+            decode.run(blank_arrays(StepShape(size, (), size), BLOCK_SIZE, spec.vocab_size), None)
+    runner = GpuModelRunner(decoder, pool, batches, decode=decode)
+    with launch_keys() as served:
+        for plan in plans(random.Random(5)):
+            runner.launch(plan)
+    return started, served
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
