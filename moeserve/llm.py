@@ -9,10 +9,12 @@ from pathlib import Path
 
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.executor import LocalExecutor
-from moeserve.model_loading import load_model
+from moeserve.expert_service.signatures import signature_merger
+from moeserve.model_loading import load_model, plan_model
 from moeserve.plan import TokenLogprobs
 from moeserve.request import FinishReason, Request, SamplingParams
 from moeserve.serving import build_scheduler
+from moeserve.startup import rank_runner, signature_tap
 
 
 @dataclass(slots=True)
@@ -36,11 +38,14 @@ class LLM:
         config = config or ServeConfig()
         if config.expert_parallel_size > 1:
             raise ConfigError("LLM runs one rank: expert_parallel_size is for a service.")
-        model = load_model(Path(model_dir), config, lambda _: None)
+        plan = plan_model(Path(model_dir), config)
+        tap = signature_tap(plan, config)
+        model = load_model(Path(model_dir), config, lambda _: None, plan=plan, tap=tap)
         self.spec = model.spec
-        self.executor = LocalExecutor(model.step_runner())
+        self.executor = LocalExecutor(rank_runner(model, tap, config, records=False))
         self.experts = None if model.experts is None else model.experts.memory
-        self.scheduler, _ = build_scheduler(config, model.kv)
+        merge = None if model.prefetcher is None else signature_merger(model.spec)
+        self.scheduler, _ = build_scheduler(config, model.kv, merge_annotations=merge)
         self._count = 0
 
     def close(self) -> None:

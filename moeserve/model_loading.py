@@ -11,7 +11,7 @@ import structlog
 import torch
 
 from experts.placement.placement import Placement
-from experts.prefetch.prefetcher import LayerListener
+from experts.prefetch.prefix_listener import PrefixListener
 from experts.routing_tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.packed_experts import PackedExperts
@@ -80,7 +80,7 @@ class LoadedModel(ServedModel):
     runner: ModelRunner
     packed_experts: Sequence[PackedExperts]
     experts: ResidentModel | None = None
-    prefetcher: LayerListener | None = None
+    prefetcher: PrefixListener | None = None
 
     def step_runner(self) -> Runner:
         """What computes the steps, and tells the prefetcher of them."""

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from moeserve.request import SamplingParams
 
+# What one request may carry of the cached prefix it was admitted with.
+MAX_ANNOTATION_BYTES = 4096
+
 
 @dataclass(slots=True)
 class Chunk:
@@ -18,6 +21,9 @@ class Chunk:
 
     `drawn_by` is set where the plan before is still in flight: the chunk's one token is what that plan's chunk number
     `drawn_by` among its sampled ones will draw, and `token_ids` holds a zero in its place.
+
+    `annotation`: what is kept with the cached tokens before `start`, at most MAX_ANNOTATION_BYTES; only in the first
+    chunk after the request's admission. Whoever wrote it (`ChunkResult.annotation`) knows what it means.
     """
 
     request_id: str
@@ -27,6 +33,7 @@ class Chunk:
     sampling: SamplingParams | None
     extras: ChunkExtras | None = None
     drawn_by: int | None = None
+    annotation: bytes | None = None
 
     @property
     def num_logit_rows(self) -> int:
@@ -93,12 +100,16 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class ChunkResult:
-    """What a chunk gave: the drawn token (None without sampling), or the error that makes its request fail alone."""
+    """What a chunk gave: the drawn token (None without sampling), or the error that makes its request fail alone.
+
+    `annotation`: to be kept with the request's cached tokens up to the chunk's end.
+    """
 
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    annotation: bytes | None = None
 
 
 @dataclass(slots=True)

@@ -7,12 +7,13 @@ bytes.
 from __future__ import annotations
 
 from array import array
+from typing import Annotated
 
 import msgpack
 import msgspec
 
 from moeserve.messages import MAX_FRAME_BYTES, DecodeError, unpack_token_ids
-from moeserve.plan import Chunk, ChunkExtras, StepPlan
+from moeserve.plan import MAX_ANNOTATION_BYTES, Chunk, ChunkExtras, StepPlan
 from moeserve.request import SamplingParams
 
 
@@ -32,6 +33,7 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
     sampling: SamplingParams | None
     extras: _WireExtras | None
     drawn_by: int | None
+    annotation: Annotated[bytes, msgspec.Meta(max_length=MAX_ANNOTATION_BYTES)] | None
 
 
 class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
@@ -69,6 +71,7 @@ def _pack_chunk(chunk: Chunk) -> _WireChunk:
         chunk.sampling,
         None if extras is None else _pack_extras(extras),
         chunk.drawn_by,
+        chunk.annotation,
     )
 
 
@@ -81,6 +84,7 @@ def _unpack_chunk(wire: _WireChunk) -> Chunk:
         wire.sampling,
         None if wire.extras is None else _unpack_extras(wire.extras),
         wire.drawn_by,
+        wire.annotation,
     )
 
 

@@ -46,6 +46,7 @@ class PlanDraft:
         sampling = request.sampling if end == len(token_ids) else None
         extras = None if request.is_plain else chunk_extras(request, start, end)
         chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
+        chunk.annotation, request.annotation = request.annotation, None
         self.plans[request.rank].chunks.append(chunk)
         self.requests.append(request)
         self.budgets[request.rank] -= count

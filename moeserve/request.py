@@ -58,7 +58,8 @@ class Request:
     hit, a chunk or a preemption does is a change of that number. `num_scheduled_tokens` are in plans whose results have
     not come yet. `lease` is None while the request waits; otherwise it is one of rank `rank`. `finished` says that it
     ended while a plan still named it, `failed` that it ended with an error. `num_prompt_logprobs` log probabilities of
-    prompt tokens were reported, which survives a preemption.
+    prompt tokens were reported, which survives a preemption. `annotation` is what is kept with the cached prefix, until
+    a chunk carries it.
     """
 
     request_id: str
@@ -76,6 +77,7 @@ class Request:
     num_prompt_logprobs: int = 0
     rank: int = 0
     lease: Lease | None = None
+    annotation: bytes | None = None
     finished: bool = False
     failed: bool = False
     is_plain: bool = field(init=False)

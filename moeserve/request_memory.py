@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from moeserve.plan import MAX_ANNOTATION_BYTES
 from moeserve.request import Request
 from radix_cache import PrefixCache
+
+# One annotation out of those along a prefix, each with its number of tokens, in order.
+MergeAnnotations = Callable[[Sequence[tuple[int, bytes]]], bytes]
 
 
 class RequestMemory:
@@ -15,8 +19,10 @@ class RequestMemory:
     exchanging full blocks for equal ones (`publish`). So whatever else leaves a lease here can be freed at once.
     """
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: PrefixCache, merge_annotations: MergeAnnotations | None = None) -> None:
+        """merge_annotations: None where nothing is kept with prefixes."""
         self._cache = cache
+        self._merge_annotations = merge_annotations
         self._block_size = cache.block_size
 
     @property
@@ -51,8 +57,18 @@ class RequestMemory:
         """Releases the request's blocks; it has computed nothing then. See `PrefixCache.release` for `keep_tokens`."""
         assert request.lease is not None
         self._cache.release(request.lease, keep_tokens)
-        request.lease = None
+        request.lease = request.annotation = None
         request.num_computed_tokens = 0
+
+    def recall(self, request: Request) -> None:
+        """Has the request's next chunk carry what is kept with the prefix it was admitted with, if that is not too
+        much."""
+        if self._merge_annotations is None or not request.num_computed_tokens:
+            return
+        assert request.lease is not None
+        kept = self._cache.annotations(request.lease)
+        merged = self._merge_annotations(kept) if kept else b""
+        request.annotation = merged if 0 < len(merged) <= MAX_ANNOTATION_BYTES else None
 
     def catch_up(self, request: Request) -> int:
         """Adopts blocks that others have published meanwhile; returns how many tokens need no computing for it.
@@ -80,8 +96,8 @@ class RequestMemory:
         """How many more tokens of the request could have a slot now."""
         return self.num_empty_slots(request) + self._cache.num_available * self._block_size
 
-    def publish(self, request: Request) -> list[int] | None:
-        """Lets others find the full blocks that the request has computed.
+    def publish(self, request: Request, annotation: bytes | None = None) -> list[int] | None:
+        """Lets others find the full blocks that the request has computed, with what is to be kept with them.
 
         Returns blocks that it had in double and no longer holds, to be freed; None for none.
         """
@@ -89,7 +105,10 @@ class RequestMemory:
         assert lease is not None
         if request.num_computed_tokens - lease.num_published_tokens < self._block_size:
             return None
-        return self._cache.publish(lease, request.token_ids, request.num_computed_tokens) or None
+        duplicates = self._cache.publish(lease, request.token_ids, request.num_computed_tokens)
+        if annotation and self._merge_annotations is not None:
+            self._cache.annotate(lease, annotation)
+        return duplicates or None
 
     def free(self, duplicates: list[int]) -> None:
         """Frees what `publish` returned, when no plan in flight names it."""

@@ -16,6 +16,7 @@ class _WireChunkResult(msgspec.Struct, array_like=True, frozen=True):
     logprobs: _Entry | None
     prompt_logprobs: list[_Entry] | None
     error: str | None
+    annotation: bytes | None
 
 
 class _WireResult(msgspec.Struct, array_like=True, frozen=True):
@@ -51,6 +52,7 @@ def _pack_chunk(chunk: ChunkResult) -> _WireChunkResult:
         None if chunk.logprobs is None else _pack_entry(chunk.logprobs),
         None if prompt is None else [_pack_entry(entry) for entry in prompt],
         chunk.error,
+        chunk.annotation,
     )
 
 
@@ -61,6 +63,7 @@ def _unpack_chunk(wire: _WireChunkResult) -> ChunkResult:
         None if wire.logprobs is None else _unpack_entry(wire.logprobs),
         None if prompt is None else [_unpack_entry(entry) for entry in prompt],
         wire.error,
+        wire.annotation,
     )
 
 

@@ -15,7 +15,7 @@ from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
 from moeserve.plan_draft import PlanDraft
 from moeserve.rank_choice import Placement, RankLoads
 from moeserve.request import FinishReason, Request
-from moeserve.request_memory import RequestMemory
+from moeserve.request_memory import MergeAnnotations, RequestMemory
 from moeserve.run_ahead import plan_drawn
 from moeserve.waiting_queue import WaitingQueue
 from radix_cache import PrefixCache
@@ -46,6 +46,7 @@ class Scheduler:
         max_model_len: int,
         policy: str = "fcfs",
         run_ahead: bool = False,
+        merge_annotations: MergeAnnotations | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
@@ -57,9 +58,9 @@ class Scheduler:
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_model_len = max_model_len
         self._run_ahead = run_ahead
-        self._memories = [RequestMemory(cache) for cache in caches]
+        self._memories = [RequestMemory(cache, merge_annotations) for cache in caches]
         self._requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue(policy, self._longest_match)
+        self._waiting = WaitingQueue(policy, lambda request: max(memory.peek(request) for memory in self._memories))
         self._running: list[Request] = []
         self._in_flight: deque[PlanDraft] = deque()
         self._started: list[Request] = []
@@ -180,7 +181,7 @@ class Scheduler:
                 outputs.append(self._end(request, FinishReason.ERROR, error))
             else:
                 request.num_computed_tokens += num_tokens
-                self._publish(request)
+                self._publish(request, computed.annotation)
                 output = self._take_over(request, chunk, computed)
                 if output is not None:
                     outputs.append(output)
@@ -225,6 +226,7 @@ class Scheduler:
                 break
             self._waiting.take(request)
             self._running.append(request)
+            self._memories[request.rank].recall(request)
             self._count_start(request)
             self._plan_chunk(request, draft.budgets[request.rank], draft)
             loads.add(request)
@@ -291,9 +293,6 @@ class Scheduler:
         self.counters.preemptions += 1
         self._waiting.add(request)
 
-    def _longest_match(self, request: Request) -> int:
-        return max(memory.peek(request) for memory in self._memories)
-
     def _count_start(self, request: Request) -> None:
         self.counters.prefix_query_tokens += len(request.token_ids)
         self.counters.prefix_hit_tokens += request.num_computed_tokens
@@ -302,10 +301,10 @@ class Scheduler:
             self.counters.prompt_tokens += request.num_prompt_tokens
             self._started.append(request)
 
-    def _publish(self, request: Request) -> None:
+    def _publish(self, request: Request, annotation: bytes | None) -> None:
         """Lets others find the request's full blocks; those it has in double go when no plan names them any more."""
         memory = self._memories[request.rank]
-        blocks = memory.publish(request)
+        blocks = memory.publish(request, annotation)
         if blocks and request.num_scheduled_tokens:
             self._in_flight[-1].duplicates.append((request.rank, blocks))
         elif blocks:

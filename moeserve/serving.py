@@ -18,11 +18,13 @@ from moeserve.engine_socket import EngineSocket, HeartbeatThread
 from moeserve.executor import Executor, LocalLauncher
 from moeserve.expert_service.monitor import ExpertFacts, ExpertMonitor, ExpertSources
 from moeserve.expert_service.recording import ExpertRecording
+from moeserve.expert_service.signatures import signature_merger
 from moeserve.expert_service.step_recording import RecordingExecutor
 from moeserve.kv_budget import KvBudget
 from moeserve.messages import EngineReady
 from moeserve.model_loading import Report, ServedModel
 from moeserve.models.spec import DecoderSpec
+from moeserve.request_memory import MergeAnnotations
 from moeserve.run_context import RunContext
 from moeserve.scheduler import Scheduler
 from moeserve.step_loop import OverlappedSteps
@@ -50,7 +52,8 @@ def serve(
         recording.placement = sources.placement
         executor = RecordingExecutor(executor, recording)
     overlapped = isinstance(executor, LocalLauncher)
-    scheduler, caches = build_scheduler(config, model.kv, model.device, run_ahead=overlapped)
+    merge = signature_merger(model.spec) if sources.prefetches and config.enable_prefix_caching else None
+    scheduler, caches = build_scheduler(config, model.kv, model.device, run_ahead=overlapped, merge_annotations=merge)
     ready = _ready(context, model)
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)
@@ -128,7 +131,12 @@ def _save(recording: ExpertRecording) -> None:
 
 
 def build_scheduler(
-    config: ServeConfig, kv: KvBudget, device: str = "cpu", *, run_ahead: bool = False
+    config: ServeConfig,
+    kv: KvBudget,
+    device: str = "cpu",
+    *,
+    run_ahead: bool = False,
+    merge_annotations: MergeAnnotations | None = None,
 ) -> tuple[Scheduler, list[PrefixCache]]:
     """The scheduler and the caches it plans with, one per rank. Raises ConfigError for limits that contradict."""
     budget = step_budget(config, device)
@@ -146,5 +154,6 @@ def build_scheduler(
         max_model_len=kv.max_model_len,
         policy=config.scheduling_policy,
         run_ahead=run_ahead,
+        merge_annotations=merge_annotations,
     )
     return scheduler, caches

@@ -10,9 +10,10 @@ from moeserve.config import ServeConfig
 from moeserve.device import choose_device, cuda_absence
 from moeserve.executor import LocalExecutor, Runner
 from moeserve.expert_service.monitor import ExpertSources
-from moeserve.expert_service.recording import open_recording
+from moeserve.expert_service.recording import open_recording, routing_shape
+from moeserve.expert_service.signatures import AnnotatingRunner
 from moeserve.expert_service.step_recording import TappedRunner
-from moeserve.model_loading import Report, load_model, plan_model
+from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, plan_model
 from moeserve.models.spec import DecoderSpec
 from moeserve.run_context import RunContext
 from moeserve.serving import serve
@@ -30,15 +31,16 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
         return run_on_gpu(context, report, stop)
     plan = plan_model(directory, config)
     recording = open_recording(config, directory, plan.spec)
-    tap = routing_tap(plan.spec, config)
+    tap = routing_tap(plan.spec, config) or signature_tap(plan, config)
     model = load_model(directory, config, report, plan=plan, tap=tap)
     memory = None if model.experts is None else model.experts.memory
     sources = ExpertSources(
         memory=None if memory is None else lambda: [memory.stats()],
         prefetches=model.prefetcher is not None,
     )
+    runner = rank_runner(model, tap, config, records=config.record_experts)
     try:
-        serve(context, model, LocalExecutor(tapped(model.step_runner(), tap)), report, stop, recording, sources)
+        serve(context, model, LocalExecutor(runner), report, stop, recording, sources)
     finally:
         if memory is not None:
             memory.close()
@@ -49,6 +51,23 @@ def routing_tap(spec: DecoderSpec, config: ServeConfig) -> RoutingTap | None:
     if spec.moe is None or not config.record_experts:
         return None
     return RoutingTap(spec.moe_layers, spec.moe.num_experts)
+
+
+def signature_tap(plan: ModelPlan, config: ServeConfig) -> RoutingTap | None:
+    """What hears the gates where cached prefixes are kept with a signature of the experts that they use."""
+    moe = plan.spec.moe
+    if moe is None or plan.residency is None or config.expert_prefetch == "off" or not config.enable_prefix_caching:
+        return None
+    return RoutingTap(plan.spec.moe_layers, moe.num_experts)
+
+
+def rank_runner(model: LoadedModel, tap: RoutingTap | None, config: ServeConfig, *, records: bool) -> Runner:
+    """What computes the steps of a rank, with all that listens to them. records: whether results carry the routing."""
+    runner = tapped(model.step_runner(), tap)
+    shape = routing_shape(model.spec)
+    if tap is None or shape is None or model.prefetcher is None or not config.enable_prefix_caching:
+        return runner
+    return AnnotatingRunner(runner, shape, config.block_size, keeps_routing=records)
 
 
 def tapped(runner: Runner, tap: RoutingTap | None) -> Runner:

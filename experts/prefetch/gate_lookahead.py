@@ -44,6 +44,10 @@ class GateLookahead:
         self._is_on = True
         self._distance = 1
 
+    @property
+    def is_on(self) -> bool:
+        return self._is_on
+
     def begin_step(self, token_ids: Ids, requests: Ids) -> None:
         self._is_on = self._judge is None or self._judge.begin_step()
         self._distance = min(ceil(1 / self._memory.loads_per_layer()) + 1, self._preview.max_distance)

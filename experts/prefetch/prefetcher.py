@@ -20,7 +20,13 @@ from experts.routing.step_routing import NOT_COMPUTED
 
 
 class LayerListener(Protocol):
-    """Hears the computation of steps, and may ask for experts. See `Prefetcher`."""
+    """Hears the computation of steps, and may ask for experts. See `Prefetcher`.
+
+    is_on: whether it asks for any in the step that runs.
+    """
+
+    @property
+    def is_on(self) -> bool: ...
 
     def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None: ...
 
@@ -53,6 +59,10 @@ class Prefetcher:
         self._preview = preview
         self._token_ids: NDArray[np.int64] = np.empty(0, np.int64)
         self._ids: NDArray[np.int16] = np.empty((0, 0, 0), np.int16)
+
+    @property
+    def is_on(self) -> bool:
+        return True
 
     def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None:
         """A step of T tokens begins: token_ids, requests [T]."""

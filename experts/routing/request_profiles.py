@@ -1,8 +1,8 @@
-"""Which experts each running request has used: one matrix per request, and its compact form for a prefix. Pure."""
+"""Which experts each running request has used: one matrix per request. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,10 +46,13 @@ class RequestProfiles:
         return self._counts[row], self._tokens[row]
 
     def seed(self, request: int, rates: Float, num_tokens: float) -> None:
-        """What its prefix used, before anything of the request is seen. rates: [L, E], worth `num_tokens` tokens."""
+        """What its prefix used, before anything of the request is seen. rates: [L, E], worth `num_tokens` tokens.
+
+        Of a layer without any rate nothing is known.
+        """
         row = self._row(request)
         self._counts[row] = rates * np.float32(num_tokens)
-        self._tokens[row] = num_tokens
+        self._tokens[row] = np.where(rates.any(axis=1), np.float32(num_tokens), 0)
 
     def add(self, step: ObservedStep) -> None:
         """Counts a step, the layers of it that were observed."""
@@ -83,24 +86,3 @@ class RequestProfiles:
                 self._free = list(range(size, 2 * size))
             row = self._row_of[request] = self._free.pop()
         return row
-
-
-def encode_signature(rates: Float) -> bytes:
-    """The share of tokens that chose each expert, [L, E] in 0 … 1, one byte each. What was chosen at all stays so."""
-    return np.ceil(np.clip(rates, 0, 1) * np.float32(255)).astype(np.uint8).tobytes()
-
-
-def merge_signatures(parts: Sequence[tuple[int, bytes]], num_layers: int, num_experts: int) -> Float:
-    """[L, E]: the rates of a path from those of its parts, each with its number of tokens.
-
-    ValueError for no part, or one that is not of these sizes.
-    """
-    num_tokens = sum(count for count, _ in parts)
-    if num_tokens <= 0:
-        raise ValueError("a path of no tokens has no signature")
-    rates = np.zeros(num_layers * num_experts, np.float32)
-    for count, data in parts:
-        if len(data) != len(rates):
-            raise ValueError(f"a signature of {len(data)} bytes, expected {len(rates)}")
-        rates += np.frombuffer(data, np.uint8) * np.float32(count / (255 * num_tokens))
-    return rates.reshape(num_layers, num_experts)

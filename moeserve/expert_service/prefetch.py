@@ -8,13 +8,17 @@ import numpy as np
 
 from experts.memory.eviction import Affinity
 from experts.prediction.choice import make_predictor, source_names
+from experts.prediction.history_sources import SignatureSource
 from experts.prediction.sources import LearntAffinity
 from experts.prefetch.gate_lookahead import GateLookahead
 from experts.prefetch.gate_preview import GatePreview
 from experts.prefetch.judge import PrefetchJudge
 from experts.prefetch.planning import PrefetchPlanner, PrefetchRules
 from experts.prefetch.prefetcher import LayerListener, Prefetcher
+from experts.prefetch.prefix_listener import PrefixListener
+from experts.prefetch.prefix_warmth import PrefixWarmth
 from experts.prefetch.switch import PrefetchSwitch
+from experts.routing.request_profiles import RequestProfiles
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from moeserve.executor import Runner
 from moeserve.expert_service.residency import ResidentModel
@@ -31,7 +35,7 @@ def start_prefetching(
     experts: ResidentModel,
     decoder: Decoder,
     experts_here: Callable[[int], Collection[int]] | None = None,
-) -> LayerListener | None:
+) -> PrefixListener | None:
     """Has the layers tell a listener what they compute, who loads ahead. choice: `--expert-prefetch`.
 
     experts_here: those of a layer that this rank of several holds now; predictors that learn are for one rank.
@@ -42,32 +46,38 @@ def start_prefetching(
     blocks, norms = zip(*decoder.gated_blocks(), strict=True)
     preview = GatePreview(blocks, norms, _MAX_DISTANCE)
     listener: LayerListener
+    profiles: RequestProfiles | None = None
     if choice in ("auto", "gate"):
         judge = PrefetchJudge(experts.memory, PrefetchSwitch()) if choice == "auto" else None
         listener = GateLookahead(experts.memory, experts.control, preview, moe.gate.top_k, judge, experts_here)
     else:
         spec = StatisticsSpec(len(experts.layers), moe.num_experts, moe.gate.top_k, max_distance=_MAX_DISTANCE)
-        listener = _learning_prefetcher(choice, experts, LearntAffinity(RoutingStatistics(spec)), preview)
+        listener, profiles = _learning_prefetcher(choice, experts, LearntAffinity(RoutingStatistics(spec)), preview)
+    warmth = PrefixWarmth(experts.control, moe.num_experts)
+    around = PrefixListener(listener, experts.memory, warmth, profiles, experts_here)
     for layer in experts.layers.values():
-        layer.prefetcher = listener
-    return listener
+        layer.prefetcher = around
+    return around
 
 
 def _learning_prefetcher(
     choice: str, experts: ResidentModel, learnt: LearntAffinity, preview: GatePreview
-) -> Prefetcher:
-    predictor, _ = make_predictor(choice, learnt)
+) -> tuple[Prefetcher, RequestProfiles | None]:
+    """And the profiles that its predictor goes by, if it does."""
+    predictor, sources = make_predictor(choice, learnt)
     rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
     rules = PrefetchRules(max_distance=_MAX_DISTANCE)
     planner = PrefetchPlanner(predictor, experts.control, experts.memory.slot_bytes, rules, rated or None)
     listens = "gate-early" in source_names(choice)
-    return Prefetcher(experts.memory, predictor, planner, learnt, preview if listens else None)
+    signature = sources.get("signature")
+    profiles = signature.profiles if isinstance(signature, SignatureSource) else None
+    return Prefetcher(experts.memory, predictor, planner, learnt, preview if listens else None), profiles
 
 
 class PrefetchingRunner:
-    """A runner that tells a prefetcher where steps begin and end, and whose tokens they compute."""
+    """A runner that tells a prefetcher where steps begin and end, whose tokens they compute, behind which prefix."""
 
-    def __init__(self, runner: Runner, prefetcher: LayerListener) -> None:
+    def __init__(self, runner: Runner, prefetcher: PrefixListener) -> None:
         self._runner = runner
         self._prefetcher = prefetcher
         self._number_of: dict[str, int] = {}
@@ -78,6 +88,9 @@ class PrefetchingRunner:
     def run(self, plan: StepPlan) -> StepResult:
         self._num_steps += 1
         numbers = [self._number(chunk.request_id) for chunk in plan.chunks]
+        for chunk, number in zip(plan.chunks, numbers, strict=True):
+            if chunk.annotation is not None:
+                self._prefetcher.recall(number, chunk.annotation, chunk.start)
         counts = np.array([len(chunk.token_ids) for chunk in plan.chunks], np.int64)
         token_ids = np.concatenate(
             [np.asarray(chunk.token_ids, np.int64) for chunk in plan.chunks] or [np.empty(0, int)]

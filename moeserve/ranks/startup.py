@@ -60,7 +60,7 @@ from moeserve.ranks.network import machine_id
 from moeserve.result_codec import encode_result
 from moeserve.run_context import RunContext
 from moeserve.serving import serve
-from moeserve.startup import routing_tap, tapped
+from moeserve.startup import rank_runner, routing_tap, signature_tap
 from moeserve.version import VERSION
 
 # Of the engine's timeout: how long a rank that loads may be silent.
@@ -275,7 +275,7 @@ class _Member:
             last_layer=plan.spec.num_layers - 1,
             local_of=None if resident is None else resident.local_of,
         )
-        tap = routing_tap(plan.spec, config)
+        tap = routing_tap(plan.spec, config) or signature_tap(plan, config)
         owned = owned_experts(plan.spec, plan.placement, rank)
         self.model: LoadedModel = load_model(
             directory,
@@ -288,7 +288,8 @@ class _Member:
             experts=resident,
             experts_here=self.experts.experts_here,
         )
-        self.runner = CountedRunner(tapped(self.model.step_runner(), tap), self.experts.sent)
+        steps = rank_runner(self.model, tap, config, records=config.record_experts)
+        self.runner = CountedRunner(steps, self.experts.sent)
         self.migrator = make_migrator(directory, self.model, self.experts, owned)
 
     def warm_up(self) -> None:

@@ -37,6 +37,7 @@ WITH_TORCH = {
     "experts.prefetch.gate_lookahead",
     "experts.prefetch.gate_preview",
     "experts.prefetch.judge",
+    "experts.prefetch.prefix_listener",
     "experts.prefetch.prefetcher",
     "experts.routing_tap",
     "experts.slot_tables",

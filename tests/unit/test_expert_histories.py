@@ -6,7 +6,8 @@ import pytest
 from experts.prediction.history_sources import ActivationMatrixSource, SignatureSource
 from experts.prediction.predictor import BEFORE, ObservedStep, StepPredictor
 from experts.prediction.sources import LearntAffinity
-from experts.routing.request_profiles import RequestProfiles, encode_signature, merge_signatures
+from experts.routing.request_profiles import RequestProfiles
+from experts.routing.signatures import encode_signature, merge_signatures
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeserve.messages import DecodeError
-from moeserve.plan import Chunk, ChunkExtras, StepPlan
+from moeserve.plan import MAX_ANNOTATION_BYTES, Chunk, ChunkExtras, StepPlan
 from moeserve.plan_codec import decode_plan, encode_plan
 from moeserve.request import SamplingParams
 
@@ -41,6 +41,7 @@ CHUNKS = st.builds(
     block_table=ARRAYS,
     sampling=st.none() | SAMPLING,
     extras=st.none() | EXTRAS,
+    annotation=st.none() | st.binary(max_size=9),
 )
 PLANS = st.builds(StepPlan, step=st.integers(0, 2**62), chunks=st.lists(CHUNKS, max_size=4), zeroed_blocks=ARRAYS)
 
@@ -60,6 +61,14 @@ def test_encoding_takes_a_copy() -> None:
     data = encode_plan(plan)
     block_table.append(6)
     assert decode_plan(data).chunks[0].block_table == array("i", [5])
+
+
+def test_an_annotation_beyond_its_bound_is_refused() -> None:
+    chunk = Chunk("r", array("i", [1]), 16, array("i", [5]), None, annotation=bytes(MAX_ANNOTATION_BYTES))
+    assert decode_plan(encode_plan(StepPlan(1, [chunk]))).chunks == [chunk]
+    chunk.annotation = bytes(MAX_ANNOTATION_BYTES + 1)
+    with pytest.raises(DecodeError):
+        decode_plan(encode_plan(StepPlan(1, [chunk])))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""A cached prefix tells which experts it used, and they are loaded ahead of the requests that find it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experts.memory.expert_file import round_to_page
+from experts.prefetch.prefix_warmth import PrefixWarmth
+from moeserve.config import ServeConfig
+from moeserve.llm import LLM
+from moeserve.model_loading import read_spec
+from moeserve.models.expert_store import layout_in_store
+from moeserve.request import SamplingParams
+from tests.support.tiny_models import save
+
+BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160, max_num_batched_tokens=64)
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("qwen3_moe")
+    save("qwen3_moe", directory)
+    return directory
+
+
+def bounded(directory: Path, store: Path, **changes: object) -> ServeConfig:
+    """Half of the experts fit."""
+    spec, _ = read_spec(directory, BASE)
+    assert spec.moe is not None
+    slots = len(spec.moe_layers) * max(spec.moe.num_experts // 2, spec.moe.gate.top_k)
+    size = slots * round_to_page(layout_in_store(directory, spec, _).num_bytes)
+    return replace(BASE, expert_memory=size, expert_store_dir=str(store), **changes)  # type: ignore[arg-type]
+
+
+def prompt(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1, 128) for _ in range(count)]
+
+
+def test_a_prefix_hit_asks_for_the_experts_of_the_prefix_and_changes_no_bit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remembered = []
+    remember = PrefixWarmth.remember
+    monkeypatch.setattr(
+        PrefixWarmth,
+        "remember",
+        lambda warmth, request, rates: (remembered.append(rates), remember(warmth, request, rates)),
+    )
+    prefix = prompt(1, 40)
+    prompts = [prefix + prompt(2, 9), prompt(3, 50), prefix + prompt(4, 1), prefix + prompt(5, 20)]
+    llm = LLM(model, bounded(model, tmp_path, expert_prefetch="gate"))
+    found = [llm.generate([one], GREEDY)[0] for one in prompts]
+    assert llm.experts is not None
+    counters = llm.experts.stats().counters
+    llm.close()
+    assert [completion.num_cached_tokens for completion in found] == [0, 0, 40, 40]
+    assert len(remembered) == 2
+    assert all(rates.sum(axis=1)[:-1] == pytest.approx(llm.spec.moe.gate.top_k, rel=0.1) for rates in remembered)
+    assert counters.prefetch_bytes > 0
+    whole = LLM(model, BASE)
+    for one, expected in zip(prompts, found, strict=True):
+        assert whole.generate([one], GREEDY)[0].token_ids == expected.token_ids

@@ -1,0 +1,170 @@
+"""Signatures of runs of tokens: their bytes, who makes them, and what is asked for by them."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import pytest
+
+from experts.memory.eviction import Lru
+from experts.memory.residency_control import ResidencyControl
+from experts.memory.transfers import Priority
+from experts.prefetch.prefix_warmth import PrefixWarmth
+from experts.routing.signatures import MAX_SIGNATURE_BYTES, decode_signature, encode_signature, merge_signatures
+from experts.routing.step_routing import RoutingShape
+from moeserve.expert_service.signatures import AnnotatingRunner
+from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
+from moeserve.request import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
+SHAPE = RoutingShape(num_layers=2, num_experts=4, top_k=1)
+EXPERT_BYTES = 10
+
+
+def test_a_signature_of_many_experts_keeps_the_busiest_of_each_layer() -> None:
+    rates = np.random.default_rng(1).random((58, 256), np.float32)
+    data = encode_signature(rates)
+    assert len(data) <= MAX_SIGNATURE_BYTES
+    again = decode_signature(data, 58, 256)
+    kept = again > 0
+    assert kept.sum(axis=1).tolist() == [MAX_SIGNATURE_BYTES // (3 * 58)] * 58
+    assert again[kept] == pytest.approx(rates[kept], abs=1 / 255)
+    assert (np.where(kept, rates, 2).min(axis=1) >= np.where(kept, 0, rates).max(axis=1) - 1 / 255).all()
+    assert merge_signatures([(3, data), (5, data)], 58, 256) == pytest.approx(again, abs=1e-6)
+
+
+def test_bytes_of_other_sizes_are_no_signature() -> None:
+    with pytest.raises(ValueError, match="expected 8"):
+        decode_signature(b"\1" * 9, 2, 4)
+    with pytest.raises(ValueError, match="more than 300 experts"):
+        decode_signature(b"\xff" * len(encode_signature(np.zeros((20, 300), np.float32))), 20, 300)
+
+
+class Router:
+    """Computes nothing; the token id is the expert that a token chooses, in each layer."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        ids = [token for chunk in plan.chunks for token in chunk.token_ids]
+        last = [chunk.token_ids[-1] for chunk in plan.chunks if chunk.sampling is not None]
+        return StepResult(plan.step, [ChunkResult() for _ in plan.chunks], routing=bytes(ids + last))
+
+
+def chunk(name: str, start: int, token_ids: list[int], sampled: bool = True) -> Chunk:
+    return Chunk(name, array("i", token_ids), start, array("i", [0]), GREEDY if sampled else None)
+
+
+def annotating(block_size: int = 4) -> AnnotatingRunner:
+    return AnnotatingRunner(Router(), SHAPE, block_size, keeps_routing=True)
+
+
+def signatures(runner: AnnotatingRunner, *chunks: Chunk) -> list[list[list[float]] | None]:
+    result = runner.run(StepPlan(1, list(chunks)))
+    return [
+        None if found.annotation is None else decode_signature(found.annotation, 2, 4).round(2).tolist()
+        for found in result.chunks
+    ]
+
+
+def test_a_chunk_of_a_prompt_is_described_by_its_rows_and_the_last_layer_by_those_it_computed() -> None:
+    first, second = signatures(annotating(), chunk("a", 0, [0, 0, 1, 2], sampled=False), chunk("b", 8, [3] * 5))
+    assert first == [[0.5, pytest.approx(0.25, abs=0.01), pytest.approx(0.25, abs=0.01), 0], [0, 0, 0, 0]]
+    assert second == [[0, 0, 0, 1], [0, 0, 0, 1]]
+
+
+def test_a_chunk_that_ends_no_block_is_described_with_what_follows() -> None:
+    runner = annotating()
+    assert signatures(runner, chunk("a", 0, [1, 1, 1], sampled=False)) == [None]
+    assert signatures(runner, chunk("a", 3, [2, 2, 2])) == [[[0, 0.5, 0.5, 0], [0, 0, 1, 0]]]
+
+
+def test_tokens_that_come_one_by_one_are_described_together_where_a_block_ends() -> None:
+    runner = annotating(block_size=10)
+    found = [signatures(runner, chunk("a", position, [position % 2]))[0] for position in range(5, 85)]
+    assert [5 + index for index, one in enumerate(found) if one] == [69]
+    assert found[64] == [[pytest.approx(0.5, abs=0.01), pytest.approx(0.5, abs=0.01), 0, 0]] * 2
+
+
+def test_what_a_request_saw_before_it_was_preempted_is_not_counted_twice() -> None:
+    runner = annotating()
+    signatures(runner, chunk("a", 0, [1, 1, 1], sampled=False))
+    assert signatures(runner, chunk("a", 0, [2, 2, 2, 2], sampled=False)) == [[[0, 0, 1, 0], [0, 0, 0, 0]]]
+
+
+def test_requests_that_are_over_are_forgotten() -> None:
+    runner = annotating()
+    for number in range(300):
+        signatures(runner, chunk(f"r{number}", 0, [1]))
+    assert len(runner._seen) <= 128
+
+
+def test_routing_that_nobody_else_wants_ends_here() -> None:
+    plan = StepPlan(1, [chunk("a", 0, [1])])
+    assert annotating().run(plan).routing is not None
+    assert AnnotatingRunner(Router(), SHAPE, 4, keeps_routing=False).run(plan).routing is None
+
+
+def control_of(num_slots: int) -> ResidencyControl:
+    return ResidencyControl([num_slots] * 2, 4, EXPERT_BYTES, lambda layer: Lru(4))
+
+
+def drain(control: ResidencyControl) -> list[tuple[int, int, Priority]]:
+    found = []
+    while (transfer := control.next_transfer()) is not None:
+        found.append((transfer.layer, transfer.expert, transfer.priority))
+        control.moved(transfer, EXPERT_BYTES)
+        control.finish(transfer)
+    return found
+
+
+def use(control: ResidencyControl, layer: int, experts: list[int]) -> None:
+    control.access(layer, experts)
+    drain(control)
+    control.release(layer, experts)
+
+
+def warmth_of(control: ResidencyControl, *rates: list[list[float]]) -> PrefixWarmth:
+    warmth = PrefixWarmth(control, num_experts=4)
+    for request, of_one in enumerate(rates):
+        warmth.remember(request, np.array(of_one, np.float32))
+    return warmth
+
+
+def test_likely_absent_experts_are_asked_for_behind_everything_else() -> None:
+    control = control_of(4)
+    warmth_of(control, [[0.9, 0.3, 0.5, 0.1], [0, 0, 0, 1]]).ask(0, {0: 1})
+    assert drain(control) == [(0, 0, Priority.SPECULATIVE), (0, 2, Priority.SPECULATIVE)]
+
+
+def test_nobody_makes_room_who_is_about_as_likely() -> None:
+    control = control_of(2)
+    use(control, 0, [0, 1])
+    warmth = warmth_of(control, [[0.5, 0.45, 0.6, 0.1]] * 2)
+    warmth.ask(0, {0: 1})
+    assert drain(control) == []
+    warmth.remember(0, np.array([[0.5, 0.1, 0.6, 0.1]] * 2, np.float32))
+    warmth.ask(0, {0: 1})
+    assert drain(control) == [(0, 2, Priority.SPECULATIVE)]
+    assert control.layers[0].resident() == [0, 2]
+
+
+def test_several_rows_and_requests_want_an_expert_together() -> None:
+    control = control_of(4)
+    warmth = warmth_of(control, [[0.3, 0, 0, 0.3]] * 2, [[0.3, 0, 0, 0]] * 2)
+    warmth.ask(0, {0: 1, 1: 1})
+    assert [expert for _, expert, _ in drain(control)] == [0]
+    warmth.ask(1, {0: 2})
+    assert [expert for _, expert, _ in drain(control)] == [0, 3]
+
+
+def test_a_rank_asks_for_what_it_holds() -> None:
+    control = control_of(4)
+    warmth_of(control, [[0.9, 0.9, 0.9, 0]] * 2).ask(0, {0: 1}, here={1, 3})
+    assert [expert for _, expert, _ in drain(control)] == [1]
+
+
+def test_only_requests_that_are_not_forgotten_are_known() -> None:
+    warmth = warmth_of(control_of(2), [[0.5] * 4] * 2, [[0.5] * 4] * 2)
+    assert warmth.known([1, 1, 0, 7]) == {0: 1, 1: 2}
+    warmth.forget([1, 9])
+    assert warmth.known([1, 0]) == {0: 1}
