@@ -58,8 +58,8 @@ class SplitExperts(PackedExperts):
         however many parts the products were made."""
 
 
-class ExpertLayout(ABC):
-    """How experts of a shape are packed. `name` tells layouts apart: bytes of one are meaningless in another."""
+class ExpertPacking(ABC):
+    """How experts of a shape are packed. `name` tells packings apart: bytes of one are meaningless in another."""
 
     name: str
     num_bytes: int
@@ -69,6 +69,10 @@ class ExpertLayout(ABC):
         self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
     ) -> Tensor:
         """gate_up [2I, H] (gate rows first), down [H, I], biases [2I] and [H] -> uint8 [num_bytes]."""
+
+
+class ExpertLayout(ExpertPacking):
+    """A packing in which a CPU computes with the bytes where they lie."""
 
     @abstractmethod
     def experts(self, num_experts: int) -> PackedExperts:

@@ -142,8 +142,8 @@ class ServeConfig:
     )
     expert_memory: int | None = setting(
         None,
-        "Bound on the bytes of expert weights in memory, of each rank; the others are read from disk when needed. "
-        "All when left out.",
+        "Bound on the bytes of expert weights in memory, of each rank, on a GPU in its own; the others are brought "
+        "when needed, from disk or a GPU's host. All when left out.",
         group="Expert memory",
         kind="size",
         minimum=1,

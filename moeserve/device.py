@@ -43,8 +43,6 @@ def cuda_absence() -> str | None:
 def _unsupported(config: ServeConfig) -> str | None:
     if config.expert_parallel_size > 1:
         return "several ranks run on CPUs only"
-    if config.expert_memory is not None:
-        return "--expert-memory works on CPUs only"
     if config.block_size & (config.block_size - 1):
         return f"--block-size {config.block_size} is not a power of two"
     return None

@@ -5,18 +5,28 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import structlog
 import torch
 
-from moeserve.cuda.startup import GpuSettings, load_gpu_model
+from moeserve.config import ServeConfig
+from moeserve.cuda.expert_memory import GpuExpertSettings
+from moeserve.cuda.startup import GpuModel, GpuSettings, load_gpu_model
 from moeserve.device import step_budget
-from moeserve.executor import LocalLauncher
+from moeserve.executor import LaunchingRunner, LocalLauncher
 from moeserve.expert_service.monitor import ExpertSources
+from moeserve.expert_service.prefetch import PrefetchingLauncher, start_prefetching
+from moeserve.memory import available_bytes
 from moeserve.model_loading import Report, ServedModel
 from moeserve.models.families import build_spec
 from moeserve.models.generation_config import load_generation_defaults
 from moeserve.models.hf_config import load_config
 from moeserve.run_context import RunContext
 from moeserve.serving import serve
+
+log = structlog.get_logger(__name__)
+
+# Of the host memory that is free, all experts of a model may take so much before they are read from disk instead.
+_SHARE_FOR_EXPERTS = 0.8
 
 
 def run_on_gpu(context: RunContext, report: Report, stop: threading.Event) -> None:
@@ -32,6 +42,7 @@ def run_on_gpu(context: RunContext, report: Report, stop: threading.Event) -> No
         config.kv_cache_memory,
         config.gpu_memory_utilization,
         config.enforce_eager,
+        _expert_settings(config),
     )
 
     def progress(done: int, total: int) -> None:
@@ -40,4 +51,32 @@ def run_on_gpu(context: RunContext, report: Report, stop: threading.Event) -> No
     loaded = load_gpu_model(directory, spec, dtype, settings, progress, torch.device("cuda", 0))
     defaults = load_generation_defaults(directory)
     model = ServedModel(spec, defaults, loaded.kv, dtype, loaded.weights_bytes, loaded.kv_bytes, "cuda")
-    serve(context, model, LocalLauncher(loaded.runner), report, stop, None, ExpertSources())
+    runner, sources = _with_prefetches(loaded, config)
+    try:
+        serve(context, model, LocalLauncher(runner), report, stop, None, sources)
+    finally:
+        if loaded.experts is not None:
+            loaded.experts.memory.close()
+
+
+def _expert_settings(config: ServeConfig) -> GpuExpertSettings | None:
+    if config.expert_memory is None:
+        return None
+    return GpuExpertSettings(
+        config.expert_memory,
+        int(_SHARE_FOR_EXPERTS * available_bytes()),
+        config.expert_policy,
+        None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser(),
+        config.expert_store_bandwidth,
+    )
+
+
+def _with_prefetches(loaded: GpuModel, config: ServeConfig) -> tuple[LaunchingRunner, ExpertSources]:
+    """What computes steps, and whom to ask about the experts."""
+    experts = loaded.experts
+    if experts is None:
+        return loaded.runner, ExpertSources()
+    log.info("expert_memory", slots=min(experts.num_slots), others_in=experts.tier, policy=config.expert_policy)
+    listener = start_prefetching(config.expert_prefetch, experts, loaded.decoder)
+    sources = ExpertSources(memory=lambda: [experts.memory.stats()], prefetches=listener is not None)
+    return loaded.runner if listener is None else PrefetchingLauncher(loaded.runner, listener), sources

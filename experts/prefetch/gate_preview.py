@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from experts.moe_layer import MoeLayer
-
 # A norm's weight below this share of the largest cannot be taken back out of the state.
 _LEAST_SHARE = 1e-3
+
+
+class GatedBlock(Protocol):
+    """A layer's gate, apart from its experts."""
+
+    def preview(self, x: Tensor) -> Tensor:
+        """What the gate would rank for a state x [T, H] that is not its own input: [T, E], the larger the likelier."""
 
 
 class GatePreview:
@@ -20,7 +26,7 @@ class GatePreview:
     layer l + d. What the layers in between will add is not known yet.
     """
 
-    def __init__(self, layers: Sequence[MoeLayer], norms: Sequence[Tensor], max_distance: int) -> None:
+    def __init__(self, layers: Sequence[GatedBlock], norms: Sequence[Tensor], max_distance: int) -> None:
         """norms: [H], the weights of the norm in front of each layer's gate."""
         self.max_distance = max_distance
         self._layers = layers

@@ -77,15 +77,15 @@ class Prefetcher:
     def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
         """The gate of a layer chose: x [T, H] is what it saw, expert_ids and weights [T, k]."""
         started = time.perf_counter()
-        chosen = expert_ids.numpy()
+        chosen = expert_ids.cpu().numpy()
         if len(chosen) == len(self._token_ids):
             self._ids[layer] = chosen
-        self._predictor.observe(layer, chosen, weights.numpy())
+        self._predictor.observe(layer, chosen, weights.cpu().numpy())
         if self._preview is not None:
             last = min(self._planner.rules.max_distance, len(self._ids) - 1 - layer)
             for distance in range(1, last + 1):
                 logits = self._preview(layer, distance, x)
-                self._predictor.observe_gate(Tap.EARLY, layer, distance, logits.float().numpy())
+                self._predictor.observe_gate(Tap.EARLY, layer, distance, logits.float().cpu().numpy())
         self._plan(layer)
         self._memory.predictor_seconds += time.perf_counter() - started
 

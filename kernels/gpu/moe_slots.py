@@ -1,4 +1,4 @@
-"""Experts in slots of device memory: each is one run of bytes, copied in whole, and a table says who is where.
+"""Experts in slots of device memory: each is one run of bytes, and a table says who is where.
 
 A slot holds, one after the other and each from a multiple of 16 bytes on: gate and up values, their scale, their bias,
 then the same of the down projection. The matrices of all slots are views with the slot as their first stride, so the
@@ -8,6 +8,7 @@ kernels read experts where they were copied to.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,32 +16,19 @@ from torch import Tensor
 from kernels.gpu.moe_config import WeightFormat
 from kernels.gpu.moe_experts import TritonMoe, combine_products
 from kernels.gpu.moe_weights import FORMAT_OF, GpuExperts, StoredMatrix, quantise_fp8, quantise_int4, quantise_int8
-from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
+from kernels.packed_experts import ExpertPacking, ExpertShape
 from kernels.specs import Activation
 
 _ALIGNMENT = 16
 
 
-class SlotLayout(ExpertLayout):
-    """Experts of a shape as the GPU kernels read them, in `num_slots` slots of `device`.
+class SlotLayout(ExpertPacking):
+    """Experts of a shape as the GPU kernels read them.
 
-    moe: what multiplies. weights: the stored format, default the shape's weight dtype. group_size: for int4.
-    num_slots: default one per expert.
+    weights: the stored format, default the shape's weight dtype. group_size: for int4.
     """
 
-    def __init__(
-        self,
-        shape: ExpertShape,
-        device: torch.device,
-        moe: TritonMoe,
-        *,
-        weights: WeightFormat | None = None,
-        group_size: int = 0,
-        num_slots: int | None = None,
-    ) -> None:
-        self._device = device
-        self._moe = moe
-        self._num_slots = num_slots
+    def __init__(self, shape: ExpertShape, *, weights: WeightFormat | None = None, group_size: int = 0) -> None:
         self._weights = weights or FORMAT_OF[shape.weight_dtype]
         self._group_size = group_size
         self._shape = shape
@@ -78,10 +66,11 @@ class SlotLayout(ExpertLayout):
                     first += _padded(field)
         return packed
 
-    def experts(self, num_experts: int) -> SlotExperts:
-        """Takes the slots' memory."""
-        num_slots = self._num_slots or num_experts
-        arena = torch.zeros((num_slots, self.num_bytes), dtype=torch.uint8, device=self._device)
+    def matrices(self, arena: Tensor) -> tuple[StoredMatrix, StoredMatrix]:
+        """gate and up, and down, of the experts in the slots of `arena`: uint8 [slots, num_bytes or more], views.
+
+        Slots start at multiples of 16 bytes.
+        """
         matrices = []
         first = 0
         for probe in self._probes:
@@ -96,59 +85,50 @@ class SlotLayout(ExpertLayout):
             values, scale, bias = views
             assert values is not None
             matrices.append(StoredMatrix(values, scale, bias))
-        expert_slot = torch.full((num_experts,), -1, dtype=torch.int32, device=self._device)
-        return SlotExperts(arena, GpuExperts(matrices[0], matrices[1], expert_slot), self._moe)
+        return matrices[0], matrices[1]
 
 
 def _padded(field: Tensor) -> int:
     return math.ceil(field.numel() * field.element_size() / _ALIGNMENT) * _ALIGNMENT
 
 
-class SlotExperts(PackedExperts):
-    """Some experts of one layer in slots. Copies and kernels follow each other in the order of the current stream."""
+class SlotExperts:
+    """Those experts of one layer that are in slots. Everything follows in the order of the current stream.
 
-    def __init__(self, arena: Tensor, experts: GpuExperts, moe: TritonMoe) -> None:
-        self._arena = arena
+    A chosen expert that is not shown adds nothing: to look for it would mean waiting for the device, so whoever keeps
+    fewer slots than experts sees to it that the chosen ones are there.
+    """
+
+    def __init__(self, layout: SlotLayout, arena: Tensor, num_experts: int, moe: TritonMoe) -> None:
+        """arena: see `SlotLayout.matrices`; others fill it. moe: what multiplies."""
+        table = torch.full((num_experts,), -1, dtype=torch.int32, device=arena.device)
+        self.resident = GpuExperts(*layout.matrices(arena), table)
+        self._table = table
         self._moe = moe
-        self._slots: dict[int, int] = {}
-        self._free = list(range(arena.shape[0]))[::-1]
-        self.resident = experts
+        self._shown: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self.resident)
-
-    def put(self, expert: int, packed: Tensor) -> None:
-        """Copies packed bytes [num_bytes] into a slot. Raises ValueError if there is none free.
-
-        From pinned memory the copy does not wait: the bytes stay as they are until the stream has come past it.
-        """
-        slot = self._slots.get(expert)
-        if slot is None:
-            if not self._free:
-                raise ValueError(f"all {self._arena.shape[0]} slots of experts are taken")
-            slot = self._free.pop()
-            self._slots[expert] = slot
-        self._arena[slot].copy_(packed, non_blocking=True)
-        self._table[expert] = slot
-
-    def drop(self, expert: int) -> None:
-        """Forgets an expert; its slot is free for another."""
-        self._free.append(self._slots.pop(expert))
-        self._table[expert] = -1
-
-    @property
-    def _table(self) -> Tensor:
-        assert self.resident.expert_slot is not None
-        return self.resident.expert_slot
-
-    def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, activation: Activation) -> Tensor:
-        """See `moe_experts_partial`. A chosen expert that is not here adds nothing: to look for it would mean waiting
-        for the device, so whoever keeps fewer slots than experts sees to it that the chosen ones are there."""
-        return self._moe.partial(x, expert_ids, expert_weights, self.resident, activation)
+    def show(self, contents: Sequence[int]) -> None:
+        """From now on these are the experts in the slots, -1 for none."""
+        contents = list(contents)
+        if self._shown == contents:
+            return
+        self._shown = contents
+        table = torch.full(self._table.shape, -1, dtype=torch.int32)
+        for slot, expert in enumerate(contents):
+            if expert >= 0:
+                table[expert] = slot
+        if self._table.is_cuda:
+            table = table.pin_memory()
+        self._table.copy_(table, non_blocking=True)
 
     def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
-        """See `PackedExperts.multiply`; the places of experts that are not here stay as they are, too."""
+        """Writes what the shown experts among the chosen make of their tokens into products [T, k, H] fp32; other
+        places stay as they are."""
         self._moe.products(x, expert_ids, self.resident, activation, products)
 
     def combine(self, products: Tensor, expert_weights: Tensor) -> Tensor:
+        """Sums products by weight [T, k] -> [T, H] fp32: the same bits in however many parts they were made.
+
+        Places of experts that are nowhere are zeros.
+        """
         return combine_products(products, expert_weights)

@@ -79,6 +79,10 @@ class GpuDecoder:
         self._embedding, self._layers, self._norm, self._lm_head = embedding, tuple(layers), norm, lm_head
         self._angles = RopeAngles(spec.rope, max_model_len, embedding.device)
 
+    def gated_blocks(self) -> list[tuple[GpuMoe, Tensor]]:
+        """The blocks with experts, and the weight [H] of the norm in front of each."""
+        return [(layer.mlp, layer.post_norm.weight) for layer in self._layers if isinstance(layer.mlp, GpuMoe)]
+
     def forward(self, batch: GpuBatch, kv_pools: KvPools) -> Tensor:
         """Logits [S, vocab] of the wanted rows, in the model's dtype.
 

@@ -9,8 +9,10 @@ import triton
 
 from kernels.gpu.moe_config import MoeShape
 from kernels.gpu.moe_experts import MoeWorkspace, TritonMoe, device_of
+from kernels.gpu.moe_weights import FORMAT_OF
 from kernels.gpu.tuning import PACKAGED, MoeConfigs, Platform
 from moeserve.models.cache_folder import cache_root
+from moeserve.models.spec import DecoderSpec
 
 
 def tuned_folder() -> Path:
@@ -51,3 +53,26 @@ def triton_moe(
         device,
     )
     return TritonMoe(configs or moe_configs(shape, device), workspace, device_of(device).num_multiprocessors)
+
+
+def expert_configs(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> MoeConfigs | None:
+    """How the model's experts are computed by number of tokens; None for a model without any."""
+    return None if spec.moe is None else moe_configs(_moe_shape(spec, dtype), device)
+
+
+def model_moe(
+    spec: DecoderSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_tokens: int,
+    num_slots: int | None = None,
+    configs: MoeConfigs | None = None,
+) -> TritonMoe:
+    """`triton_moe` for a model whose experts are kept and computed in `dtype`."""
+    return triton_moe(_moe_shape(spec, dtype), device, dtype, max_tokens, num_slots, configs)
+
+
+def _moe_shape(spec: DecoderSpec, dtype: torch.dtype) -> MoeShape:
+    moe = spec.moe
+    assert moe is not None
+    return MoeShape(moe.num_experts, moe.intermediate_size, spec.hidden_size, moe.gate.top_k, FORMAT_OF[dtype])

@@ -21,22 +21,22 @@ GpuDispatch = Callable[[Tensor, Tensor, Tensor, GpuExperts, Activation], Tensor]
 class GpuNorm:
     """RMS norm, or layer norm where there is a bias."""
 
-    __slots__ = ("_bias", "_eps", "_weight")
+    __slots__ = ("_bias", "_eps", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
-        self._weight, self._bias, self._eps = weight, bias, eps
+        self.weight, self._bias, self._eps = weight, bias, eps
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, D] -> [T, D], a new tensor."""
         if self._bias is None:
-            return rms_norm(x, self._weight, self._eps)
-        return layer_norm(x, self._weight, self._bias, self._eps)
+            return rms_norm(x, self.weight, self._eps)
+        return layer_norm(x, self.weight, self._bias, self._eps)
 
     def of_sum(self, x: Tensor, residual: Tensor, multiplier: float) -> Tensor:
         """Adds x times `multiplier` to `residual` in place and returns the norm of that."""
         if self._bias is None:
-            return add_rms_norm(x, residual, self._weight, self._eps, multiplier)
-        return add_layer_norm(x, residual, self._weight, self._bias, self._eps, multiplier)
+            return add_rms_norm(x, residual, self.weight, self._eps, multiplier)
+        return add_layer_norm(x, residual, self.weight, self._bias, self._eps, multiplier)
 
 
 class Projection:
@@ -109,3 +109,11 @@ class GpuMoe:
                 shared.mul_(torch.sigmoid(self._shared_gate(x)))
             out.add_(shared)
         return out
+
+    def preview(self, x: Tensor) -> Tensor:
+        """See `experts.prefetch.gate_preview.GatedBlock`."""
+        logits = self._gate(x.to(self._gate.weight.dtype))
+        if self._correction_bias is None:
+            return logits
+        scores = torch.sigmoid(logits.float()) if self._gate_spec.score == "sigmoid" else logits.float().softmax(-1)
+        return scores.add_(self._correction_bias)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from kernels.gpu.tuning import MoeConfigs
 from moeserve.cuda.batches import AttentionLimits, StepBatches
-from moeserve.cuda.build import build_gpu_decoder, expert_configs
+from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.decode_graphs import DecodeSteps
 from moeserve.cuda.decoder import GpuDecoder
+from moeserve.cuda.expert_kernels import expert_configs
+from moeserve.cuda.expert_memory import (
+    GpuExpertSettings,
+    GpuResidentModel,
+    open_gpu_experts,
+    plan_gpu_residency,
+)
 from moeserve.cuda.launch_variants import StepLimits, StepShape
 from moeserve.cuda.memory import kv_memory
 from moeserve.cuda.runner import GpuModelRunner
@@ -34,14 +41,19 @@ class GpuSettings:
     kv_cache_memory: int | None
     gpu_memory_utilization: float
     enforce_eager: bool
+    experts: GpuExpertSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
+    """experts: None where all are in the device's memory."""
+
     runner: GpuModelRunner
+    decoder: GpuDecoder
     kv: KvBudget
     weights_bytes: int
     kv_bytes: int
+    experts: GpuResidentModel | None
 
 
 def load_gpu_model(
@@ -54,6 +66,10 @@ def load_gpu_model(
 ) -> GpuModel:
     """Loads the model and takes its KV memory. Raises ModelError or ConfigError for what does not fit."""
     configs = expert_configs(spec, dtype, device)
+    experts = _open_experts(directory, spec, dtype, settings, progress, device, configs)
+    if experts is not None:
+        # The host decides in every layer which experts to load, so no step can be captured.
+        settings = replace(settings, enforce_eager=True)
     decoder = build_gpu_decoder(
         directory,
         spec,
@@ -61,6 +77,7 @@ def load_gpu_model(
         device=device,
         max_tokens=settings.max_num_batched_tokens,
         max_model_len=settings.max_model_len,
+        experts=experts,
         progress=progress,
         configs=configs,
     )
@@ -76,7 +93,36 @@ def load_gpu_model(
         max_model_len=settings.max_model_len,
     )
     runner = make_runner(decoder, kv, settings, configs)
-    return GpuModel(runner, kv, weights_bytes, kv.num_blocks * block_bytes)
+    if experts is not None:
+        experts.memory.forget_counts()
+    return GpuModel(runner, decoder, kv, weights_bytes, kv.num_blocks * block_bytes, experts)
+
+
+def _open_experts(
+    directory: Path,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    settings: GpuSettings,
+    progress: Progress,
+    device: torch.device,
+    configs: MoeConfigs | None,
+) -> GpuResidentModel | None:
+    if settings.experts is None:
+        return None
+    plan = plan_gpu_residency(spec, dtype, settings.experts.num_bytes)
+    if plan is None:
+        return None
+    return open_gpu_experts(
+        directory,
+        spec,
+        plan,
+        settings.experts,
+        dtype,
+        device,
+        settings.max_num_batched_tokens,
+        lambda _, done, total: progress(done, total),
+        configs,
+    )
 
 
 def make_runner(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from moeserve.models.checkpoint import read_index
 from moeserve.models.expert_weights import ExpertReader
 from moeserve.models.spec import DecoderSpec, MlaSpec
 from moeserve.models.tensor_reader import Progress, TensorReader
-from moeserve.models.weight_plan import ExpertsPlan, LayerPlan, StoredTensor, plan_weights
+from moeserve.models.weight_plan import ExpertsPlan, LayerPlan, OwnedExperts, StoredTensor, plan_weights
 
 
 def load_gpu_decoder(
@@ -25,19 +25,21 @@ def load_gpu_decoder(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    dispatch: GpuDispatch | None,
+    dispatch_of: Callable[[int], GpuDispatch],
+    owned_experts: OwnedExperts | None = None,
     max_model_len: int | None = None,
     progress: Progress | None = None,
 ) -> GpuDecoder:
     """Load the safetensors checkpoint in ``directory`` as ``dtype`` onto ``device``.
 
-    dispatch: computes the experts of a layer, the same for all; None for a model without any. progress(done_bytes,
-    total_bytes). Raises CheckpointError for what is missing or of another shape, before memory is taken.
+    dispatch_of(layer): computes a layer's experts. owned_experts(layer): those to load, all if None.
+    progress(done_bytes, total_bytes). Raises CheckpointError for what is missing or of another shape, before memory is
+    taken.
     """
     index = read_index(directory)
-    plan = plan_weights(spec, index, None)
+    plan = plan_weights(spec, index, owned_experts)
     with TensorReader(index, plan.num_bytes, quantization=spec.quantization, progress=progress) as reader:
-        loader = _Loader(spec, reader, dtype, device, dispatch)
+        loader = _Loader(spec, reader, dtype, device, dispatch_of)
         embedding = loader.tensor(plan.outer["embedding"])
         layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers)]
         return GpuDecoder(
@@ -59,10 +61,10 @@ class _Loader:
         reader: TensorReader,
         dtype: torch.dtype,
         device: torch.device,
-        dispatch: GpuDispatch | None,
+        dispatch_of: Callable[[int], GpuDispatch],
     ) -> None:
         self._spec, self._reader = spec, reader
-        self._dtype, self._device, self._dispatch = dtype, device, dispatch
+        self._dtype, self._device, self._dispatch_of = dtype, device, dispatch_of
 
     def tensor(self, stored: StoredTensor, dtype: torch.dtype | None = None) -> Tensor:
         return self._reader.read(stored, dtype or self._dtype).to(self._device)
@@ -74,7 +76,7 @@ class _Loader:
             attention = self._mla(tensors, spec.attention)
         else:
             attention = self._gqa(tensors, number)
-        mlp = self._mlp(tensors, "") if plan.experts is None else self._moe(tensors, plan.experts)
+        mlp = self._mlp(tensors, "") if plan.experts is None else self._moe(tensors, plan.experts, number)
         return GpuLayer(self.norm(tensors, "input_norm"), attention, self.norm(tensors, "post_norm"), mlp)
 
     def norm(self, tensors: Mapping[str, StoredTensor], key: str) -> GpuNorm:
@@ -129,16 +131,15 @@ class _Loader:
         gate_up = self.projection(tensors, f"{prefix}gate", f"{prefix}up")
         return GpuMlp(gate_up, self.projection(tensors, f"{prefix}down"), self._spec.activation)
 
-    def _moe(self, tensors: Mapping[str, StoredTensor], experts: ExpertsPlan) -> GpuMoe:
+    def _moe(self, tensors: Mapping[str, StoredTensor], experts: ExpertsPlan, number: int) -> GpuMoe:
         moe = self._spec.moe
         assert moe is not None
-        assert self._dispatch is not None
         return GpuMoe(
             self.projection(tensors, "moe_gate", dtype=torch.float32 if moe.gate_fp32 else self._dtype),
             moe.gate,
             self._experts(experts),
             moe.activation,
-            self._dispatch,
+            self._dispatch_of(number),
             correction_bias=self._optional(tensors, "correction_bias", torch.float32),
             shared=None if moe.shared is None else self._mlp(tensors, "shared."),
             shared_gate=self.projection(tensors, "shared_gate") if "shared_gate" in tensors else None,

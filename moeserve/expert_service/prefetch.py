@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
-from experts.memory.eviction import Affinity
+from experts.memory.eviction import Affinity, EvictionPolicy
+from experts.memory.expert_memory import ExpertMemory
+from experts.memory.residency_control import ResidencyControl
 from experts.prediction.choice import make_predictor, source_names
 from experts.prediction.history_sources import SignatureSource
 from experts.prediction.sources import LearntAffinity
 from experts.prefetch.gate_lookahead import GateLookahead
-from experts.prefetch.gate_preview import GatePreview
+from experts.prefetch.gate_preview import GatedBlock, GatePreview
 from experts.prefetch.judge import PrefetchJudge
 from experts.prefetch.planning import PrefetchPlanner, PrefetchRules
 from experts.prefetch.prefetcher import LayerListener, Prefetcher
@@ -20,9 +24,8 @@ from experts.prefetch.prefix_warmth import PrefixWarmth
 from experts.prefetch.switch import PrefetchSwitch
 from experts.routing.request_profiles import RequestProfiles
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from moeserve.executor import Runner
-from moeserve.expert_service.residency import ResidentModel
-from moeserve.models.decoder import Decoder
+from moeserve.executor import LaunchedStep, LaunchingRunner, Runner
+from moeserve.models.spec import DecoderSpec
 from moeserve.plan import StepPlan, StepResult
 
 _MAX_DISTANCE = 3
@@ -30,10 +33,41 @@ _MAX_DISTANCE = 3
 _FORGOTTEN_AFTER = 64
 
 
+class ListenedLayer(Protocol):
+    """A layer's experts in slots, who tell a listener what the gate chose."""
+
+    prefetcher: LayerListener | None
+
+
+class ResidentLayers(Protocol):
+    """The experts of a model of which only some are in the fast tier, on a CPU or on a GPU."""
+
+    @property
+    def memory(self) -> ExpertMemory: ...
+
+    @property
+    def control(self) -> ResidencyControl: ...
+
+    @property
+    def policies(self) -> Sequence[EvictionPolicy]: ...
+
+    @property
+    def layers(self) -> Mapping[int, ListenedLayer]: ...
+
+
+class GatedDecoder(Protocol):
+    """A decoder whose gates can be asked."""
+
+    spec: DecoderSpec
+
+    def gated_blocks(self) -> Sequence[tuple[GatedBlock, Tensor]]:
+        """The blocks with experts, and the weight [H] of the norm in front of each."""
+
+
 def start_prefetching(
     choice: str,
-    experts: ResidentModel,
-    decoder: Decoder,
+    experts: ResidentLayers,
+    decoder: GatedDecoder,
     experts_here: Callable[[int], Collection[int]] | None = None,
 ) -> PrefixListener | None:
     """Has the layers tell a listener what they compute, who loads ahead. choice: `--expert-prefetch`.
@@ -61,7 +95,7 @@ def start_prefetching(
 
 
 def _learning_prefetcher(
-    choice: str, experts: ResidentModel, learnt: LearntAffinity, preview: GatePreview
+    choice: str, experts: ResidentLayers, learnt: LearntAffinity, preview: GatePreview
 ) -> tuple[Prefetcher, RequestProfiles | None]:
     """And the profiles that its predictor goes by, if it does."""
     predictor, sources = make_predictor(choice, learnt)
@@ -86,6 +120,12 @@ class PrefetchingRunner:
         self._num_steps = 0
 
     def run(self, plan: StepPlan) -> StepResult:
+        self._begin(plan)
+        result = self._runner.run(plan)
+        self._prefetcher.end_step(self._forget())
+        return result
+
+    def _begin(self, plan: StepPlan) -> None:
         self._num_steps += 1
         numbers = [self._number(chunk.request_id) for chunk in plan.chunks]
         for chunk, number in zip(plan.chunks, numbers, strict=True):
@@ -96,9 +136,6 @@ class PrefetchingRunner:
             [np.asarray(chunk.token_ids, np.int64) for chunk in plan.chunks] or [np.empty(0, int)]
         )
         self._prefetcher.begin_step(token_ids, np.repeat(np.asarray(numbers, np.int64), counts))
-        result = self._runner.run(plan)
-        self._prefetcher.end_step(self._forget())
-        return result
 
     def _number(self, request_id: str) -> int:
         self._last_step[request_id] = self._num_steps
@@ -115,3 +152,17 @@ class PrefetchingRunner:
         for name in gone:
             del self._last_step[name]
         return [self._number_of.pop(name) for name in gone]
+
+
+class PrefetchingLauncher(PrefetchingRunner):
+    """The same on a GPU. Gates are heard while a step is launched, for the host waits for them."""
+
+    def __init__(self, runner: LaunchingRunner, prefetcher: PrefixListener) -> None:
+        super().__init__(runner, prefetcher)
+        self._launching = runner
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        self._begin(plan)
+        step = self._launching.launch(plan)
+        self._prefetcher.end_step(self._forget())
+        return step

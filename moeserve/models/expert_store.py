@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +11,15 @@ import torch
 
 from experts.memory.expert_file import VERSION, round_to_page, write_expert_file
 from kernels.moe_gemm import expert_layout
-from kernels.packed_experts import ExpertLayout
+from kernels.packed_experts import ExpertLayout, ExpertPacking
 from moeserve.models.build_cache import cache_root, ensure_built
 from moeserve.models.checkpoint import TensorInfo, read_index
 from moeserve.models.errors import ModelError
-from moeserve.models.expert_weights import ExpertReader, expert_shape
+from moeserve.models.expert_weights import expert_shape
+from moeserve.models.packing import expert_plans, packed_experts
 from moeserve.models.progress import Progress
 from moeserve.models.spec import DecoderSpec
-from moeserve.models.tensor_reader import TensorReader
-from moeserve.models.weight_plan import ExpertsPlan, WeightPlan, plan_weights
+from moeserve.models.weight_plan import plan_weights
 
 _FILE_NAME = "experts.bin"
 
@@ -34,7 +34,7 @@ class ExpertStore:
 
 def layout_in_store(directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> ExpertLayout:
     """How the experts of a checkpoint are packed to compute in `dtype`. Raises ModelError if layers differ in that."""
-    plans = _expert_plans(plan_weights(spec, read_index(directory)))
+    plans = expert_plans(plan_weights(spec, read_index(directory)))
     shapes = {expert_shape(spec, plan, dtype) for plan in plans}
     if len(shapes) > 1:
         raise ModelError(f"{directory} stores its experts in several precisions: --expert-memory needs a single one.")
@@ -42,15 +42,20 @@ def layout_in_store(directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> E
 
 
 def ensure_expert_store(
-    directory: Path, spec: DecoderSpec, layout: ExpertLayout, dtype: torch.dtype, root: Path | None, progress: Progress
+    directory: Path,
+    spec: DecoderSpec,
+    packing: ExpertPacking,
+    dtype: torch.dtype,
+    root: Path | None,
+    progress: Progress,
 ) -> ExpertStore:
     """The expert file of the checkpoint in `directory`, below `root` (default: the model cache).
 
-    layout: `layout_in_store` for the same dtype. Built if it is missing, broken or of another checkpoint. Raises
-    ModelError when it cannot be.
+    packing: of experts that compute in `dtype`, as `layout_in_store` for a CPU. Built if the file is missing, broken or
+    of another checkpoint. Raises ModelError when it cannot be.
     """
     index = read_index(directory)
-    source = _source(directory, index, layout)
+    source = _source(directory, index, packing)
     assert spec.moe is not None
     num_layers, num_experts = len(spec.moe_layers), spec.moe.num_experts
 
@@ -61,49 +66,23 @@ def ensure_expert_store(
             source=source,
             num_layers=num_layers,
             num_experts=num_experts,
-            expert_bytes=layout.num_bytes,
-            experts=_pack_all(spec, dtype, index, report),
+            expert_bytes=packing.num_bytes,
+            experts=(expert.numpy().data for expert in packed_experts(spec, packing, dtype, index, report)),
         )
 
     folder = ensure_built(
         (root or cache_root() / "experts") / f"{directory.name}-{source.hex()[:16]}",
         builder=f"moeserve expert file {VERSION} {source.hex()}",
         build=build,
-        bytes_needed=(num_layers * num_experts + 1) * round_to_page(layout.num_bytes),
+        bytes_needed=(num_layers * num_experts + 1) * round_to_page(packing.num_bytes),
         progress=progress,
     )
     return ExpertStore(folder / _FILE_NAME, source)
 
 
-def _pack_all(
-    spec: DecoderSpec, dtype: torch.dtype, index: Mapping[str, TensorInfo], report: Progress
-) -> Iterator[memoryview]:
-    """Every expert of every layer, one at a time."""
-    plan = plan_weights(spec, index)
-    with TensorReader(
-        index,
-        _bytes_of_experts(plan),
-        quantization=spec.quantization,
-        progress=lambda done, total: report("store experts", done, total),
-    ) as reader:
-        for of_layer in _expert_plans(plan):
-            experts = ExpertReader(spec, of_layer, reader, dtype)
-            for place in range(len(experts.owned)):
-                yield experts.read(place).numpy().data
-
-
-def _expert_plans(plan: WeightPlan) -> list[ExpertsPlan]:
-    return [layer.experts for layer in plan.layers if layer.experts is not None]
-
-
-def _bytes_of_experts(plan: WeightPlan) -> int:
-    outer = sum(tensor.num_bytes for tensor in plan.outer.values())
-    return plan.num_bytes - outer - sum(tensor.num_bytes for layer in plan.layers for tensor in layer.tensors.values())
-
-
-def _source(directory: Path, index: Mapping[str, TensorInfo], layout: ExpertLayout) -> bytes:
+def _source(directory: Path, index: Mapping[str, TensorInfo], packing: ExpertPacking) -> bytes:
     """Of the configuration, and of the weight files by name, size and time: reading all of them would take too long."""
-    digest = hashlib.sha256(f"{VERSION} {layout.name} {layout.num_bytes}\n".encode())
+    digest = hashlib.sha256(f"{VERSION} {packing.name} {packing.num_bytes}\n".encode())
     digest.update((directory / "config.json").read_bytes())
     for file in sorted({info.file for info in index.values()}):
         stat = file.stat()

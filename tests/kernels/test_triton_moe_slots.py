@@ -1,11 +1,11 @@
-"""Experts in slots: packed bytes, put, dropped and put elsewhere, always the same results."""
+"""Experts in slots: packed bytes, here and there and elsewhere, always the same results."""
 
 import pytest
 import torch
 
 from kernels.gpu.moe_config import MoeConfig, Tile
 from kernels.gpu.moe_experts import MoeWorkspace, TritonMoe, moe_experts_reference
-from kernels.gpu.moe_slots import SlotLayout
+from kernels.gpu.moe_slots import SlotExperts, SlotLayout
 from kernels.packed_experts import ExpertShape
 from kernels.specs import Activation
 
@@ -13,13 +13,31 @@ HIDDEN, WIDTH, NUM_EXPERTS, TOP_K, NUM_TOKENS = 64, 32, 4, 2, 5
 SILU = Activation()
 
 
-def layout_of(device, weights=None, variant="tiled", num_slots=None, has_bias=True):
+SLOT_BYTES = 20480
+
+
+def layout_of(weights=None, has_bias=True):
+    shape = ExpertShape(HIDDEN, WIDTH, torch.float16, torch.float16, has_bias)
+    return SlotLayout(shape, weights=weights, group_size=32 if weights == "int4" else 0)
+
+
+def slots_of(layout, device, variant="tiled", num_slots=NUM_EXPERTS):
+    """Experts over slots that are larger than they are, and the slots."""
     tile = Tile(32, 32, 1, 4, 2)
     sizes = (NUM_TOKENS, TOP_K, NUM_EXPERTS, HIDDEN, WIDTH, torch.float16, device)
     moe = TritonMoe(lambda _: MoeConfig(variant, 16, tile, tile), MoeWorkspace.allocate(*sizes), 3)
-    shape = ExpertShape(HIDDEN, WIDTH, torch.float16, torch.float16, has_bias)
-    group = 32 if weights == "int4" else 0
-    return SlotLayout(shape, device, moe, weights=weights, group_size=group, num_slots=num_slots)
+    arena = torch.full((num_slots, SLOT_BYTES), 0xFF, dtype=torch.uint8, device=device)
+    return SlotExperts(layout, arena, NUM_EXPERTS, moe), arena
+
+
+def compute(experts, x, ids, gates):
+    products = torch.zeros(*ids.shape, HIDDEN, device=x.device)
+    experts.multiply(x, ids, SILU, products)
+    return experts.combine(products, gates)
+
+
+def fill(arena, slot, packed):
+    arena[slot, : len(packed)].copy_(packed)
 
 
 def pack_all(layout, has_bias=True):
@@ -46,52 +64,52 @@ def batch(device, num_experts=NUM_EXPERTS):
 def test_packed_experts_compute_what_they_hold(device, weights, variant, has_bias):
     if (weights, variant) == ("int4", "persistent"):
         variant = "gemv"
-    layout = layout_of(device, weights, variant, has_bias=has_bias)
-    experts = layout.experts(NUM_EXPERTS)
-    assert len(experts) == NUM_EXPERTS
+    layout = layout_of(weights, has_bias)
+    experts, arena = slots_of(layout, device, variant)
     for expert, packed in enumerate(pack_all(layout, has_bias)):
         assert packed.shape == (layout.num_bytes,)
-        experts.put(expert, packed)
+        fill(arena, expert, packed)
+    experts.show(range(NUM_EXPERTS))
     x, ids, gates = batch(device)
     expected = moe_experts_reference(x, ids, gates, experts.resident, SILU)
-    out = experts(x, ids, gates, SILU)
+    out = compute(experts, x, ids, gates)
     assert out.dtype == torch.float32
     assert (out - expected).norm() / expected.norm() < 2e-3
 
 
-def test_an_expert_that_was_dropped_and_put_elsewhere_computes_the_same_bits(device):
-    layout = layout_of(device, num_slots=2)
-    experts = layout.experts(NUM_EXPERTS)
+def test_an_expert_that_left_and_came_back_elsewhere_computes_the_same_bits(device):
+    layout = layout_of()
+    experts, arena = slots_of(layout, device, num_slots=2)
     packed = list(pack_all(layout))
-    experts.put(0, packed[0])
-    experts.put(1, packed[1])
-    with pytest.raises(ValueError, match="2 slots"):
-        experts.put(2, packed[2])
+    fill(arena, 0, packed[0])
+    fill(arena, 1, packed[1])
+    experts.show([0, 1])
     x, ids, gates = batch(device, num_experts=2)
-    before = experts(x, ids, gates, SILU)
-    experts.drop(0)
-    experts.drop(1)
-    experts.put(0, packed[0])
-    experts.put(3, packed[3])
-    experts.drop(3)
-    assert not torch.equal(experts(x, ids, gates, SILU), before)
-    experts.put(1, packed[1])
-    assert torch.equal(experts(x, ids, gates, SILU), before)
+    before = compute(experts, x, ids, gates)
+    fill(arena, 0, packed[3])
+    experts.show([-1, 1])
+    assert not torch.equal(compute(experts, x, ids, gates), before)
+    fill(arena, 0, packed[1])
+    fill(arena, 1, packed[0])
+    experts.show([1, 0])
+    assert torch.equal(compute(experts, x, ids, gates), before)
 
 
 @pytest.mark.parametrize("variant", ["gemv", "gemv_split", "tiled", "persistent"])
 def test_products_made_in_parts_sum_to_the_same_bits(device, variant):
-    layout = layout_of(device, variant=variant)
-    experts = layout.experts(NUM_EXPERTS)
+    layout = layout_of()
+    experts, arena = slots_of(layout, device, variant)
     for expert, packed in enumerate(pack_all(layout)):
-        experts.put(expert, packed)
+        fill(arena, expert, packed)
     x, ids, gates = batch(device)
     products = torch.zeros(NUM_TOKENS, TOP_K, HIDDEN, device=device)
-    for few in (ids < 2, ids >= 2):
-        experts.multiply(x, ids.where(few, -1), SILU, products)
-    assert torch.equal(experts.combine(products, gates), experts(x, ids, gates, SILU))
+    for part in ([0, 1, -1, -1], [-1, -1, 2, 3]):
+        experts.show(part)
+        experts.multiply(x, ids, SILU, products)
+    experts.show(range(NUM_EXPERTS))
+    assert torch.equal(experts.combine(products, gates), compute(experts, x, ids, gates))
 
 
-def test_layouts_are_told_apart_by_name(device):
-    names = {layout_of(device, weights).name for weights in (None, "int8", "fp8", "int4")}
+def test_layouts_are_told_apart_by_name():
+    names = {layout_of(weights).name for weights in (None, "int8", "fp8", "int4")}
     assert len(names) == 4

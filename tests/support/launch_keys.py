@@ -18,8 +18,9 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from moeserve.cuda.batches import AttentionLimits, StepBatches
-from moeserve.cuda.build import build_gpu_decoder, expert_configs
+from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.decode_graphs import DecodeSteps
+from moeserve.cuda.expert_kernels import expert_configs
 from moeserve.cuda.launch_variants import StepLimits, StepShape
 from moeserve.cuda.runner import GpuModelRunner
 from moeserve.cuda.step_arrays import capture_sizes

@@ -76,7 +76,6 @@ def test_a_gpu_is_used_only_where_it_is_asked_for() -> None:
     [
         ({}, "torch finds no CUDA device", "no CUDA device"),
         ({"expert_parallel_size": 2}, None, "several ranks"),
-        ({"expert_memory": 1}, None, "--expert-memory"),
         ({"block_size": 24}, None, "power of two"),
     ],
 )

@@ -1,0 +1,178 @@
+"""Slots in a device's memory, filled on a side stream while layers are computed on another one.
+
+Nobody waits for the whole device. A layer's kernels come after the copies into the slots they read, and a copy into a
+slot after the kernels that read what was there; the copying thread waits for a copy only to keep few of them queued, so
+that a demand load overtakes what has not been queued yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from experts.memory.expert_file import round_to_page
+from experts.memory.host_tier import page_locked
+from experts.memory.store import ExpertTier
+
+# Two: the next piece starts when the one before ends, and a demand load waits for no more than these.
+_MAX_QUEUED = 2
+
+
+class QueuedCopy(Protocol):
+    def wait(self) -> float:
+        """Waits on the host until the copy is done; the seconds it took."""
+
+
+class CopyStream(Protocol):
+    """Where copies into device memory are queued, one after the other. A mark is a point in the computation's order."""
+
+    def copy(self, source: Tensor, target: Tensor, after: Any) -> QueuedCopy:
+        """Queues a copy that comes after a mark. `source` stays as it is until the copy is done."""
+
+    def mark(self) -> Any:
+        """What the calling thread's computation has queued so far."""
+
+    def follow(self, copy: QueuedCopy) -> None:
+        """The calling thread's computation goes on after the copy; the host does not wait."""
+
+
+@runtime_checkable
+class LockedTier(Protocol):
+    """A tier in page-locked memory, from which a device copies by itself."""
+
+    def view(self, layer: int, expert: int, start: int, end: int) -> Tensor:
+        """Bytes `start` to `end` of an expert where they lie."""
+
+
+class _Piece(NamedTuple):
+    copy: QueuedCopy
+    num_bytes: int
+    read_seconds: float
+
+
+class DeviceSlots:
+    """See `experts.memory.slot_arena.Slots`. From tiers that are not page-locked, pieces go through staging memory."""
+
+    # Large enough for the full speed of a link, small enough that a demand load does not wait long.
+    piece_bytes = 4 * 2**20
+
+    def __init__(
+        self, num_slots: Sequence[int], expert_bytes: int, device: torch.device, copies: CopyStream | None = None
+    ) -> None:
+        """num_slots: of each layer. Takes their memory."""
+        self.slot_bytes = round_to_page(expert_bytes)
+        self._device = device
+        self._copies = copies or copy_stream(device)
+        self._layers = [torch.empty((count, self.slot_bytes), dtype=torch.uint8, device=device) for count in num_slots]
+        # Of each layer: where the computation last used its slots, and the last copy into each since it was used.
+        self._used = [self._copies.mark()] * len(num_slots)
+        self._filled: list[dict[int, QueuedCopy]] = [{} for _ in num_slots]
+        self._queued: deque[_Piece] = deque()
+        self._staging: list[Tensor] = []
+        self._num_staged = 0
+
+    def of_layer(self, layer: int) -> Tensor:
+        """uint8 [num_slots, slot_bytes]."""
+        return self._layers[layer]
+
+    def fill(self, tier: ExpertTier, layer: int, expert: int, slot: int, start: int, end: int) -> tuple[int, float]:
+        over = (0, 0.0)
+        if len(self._queued) == _MAX_QUEUED:
+            piece = self._queued.popleft()
+            over = (piece.num_bytes, piece.read_seconds + piece.copy.wait())
+        started = time.perf_counter()
+        source = tier.view(layer, expert, start, end) if isinstance(tier, LockedTier) else None
+        if source is None:
+            source = self._staging_memory()[: end - start]
+            tier.read(layer, expert, start, source.numpy().data)
+        seconds = time.perf_counter() - started
+        copy = self._copies.copy(source, self._layers[layer][slot, start:end], self._used[layer])
+        self._queued.append(_Piece(copy, end - start, seconds))
+        self._filled[layer][slot] = copy
+        return over
+
+    def before_use(self, layer: int, slots: Sequence[int]) -> None:
+        for slot in slots:
+            # Once the computation is behind a copy it stays so.
+            copy = self._filled[layer].pop(slot, None)
+            if copy is not None:
+                self._copies.follow(copy)
+
+    def after_use(self, layer: int) -> None:
+        self._used[layer] = self._copies.mark()
+
+    def _staging_memory(self) -> Tensor:
+        """The next buffer in turn; as many as can be queued, so the copy out of it is over."""
+        if not self._staging:
+            size = min(self.piece_bytes, self.slot_bytes)
+            self._staging = [page_locked(size, self._device) for _ in range(_MAX_QUEUED)]
+        self._num_staged += 1
+        return self._staging[self._num_staged % _MAX_QUEUED]
+
+
+def copy_stream(device: torch.device) -> CopyStream:
+    return CudaCopies(device) if device.type == "cuda" else PlainCopies()
+
+
+class _CudaCopy:
+    def __init__(self, started: torch.cuda.Event, ended: torch.cuda.Event) -> None:
+        self._started = started
+        self.ended = ended
+
+    def wait(self) -> float:
+        self.ended.synchronize()
+        return self._started.elapsed_time(self.ended) / 1000
+
+
+class CudaCopies:
+    """A side stream of a GPU. Any thread may queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def copy(self, source: Tensor, target: Tensor, after: torch.cuda.Event) -> _CudaCopy:
+        started, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            started.record()
+            target.copy_(source, non_blocking=True)
+            ended.record()
+        return _CudaCopy(started, ended)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def follow(self, copy: QueuedCopy) -> None:
+        assert isinstance(copy, _CudaCopy)
+        torch.cuda.current_stream(self._device).wait_event(copy.ended)
+
+
+class _PlainCopy:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def wait(self) -> float:
+        return self._seconds
+
+
+class PlainCopies:
+    """Where the device is the CPU under Triton's interpreter: what is called is done."""
+
+    def copy(self, source: Tensor, target: Tensor, after: None) -> _PlainCopy:
+        started = time.perf_counter()
+        target.copy_(source)
+        return _PlainCopy(time.perf_counter() - started)
+
+    def mark(self) -> None:
+        """Nothing is ever queued."""
+
+    def follow(self, copy: QueuedCopy) -> None:
+        """It is done."""
