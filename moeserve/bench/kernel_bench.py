@@ -80,7 +80,7 @@ def _report(device: torch.device, name: str) -> Iterator[str]:
     ceilings = measure_ceilings(device)
     yield f"- copy {ceilings.copy / 1e12:.2f} TB/s (read and written), sum {ceilings.read / 1e12:.2f} TB/s (read)"
     yield f"- product of two 8192 x 8192 matrices in bf16: {ceilings.flops / 1e12:.0f} TFLOP/s\n"
-    yield "| case | us | spread | GB/s | of copy | TFLOP/s | of product | best peer | times the peer |"
+    yield "| case | us | spread | GB/s | of copy | TFLOP/s | of product | times the best peer | peers, us |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for case in _cases(device):
         if deadline.passed:
@@ -89,12 +89,13 @@ def _report(device: torch.device, name: str) -> Iterator[str]:
         own = time_calls(case.calls)
         rate, flops = case.num_bytes / own.microseconds * 1e6, case.num_flops / own.microseconds * 1e6
         peers = {peer: time_calls(calls).microseconds for peer, calls in case.peers.items()}
-        best = min(peers, key=lambda peer: peers[peer], default=None)
-        ratio = "" if best is None else f"{peers[best] / own.microseconds:.2f}"
+        ratio = f"{min(peers.values()) / own.microseconds:.2f}" if peers else ""
+        beside = [f"{peer} {time:.1f}" for peer, time in sorted(peers.items(), key=lambda entry: entry[1])]
+        beside += [f"{peer}: {reason}" for peer, reason in case.absent.items()]
         yield (
             f"| {case.name} | {own.microseconds:.1f} | {own.spread:.0%} "
             f"| {rate / 1e9:.0f} | {rate / ceilings.copy:.0%} "
-            f"| {flops / 1e12:.1f} | {flops / ceilings.flops:.0%} | {best or ''} | {ratio} |"
+            f"| {flops / 1e12:.1f} | {flops / ceilings.flops:.0%} | {ratio} | {'; '.join(beside)} |"
         )
 
 
@@ -121,8 +122,8 @@ def _cases(device: torch.device) -> Iterator[KernelCase]:
     for case in attention_cases():
         prepared = prepare(case, device, num_sms)
         calls = [partial(prepared.run, index) for index in range(prepared.num_sets)]
-        peers = attention_peers(case, prepared.num_sets, device)
-        yield KernelCase(case.kind, case.name, calls, peers, case.num_bytes, case.num_flops)
+        peers = attention_peers(prepared)
+        yield KernelCase(case.kind, case.name, calls, peers.calls, case.num_bytes, case.num_flops, absent=peers.absent)
 
 
 if __name__ == "__main__":

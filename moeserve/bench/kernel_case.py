@@ -12,6 +12,14 @@ Call = Callable[[], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
+class Peers:
+    """Calls of other kernels by name, one list as long as a case's own; and why others are not among them."""
+
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class KernelCase:
     """family: cases of one are averaged together. calls: the same work on different data, to be run in turn so that
     the cache stays cold; all peers have as many. num_bytes and num_flops: the least that one call moves and computes.
@@ -24,3 +32,5 @@ class KernelCase:
     num_bytes: int
     num_flops: int
     notes: Mapping[str, str] = field(default_factory=dict)
+    # Peers that cannot be measured here, and why.
+    absent: Mapping[str, str] = field(default_factory=dict)

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from kernels.gpu.moe_config import MoeConfig, MoeShape
 from kernels.gpu.moe_tiled import combine
-from moeserve.bench.kernel_case import Call, KernelCase
+from moeserve.bench.kernel_case import Call, KernelCase, Peers
+from moeserve.bench.kernel_peers_servers import server_experts
 from moeserve.bench.moe_case import MoeCase, Routing, make_case, random_experts, route
 
 SHAPES = {
@@ -58,16 +59,19 @@ def _moe_case(name: str, routing: Routing, first: MoeCase, config: MoeConfig) ->
         ids = route(first.num_tokens, shape.num_experts, shape.top_k, routing, random)
         sets.append(replace(first, expert_ids=ids))
     peers: dict[str, list[Call]] = {}
+    servers = Peers()
     if first.experts.gate_up.scale is None:
         peers["grouped_mm"] = [partial(grouped_mm_experts, case) for case in sets]
         if first.num_tokens <= _LOOPED_NUM_TOKENS:
             peers["loop over experts"] = [partial(looped_experts, case) for case in sets]
+        servers = server_experts(sets)
     distinct = [case.num_distinct_experts for case in sets]
     return KernelCase(
         family="experts",
         name=f"{name} {shape.weights}, {first.num_tokens} tokens, {routing}",
         calls=[partial(case.run, config) for case in sets],
-        peers=peers,
+        peers=peers | servers.calls,
+        absent=servers.absent,
         num_bytes=sum(case.num_bytes for case in sets) // len(sets),
         num_flops=first.num_flops,
         notes={

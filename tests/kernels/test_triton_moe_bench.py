@@ -23,7 +23,7 @@ def test_kernels_and_their_peers_compute_the_same(device, routing):
         return lambda num_tokens: MoeConfig("tiled", 16, TILE, TILE)
 
     (case,) = moe_cases(device, configs, shapes={"tiny": TINY}, all_num_tokens=(6,), routings=(routing,))
-    assert set(case.peers) == {"grouped_mm", "loop over experts"}
+    assert {"grouped_mm", "loop over experts"} <= set(case.peers)
     assert all(len(calls) == len(case.calls) for calls in case.peers.values())
     ours = case.calls[3]()
     for calls in case.peers.values():

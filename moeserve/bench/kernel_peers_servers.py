@@ -1,0 +1,175 @@
+"""The Triton kernels of vLLM and SGLang at our shapes, called where those are installed. They read our pools in place.
+
+Nothing of theirs is part of this package. A peer that is not there, or refuses a call, is told of by its reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeserve.bench.kernel_case import Call, Peers
+from moeserve.bench.kernel_cases_attention import PreparedAttention
+from moeserve.bench.moe_case import MoeCase
+
+NOT_INSTALLED = "not installed"
+_VLLM_ATTENTION = ("vllm.v1.attention.ops.triton_unified_attention", "vllm.attention.ops.triton_unified_attention")
+_SGLANG_DECODE = (
+    "sglang.kernels.ops.attention.decode_attention",
+    "sglang.srt.layers.attention.triton_ops.decode_attention",
+)
+_VLLM_EXPERTS = ("vllm.model_executor.layers.fused_moe.fused_moe", "vllm.model_executor.layers.fused_moe")
+# What vLLM gives its kernel: parts of a context, and up to how many programs it splits contexts at all.
+_VLLM_SEGMENTS, _VLLM_PROGRAMS = 16, 128
+_SGLANG_SPLITS = 8
+
+
+def server_attention(prepared: PreparedAttention) -> Peers:
+    """vLLM's unified kernel and, for decode, SGLang's."""
+    peers = Peers()
+    if prepared.case.latent or prepared.case.kv_dtype != prepared.case.dtype:
+        return peers
+    _add(peers, "vLLM Triton", _VLLM_ATTENTION, "unified_attention", partial(_vllm_calls, prepared))
+    if prepared.case.kind == "decode":
+        _add(peers, "SGLang Triton", _SGLANG_DECODE, "decode_attention_fwd", partial(_sglang_calls, prepared))
+    return peers
+
+
+def server_experts(sets: list[MoeCase]) -> Peers:
+    """vLLM's fused experts. SGLang's need its server's context around them."""
+    peers = Peers()
+
+    def calls(kernel: Callable[..., Tensor]) -> list[Call]:
+        return [
+            partial(
+                kernel,
+                case.x,
+                case.experts.gate_up.values,
+                case.experts.down.values,
+                case.expert_weights,
+                case.expert_ids.to(torch.int32),
+            )
+            for case in sets
+        ]
+
+    _add(peers, "vLLM Triton", _VLLM_EXPERTS, "fused_experts", calls)
+    peers.absent["SGLang Triton"] = "called by its server alone"
+    return peers
+
+
+def _add(
+    peers: Peers,
+    name: str,
+    modules: tuple[str, ...],
+    function: str,
+    calls_of: Callable[[Callable[..., Any]], list[Call]],
+) -> None:
+    """The calls of the first module that has the function, if they run."""
+    kernel = next((found for module in modules if (found := _find(module, function)) is not None), None)
+    if kernel is None:
+        peers.absent[name] = NOT_INSTALLED
+        return
+    try:
+        calls = calls_of(kernel)
+        calls[0]()
+    except Exception as error:  # Whatever another project's version of the day says to these arguments.
+        peers.absent[name] = f"refuses: {type(error).__name__}"
+    else:
+        peers.calls[name] = calls
+
+
+def _find(module: str, function: str) -> Callable[..., Any] | None:
+    try:
+        return getattr(importlib.import_module(module), function, None)
+    except ImportError:
+        return None
+
+
+def _vllm_calls(prepared: PreparedAttention, kernel: Callable[..., Any]) -> list[Call]:
+    case, device = prepared.case, prepared.q.device
+    shape = (case.kv_heads, -1, case.block_size)
+    keys = prepared.keys.view(*shape, case.key_dim).permute(1, 2, 0, 3)
+    values = prepared.values.view(*shape, case.value_dim).permute(1, 2, 0, 3)
+    options: dict[str, Any] = {}
+    if "seq_threshold_3D" in inspect.signature(kernel).parameters:
+        most = max(1, _VLLM_PROGRAMS // case.kv_heads)
+        parts = (most, case.num_heads, _VLLM_SEGMENTS)
+        size = 1 << math.ceil(math.log2(case.value_dim))
+        options = {
+            "seq_threshold_3D": most,
+            "num_par_softmax_segments": _VLLM_SEGMENTS,
+            "softmax_segm_output": torch.empty((*parts, size), dtype=torch.float32, device=device),
+            "softmax_segm_max": torch.empty(parts, dtype=torch.float32, device=device),
+            "softmax_segm_expsum": torch.empty(parts, dtype=torch.float32, device=device),
+        }
+
+    def run(table: Tensor) -> Tensor:
+        kernel(
+            q=prepared.q,
+            k=keys,
+            v=values,
+            out=prepared.out,
+            cu_seqlens_q=prepared.query_starts,
+            max_seqlen_q=max(case.query_lens),
+            seqused_k=prepared.seq_lens,
+            max_seqlen_k=max(case.seq_lens),
+            softmax_scale=prepared.scale,
+            causal=True,
+            window_size=(-1, -1),
+            block_table=table,
+            softcap=0.0,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+            **options,
+        )
+        return prepared.out
+
+    return [partial(run, table) for table in prepared.tables]
+
+
+def _sglang_calls(prepared: PreparedAttention, kernel: Callable[..., Any]) -> list[Call]:
+    case, device = prepared.case, prepared.q.device
+    count = len(case.seq_lens)
+    parts = (count, case.num_heads, _SGLANG_SPLITS)
+    scratch = torch.empty((*parts, case.value_dim), dtype=torch.float32, device=device)
+    sums = torch.empty(parts, dtype=torch.float32, device=device)
+    starts = torch.tensor([0, *case.seq_lens], device=device).cumsum(0).to(torch.int32)
+    splits = torch.full((count,), _SGLANG_SPLITS, dtype=torch.int32, device=device)
+    scales = [1.0, 1.0] if "k_scale" in inspect.signature(kernel).parameters else []
+
+    def run(slots: Tensor) -> Tensor:
+        kernel(
+            prepared.q,
+            prepared.keys.transpose(0, 1),
+            prepared.values.transpose(0, 1),
+            prepared.out,
+            starts,
+            slots,
+            scratch,
+            sums,
+            splits,
+            _SGLANG_SPLITS,
+            prepared.scale,
+            *scales,
+        )
+        return prepared.out
+
+    return [partial(run, _slots(prepared, table)) for table in prepared.tables]
+
+
+def _slots(prepared: PreparedAttention, table: Tensor) -> Tensor:
+    """The slots of all sequences' positions, one sequence after the other."""
+    size = prepared.case.block_size
+    parts = []
+    for seq, length in enumerate(prepared.case.seq_lens):
+        positions = torch.arange(length, device=table.device)
+        parts.append(table[seq].long()[positions // size] * size + positions % size)
+    return torch.cat(parts)

@@ -1,0 +1,130 @@
+"""Peers compute what the kernels compute, from the same memory; those that are not installed say so."""
+
+import sys
+import types
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from kernels.gpu.attention_reference import paged_attention_reference
+from kernels.gpu.moe_config import MoeConfig, MoeShape, Tile
+from kernels.gpu.moe_experts import moe_experts_reference
+from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
+from kernels.specs import Activation
+from moeserve.bench.kernel_cases_attention import AttentionCase, prepare
+from moeserve.bench.kernel_cases_moe import moe_cases
+from moeserve.bench.kernel_peers_attention import attention_peers, contiguous_inputs, flex, sdpa
+from moeserve.bench.kernel_peers_servers import NOT_INSTALLED, server_attention
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the bench itself runs them")
+
+CPU = torch.device("cpu")
+DECODE = AttentionCase("decode", "decode", (40, 40), (1, 1), 8, 4, 32, 32, 16)
+PREFILL = AttentionCase("prefill", "prefill", (24, 24), (24, 24), 4, 2, 32, 32, 16)
+TILE = Tile(32, 32, 1, 4, 2)
+
+
+def prepared_case(case, monkeypatch):
+    monkeypatch.setattr("moeserve.bench.kernel_cases_attention._COLD_BYTES", 2 * case.kv_bytes)
+    return prepare(case, CPU, 8)
+
+
+def relative(actual, expected):
+    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+@pytest.mark.parametrize("case", [DECODE, PREFILL], ids=lambda case: case.kind)
+def test_flex_attention_is_the_same_attention_as_sdpa(case):
+    inputs, causal = contiguous_inputs(case, CPU), case.kind == "prefill"
+    assert relative(flex(*inputs, causal), sdpa(SDPBackend.MATH, *inputs, causal)) < 1e-2
+
+
+def test_peers_that_are_not_installed_or_refuse_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    peers = attention_peers(prepared_case(DECODE, monkeypatch))
+    assert {"vLLM Triton": NOT_INSTALLED, "SGLang Triton": NOT_INSTALLED}.items() <= peers.absent.items()
+    # cuDNN computes on no CPU.
+    assert peers.absent["SDPA cuDNN"].startswith("refuses")
+    assert len(peers.calls["flex_attention"]) == 2
+    (case,) = moe_cases(
+        CPU,
+        lambda shape: lambda num_tokens: MoeConfig("tiled", 16, TILE, TILE),
+        shapes={"tiny": MoeShape(4, 32, 64, 2, "bfloat16")},
+        all_num_tokens=(3,),
+        routings=("uniform",),
+    )
+    assert case.absent["vLLM Triton"] == NOT_INSTALLED
+
+
+def unified_attention(
+    q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal, window_size, block_table,
+    softcap, q_descale, k_descale, v_descale, seq_threshold_3D=None, **scratch,
+):  # fmt: skip
+    """The arguments as vLLM understands them: pages [blocks, block size, KV heads, D]."""
+    assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+    assert max_seqlen_k == int(seqused_k.max())
+    assert causal
+    assert scratch["softmax_segm_output"].shape[:2] == (seq_threshold_3D, q.shape[1])
+    pools = [pages.permute(2, 0, 1, 3).flatten(1, 2) for pages in (k, v)]
+    out.copy_(
+        paged_attention_reference(
+            q, *pools, block_table, seqused_k, cu_seqlens_q, block_size=k.shape[1], scale=softmax_scale
+        )
+    )
+
+
+def decode_attention_fwd(q, k_buffer, v_buffer, o, kv_indptr, kv_indices, *rest):
+    """The arguments as SGLang understands them: buffers [slots, KV heads, D] and the slots of every position."""
+    _, _, num_kv_splits, max_kv_splits, sm_scale = rest
+    assert int(num_kv_splits.max()) <= max_kv_splits
+    for row in range(len(q)):
+        slots = kv_indices[kv_indptr[row] : kv_indptr[row + 1]]
+        group = q.shape[1] // k_buffer.shape[1]
+        keys, values = (buffer[slots].float().repeat_interleave(group, 1) for buffer in (k_buffer, v_buffer))
+        weights = (torch.einsum("hd,shd->hs", q[row].float(), keys) * sm_scale).softmax(-1)
+        o[row] = torch.einsum("hs,shd->hd", weights, values).to(o.dtype)
+
+
+def fused_experts(hidden_states, w1, w2, topk_weights, topk_ids):
+    experts = GpuExperts(StoredMatrix(w1), StoredMatrix(w2))
+    return moe_experts_reference(hidden_states, topk_ids, topk_weights, experts, Activation())
+
+
+def install(monkeypatch, path, function):
+    """A module of this path that has this function, with its parents."""
+    parts = path.split(".")
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        module = types.ModuleType(name)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
+    setattr(module, function.__name__, function)
+
+
+@pytest.mark.parametrize("case", [DECODE, PREFILL], ids=lambda case: case.kind)
+def test_other_servers_kernels_get_our_memory_in_their_terms(case, monkeypatch):
+    install(monkeypatch, "vllm.v1.attention.ops.triton_unified_attention", unified_attention)
+    install(monkeypatch, "sglang.srt.layers.attention.triton_ops.decode_attention", decode_attention_fwd)
+    prepared = prepared_case(case, monkeypatch)
+    peers = server_attention(prepared)
+    assert set(peers.calls) == ({"vLLM Triton", "SGLang Triton"} if case.kind == "decode" else {"vLLM Triton"})
+    assert peers.absent == {}
+    for index in range(2):
+        ours = prepared.run(index).clone()
+        for calls in peers.calls.values():
+            prepared.out.fill_(torch.nan)
+            assert relative(calls[index](), ours) < 1e-2
+
+
+def test_other_servers_experts_compute_ours(monkeypatch):
+    install(monkeypatch, "vllm.model_executor.layers.fused_moe.fused_moe", fused_experts)
+    (case,) = moe_cases(
+        CPU,
+        lambda shape: lambda num_tokens: MoeConfig("tiled", 16, TILE, TILE),
+        shapes={"tiny": MoeShape(4, 32, 64, 2, "bfloat16")},
+        all_num_tokens=(3,),
+        routings=("uniform",),
+    )
+    assert relative(case.peers["vLLM Triton"][1](), case.calls[1]()) < 1e-2
