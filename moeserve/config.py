@@ -56,6 +56,9 @@ class ServeConfig:
     expert_parallel_size: int = setting(
         1, "Ranks (processes) that share the experts and the requests.", group="Experts", minimum=1, maximum=64
     )
+    bind_cores: bool = setting(
+        True, "Give each rank cores of its own, where the ranks fill the machine.", group="Experts"
+    )
     dispatch: str = setting(
         "auto",
         "How rows reach the experts of other ranks; auto measures both at start-up.",

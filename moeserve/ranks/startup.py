@@ -40,6 +40,7 @@ from moeserve.model_loading import (
     read_spec,
 )
 from moeserve.plan_codec import decode_plan
+from moeserve.ranks.cores import bind_to_cores
 from moeserve.ranks.executor import RankedExecutor
 from moeserve.ranks.hub import RankHub
 from moeserve.ranks.link import BeatThread, RankLink
@@ -74,11 +75,19 @@ def run_rank(context: RunContext, rank: int, report: Report, stop: threading.Eve
 
     Raises ModelError, ConfigError or RankError, one sentence each, for what cannot be served.
     """
+    _keep_to_cores(context.config, rank)
     with zmq.Context() as sockets:
         if rank == 0:
             _run_first(context, sockets, report, stop)
         else:
             _run_other(context, sockets, rank, report)
+
+
+def _keep_to_cores(config: ServeConfig, rank: int) -> None:
+    if config.bind_cores:
+        num_here = config.expert_parallel_size // config.nnodes
+        cores = bind_to_cores(rank % num_here, num_here, config.threads or torch.get_num_threads())
+        log.info("rank_keeps_to_cores", rank=rank, cores=cores)
 
 
 def _run_first(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -38,6 +39,12 @@ def make_placement(num_ranks: int, num_redundant: int) -> Placement:
     return load_balanced(load, num_ranks, num_redundant=num_redundant)
 
 
+def gloo_policies() -> set[int]:
+    """The scheduling policies of gloo's threads in this process."""
+    threads = [thread for thread in Path("/proc/self/task").iterdir() if "gloo" in (thread / "comm").read_text()]
+    return {os.sched_getscheduler(int(thread.name)) for thread in threads}
+
+
 def main() -> None:
     rank, num_ranks, num_redundant = map(int, sys.argv[1:4])
     dtype = getattr(torch, sys.argv[4])
@@ -50,6 +57,7 @@ def main() -> None:
     held = [list(placement.experts_on(layer, rank)) for layer in range(2)]
     own = [pack_experts(gate_up[here], down[here]) for here in held]
     collectives = Collectives(rank, num_ranks, Path(sys.argv[5]), timeout=30)
+    assert gloo_policies() == {os.SCHED_BATCH}
     experts = ExpertParallel(collectives, placement, [0, 1], last_layer=1)
     first, last = experts.dispatch_of(0), experts.dispatch_of(1)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
