@@ -9,15 +9,35 @@ from torch import Tensor
 
 from experts.moe_layer import Dispatch
 from kernels.activation import Activation
-from kernels.moe_gemm import moe_experts
 from kernels.packed_experts import PackedExperts
 
 
-class RoutingTap:
-    """Keeps the expert ids of the step that runs, one tensor per sparse layer. Used by one thread.
+class HeardIds:
+    """The expert ids that the gates of one step gave out, turned into bytes when somebody wants them.
 
-    Within the step it only holds references, so nobody may write into ids that a gate has given out.
+    It holds references: who gathers many steps at a time pays less, and nobody may write into such ids.
     """
+
+    __slots__ = ("_ids", "_narrow")
+
+    def __init__(self, ids: Sequence[Tensor], narrow: torch.dtype) -> None:
+        """ids: [T, k] of each layer that computed something. narrow: the dtype of the bytes."""
+        self._ids = ids
+        self._narrow = narrow
+
+    def __bytes__(self) -> bytes:
+        """Layer after layer and row after row, k per row; see `step_routing.unpack`.
+
+        A layer has as many rows as it computed: the last one often fewer, or none.
+        """
+        if not self._ids:
+            return b""
+        data: bytes = torch.cat([*self._ids]).to(self._narrow).cpu().numpy().tobytes()
+        return data
+
+
+class RoutingTap:
+    """Keeps the expert ids of the step that runs, one tensor per sparse layer. Used by one thread."""
 
     __slots__ = ("_chosen", "_narrow", "_place")
 
@@ -35,28 +55,19 @@ class RoutingTap:
         """Forgets what was heard: a step begins."""
         self._chosen = [None] * len(self._chosen)
 
-    def take(self) -> bytes:
-        """Ids of the step, layer after layer and row after row, k per row; see `step_routing.unpack`.
-
-        A layer has as many rows as it computed: the last one often fewer, or none.
-        """
+    def take(self) -> HeardIds:
+        """What was heard since `begin`; the tap forgets it."""
         heard = [ids for ids in self._chosen if ids is not None]
         self.begin()
-        if not heard:
-            return b""
-        data: bytes = torch.cat(heard).to(self._narrow).cpu().numpy().tobytes()
-        return data
+        return HeardIds(heard, self._narrow)
 
     def _around_one(self, layer: int, inner: Dispatch) -> Dispatch:
         place = self._place[layer]
-        here_alone = inner is moe_experts
 
         def dispatch(
             x: Tensor, expert_ids: Tensor, weights: Tensor, experts: PackedExperts, activation: Activation
         ) -> Tensor:
             self._chosen[place] = expert_ids
-            if here_alone and not len(x):
-                return x
             return inner(x, expert_ids, weights, experts, activation)
 
         return dispatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import SupportsBytes
 
 from moeserve.request import SamplingParams
 
@@ -116,11 +117,12 @@ class ChunkResult:
 class StepResult:
     """One `ChunkResult` per chunk of the plan, in the plan's order.
 
-    `routing`: the experts that the gates chose for the plan's rows (`experts.routing.step_routing`), if recorded.
+    `routing`: the experts that the gates chose for the plan's rows (bytes of `experts.routing.step_routing`, or what
+    becomes them on demand), if recorded.
     `sent`: of one rank of several, what it has sent since the start: rows to each rank, then bytes to each rank.
     """
 
     step: int
     chunks: list[ChunkResult]
-    routing: bytes | None = None
+    routing: SupportsBytes | None = None
     sent: list[int] | None = None

@@ -28,7 +28,8 @@ class _WireResult(msgspec.Struct, array_like=True, frozen=True):
 
 def encode_result(result: StepResult) -> bytes:
     """The bytes of a result."""
-    wire = _WireResult(result.step, [_pack_chunk(chunk) for chunk in result.chunks], result.routing, result.sent)
+    routing = None if result.routing is None else bytes(result.routing)
+    wire = _WireResult(result.step, [_pack_chunk(chunk) for chunk in result.chunks], routing, result.sent)
     packed: bytes = msgpack.packb(msgspec.to_builtins(wire, builtin_types=(bytes,)))
     return packed
 

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import SupportsBytes
 
 import click
 import torch
@@ -41,7 +42,7 @@ class _Nothing:
 class _Heard:
     """A tap that gives what another one has heard."""
 
-    def __init__(self, take: Callable[[], bytes]) -> None:
+    def __init__(self, take: Callable[[], SupportsBytes]) -> None:
         self.take = take
 
     def begin(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, SupportsBytes
 
 from experts.placement.placement import Placement
 from experts.routing.step_routing import unpack
@@ -14,7 +14,7 @@ from moeserve.expert_service.recording import ExpertRecording
 from moeserve.plan import StepPlan, StepResult
 
 _STEPS_AT_ONCE = 64
-_CHUNKS_AT_ONCE = 1024
+_ROWS_AT_ONCE = 1024
 
 
 class Tap(Protocol):
@@ -22,7 +22,7 @@ class Tap(Protocol):
 
     def begin(self) -> None: ...
 
-    def take(self) -> bytes: ...
+    def take(self) -> SupportsBytes: ...
 
 
 class TappedRunner:
@@ -49,8 +49,8 @@ class RecordingExecutor:
     def __init__(self, executor: Executor, recording: ExpertRecording) -> None:
         self._executor = executor
         self._recording = recording
-        self._pending: list[tuple[int, StepPlan, bytes, Placement | None]] = []
-        self._num_chunks = 0
+        self._pending: list[tuple[int, StepPlan, SupportsBytes, Placement | None]] = []
+        self._num_rows = 0
         self._num_steps = 0
         recording.gather = self._gather
 
@@ -60,14 +60,10 @@ class RecordingExecutor:
         for rank, (plan, result) in enumerate(zip(plans, results, strict=True)):
             if plan.chunks and result.routing is not None:
                 self._pending.append((rank, plan, result.routing, placement))
-                self._num_chunks += len(plan.chunks)
+                self._num_rows += plan.num_tokens
         self._num_steps += 1
         # A trace is told where a request's first tokens are kept, which holds while it runs.
-        if (
-            self._num_steps >= _STEPS_AT_ONCE
-            or self._num_chunks >= _CHUNKS_AT_ONCE
-            or self._recording.trace is not None
-        ):
+        if self._num_steps >= _STEPS_AT_ONCE or self._num_rows >= _ROWS_AT_ONCE or self._recording.trace is not None:
             self._gather()
         return results
 
@@ -76,18 +72,18 @@ class RecordingExecutor:
 
     def _gather(self) -> None:
         pending, self._pending = self._pending, []
-        self._num_chunks = self._num_steps = 0
+        self._num_rows = self._num_steps = 0
         for rank, plan, routing, placement in pending:
             self._record(rank, plan, routing, placement)
 
-    def _record(self, rank: int, plan: StepPlan, routing: bytes, placement: Placement | None) -> None:
+    def _record(self, rank: int, plan: StepPlan, routing: SupportsBytes, placement: Placement | None) -> None:
         token_ids: array[int] = array("i")
         logit_rows: list[int] = []
         for chunk in plan.chunks:
             token_ids += chunk.token_ids
             num_rows = len(token_ids)
             logit_rows.extend(range(num_rows - chunk.num_logit_rows, num_rows))
-        ids = unpack(routing, self._recording.shape, len(token_ids), logit_rows)
+        ids = unpack(bytes(routing), self._recording.shape, len(token_ids), logit_rows)
         self._recording.add(rank, ids, token_ids, placement)
         if self._recording.trace is not None:
             rows = [
