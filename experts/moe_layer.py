@@ -72,6 +72,11 @@ class MoeLayer:
         """Those that are here; who migrates some puts others in their slots, between two steps."""
         return self._experts
 
+    @property
+    def num_experts(self) -> int:
+        """Those that the gate chooses from."""
+        return self._gate.out_features
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, H] -> [T, H], a new tensor. T is at least 1."""
         logits = self._gate(x.float() if self._gate_widens else x)
@@ -91,6 +96,17 @@ class MoeLayer:
             return logits
         scores = sigmoid(logits.float()) if self._gate_spec.score == "sigmoid" else logits.float().softmax(-1)
         return scores.add_(self._correction_bias)
+
+    def gate_map(self, dtype: torch.dtype) -> Tensor | None:
+        """[E, H + 1] float32: the gate as one linear map, the constant last. None where it does not rank by that alone.
+
+        dtype: of its input.
+        """
+        if self._correction_bias is not None:
+            return None
+        width = self._gate.in_features
+        logits = self.preview(torch.cat([torch.zeros(1, width), torch.eye(width)]).to(dtype)).float()
+        return torch.cat([logits[1:] - logits[0], logits[:1]]).T.contiguous()
 
     def serve_others(self, no_rows: Tensor) -> None:
         """Has the experts compute what other ranks send while this one has nothing. no_rows: [0, H]."""

@@ -162,9 +162,10 @@ class ServeConfig:
     )
     expert_prefetch: str = setting(
         "auto",
-        "What experts are loaded ahead by: off, gate (what later gates would choose now), auto (gate, but off where "
-        "that does not pay), or predictors that learn, joined by +: popularity, affinity, routes, signature, "
-        "activation-matrix, gate-early.",
+        "What experts are loaded ahead by: off, gate (what later gates would choose now), fitted (what they will, by "
+        "`moeserve experts fit`), auto (fitted if it is there, else gate, but off where that does not pay), or "
+        "predictors that learn, joined by +: popularity, affinity, routes, signature, activation-matrix, gate-early, "
+        "gate-late. The gate predictors are the fitted ones if they are there.",
         group="Expert memory",
     )
     expert_store_bandwidth: int | None = setting(

@@ -15,6 +15,7 @@ from moeserve.device import step_budget
 from moeserve.executor import LaunchingRunner, LocalLauncher
 from moeserve.expert_service.monitor import ExpertSources
 from moeserve.expert_service.prefetch import PrefetchingLauncher, start_prefetching
+from moeserve.expert_service.settings import check_gpu_prefetch
 from moeserve.memory import available_bytes
 from moeserve.model_loading import Report, ServedModel
 from moeserve.models.families import build_spec
@@ -77,6 +78,7 @@ def _with_prefetches(loaded: GpuModel, config: ServeConfig) -> tuple[LaunchingRu
     if experts is None:
         return loaded.runner, ExpertSources()
     log.info("expert_memory", slots=min(experts.num_slots), others_in=experts.tier, policy=config.expert_policy)
+    check_gpu_prefetch(config.expert_prefetch)
     listener = start_prefetching(config.expert_prefetch, experts, loaded.decoder)
     sources = ExpertSources(memory=lambda: [experts.memory.stats()], prefetches=listener is not None)
     return loaded.runner if listener is None else PrefetchingLauncher(loaded.runner, listener), sources

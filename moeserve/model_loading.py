@@ -18,6 +18,7 @@ from kernels.packed_experts import PackedExperts
 from moeserve.config import ServeConfig
 from moeserve.device import step_budget
 from moeserve.executor import Runner
+from moeserve.expert_service.fitted_gates import find_fitted_gates
 from moeserve.expert_service.placement import plan_placement
 from moeserve.expert_service.prefetch import PrefetchingRunner, start_prefetching
 from moeserve.expert_service.residency import ResidencyPlan, ResidentModel, open_experts, plan_residency
@@ -184,7 +185,10 @@ def load_model(
     prefetcher = None
     if experts is not None:
         experts.memory.forget_counts()
-        prefetcher = start_prefetching(config.expert_prefetch, experts, decoder, experts_here)
+        fitted = find_fitted_gates(directory)
+        prefetcher = start_prefetching(config.expert_prefetch, experts, decoder, experts_here, fitted)
+        if prefetcher is not None:
+            decoder.after_layer = prefetcher.after_layer
     return LoadedModel(
         spec,
         load_generation_defaults(directory),

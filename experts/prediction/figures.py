@@ -18,6 +18,10 @@ from experts.simulation.replay import SimulationResult
 from experts.simulation.setup import SimulationSetup, simulate
 
 _REFRESH_STEPS = 128
+# As far back as affinity looks.
+_HISTORY = 6
+# Tokens of the learning requests that are predicted before they are learnt, to calibrate probabilities.
+_CALIBRATING = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ def recall_figures(
 ) -> list[RecallFigure]:
     """Recall of each choice of predictors at each distance, from layers that were observed.
 
-    Tokens come one at a time and are learnt after they were predicted; only held-out ones count.
+    Tokens come one at a time and are learnt after they were predicted, but for the first of many that are learnt from:
+    these only enter the statistics. Held-out ones count.
     """
     traces = learning, held_out
     found = []
@@ -64,11 +69,16 @@ def recall_figures(
             for trace in traces
         )
         spec = StatisticsSpec(
-            len(learning.ids), learning.num_experts, learning.ids.shape[2], max_distance=max(max_distance, 1)
+            len(learning.ids), learning.num_experts, learning.ids.shape[2], max_distance=max(max_distance, _HISTORY)
         )
-        learnt = LearntAffinity(RoutingStatistics(spec), _REFRESH_STEPS)
+        statistics = RoutingStatistics(spec)
+        is_first = np.arange(len(learning.requests)) < len(learning.requests) - _CALIBRATING
+        for start in range(0, int(is_first.sum()), spec.max_rows_per_step):
+            rows = slice(start, min(start + spec.max_rows_per_step, int(is_first.sum())))
+            statistics.update(learning.ids[:, rows], learning.token_ids[rows])
+        learnt = LearntAffinity(statistics, _REFRESH_STEPS)
         predictor, _ = make_predictor(choice, learnt)
-        _replay(learning, predictor, learnt, max_distance)
+        _replay(learning.select(~is_first), predictor, learnt, max_distance)
         scores = _replay(held_out, predictor, learnt, max_distance)
         for distance, score in enumerate(scores, start=1):
             recall = score.recalled / score.num_chosen if score.num_chosen else nan

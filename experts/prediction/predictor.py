@@ -125,6 +125,10 @@ class StepPredictor:
         if len(logits) == self._num_rows:
             self._current().gates[tap, layer, distance] = self._sampled(logits)
 
+    def gate(self, tap: Tap, layer: int, distance: int) -> Float | None:
+        """[T, E] of the followed tokens, as observed; None if it was not."""
+        return self._current().gates.get((tap, layer, distance))
+
     def predict(self, layer: int, distance: int) -> Float:
         rows = self.token_probabilities(layer, distance)
         if rows is None or not len(rows):

@@ -68,8 +68,9 @@ class PopularitySource:
 class AffinitySource:
     """What follows the experts that a token has chosen; before the first layer, what its token id says.
 
-    Each chosen expert multiplies an expert's popularity by how much likelier it makes it. The k factors overlap, so
-    each counts with exponent k^-½: less than if they were independent, more than their mean.
+    Each chosen expert, of this layer and of those before it that lie within the statistics' greatest distance,
+    multiplies an expert's popularity by how much likelier it makes it. The k factors of a layer overlap, so each counts
+    with exponent k^-½: less than if they were independent, more than their mean. Layers count as if they were.
 
     With `BEFORE` and a distance beyond the first layer, the experts expected there stand in for chosen ones.
     """
@@ -93,10 +94,16 @@ class AffinitySource:
             return np.minimum(first @ following / first.sum(axis=1, keepdims=True), 1)
         if layer not in step.ids or distance not in affinity.distances():
             return None
-        popularity, lift = self._logarithms(layer, distance)
-        chosen = step.ids[layer]
-        top_k = chosen.shape[1]
-        odds = np.exp(popularity + lift[chosen].sum(axis=1) * np.float32(top_k**-0.5))
+        popularity = self._logarithms(layer, distance)[0]
+        top_k = step.ids[layer].shape[1]
+        lifts = np.zeros((len(step.token_ids), len(popularity)), np.float32)
+        for earlier in range(layer, -1, -1):
+            span = layer - earlier + distance
+            if span not in affinity.distances():
+                break
+            if earlier in step.ids:
+                lifts += self._logarithms(earlier, span)[1][step.ids[earlier]].sum(axis=1)
+        odds = np.exp(popularity + lifts * np.float32(top_k**-0.5))
         odds *= np.float32(top_k) / odds.sum(axis=1, keepdims=True)
         return np.minimum(odds, 1, out=odds)
 

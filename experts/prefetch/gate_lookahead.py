@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from math import ceil
 
 from torch import Tensor
 
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.residency_control import ResidencyControl
-from experts.memory.transfers import Priority
-from experts.prediction.predictor import Ids
+from experts.prediction.predictor import Ids, Tap
 from experts.prefetch.gate_preview import GatePreview
 from experts.prefetch.judge import PrefetchJudge
+from experts.prefetch.lookahead_planning import LookaheadPlanner
 
 
 class GateLookahead:
     """Looks one distance ahead, so that each layer is predicted once per step: as far as a load takes, and one layer.
 
     No probabilities, no learning: on a CPU every microsecond between two layers counts. The calls are those of
-    `experts.prefetch.prefetcher.Prefetcher`.
+    `experts.prefetch.prefetcher.Prefetcher`; what is asked for is decided by a `LookaheadPlanner`.
     """
 
     def __init__(
@@ -36,11 +34,9 @@ class GateLookahead:
         """control: that of the memory. judge: None to predict in every step. experts_here: those of a layer that this
         rank holds now, None if all."""
         self._memory = memory
-        self._control = control
         self._preview = preview
-        self._top_k = top_k
+        self._planner = LookaheadPlanner(control, preview.tap, top_k, preview.max_distance, experts_here=experts_here)
         self._judge = judge
-        self._experts_here = experts_here
         self._is_on = True
         self._distance = 1
 
@@ -50,21 +46,24 @@ class GateLookahead:
 
     def begin_step(self, token_ids: Ids, requests: Ids) -> None:
         self._is_on = self._judge is None or self._judge.begin_step()
-        self._distance = min(ceil(1 / self._memory.loads_per_layer()) + 1, self._preview.max_distance)
+        self._distance = self._planner.distance(self._memory.loads_per_layer())
 
     def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        target = layer + self._distance
-        if not self._is_on or target >= len(self._control.layers):
-            return
-        started = time.perf_counter()
-        chosen = self._preview(layer, self._distance, x).topk(self._top_k).indices
-        wanted = [expert for expert, _ in Counter(chosen.flatten().tolist()).most_common()]
-        if self._experts_here is not None:
-            here = self._experts_here(target)
-            wanted = [expert for expert in wanted if expert in here]
-        self._memory.decide(lambda _: self._control.predict(target, wanted, Priority.NEXT_LAYER))
-        self._memory.predictor_seconds += time.perf_counter() - started
+        if self._preview.tap is Tap.EARLY:
+            self._look(layer, x)
+
+    def after_layer(self, layer: int, residual: Tensor) -> None:
+        if self._preview.tap is Tap.LATE:
+            self._look(layer, residual)
 
     def end_step(self, ended_requests: Iterable[int]) -> None:
         if self._judge is not None:
             self._judge.end_step()
+
+    def _look(self, layer: int, state: Tensor) -> None:
+        if not self._is_on or not self._planner.looks(layer, self._distance):
+            return
+        started = time.perf_counter()
+        logits = self._preview(layer, self._distance, state).float().cpu().numpy()
+        self._memory.decide(lambda _: self._planner.ask(layer, self._distance, logits))
+        self._memory.predictor_seconds += time.perf_counter() - started

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from experts.prediction.predictor import Tap
+from experts.prefetch.fitted_gates import FittedGates
+from kernels.linear import pack_linear
+
 # A norm's weight below this share of the largest cannot be taken back out of the state.
 _LEAST_SHARE = 1e-3
+_EPSILON = 1e-5
 
 
 class GatedBlock(Protocol):
@@ -19,25 +24,97 @@ class GatedBlock(Protocol):
         """What the gate would rank for a state x [T, H] that is not its own input: [T, E], the larger the likelier."""
 
 
-class GatePreview:
-    """Applies the gate of layer l + d to the input of the gate of layer l (Eliseev and Mazur, arXiv 2312.17238).
+class MappedGate(Protocol):
+    """A layer's gate as a linear map; see `experts.moe_layer.MoeLayer`."""
 
-    That input is a norm of the residual stream, scaled by the weights of layer l's norm; it is scaled anew by those of
-    layer l + d. What the layers in between will add is not known yet.
+    @property
+    def num_experts(self) -> int: ...
+
+    def gate_map(self, dtype: torch.dtype) -> Tensor | None: ...
+
+
+class GatePreview:
+    """Has the gate of layer l + d judge the state at layer l (Eliseev and Mazur, arXiv 2312.17238).
+
+    The state of the tap `EARLY` is the input of the gate of layer l: a norm of the residual stream, scaled by the
+    weights of that layer's norm. That of `LATE` is the residual stream after layer l. Both are scaled by the weights of
+    the norm at layer l + d. What the layers in between will add is not known yet: `fitted` has learnt it, as far as it
+    is linear in the state, and judges in place of the gate at the same cost.
     """
 
-    def __init__(self, layers: Sequence[GatedBlock], norms: Sequence[Tensor], max_distance: int) -> None:
-        """norms: [H], the weights of the norm in front of each layer's gate."""
+    def __init__(
+        self,
+        layers: Sequence[GatedBlock],
+        norms: Sequence[Tensor],
+        max_distance: int,
+        tap: Tap = Tap.EARLY,
+        fitted: FittedGates | None = None,
+    ) -> None:
+        """norms: [H], the weights of the norm in front of each layer's gate. fitted: for this tap and all
+        distances up to max_distance, or ValueError."""
         self.max_distance = max_distance
-        self._layers = layers
-        self._scales = [
-            [_ratio(later, norm) for later in norms[layer + 1 : layer + 1 + max_distance]]
-            for layer, norm in enumerate(norms)
-        ]
+        self.tap = tap
+        if fitted is None:
+            self._judges = [_gates(layers, norms, layer, max_distance, tap) for layer in range(len(layers))]
+        else:
+            self._judges = _maps(fitted, tap, max_distance, len(layers), norms)
 
-    def __call__(self, layer: int, distance: int, x: Tensor) -> Tensor:
-        """x [T, H] -> [T, E], the larger the likelier. The layer at that distance must exist."""
-        return self._layers[layer + distance].preview(x * self._scales[layer][distance - 1])
+    def __call__(self, layer: int, distance: int, state: Tensor) -> Tensor:
+        """state [T, H] -> [T, E], the larger the likelier. The layer at that distance must exist."""
+        x = state if self.tap is Tap.EARLY else unit_norm(state)
+        return self._judges[layer][distance - 1](x)
+
+
+def unit_norm(residual: Tensor) -> Tensor:
+    """[T, H] -> [T, H]: rows of mean square 1."""
+    found: Tensor = residual * residual.square().mean(-1, keepdim=True).add_(_EPSILON).rsqrt_()
+    return found
+
+
+def scale_between(norms: Sequence[Tensor], layer: int, distance: int, tap: Tap) -> Tensor:
+    """[H]: from the state at `layer` (of the tap `LATE`: of unit norm) to that in front of the later gate."""
+    return norms[layer + distance] if tap is Tap.LATE else _ratio(norms[layer + distance], norms[layer])
+
+
+def plain_maps(
+    layers: Sequence[MappedGate], norms: Sequence[Tensor], max_distance: int
+) -> dict[tuple[Tap, int, int], Tensor]:
+    """By tap, layer and distance [E, H + 1] float32: what the gates say of a state, the constant last. Zeros for a gate
+    that is no linear map."""
+    found = {}
+    for later, layer_ahead in enumerate(layers):
+        gate = layer_ahead.gate_map(norms[0].dtype)
+        if gate is None:
+            gate = torch.zeros(layer_ahead.num_experts, len(norms[0]) + 1)
+        for distance in range(1, min(max_distance, later) + 1):
+            for tap in Tap:
+                scale = scale_between(norms, later - distance, distance, tap).float()
+                found[tap, later - distance, distance] = gate * torch.cat([scale, torch.ones(1)])
+    return found
+
+
+def _gates(
+    layers: Sequence[GatedBlock], norms: Sequence[Tensor], layer: int, max_distance: int, tap: Tap
+) -> list[Callable[[Tensor], Tensor]]:
+    def judge(distance: int) -> Callable[[Tensor], Tensor]:
+        scale, later = scale_between(norms, layer, distance, tap), layers[layer + distance]
+        return lambda x: later.preview(x * scale)
+
+    return [judge(distance) for distance in range(1, min(max_distance, len(layers) - 1 - layer) + 1)]
+
+
+def _maps(
+    fitted: FittedGates, tap: Tap, max_distance: int, num_layers: int, norms: Sequence[Tensor]
+) -> list[list[Callable[[Tensor], Tensor]]]:
+    hidden_size = len(norms[0])
+    found: list[list[Callable[[Tensor], Tensor]]] = [[] for _ in range(num_layers)]
+    for distance in range(1, min(max_distance, num_layers - 1) + 1):
+        maps = fitted.maps.get((tap, distance))
+        if maps is None or maps.shape[0] != num_layers - distance or maps.shape[2] != hidden_size + 1:
+            raise ValueError(f"the fitted gates are not of this model and tap {tap.value!r} at distance {distance}")
+        for layer, of_layer in enumerate(torch.from_numpy(maps).float()):
+            found[layer].append(pack_linear(of_layer[:, :-1].to(norms[0].dtype), of_layer[:, -1]))
+    return found
 
 
 def _ratio(wanted: Tensor, given: Tensor) -> Tensor:

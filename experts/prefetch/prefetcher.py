@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +32,8 @@ class LayerListener(Protocol):
 
     def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None: ...
 
+    def after_layer(self, layer: int, residual: Tensor) -> None: ...
+
     def end_step(self, ended_requests: Iterable[int]) -> None: ...
 
 
@@ -47,16 +49,16 @@ class Prefetcher:
         predictor: Predictor,
         planner: PrefetchPlanner,
         learnt: LearntAffinity,
-        preview: GatePreview | None,
+        previews: Sequence[GatePreview],
     ) -> None:
         """planner: asks this predictor and tells the control of this memory. learnt: what the predictor learns from.
-        preview: if the predictor listens to gates."""
+        previews: of each tap that the predictor listens to."""
         self._memory = memory
         self._predictor = predictor
         self._planner = planner
         self._learnt = learnt
         self._recorder = RoutingRecorder(learnt.statistics)
-        self._preview = preview
+        self._previews = {preview.tap: preview for preview in previews}
         self._token_ids: NDArray[np.int64] = np.empty(0, np.int64)
         self._ids: NDArray[np.int16] = np.empty((0, 0, 0), np.int16)
 
@@ -81,11 +83,16 @@ class Prefetcher:
         if len(chosen) == len(self._token_ids):
             self._ids[layer] = chosen
         self._predictor.observe(layer, chosen, weights.cpu().numpy())
-        if self._preview is not None:
-            last = min(self._planner.rules.max_distance, len(self._ids) - 1 - layer)
-            for distance in range(1, last + 1):
-                logits = self._preview(layer, distance, x)
-                self._predictor.observe_gate(Tap.EARLY, layer, distance, logits.float().cpu().numpy())
+        self._hear_gates(Tap.EARLY, layer, x)
+        self._plan(layer)
+        self._memory.predictor_seconds += time.perf_counter() - started
+
+    def after_layer(self, layer: int, residual: Tensor) -> None:
+        """A layer is computed, residual [T, H]: the last look before the next one. Not called for the last layer."""
+        if Tap.LATE not in self._previews:
+            return
+        started = time.perf_counter()
+        self._hear_gates(Tap.LATE, layer, residual)
         self._plan(layer)
         self._memory.predictor_seconds += time.perf_counter() - started
 
@@ -96,6 +103,13 @@ class Prefetcher:
         self._learnt.step_done()
         self._predictor.end(ended_requests)
         self._memory.predictor_seconds += time.perf_counter() - started
+
+    def _hear_gates(self, tap: Tap, layer: int, state: Tensor) -> None:
+        if (preview := self._previews.get(tap)) is None:
+            return
+        for distance in range(1, min(preview.max_distance, len(self._ids) - 1 - layer) + 1):
+            logits = preview(layer, distance, state).float().cpu().numpy()
+            self._predictor.observe_gate(tap, layer, distance, logits)
 
     def _plan(self, layer: int) -> None:
         expected = self._planner.expect(layer)

@@ -68,6 +68,9 @@ class PrefixListener:
         if self._num_rows:
             self._ask_again(layer)
 
+    def after_layer(self, layer: int, residual: Tensor) -> None:
+        self._inner.after_layer(layer, residual)
+
     def end_step(self, ended_requests: Iterable[int]) -> None:
         ended = list(ended_requests)
         if self._num_rows:

@@ -20,6 +20,8 @@ from experts.simulation.replay import LayerTiming, Simulation, SimulationResult,
 
 POLICY_NAMES = (*POLICIES, "static", "belady")
 _REFRESH_STEPS = 128
+# Layers that affinity looks back.
+_HISTORY = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def simulate(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSe
     Each token is predicted before it is learnt. The policies `static` (from the load of `learning`) and `belady` (from
     the future) are told what no others know.
     """
-    spec = StatisticsSpec(len(learning.ids), learning.num_experts, learning.ids.shape[2])
+    spec = StatisticsSpec(len(learning.ids), learning.num_experts, learning.ids.shape[2], max_distance=_HISTORY)
     learnt = LearntAffinity(RoutingStatistics(spec), _REFRESH_STEPS)
     policies = _policies(learning, held_out, setup)
     control = ResidencyControl(

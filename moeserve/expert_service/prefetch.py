@@ -6,14 +6,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+import structlog
 from torch import Tensor
 
 from experts.memory.eviction import Affinity, EvictionPolicy
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.residency_control import ResidencyControl
-from experts.prediction.choice import make_predictor, source_names
+from experts.prediction.choice import make_predictor, taps_of
 from experts.prediction.history_sources import SignatureSource
+from experts.prediction.predictor import Tap
 from experts.prediction.sources import LearntAffinity
+from experts.prefetch.fitted_gates import FittedGates
 from experts.prefetch.gate_lookahead import GateLookahead
 from experts.prefetch.gate_preview import GatedBlock, GatePreview
 from experts.prefetch.judge import PrefetchJudge
@@ -24,11 +27,16 @@ from experts.prefetch.prefix_warmth import PrefixWarmth
 from experts.prefetch.switch import PrefetchSwitch
 from experts.routing.request_profiles import RequestProfiles
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from moeserve.config import ConfigError
 from moeserve.executor import LaunchedStep, LaunchingRunner, Runner
 from moeserve.models.spec import DecoderSpec
 from moeserve.plan import StepPlan, StepResult
 
+log = structlog.get_logger(__name__)
+
 _MAX_DISTANCE = 3
+# Layers that affinity looks back.
+_HISTORY = 6
 # A request that no plan has named for so many steps is over, or waits so long that it is a new one.
 _FORGOTTEN_AFTER = 64
 
@@ -69,43 +77,56 @@ def start_prefetching(
     experts: ResidentLayers,
     decoder: GatedDecoder,
     experts_here: Callable[[int], Collection[int]] | None = None,
+    fitted: FittedGates | None = None,
 ) -> PrefixListener | None:
     """Has the layers tell a listener what they compute, who loads ahead. choice: `--expert-prefetch`.
 
-    experts_here: those of a layer that this rank of several holds now; predictors that learn are for one rank.
+    experts_here: those of a layer that this rank of several holds now; predictors that learn are for one rank. fitted:
+    what `moeserve experts fit` found, which takes the place of the gates unless the choice is `gate`. Whoever runs the
+    decoder has it tell the listener of computed layers (`after_layer`). Raises ConfigError for a choice that needs
+    fitted gates where there are none.
     """
-    moe = decoder.spec.moe
-    if choice == "off" or moe is None:
+    if choice == "off" or decoder.spec.moe is None:
         return None
-    blocks, norms = zip(*decoder.gated_blocks(), strict=True)
-    preview = GatePreview(blocks, norms, _MAX_DISTANCE)
+    if choice == "fitted" and fitted is None:
+        raise ConfigError("--expert-prefetch fitted: no gates are fitted to this model; run moeserve experts fit.")
     listener: LayerListener
     profiles: RequestProfiles | None = None
-    if choice in ("auto", "gate"):
+    if choice in ("auto", "gate", "fitted"):
+        preview = _preview(decoder, Tap.EARLY, None if choice == "gate" else fitted)
         judge = PrefetchJudge(experts.memory, PrefetchSwitch()) if choice == "auto" else None
-        listener = GateLookahead(experts.memory, experts.control, preview, moe.gate.top_k, judge, experts_here)
+        top_k = decoder.spec.moe.gate.top_k
+        listener = GateLookahead(experts.memory, experts.control, preview, top_k, judge, experts_here)
     else:
-        spec = StatisticsSpec(len(experts.layers), moe.num_experts, moe.gate.top_k, max_distance=_MAX_DISTANCE)
-        listener, profiles = _learning_prefetcher(choice, experts, LearntAffinity(RoutingStatistics(spec)), preview)
-    warmth = PrefixWarmth(experts.control, moe.num_experts)
+        previews = [_preview(decoder, tap, fitted) for tap in taps_of(choice)]
+        listener, profiles = _learning_prefetcher(choice, experts, decoder.spec, previews)
+    warmth = PrefixWarmth(experts.control, decoder.spec.moe.num_experts)
     around = PrefixListener(listener, experts.memory, warmth, profiles, experts_here)
     for layer in experts.layers.values():
         layer.prefetcher = around
+    log.info("expert_prefetch", by=choice, gates_fitted=fitted is not None and choice != "gate")
     return around
 
 
+def _preview(decoder: GatedDecoder, tap: Tap, fitted: FittedGates | None) -> GatePreview:
+    blocks, norms = zip(*decoder.gated_blocks(), strict=True)
+    return GatePreview(blocks, norms, min(_MAX_DISTANCE, len(blocks) - 1), tap, fitted)
+
+
 def _learning_prefetcher(
-    choice: str, experts: ResidentLayers, learnt: LearntAffinity, preview: GatePreview
+    choice: str, experts: ResidentLayers, model: DecoderSpec, previews: Sequence[GatePreview]
 ) -> tuple[Prefetcher, RequestProfiles | None]:
     """And the profiles that its predictor goes by, if it does."""
+    assert model.moe is not None
+    spec = StatisticsSpec(len(experts.layers), model.moe.num_experts, model.moe.gate.top_k, max_distance=_HISTORY)
+    learnt = LearntAffinity(RoutingStatistics(spec))
     predictor, sources = make_predictor(choice, learnt)
     rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
     rules = PrefetchRules(max_distance=_MAX_DISTANCE)
     planner = PrefetchPlanner(predictor, experts.control, experts.memory.slot_bytes, rules, rated or None)
-    listens = "gate-early" in source_names(choice)
     signature = sources.get("signature")
     profiles = signature.profiles if isinstance(signature, SignatureSource) else None
-    return Prefetcher(experts.memory, predictor, planner, learnt, preview if listens else None), profiles
+    return Prefetcher(experts.memory, predictor, planner, learnt, previews), profiles
 
 
 class PrefetchingRunner:

@@ -8,18 +8,25 @@ from moeserve.config import ConfigError, ServeConfig
 
 def check_expert_memory(config: ServeConfig) -> None:
     """Raises ConfigError."""
-    if config.expert_prefetch in ("off", "auto", "gate"):
+    if config.expert_prefetch in ("off", "auto", "gate", "fitted"):
         if config.expert_policy == "affinity":
             raise ConfigError("--expert-policy affinity goes by what predictors learn: name some in --expert-prefetch.")
         return
     try:
-        names = source_names(config.expert_prefetch)
+        source_names(config.expert_prefetch)
     except ValueError as error:
         raise ConfigError(f"--expert-prefetch: {error}.") from None
     if config.expert_parallel_size > 1:
         raise ConfigError(
             f"--expert-prefetch {config.expert_prefetch} learns from tokens, which do not travel with rows to other "
-            "ranks: with --expert-parallel-size use off, gate or auto."
+            "ranks: with --expert-parallel-size use off, gate, fitted or auto."
         )
-    if "gate-late" in names:
-        raise ConfigError("--expert-prefetch: gate-late exists in simulations only; use gate-early.")
+
+
+def check_gpu_prefetch(choice: str) -> None:
+    """Refuses a `--expert-prefetch` that a GPU cannot follow: its gates are not fitted, nor heard after a layer.
+
+    Raises ConfigError.
+    """
+    if choice == "fitted" or "gate-late" in choice.split("+"):
+        raise ConfigError(f"--expert-prefetch {choice} is for CPUs; on a GPU use off, gate, auto or gate-early.")

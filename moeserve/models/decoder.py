@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,6 +121,8 @@ class Decoder:
     """A loaded model. Holds weights and tables only; whatever belongs to requests comes with each call.
 
     embedding: [vocab, hidden], possibly of a lower precision than ``dtype``, the dtype of all computation.
+    after_layer: told of each layer with experts but the last one, when it is computed: its number among those, and the
+    residual stream [T, hidden], which goes on to change in place.
     """
 
     def __init__(
@@ -142,6 +144,8 @@ class Decoder:
         self._norm = norm
         self._lm_head = lm_head
         self._rope = RopeTable(spec.rope, max_model_len, dtype)
+        self._sparse = {layer: place for place, layer in enumerate(spec.moe_layers)}
+        self.after_layer: Callable[[int, Tensor], None] | None = None
 
     def gated_blocks(self) -> list[tuple[MoeLayer, Tensor]]:
         """What `DecoderLayer.gated_block` gives for the layers that have experts."""
@@ -161,7 +165,7 @@ class Decoder:
         step = StepInputs(*self._rope(batch.positions), batch.slots, batch.attention)
         rows = batch.logit_rows
         last = self._layers[-1]
-        for layer, (keys, values) in zip(self._layers, kv_pools, strict=True):
+        for number, (layer, (keys, values)) in enumerate(zip(self._layers, kv_pools, strict=True)):
             x = layer.attend(x, step, keys, values)
             if layer is last and rows is not None:
                 x = x.index_select(0, rows)  # From here on a row meets no other row.
@@ -169,6 +173,8 @@ class Decoder:
                     layer.serve_others(x)
                     return x.new_empty(0, spec.vocab_size)
             x = layer.feed_forward(x)
+            if self.after_layer is not None and number in self._sparse and layer is not last:
+                self.after_layer(self._sparse[number], x)
         logits = self._lm_head(self._norm(x))
         return logits if spec.logit_divisor == 1.0 else logits.div_(spec.logit_divisor)
 

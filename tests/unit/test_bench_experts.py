@@ -122,7 +122,7 @@ def test_replicas_balance_skewed_loads():
 
 
 def test_recall_by_predictor_distance_and_control():
-    found = recall.recalls(guessed_trace(), 200, 0)
+    found = recall.recalls({"": guessed_trace()}, 200, 0)
     assert found["gate-early d=1"] > found["gate-early d=3"] > found["popularity d=3"]
     assert found["affinity / popularity d=1"] > 1.1
     assert found["best / popularity d=1, uniform control"] < 1.3

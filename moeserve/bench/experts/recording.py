@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from experts.routing.trace_file import TraceError, load_trace, save_trace
+from experts.routing.trace_file import load_trace, save_trace
 from experts.routing.traces import RoutingTrace
 from moeserve.bench.experts.measuring import Amount
 from moeserve.bench.experts.texts import documents
 from moeserve.bench.experts.unavailable import Unavailable
+from moeserve.expert_service.texts import half_of_topics
 from moeserve.models.cache_folder import cache_root
 from moeserve.models.demo.cache import ensure_demo
 from moeserve.models.errors import ModelError
 
 # Raise when what is recorded of a text changes.
-_VERSION = 1
+_VERSION = 2
+# Documents, and tokens of each.
 _FULL, _QUICK = (64, 128), (16, 40)
 _SHORTEST = 24
+PLAIN, FITTED, BOUND, _PERPLEXITY = "", "fitted", "bound", "perplexity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +55,23 @@ def folder_of(build: Build, amount: Amount, progress: Callable[[str], None]) -> 
         raise Unavailable(str(error)) from error
 
 
-def recorded_trace(build: Build, amount: Amount, progress: Callable[[str], None]) -> RoutingTrace:
-    """Documents one after the other, each a request, with what the gates of later layers guessed early.
+def recorded_trace(build: Build, amount: Amount, progress: Callable[[str], None], fit: str = PLAIN) -> RoutingTrace:
+    """Documents one after the other, each a request, with what the gates of later layers guessed at both taps.
 
-    Raises Unavailable where the model cannot be built.
+    fit: `PLAIN`, the gates themselves; `FITTED`, gates fitted to the other half of the topics; `BOUND`, gates fitted to
+    these very documents, which no linear map can beat by much. Raises Unavailable where the model cannot be built.
     """
+    files = _recorded(build, amount, progress)
+    return load_trace(files[fit])
+
+
+def perplexity(build: Build, amount: Amount, progress: Callable[[str], None]) -> float:
+    """Of the same documents. Raises Unavailable."""
+    return float(json.loads(_recorded(build, amount, progress)[_PERPLEXITY].read_bytes()))
+
+
+def _recorded(build: Build, amount: Amount, progress: Callable[[str], None]) -> dict[str, Path]:
+    """The files by what is in them, recorded if need be."""
     folder = folder_of(build, amount, progress)
     num_documents, num_tokens = _QUICK if amount.quick else _FULL
     texts = documents()
@@ -63,15 +79,19 @@ def recorded_trace(build: Build, amount: Amount, progress: Callable[[str], None]
     made_of = hashlib.sha256("\0".join([str(_VERSION), str(num_tokens), *chosen]).encode())
     made_of.update((folder / "manifest.json").read_bytes())
     kind = "split" if build.split else "moe"
-    name = f"{kind}-e{build.experts}-k{build.top_k}-{made_of.hexdigest()[:16]}.safetensors"
-    file = (amount.cache or cache_root()) / "bench" / "routing" / name
-    try:
-        return load_trace(file)
-    except TraceError:
-        progress(f"recording {build.name}")
-    from moeserve.bench.experts.record_routing import record
+    start = f"{kind}-e{build.experts}-k{build.top_k}-{made_of.hexdigest()[:16]}"
+    place = (amount.cache or cache_root()) / "bench" / "routing"
+    files = {fit: place / f"{start}{f'-{fit}' * bool(fit)}.safetensors" for fit in (PLAIN, FITTED, BOUND)}
+    files[_PERPLEXITY] = place / f"{start}-perplexity.json"
+    if files[_PERPLEXITY].exists():
+        return files
+    progress(f"recording {build.name}")
+    from moeserve.bench.experts.record_routing import record_with_fits
 
-    trace = record(folder, chosen, num_tokens, _SHORTEST)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_trace(file, trace)
-    return trace
+    place.mkdir(parents=True, exist_ok=True)
+    recorded = record_with_fits(folder, chosen, num_tokens, _SHORTEST, {FITTED: half_of_topics(0), BOUND: chosen})
+    for fit, trace in recorded.traces.items():
+        save_trace(files[fit], trace)
+    # The last file: where it is, all are.
+    files[_PERPLEXITY].write_text(json.dumps(recorded.perplexity))
+    return files

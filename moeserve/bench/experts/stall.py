@@ -31,8 +31,7 @@ _SAVED, _WASTED, _NOTHING = "stall saved", "bytes moved for nothing", within(0.0
 
 
 def measure(amount: Amount, progress: Callable[[str], None]) -> Iterator[Figure]:
-    builds = BUILDS[:1] + BUILDS[2:] if amount.quick else BUILDS
-    for build in builds:
+    for build in BUILDS:
         trace = recorded_trace(build, amount, progress)
         for beta in _BETAS:
             progress(f"{build.name}, beta {beta:g}")
