@@ -1,194 +1,117 @@
 """Placement by co-activation: experts that a token chooses together share a rank. Pure.
 
-A token costs one row per rank that it touches, so what counts is the number of distinct ranks, not of pairs: a cut of
-a hypergraph whose edges are the expert sets of tokens. Exchanges of two experts are rated exactly for all pairs at
-once, and made in passes that look through a few losses (Kernighan and Lin's passes on the connectivity that Fiduccia
-and Mattheyses count). No exchange may push the load of a rank above a bound, for in skewed routing the popular experts
-on one rank would be the cheapest placement and the slowest.
+A token costs one row per rank that it touches, so what counts is the number of distinct ranks, home excluded. What is
+found has to be better on tokens that it was not fitted to, and no rank may be busier than it would be anyway: in skewed
+routing the popular experts on one rank would be the cheapest placement and the slowest.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.assignment import balanced_assignment
+from experts.placement.exchange_search import cost, fewest_ranks
 from experts.placement.load_balance import load_balanced
 from experts.placement.placement import Placement, contiguous, from_first_ranks, round_robin
+from experts.placement.token_sets import Float, RankOf, TokenSets, token_sets
 
-RankOf = NDArray[np.int64]
-Float = NDArray[np.float32]
+Ids = NDArray[np.integer]
 
 _PATIENCE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenSets:
-    """The distinct expert sets of a layer. member: [N, E] of 0 and 1; weight: [N] tokens with the set.
-
-    at_home: [N, R] of 0 and 1, the rank that the tokens touch in any case; all 0 where homes are not told.
-    """
-
-    member: Float
-    weight: Float
-    at_home: Float
-
-    def load(self) -> Float:
-        return self.weight @ self.member
-
-    def on_rank(self, rank_of: RankOf) -> Float:
-        """[N, R]: what keeps a set on a rank: its experts there, and its home."""
-        return self.member @ np.eye(self.at_home.shape[1], dtype=np.float32)[rank_of] + self.at_home
+# Of the held-out tokens, which are compared in runs because neighbours choose alike.
+_NUM_RUNS = 16
+_STANDARD_ERRORS = 2.0
 
 
 def coactivation_placement(
-    routing: NDArray[np.integer],
-    num_experts: int,
-    num_ranks: int,
-    homes: NDArray[np.integer] | None = None,
-    *,
-    max_load: float = 1.1,
-    num_starts: int = 4,
-    seed: int = 0,
+    routing: Ids, num_experts: int, num_ranks: int, homes: Ids | None = None, *, max_load: float | None = 1.1
 ) -> Placement:
     """The fewest distinct ranks per token that exchanges find, each layer by itself. Deterministic.
 
-    routing: [L, T, k], a sample of tokens (`RoutingStatistics.recent`). homes: [T]; worth telling where requests that
-    choose alike live together, otherwise a home says nothing about experts. max_load: bound of a rank's load in units
-    of the mean; where the best balance known is above it, that one is the bound.
+    routing: [L, T, k], a sample of tokens in order (`RoutingStatistics.recent`). homes: [T]; worth telling where
+    requests that choose alike live together, otherwise a home says nothing about experts. max_load: bound of a rank's
+    load in units of the mean, or the best balance known where that is above it. None: what the busiest rank has in the
+    plain placement, contiguous or round-robin, that touches fewer ranks.
+
+    First it is learnt on half of the tokens. Where the other half does not show that it saves ranks, that plain
+    placement is the answer.
     """
-    num_layers = len(routing)
+    plain = _better_plain(routing, num_experts, num_ranks, homes)
+    half = routing.shape[1] // 2
+    if num_ranks == 1 or half < _NUM_RUNS:
+        return from_first_ranks(plain, num_ranks)
+    seen, unseen = (None, None) if homes is None else (homes[:half], homes[half:])
+    learnt = _learnt(routing[:, :half], plain, [plain], num_ranks, seen, max_load)
+    if not _helps(learnt, plain, routing[:, half:], num_ranks, unseen):
+        return from_first_ranks(plain, num_ranks)
+    return from_first_ranks(_learnt(routing, plain, [learnt, plain], num_ranks, homes, max_load), num_ranks)
+
+
+def _better_plain(routing: Ids, num_experts: int, num_ranks: int, homes: Ids | None) -> RankOf:
+    """[L, E]: contiguous or round-robin, whichever touches fewer ranks."""
+    sizes = len(routing), num_experts, num_ranks
+    plain = [build(*sizes).first_ranks() for build in (contiguous, round_robin)]
+    touched = [_touches(rank_of, routing, num_ranks, homes).sum() for rank_of in plain]
+    return plain[int(np.argmin(touched))]
+
+
+def _touches(rank_of: RankOf, routing: Ids, num_ranks: int, homes: Ids | None) -> Float:
+    """[T]: the ranks that each token touches, summed over layers. rank_of: [L, E]."""
+    ranks = rank_of[np.arange(len(routing))[:, None, None], routing]
+    if homes is not None:
+        ranks = np.concatenate([ranks, np.broadcast_to(homes[:, None], (*ranks.shape[:2], 1))], axis=2)
+    changes = np.diff(np.sort(ranks, axis=2), axis=2) != 0
+    return (1 + changes.sum(axis=2)).sum(axis=0, dtype=np.float64)
+
+
+def _helps(learnt: RankOf, plain: RankOf, routing: Ids, num_ranks: int, homes: Ids | None) -> bool:
+    """Whether the tokens show more than chance that the learnt placement touches fewer ranks."""
+    saved = _touches(plain, routing, num_ranks, homes) - _touches(learnt, routing, num_ranks, homes)
+    of_runs = np.array([run.mean() for run in np.array_split(saved, _NUM_RUNS)])
+    return float(of_runs.mean()) > _STANDARD_ERRORS * float(of_runs.std(ddof=1)) / _NUM_RUNS**0.5
+
+
+def _learnt(
+    routing: Ids, plain: RankOf, starts: Sequence[RankOf], num_ranks: int, homes: Ids | None, max_load: float | None
+) -> RankOf:
+    """[L, E]: layer by layer the best that exchanges lead to, from `starts` and from balanced loads."""
+    num_experts = plain.shape[1]
     load = np.stack([np.bincount(ids.reshape(-1), minlength=num_experts) for ids in routing]).astype(np.float64)
     balanced = load_balanced(load, num_ranks).first_ranks()
-    even = [
-        contiguous(num_layers, num_experts, num_ranks).first_ranks(),
-        round_robin(num_layers, num_experts, num_ranks).first_ranks(),
-    ]
-    random = np.random.default_rng(seed)
-    found = np.empty_like(balanced)
+    found = np.empty_like(plain)
     for layer, ids in enumerate(routing):
-        sets = _token_sets(ids, num_experts, num_ranks, homes)
-        bound = max(max_load * load[layer].sum() / num_ranks, np.bincount(balanced[layer], load[layer]).max())
-        starts = [_grouped(sets, num_ranks, bound), balanced[layer], even[0][layer], even[1][layer]]
-        starts += [random.permutation(even[0][layer]) for _ in range(num_starts - len(starts))]
-        found[layer] = _best_of(starts[:num_starts], sets, bound)
-    return from_first_ranks(found, num_ranks)
+        sets = token_sets(ids, num_experts, num_ranks, homes)
+        known = plain if max_load is None else balanced
+        bound = max(
+            (max_load or 1.0) * load[layer].sum() / num_ranks,
+            float(np.bincount(known[layer], load[layer], num_ranks).max()),
+        )
+        ended = [_refined(start[layer], sets, bound) for start in (*starts, balanced)]
+        found[layer] = min(ended, key=partial(cost, sets, bound=bound))
+    return found
 
 
-def _token_sets(
-    ids: NDArray[np.integer], num_experts: int, num_ranks: int, homes: NDArray[np.integer] | None
-) -> _TokenSets:
-    keyed = np.sort(ids, axis=1).astype(np.int64)
-    if homes is not None:
-        keyed = np.column_stack([keyed, homes])
-    distinct, counts = np.unique(keyed, axis=0, return_counts=True)
-    member = np.zeros((len(distinct), num_experts), np.float32)
-    np.put_along_axis(member, distinct[:, : ids.shape[1]], 1, axis=1)
-    at_home = np.zeros((len(distinct), num_ranks), np.float32)
-    if homes is not None:
-        at_home[np.arange(len(distinct)), distinct[:, -1]] = 1
-    return _TokenSets(member, counts.astype(np.float32), at_home)
-
-
-def _grouped(sets: _TokenSets, num_ranks: int, bound: float) -> RankOf:
-    """Rank by rank the busiest expert left, then those chosen most together with what the rank has."""
-    together = sets.member.T @ (sets.member * sets.weight[:, None])
-    load = sets.load()
-    rank_of = np.full(len(load), num_ranks - 1)
-    free = np.ones(len(load), np.bool_)
-    for rank in range(num_ranks - 1):
-        held: list[int] = []
-        for _ in range(len(load) // num_ranks):
-            score = together[held].sum(axis=0) if held else load
-            heavy = load[held].sum() + load > bound
-            # Where nothing fits under the bound, the lightest.
-            score = np.where(heavy, -load, score) if held else score
-            held.append(int(np.where(free, score, -np.inf).argmax()))
-            free[held[-1]] = False
-        rank_of[held] = rank
-    return rank_of
-
-
-def _best_of(starts: list[RankOf], sets: _TokenSets, bound: float) -> RankOf:
-    """The start that ends with the fewest touches; those that end above the bound come last."""
-    load = sets.load()
-    ended = [_refine(start, sets, bound) for start in starts]
-    cost = [
-        (max(float(np.bincount(rank_of, load).max()) - bound, 0.0), _ranks_touched(rank_of, sets)) for rank_of in ended
-    ]
-    return ended[min(range(len(ended)), key=lambda index: cost[index])]
-
-
-def _ranks_touched(rank_of: RankOf, sets: _TokenSets) -> float:
-    return float(sets.weight @ (sets.on_rank(rank_of) > 0).sum(axis=1))
-
-
-def _refine(rank_of: RankOf, sets: _TokenSets, bound: float) -> RankOf:
-    """Passes of exchanges, and of renaming ranks where homes matter, until neither gains."""
-    touched = _ranks_touched(rank_of, sets)
+def _refined(rank_of: RankOf, sets: TokenSets, bound: float) -> RankOf:
+    """Exchanges, and where homes matter renaming of ranks, until neither gains."""
+    if not (sets.homes >= 0).any():
+        return fewest_ranks(sets, rank_of, bound, _PATIENCE)
+    touched = sets.ranks_touched(rank_of)
     while True:
-        rank_of = _exchange_pass(_name_ranks(rank_of, sets), sets, bound)
-        now = _ranks_touched(rank_of, sets)
+        rank_of = fewest_ranks(sets, _with_ranks_named(rank_of, sets), bound, _PATIENCE)
+        now = sets.ranks_touched(rank_of)
         if now > touched - 0.5:
             return rank_of
         touched = now
 
 
-def _name_ranks(rank_of: RankOf, sets: _TokenSets) -> RankOf:
+def _with_ranks_named(rank_of: RankOf, sets: TokenSets) -> RankOf:
     """Gives each group of experts the rank where most of its tokens live. Exact."""
-    num_ranks = sets.at_home.shape[1]
-    experts_there = sets.on_rank(rank_of) - sets.at_home
-    visits = (experts_there > 0).astype(np.float64).T @ (sets.at_home * sets.weight[:, None])
-    return balanced_assignment(visits, np.arange(num_ranks))[rank_of]
-
-
-def _exchange_pass(rank_of: RankOf, sets: _TokenSets, bound: float) -> RankOf:
-    """The best that a run of exchanges passes through, no expert moving twice.
-
-    An exchange is also made when it loses, for several together may gain; the run ends a few after its best.
-    """
-    rank_of = rank_of.copy()
-    best, gained, most, since = rank_of.copy(), 0.0, 0.0, 0
-    load = sets.load()
-    moved = np.zeros(len(rank_of), np.bool_)
-    while since < _PATIENCE:
-        gain = _exchange_gain(rank_of, sets)
-        gain[moved] = gain[:, moved] = -np.inf
-        gain[_exceeds(rank_of, load, sets.at_home.shape[1], bound)] = -np.inf
-        one, other = np.unravel_index(gain.argmax(), gain.shape)
-        if gain[one, other] == -np.inf:
-            break
-        gained += float(gain[one, other])
-        rank_of[[one, other]] = rank_of[[other, one]]
-        moved[[one, other]] = True
-        since += 1
-        if gained > most + 0.5:
-            best, most, since = rank_of.copy(), gained, 0
-    return best
-
-
-def _exceeds(rank_of: RankOf, load: Float, num_ranks: int, bound: float) -> NDArray[np.bool_]:
-    """[E, E]: exchanges that push the heavier of the two ranks above the bound and above what it had."""
-    total = np.bincount(rank_of, load, minlength=num_ranks)[rank_of]
-    moved = load[None, :] - load[:, None]
-    after = np.maximum(total[:, None] + moved, total[None, :] - moved)
-    return after > np.maximum(bound, np.maximum(total[:, None], total[None, :]))
-
-
-def _exchange_gain(rank_of: RankOf, sets: _TokenSets) -> NDArray[np.float64]:
-    """[E, E]: rank touches saved if e and f change places; -inf within a rank.
-
-    Leaving saves a touch where nothing but e keeps the token there, arriving costs one where nothing did. A token
-    with both touches the same ranks afterwards: what leaving seemed to save there is taken back.
-    """
-    on_rank = sets.on_rank(rank_of)
-    weighted = sets.member * sets.weight[:, None]
-    alone = weighted * (on_rank[:, rank_of] == 1)
-    leaving = alone.sum(axis=0, dtype=np.float64)
-    arriving = (weighted.T @ (on_rank == 0).astype(np.float32)).astype(np.float64)[:, rank_of]
-    together = (alone.T @ sets.member).astype(np.float64)
-    gain = leaving[:, None] + leaving[None, :] - arriving - arriving.T - together - together.T
-    gain[rank_of[:, None] == rank_of[None, :]] = -np.inf
-    return gain
+    visited = sets.on_rank(rank_of)
+    visited[np.arange(len(sets.homes)), sets.homes] -= 1
+    at_home = np.eye(sets.num_ranks)[sets.homes] * sets.weight[:, None]
+    visits = (visited > 0).astype(np.float64).T @ at_home
+    return balanced_assignment(visits, np.arange(sets.num_ranks))[rank_of]
