@@ -7,7 +7,6 @@ routing the popular experts on one rank would be the cheapest placement and the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -45,10 +44,10 @@ def coactivation_placement(
     if num_ranks == 1 or half < _NUM_RUNS:
         return from_first_ranks(plain, num_ranks)
     seen, unseen = (None, None) if homes is None else (homes[:half], homes[half:])
-    learnt = _learnt(routing[:, :half], plain, [plain], num_ranks, seen, max_load)
+    learnt = _learnt(routing[:, :half], plain, plain, num_ranks, seen, max_load)
     if not _helps(learnt, plain, routing[:, half:], num_ranks, unseen):
         return from_first_ranks(plain, num_ranks)
-    return from_first_ranks(_learnt(routing, plain, [learnt, plain], num_ranks, homes, max_load), num_ranks)
+    return from_first_ranks(_learnt(routing, plain, learnt, num_ranks, homes, max_load), num_ranks)
 
 
 def _better_plain(routing: Ids, num_experts: int, num_ranks: int, homes: Ids | None) -> RankOf:
@@ -76,9 +75,9 @@ def _helps(learnt: RankOf, plain: RankOf, routing: Ids, num_ranks: int, homes: I
 
 
 def _learnt(
-    routing: Ids, plain: RankOf, starts: Sequence[RankOf], num_ranks: int, homes: Ids | None, max_load: float | None
+    routing: Ids, plain: RankOf, start: RankOf, num_ranks: int, homes: Ids | None, max_load: float | None
 ) -> RankOf:
-    """[L, E]: layer by layer the best that exchanges lead to, from `starts` and from balanced loads."""
+    """[L, E]: layer by layer the best that exchanges lead to, from `start` and from balanced loads."""
     num_experts = plain.shape[1]
     load = np.stack([np.bincount(ids.reshape(-1), minlength=num_experts) for ids in routing]).astype(np.float64)
     balanced = load_balanced(load, num_ranks).first_ranks()
@@ -90,7 +89,7 @@ def _learnt(
             (max_load or 1.0) * load[layer].sum() / num_ranks,
             float(np.bincount(known[layer], load[layer], num_ranks).max()),
         )
-        ended = [_refined(start[layer], sets, bound) for start in (*starts, balanced)]
+        ended = [_refined(begin[layer], sets, bound) for begin in (start, balanced)]
         found[layer] = min(ended, key=partial(cost, sets, bound=bound))
     return found
 

@@ -15,8 +15,8 @@ from launcher.cli import main
 from moeserve.bench.experts import balance, hops, migration, recall, remote_ranks, rows_sent, stall
 from moeserve.bench.experts.controls import halves
 from moeserve.bench.experts.figures import Figure, Verdict, at_least, at_most, half_width, within
-from moeserve.bench.experts.hop_optimum import most_staying
 from moeserve.bench.experts.measuring import GROUPS, groups_of
+from moeserve.bench.experts.placement_optimum import fewest_touched, most_staying
 from moeserve.bench.experts.texts import documents
 from moeserve.bench.experts.unavailable import Unavailable
 
@@ -95,15 +95,29 @@ def test_rows_are_compared_with_one_per_expert_and_with_the_logger():
 
 
 def test_remote_ranks_are_saved_where_there_is_structure():
-    found = remote_ranks.saved(synthetic_trace(SyntheticSpec(3, 8, 2, coupling=2.5, kinship=0.8), 8, 80, 0), 0)
-    assert found["homes in turn"] > 0.05 > abs(found["uniform"])
-    assert {"shuffled", "homes by topic"} <= found.keys()
+    found = remote_ranks.of_trace(synthetic_trace(SyntheticSpec(4, 8, 2, coupling=2.5, kinship=0.8), 40, 80, 1), 0)
+    saved = {name: figure.saved for name, figure in found.items()}
+    assert saved["homes in turn"] > 0.03 > abs(saved["uniform control"])
+    best = saved["optimum for the requests measured, loads left aside"]
+    assert best >= max(saved["ranks as busy as in the plain placement"], saved["homes in turn"])
+    assert {"shuffled control", "homes by topic, known when placing"} <= saved.keys()
 
 
 def test_hops_are_saved_where_there_is_structure():
-    found = hops.saved(synthetic_trace(replace(MIXTRAL_LIKE, num_layers=6), 8, 50, 0), 4, 0)
-    assert found[""] > 0.05
-    assert abs(found["uniform"]) < 0.05
+    found = hops.of_trace(synthetic_trace(replace(MIXTRAL_LIKE, num_layers=6), 8, 50, 0), 4, 0)
+    assert found[""].saved > 0.05 > abs(found["uniform"].saved)
+
+
+def test_what_loads_alone_save_is_told_apart():
+    skewed = SyntheticSpec(6, 8, 1, popularity=1.5, coupling=0, topic=0, token_class=0, persistence=0)
+    found = hops.of_trace(synthetic_trace(skewed, 24, 100, 0), 4, 0)[""]
+    assert found.saved > 0.2
+    assert abs(found.saved_beyond_load) < 0.03
+
+
+def test_the_fewest_ranks_are_those_of_all_placements():
+    routing = np.array([[[0, 3], [1, 2], [0, 3]], [[0, 1], [2, 3], [2, 3]]])
+    assert fewest_touched(routing, 4, 2).first_ranks().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
 
 
 def test_the_optimum_is_that_of_all_placements():

@@ -20,18 +20,27 @@ from kernels.activation import Activation
 from kernels.moe_gemm import pack_experts
 from moeserve.bench.experts.rank_process import arguments
 
+_REQUESTS_PER_RANK = 16
 
-def routed(routing: str, num_experts: int, top_k: int, num_tokens: int, seed: int) -> Tensor:
-    """[T, k] int64, distinct experts: any, or those of a layer of structured routing."""
+
+def routed(routing: str, num_experts: int, top_k: int, num_tokens: int, seed: int, rank: int, num_ranks: int) -> Tensor:
+    """[T, k] int64, distinct experts of the rank's tokens: any, or those of a layer of structured routing.
+
+    The ranks serve one model, so what is structured is so on all of them alike: requests are dealt to them in turn.
+    """
     if routing == "uniform":
-        scores = torch.rand((num_tokens, num_experts), generator=torch.Generator().manual_seed(seed))
+        scores = torch.rand((num_tokens, num_experts), generator=torch.Generator().manual_seed(1000 * seed + rank))
         return scores.topk(top_k).indices
     spec = SyntheticSpec(4, num_experts, top_k, topic=1.5, popularity=0.75, coupling=0.8)
-    return torch.from_numpy(synthetic_trace(spec, 8, num_tokens // 8, seed).ids[-1].astype(np.int64))
+    trace = synthetic_trace(spec, _REQUESTS_PER_RANK * num_ranks, num_tokens // _REQUESTS_PER_RANK, seed)
+    return torch.from_numpy(trace.ids[-1, trace.homes(num_ranks) == rank].astype(np.int64))
 
 
 def row_per_expert(collectives: Collectives, x: Tensor, ids: Tensor, rank_of: Tensor) -> int:
-    """Sends a row for each of a token's experts that is elsewhere, there and back; returns how many on the way out."""
+    """Sends a row for each of a token's experts that is elsewhere, there and back; returns how many on the way out.
+
+    AutoEP hands the collective the rows for its own rank too; those are left out here, for they go nowhere.
+    """
     num_ranks, me = collectives.num_ranks, collectives.rank
     owners = rank_of[ids]
     tokens = [(owners == rank).nonzero()[:, 0] if rank != me else torch.empty(0, dtype=torch.int64)
@@ -67,7 +76,7 @@ def main() -> None:
     found = []
     for routing in job["routings"]:
         for seed in job["seeds"]:
-            ids = routed(routing, num_experts, top_k, num_tokens, 1000 * seed + rank)
+            ids = routed(routing, num_experts, top_k, num_tokens, seed, rank, num_ranks)
             x = torch.randn((len(ids), hidden), generator=torch.Generator().manual_seed(seed))
             parallel.forget_counts()
             parallel.begin_step([len(ids)] * num_ranks, [len(ids)] * num_ranks)

@@ -5,21 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 from experts.placement.affinity_placement import affinity_placement, staying
-from experts.placement.figures import hops_figure
+from experts.placement.figures import HopsFigure, hops_figure
 from experts.routing.synthetic import MIXTRAL_LIKE, QWEN3_LIKE, synthetic_trace
 from experts.routing.traces import RoutingTrace
 from moeserve.bench.experts.controls import halves, with_controls
-from moeserve.bench.experts.figures import Figure, at_least, at_most, over_seeds, within
-from moeserve.bench.experts.hop_optimum import most_staying
+from moeserve.bench.experts.figures import Figure, Limit, at_least, at_most, within
 from moeserve.bench.experts.measuring import Amount
+from moeserve.bench.experts.placement_optimum import most_staying
 from moeserve.bench.experts.recording import BUILDS, recorded_trace
 
 _WANTED = {4: 0.25, 8: 0.18}
 _NOTHING = within(0.03)
 _BASELINE = "round-robin"
+_BY_LOAD = "the same algorithm, knowing loads alone"
 _OPTIMUM_RANKS = 4
 _SKEWED = "loads stay skewed: busy experts of neighbouring layers on one rank"
 
@@ -28,32 +28,33 @@ def measure(amount: Amount, progress: Callable[[str], None]) -> Iterator[Figure]
     count = amount.of(64, 16)
     for num_ranks, wanted in _WANTED.items():
         progress(f"{num_ranks} ranks")
-        values = over_seeds(amount.seeds, partial(_of_synthetic, count, num_ranks))
-        for control, of_control in values.items():
-            name = f"synthetic 32 x 8, R={num_ranks}{f', {control} control' if control else ''}"
-            yield Figure("T3", name, _BASELINE, of_control, "%", _NOTHING if control else at_least(wanted))
+        found = [of_trace(synthetic_trace(MIXTRAL_LIKE, count, 100, seed), num_ranks, seed) for seed in amount.seeds]
+        yield from _figures(f"synthetic 32 x 8, R={num_ranks}", found, at_least(wanted))
     trace = recorded_trace(BUILDS[0], amount, progress)
     for num_ranks in _WANTED:
-        of_seeds = over_seeds(amount.seeds, partial(saved, trace, num_ranks))
-        for control, of_control in of_seeds.items():
-            name = f"{BUILDS[0].name}, R={num_ranks}{f', {control} control' if control else ''}"
-            note = _SKEWED if control == "shuffled" else ""
-            yield Figure("T3", name, _BASELINE, of_control, "%", _NOTHING if control else None, note=note)
+        found = [of_trace(trace, num_ranks, seed) for seed in amount.seeds]
+        yield from _figures(f"{BUILDS[0].name}, R={num_ranks}", found, None)
     progress("optimum")
     yield _beside_the_optimum(amount)
     progress("solver")
     yield _solver_time(amount)
 
 
-def saved(trace: RoutingTrace, num_ranks: int, seed: int) -> dict[str, float]:
-    """Share of hops saved on held-out requests, by control."""
-    return {
-        control: hops_figure(*halves(routing, seed), num_ranks).saved for control, routing in with_controls(trace, seed)
-    }
+def of_trace(trace: RoutingTrace, num_ranks: int, seed: int) -> dict[str, HopsFigure]:
+    """On held-out requests, by control."""
+    return {control: hops_figure(*halves(routing, seed), num_ranks) for control, routing in with_controls(trace, seed)}
 
 
-def _of_synthetic(num_requests: int, num_ranks: int, seed: int) -> dict[str, float]:
-    return saved(synthetic_trace(MIXTRAL_LIKE, num_requests, 100, seed), num_ranks, seed)
+def _figures(name: str, of_seeds: list[dict[str, HopsFigure]], limit: Limit | None) -> Iterator[Figure]:
+    """Shares of hops saved. Shuffling keeps loads skewed, so its control has to vanish against what loads alone do."""
+    for control in of_seeds[0]:
+        found = [of_seed[control] for of_seed in of_seeds]
+        label = f"{name}, {control} control" if control else name
+        against_even = limit if not control else None if control == "shuffled" else _NOTHING
+        note = _SKEWED if control == "shuffled" else ""
+        yield Figure("T3", label, _BASELINE, tuple(f.saved for f in found), "%", against_even, note=note)
+        beyond = tuple(figure.saved_beyond_load for figure in found)
+        yield Figure("T3", label, _BY_LOAD, beyond, "%", _NOTHING if control else None)
 
 
 def _beside_the_optimum(amount: Amount) -> Figure:

@@ -1,4 +1,4 @@
-"""The optimum of ExFlow's objective for models of few experts. Pure."""
+"""The best of all placements of a few experts, by ExFlow's objective and by ranks touched. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
+
+from experts.placement.placement import Placement, from_first_ranks
+from experts.placement.token_sets import token_sets
 
 
 def most_staying(transitions: NDArray[np.float64], num_ranks: int) -> float:
@@ -23,6 +26,22 @@ def most_staying(transitions: NDArray[np.float64], num_ranks: int) -> float:
         stays = np.einsum("ij,pir->pjr", counts, places).reshape(len(places), -1) @ flat.T
         best = (best[:, None] + stays).max(axis=0)
     return float(best.max())
+
+
+def fewest_touched(routing: NDArray[np.integer], num_experts: int, num_ranks: int) -> Placement:
+    """The placement under which tokens touch the fewest ranks, whatever load that gives them. routing: [L, T, k].
+
+    Exact: each layer by itself, over all ways to share its experts.
+    """
+    shares = np.array(list(_shares(range(num_experts), num_ranks)))
+    # The names of ranks do not matter: each takes its first expert after the one before has.
+    first = [(share[:, None] == np.arange(num_ranks)).argmax(axis=0) for share in shares]
+    shares = shares[[bool((np.diff(of_share) > 0).all()) for of_share in first]]
+    best = []
+    for ids in routing:
+        sets = token_sets(ids, num_experts, num_ranks)
+        best.append(min(shares, key=sets.ranks_touched))
+    return from_first_ranks(np.stack(best), num_ranks)
 
 
 def _shares(experts: Sequence[int], num_ranks: int) -> Iterator[list[int]]:
