@@ -46,13 +46,13 @@ def of_trace(trace: RoutingTrace, num_ranks: int, seed: int) -> dict[str, HopsFi
 
 
 def _figures(name: str, of_seeds: list[dict[str, HopsFigure]], limit: Limit | None) -> Iterator[Figure]:
-    """Shares of hops saved. Shuffling keeps loads skewed, so its control has to vanish against what loads alone do."""
+    """Shares of hops saved. Shuffling keeps loads skewed; against what loads alone save, its control vanishes too."""
     for control in of_seeds[0]:
         found = [of_seed[control] for of_seed in of_seeds]
         label = f"{name}, {control} control" if control else name
-        against_even = limit if not control else None if control == "shuffled" else _NOTHING
         note = _SKEWED if control == "shuffled" else ""
-        yield Figure("T3", label, _BASELINE, tuple(f.saved for f in found), "%", against_even, note=note)
+        saved = tuple(figure.saved for figure in found)
+        yield Figure("T3", label, _BASELINE, saved, "%", _NOTHING if control else limit, note=note)
         beyond = tuple(figure.saved_beyond_load for figure in found)
         yield Figure("T3", label, _BY_LOAD, beyond, "%", _NOTHING if control else None)
 
