@@ -156,9 +156,10 @@ class ServeConfig:
     )
     expert_policy: str = setting(
         "lfru",
-        "Which expert makes room: least recently used, least frequently used, both weighed, or least expected.",
+        "Which expert makes room: least recently used, least frequently used, both weighed, least loaded in the file "
+        "of --expert-statistics, or least expected by predictors that learn.",
         group="Expert memory",
-        choices=("lru", "lfu", "lfru", "affinity"),
+        choices=("lru", "lfu", "lfru", "static", "affinity"),
     )
     expert_prefetch: str = setting(
         "auto",

@@ -14,6 +14,7 @@ from moeserve.cuda.startup import GpuModel, GpuSettings, load_gpu_model
 from moeserve.device import step_budget
 from moeserve.executor import LaunchingRunner, LocalLauncher
 from moeserve.expert_service.monitor import ExpertSources
+from moeserve.expert_service.placement import measured_load
 from moeserve.expert_service.prefetch import PrefetchingLauncher, start_prefetching
 from moeserve.expert_service.settings import check_gpu_prefetch
 from moeserve.memory import available_bytes
@@ -21,6 +22,7 @@ from moeserve.model_loading import Report, ServedModel
 from moeserve.models.families import build_spec
 from moeserve.models.generation_config import load_generation_defaults
 from moeserve.models.hf_config import load_config
+from moeserve.models.spec import DecoderSpec
 from moeserve.run_context import RunContext
 from moeserve.serving import serve
 
@@ -43,7 +45,7 @@ def run_on_gpu(context: RunContext, report: Report, stop: threading.Event) -> No
         config.kv_cache_memory,
         config.gpu_memory_utilization,
         config.enforce_eager,
-        _expert_settings(config),
+        _expert_settings(directory, spec, config),
     )
 
     def progress(done: int, total: int) -> None:
@@ -60,7 +62,7 @@ def run_on_gpu(context: RunContext, report: Report, stop: threading.Event) -> No
             loaded.experts.memory.close()
 
 
-def _expert_settings(config: ServeConfig) -> GpuExpertSettings | None:
+def _expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) -> GpuExpertSettings | None:
     if config.expert_memory is None:
         return None
     return GpuExpertSettings(
@@ -69,6 +71,7 @@ def _expert_settings(config: ServeConfig) -> GpuExpertSettings | None:
         config.expert_policy,
         None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser(),
         config.expert_store_bandwidth,
+        measured_load(directory, config, (len(spec.moe_layers), 0 if spec.moe is None else spec.moe.num_experts)),
     )
 
 

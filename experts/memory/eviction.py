@@ -107,3 +107,15 @@ class Affinity:
 
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": Lru, "lfu": Lfu, "lfru": Lfru, "affinity": Affinity}
 """Policies that start from the number of experts alone, by name."""
+POLICY_NAMES = (*POLICIES, "static")
+
+
+def make_policies(
+    name: str, num_layers: int, num_experts: int, load: Sequence[Sequence[float]] | None = None
+) -> list[EvictionPolicy]:
+    """One policy of that name per layer. load: [L, E] measured earlier, which "static" goes by and needs."""
+    if name == "static":
+        if load is None or len(load) != num_layers:
+            raise ValueError(f"static needs the load of {num_layers} layers")
+        return [Static(of_layer) for of_layer in load]
+    return [POLICIES[name](num_experts) for _ in range(num_layers)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from experts.memory.eviction import POLICIES, Affinity, EvictionPolicy, Static
+from experts.memory.eviction import POLICY_NAMES as SERVED
 from experts.memory.residency_control import ResidencyControl
 from experts.prediction.choice import make_predictor, taps_of
 from experts.prediction.sources import LearntAffinity
@@ -18,7 +19,7 @@ from experts.simulation.belady import Belady
 from experts.simulation.link_model import LinkModel
 from experts.simulation.replay import LayerTiming, Simulation, SimulationResult, steps_of
 
-POLICY_NAMES = (*POLICIES, "static", "belady")
+POLICY_NAMES = (*SERVED, "belady")
 _REFRESH_STEPS = 128
 # Layers that affinity looks back.
 _HISTORY = 6

@@ -10,7 +10,7 @@ import torch
 
 from experts.errors import ExpertStoreError
 from experts.memory.device_slots import DeviceSlots
-from experts.memory.eviction import POLICIES, EvictionPolicy
+from experts.memory.eviction import EvictionPolicy, make_policies
 from experts.memory.expert_file import round_to_page
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.host_tier import HostTier
@@ -36,7 +36,7 @@ class GpuExpertSettings:
     """What the service's settings say of experts on a GPU.
 
     num_bytes: of the slots. host_bytes: the host memory that all experts may take; beyond it they are read from disk.
-    bandwidth: of an emulated link, in bytes per second.
+    bandwidth: of an emulated link, in bytes per second. load: [L, E], for a policy that goes by it.
     """
 
     num_bytes: int
@@ -44,6 +44,7 @@ class GpuExpertSettings:
     policy: str
     store_dir: Path | None
     bandwidth: int | None
+    load: Sequence[Sequence[float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ def open_gpu_experts(
         raise ModelError(str(error)) from error
     if settings.bandwidth is not None:
         tier = SlowedTier(tier, settings.bandwidth)
-    policies = [POLICIES[settings.policy](num_experts) for _ in spec.moe_layers]
+    policies = make_policies(settings.policy, len(spec.moe_layers), num_experts, settings.load)
     control = ResidencyControl(plan.num_slots, num_experts, plan.slot_bytes, policies.__getitem__)
     slots = DeviceSlots(plan.num_slots, plan.layout.num_bytes, device)
     memory = ExpertMemory(control, slots, tier)

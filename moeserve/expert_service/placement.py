@@ -36,17 +36,38 @@ def read_statistics(directory: Path, config: ServeConfig) -> RoutingStatistics |
 
     A placement that is learnt needs the file. Raises ConfigError, one sentence, for a file that cannot serve.
     """
+    if config.placement in LEARNT:
+        return needed_statistics(directory, config, f"--placement {config.placement}")
+    if config.expert_statistics is None or not Path(config.expert_statistics).exists():
+        return None
+    return needed_statistics(directory, config, "")
+
+
+def needed_statistics(directory: Path, config: ServeConfig, needed_by: str) -> RoutingStatistics:
+    """What earlier runs of this model have seen. needed_by: the setting that asks for it.
+
+    Raises ConfigError, one sentence, without a file or for one that cannot serve.
+    """
     if config.expert_statistics is None:
-        if config.placement in LEARNT:
-            raise ConfigError(f"--placement {config.placement} needs --expert-statistics with a file to learn from.")
-        return None
-    path = Path(config.expert_statistics)
-    if config.placement not in LEARNT and not path.exists():
-        return None
+        raise ConfigError(f"{needed_by} needs --expert-statistics with a file to learn from.")
     try:
-        return load_statistics(path, statistics_key(directory))
+        return load_statistics(Path(config.expert_statistics), statistics_key(directory))
     except StatisticsError as error:
         raise ConfigError(str(error)) from None
+
+
+def measured_load(directory: Path, config: ServeConfig, shape: tuple[int, int]) -> list[list[float]] | None:
+    """[L, E] for a policy that goes by what earlier runs have seen, else None. shape: L and E. Raises ConfigError."""
+    if config.expert_policy != "static":
+        return None
+    load = needed_statistics(directory, config, "--expert-policy static").load()
+    if load.shape != shape:
+        raise ConfigError(
+            f"The statistics file {config.expert_statistics} is of another shape than the model; "
+            "remove it or name another."
+        )
+    found: list[list[float]] = load.tolist()
+    return found
 
 
 def statistics_key(directory: Path) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from experts.errors import ExpertStoreError
 from experts.memory.deep_nvme import deep_nvme
-from experts.memory.eviction import POLICIES, EvictionPolicy
+from experts.memory.eviction import EvictionPolicy, make_policies
 from experts.memory.expert_file import round_to_page
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.residency_control import ResidencyControl
@@ -24,6 +24,7 @@ from experts.moe_layer import Dispatch, LocalExperts
 from experts.placement.placement import Placement
 from kernels.packed_experts import ExpertLayout, SplitExperts
 from moeserve.config import ConfigError, ServeConfig
+from moeserve.expert_service.placement import measured_load
 from moeserve.models.errors import ModelError
 from moeserve.models.expert_store import ensure_expert_store, layout_in_store
 from moeserve.models.spec import DecoderSpec
@@ -124,7 +125,8 @@ def open_experts(
     if config.expert_store_bandwidth is not None:
         tier = SlowedTier(disk, config.expert_store_bandwidth)
     num_experts = spec.moe.num_experts
-    policies = [POLICIES[config.expert_policy](num_experts) for _ in spec.moe_layers]
+    load = measured_load(directory, config, (len(spec.moe_layers), num_experts))
+    policies = make_policies(config.expert_policy, len(spec.moe_layers), num_experts, load)
     control = ResidencyControl(plan.num_slots, num_experts, plan.slot_bytes, policies.__getitem__)
     arena = SlotArena(plan.num_slots, plan.layout.num_bytes, locked)
     memory = ExpertMemory(control, arena, tier)

@@ -8,6 +8,8 @@ from moeserve.config import ConfigError, ServeConfig
 
 def check_expert_memory(config: ServeConfig) -> None:
     """Raises ConfigError."""
+    if config.expert_policy == "static" and config.expert_statistics is None:
+        raise ConfigError("--expert-policy static needs --expert-statistics with a file to learn from.")
     if config.expert_prefetch in ("off", "auto", "gate", "fitted"):
         if config.expert_policy == "affinity":
             raise ConfigError("--expert-policy affinity goes by what predictors learn: name some in --expert-prefetch.")

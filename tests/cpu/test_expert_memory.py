@@ -14,8 +14,11 @@ from experts.errors import ExpertStoreError
 from experts.memory.eviction import POLICIES
 from experts.memory.expert_file import round_to_page
 from experts.moe_layer import MoeLayer
+from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from experts.routing.statistics_file import save_statistics
 from kernels.moe_gemm import moe_experts
 from moeserve.config import ConfigError, ServeConfig
+from moeserve.expert_service.placement import statistics_key
 from moeserve.llm import LLM, Completion
 from moeserve.model_loading import read_spec
 from moeserve.models.errors import ModelError
@@ -182,3 +185,29 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     config = ServeConfig(expert_memory=1 << 30)
     with pytest.raises(ConfigError, match="--expert-memory: a llama model has no experts"):
         moeserve.expert_service.residency.plan_residency(tmp_path, *read_spec(tmp_path, config), config)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lfru", "static", "affinity"])
+def test_every_policy_gives_the_same_answers(small_model: Path, tmp_path: Path, policy: str) -> None:
+    spec, _ = read_spec(small_model, BASE)
+    assert spec.moe is not None
+    statistics = RoutingStatistics(StatisticsSpec(len(spec.moe_layers), spec.moe.num_experts, spec.moe.gate.top_k))
+    file = tmp_path / "statistics.safetensors"
+    save_statistics(file, statistics, statistics_key(small_model))
+    prefetch = "affinity" if policy == "affinity" else "off"
+    config = config_for(small_model, 3, tmp_path / "store", expert_policy=policy, expert_prefetch=prefetch)
+    llm = LLM(small_model, replace(config, expert_statistics=str(file)))
+    for found, expected in zip(generate(llm), generate(LLM(small_model, BASE)), strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == expected.logprobs
+    assert llm.experts is not None
+    assert llm.experts.stats().counters.num_evictions > 0
+    llm.close()
+
+
+def test_a_static_policy_refuses_the_statistics_of_another_model(small_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "statistics.safetensors"
+    save_statistics(file, RoutingStatistics(StatisticsSpec(2, 4, 2)), "another")
+    config = config_for(small_model, 3, tmp_path / "store", expert_policy="static", expert_statistics=str(file))
+    with pytest.raises(ConfigError, match=r"statistics\.safetensors"):
+        LLM(small_model, config)

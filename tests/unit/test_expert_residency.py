@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.memory.eviction import POLICIES, Affinity, Lru, Static
+from experts.memory.eviction import POLICIES, POLICY_NAMES, Affinity, Lru, Static, make_policies
 from experts.memory.residency import LayerResidency, SlotState
 from experts.memory.residency_control import ResidencyControl
 from experts.memory.transfers import Priority
@@ -274,3 +274,18 @@ def _check(residency):
         held = [slot.expert for slot in layer._slots if slot.state is not SlotState.EMPTY]
         assert len(held) == len(set(held))
         assert all(layer.slot_of(expert) is not None for expert in held)
+
+
+def test_every_policy_can_be_made_by_name():
+    load = [[5.0, 1.0, 3.0], [1.0, 2.0, 3.0]]
+    for name in POLICY_NAMES:
+        policies = make_policies(name, 2, 3, load)
+        assert len({id(policy) for policy in policies}) == 2
+    static = make_policies("static", 2, 3, load)
+    assert [min(range(3), key=policy.worth) for policy in static] == [1, 0]
+
+
+@pytest.mark.parametrize("load", [None, [[1.0, 2.0, 3.0]]])
+def test_a_static_policy_needs_the_load_of_every_layer(load):
+    with pytest.raises(ValueError, match="load of 2 layers"):
+        make_policies("static", 2, 3, load)

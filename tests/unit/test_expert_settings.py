@@ -22,6 +22,7 @@ def test_several_ranks_predict_by_gates(choice):
         ({"expert_prefetch": "oracle"}, "no predictor 'oracle'"),
         ({"expert_prefetch": "affinity+affinity"}, "twice"),
         ({"expert_prefetch": "off", "expert_policy": "affinity"}, "name some in"),
+        ({"expert_policy": "static"}, "static needs --expert-statistics"),
         ({"expert_prefetch": "gate-early", "expert_parallel_size": 2}, "learns from tokens"),
     ],
 )
