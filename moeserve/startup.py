@@ -26,7 +26,7 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
     """
     directory, config = Path(context.model_dir), context.config
     if choose_device(config, cuda_absence) == "cuda":
-        from moeserve.gpu_startup import run_on_gpu  # Triton is loaded where it is used.
+        from moeserve.gpu_service import run_on_gpu  # Triton is loaded where it is used.
 
         return run_on_gpu(context, report, stop)
     plan = plan_model(directory, config)

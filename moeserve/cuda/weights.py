@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,9 +14,10 @@ from moeserve.cuda.decoder import GpuDecoder, GpuLayer
 from moeserve.cuda.parts import GpuDispatch, GpuMlp, GpuMoe, GpuNorm, Projection
 from moeserve.models.checkpoint import read_index
 from moeserve.models.expert_weights import ExpertReader
+from moeserve.models.layer_loader import LayerLoader, Tensors
 from moeserve.models.spec import DecoderSpec, MlaSpec
 from moeserve.models.tensor_reader import Progress, TensorReader
-from moeserve.models.weight_plan import ExpertsPlan, LayerPlan, OwnedExperts, StoredTensor, plan_weights
+from moeserve.models.weight_plan import ExpertsPlan, OwnedExperts, StoredTensor, plan_weights
 
 
 def load_gpu_decoder(
@@ -39,21 +40,24 @@ def load_gpu_decoder(
     index = read_index(directory)
     plan = plan_weights(spec, index, owned_experts)
     with TensorReader(index, plan.num_bytes, quantization=spec.quantization, progress=progress) as reader:
-        loader = _Loader(spec, reader, dtype, device, dispatch_of)
-        embedding = loader.tensor(plan.outer["embedding"])
+        parts = _GpuParts(spec, reader, dtype, device, dispatch_of)
+        loader = LayerLoader[GpuNorm, GpuGqa | GpuMla, GpuMlp | GpuMoe, GpuLayer](
+            spec, parts, norm=GpuNorm, gqa=GpuGqa, mla=GpuMla, layer=GpuLayer
+        )
+        embedding = parts.tensor(plan.outer["embedding"])
         layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers)]
         return GpuDecoder(
             spec,
             embedding,
             layers,
             loader.norm(plan.outer, "norm"),
-            loader.projection(plan.outer, "lm_head"),
+            parts.linear(plan.outer, "lm_head"),
             max_model_len=max_model_len or spec.max_position,
         )
 
 
-class _Loader:
-    """Builds the parts of a decoder out of planned tensors."""
+class _GpuParts:
+    """See `moeserve.models.layer_loader.DecoderParts`."""
 
     def __init__(
         self,
@@ -69,80 +73,35 @@ class _Loader:
     def tensor(self, stored: StoredTensor, dtype: torch.dtype | None = None) -> Tensor:
         return self._reader.read(stored, dtype or self._dtype).to(self._device)
 
-    def layer(self, plan: LayerPlan, number: int) -> GpuLayer:
-        spec, tensors = self._spec, plan.tensors
-        attention: GpuGqa | GpuMla
-        if isinstance(spec.attention, MlaSpec):
-            attention = self._mla(tensors, spec.attention)
-        else:
-            attention = self._gqa(tensors, number)
-        mlp = self._mlp(tensors, "") if plan.experts is None else self._moe(tensors, plan.experts, number)
-        return GpuLayer(self.norm(tensors, "input_norm"), attention, self.norm(tensors, "post_norm"), mlp)
-
-    def norm(self, tensors: Mapping[str, StoredTensor], key: str) -> GpuNorm:
-        return GpuNorm(self.tensor(tensors[key]), self._optional(tensors, f"{key}.bias"), self._spec.norm_eps)
-
-    def projection(
-        self, tensors: Mapping[str, StoredTensor], *keys: str, dtype: torch.dtype | None = None
-    ) -> Projection:
-        """One projection out of those of ``keys``, their rows one below the other."""
+    def linear(self, tensors: Tensors, *keys: str, dtype: torch.dtype | None = None) -> Projection:
         dtype = dtype or self._dtype
         weight = self._reader.read_rows([tensors[key] for key in keys], dtype).to(self._device)
         biases = self._reader.read_biases(tensors, keys, dtype)
         return Projection(weight, None if biases is None else biases.to(self._device))
 
-    def _optional(
-        self, tensors: Mapping[str, StoredTensor], key: str, dtype: torch.dtype | None = None
-    ) -> Tensor | None:
-        return self.tensor(tensors[key], dtype) if key in tensors else None
+    def latent(self, spec: MlaSpec, kv_b: StoredTensor) -> tuple[Tensor, Tensor]:
+        up = self.tensor(kv_b).view(spec.num_heads, -1, spec.kv_lora_rank)
+        keys, values = torch.split(up, [spec.nope_dim, spec.value_dim], 1)
+        return keys.contiguous(), values.transpose(1, 2).contiguous()
 
-    def _gqa(self, tensors: Mapping[str, StoredTensor], number: int) -> GpuGqa:
-        spec = self._spec
-        assert not isinstance(spec.attention, MlaSpec)
-        return GpuGqa(
-            spec.attention,
-            self.projection(tensors, "q", "k", "v"),
-            self.projection(tensors, "o"),
-            window=spec.windows[number],
-            interleaved=spec.rope.interleaved,
-            eps=spec.norm_eps,
-            q_norm=self._optional(tensors, "q_norm"),
-            k_norm=self._optional(tensors, "k_norm"),
-            sinks=self._optional(tensors, "sinks"),
-        )
+    def mlp(self, tensors: Tensors, prefix: str) -> GpuMlp:
+        gate_up = self.linear(tensors, f"{prefix}gate", f"{prefix}up")
+        return GpuMlp(gate_up, self.linear(tensors, f"{prefix}down"), self._spec.activation)
 
-    def _mla(self, tensors: Mapping[str, StoredTensor], mla: MlaSpec) -> GpuMla:
-        low_rank = mla.q_lora_rank is not None
-        up = self.tensor(tensors["kv_b"]).view(mla.num_heads, -1, mla.kv_lora_rank)
-        keys, values = torch.split(up, [mla.nope_dim, mla.value_dim], 1)
-        return GpuMla(
-            mla,
-            self.projection(tensors, "q_a" if low_rank else "q", "kv_a"),
-            self.projection(tensors, "o"),
-            kv_norm=self.tensor(tensors["kv_norm"]),
-            to_latent=keys.contiguous(),
-            from_latent=values.transpose(1, 2).contiguous(),
-            interleaved=self._spec.rope.interleaved,
-            q_b=self.projection(tensors, "q_b") if low_rank else None,
-            q_norm=self._optional(tensors, "q_norm"),
-        )
-
-    def _mlp(self, tensors: Mapping[str, StoredTensor], prefix: str) -> GpuMlp:
-        gate_up = self.projection(tensors, f"{prefix}gate", f"{prefix}up")
-        return GpuMlp(gate_up, self.projection(tensors, f"{prefix}down"), self._spec.activation)
-
-    def _moe(self, tensors: Mapping[str, StoredTensor], experts: ExpertsPlan, number: int) -> GpuMoe:
+    def moe(self, tensors: Tensors, experts: ExpertsPlan, number: int) -> GpuMoe:
         moe = self._spec.moe
         assert moe is not None
         return GpuMoe(
-            self.projection(tensors, "moe_gate", dtype=torch.float32 if moe.gate_fp32 else self._dtype),
+            self.linear(tensors, "moe_gate", dtype=torch.float32 if moe.gate_fp32 else self._dtype),
             moe.gate,
             self._experts(experts),
             moe.activation,
             self._dispatch_of(number),
-            correction_bias=self._optional(tensors, "correction_bias", torch.float32),
-            shared=None if moe.shared is None else self._mlp(tensors, "shared."),
-            shared_gate=self.projection(tensors, "shared_gate") if "shared_gate" in tensors else None,
+            correction_bias=(
+                self.tensor(tensors["correction_bias"], torch.float32) if "correction_bias" in tensors else None
+            ),
+            shared=None if moe.shared is None else self.mlp(tensors, "shared."),
+            shared_gate=self.linear(tensors, "shared_gate") if "shared_gate" in tensors else None,
         )
 
     def _experts(self, plan: ExpertsPlan) -> GpuExperts:

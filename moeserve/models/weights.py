@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,9 +17,10 @@ from moeserve.models.attention import GqaAttention, HeadLinear, MlaAttention
 from moeserve.models.checkpoint import read_index
 from moeserve.models.decoder import Decoder, DecoderLayer, Norm
 from moeserve.models.expert_weights import ExpertReader, load_experts
+from moeserve.models.layer_loader import LayerLoader, Tensors
 from moeserve.models.spec import DecoderSpec, MlaSpec
 from moeserve.models.tensor_reader import Progress, TensorReader
-from moeserve.models.weight_plan import ExpertsPlan, LayerPlan, OwnedExperts, StoredTensor, plan_weights
+from moeserve.models.weight_plan import ExpertsPlan, OwnedExperts, StoredTensor, plan_weights
 
 DispatchOf = Callable[[int], Dispatch]
 
@@ -50,7 +52,15 @@ def load_decoder(
     index = read_index(directory)
     plan = plan_weights(spec, index, owned_experts)
     with TensorReader(index, plan.num_bytes, quantization=spec.quantization, progress=progress) as reader:
-        loader = _Loader(spec, reader, dtype, dispatch_of)
+        parts = _CpuParts(spec, reader, dtype, dispatch_of)
+        loader = LayerLoader[Norm, GqaAttention | MlaAttention, GluMlp | MoeLayer, DecoderLayer](
+            spec,
+            parts,
+            norm=Norm,
+            gqa=GqaAttention,
+            mla=MlaAttention,
+            layer=partial(DecoderLayer, residual_multiplier=spec.residual_multiplier),
+        )
         embedding = reader.read(plan.outer["embedding"], _embedding_dtype(plan.outer["embedding"], dtype))
         layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers)]
         return Decoder(
@@ -58,7 +68,7 @@ def load_decoder(
             embedding,
             layers,
             loader.norm(plan.outer, "norm"),
-            loader.linear(plan.outer, "lm_head"),
+            parts.linear(plan.outer, "lm_head"),
             max_model_len=max_model_len or spec.max_position,
             dtype=dtype,
         )
@@ -75,8 +85,8 @@ def _kept_dtype(parts: Sequence[StoredTensor], dtype: torch.dtype) -> torch.dtyp
     return torch.bfloat16 if narrow else dtype
 
 
-class _Loader:
-    """Builds the parts of a decoder out of planned tensors."""
+class _CpuParts:
+    """See `moeserve.models.layer_loader.DecoderParts`."""
 
     def __init__(self, spec: DecoderSpec, reader: TensorReader, dtype: torch.dtype, dispatch_of: DispatchOf) -> None:
         self._spec = spec
@@ -84,70 +94,24 @@ class _Loader:
         self._dtype = dtype
         self._dispatch_of = dispatch_of
 
-    def layer(self, plan: LayerPlan, number: int) -> DecoderLayer:
-        spec, tensors = self._spec, plan.tensors
-        attention: GqaAttention | MlaAttention
-        if isinstance(spec.attention, MlaSpec):
-            attention = self._mla(tensors, spec.attention)
-        else:
-            attention = self._gqa(tensors, number)
-        mlp = self._mlp(tensors, "") if plan.experts is None else self._moe(tensors, plan.experts, number)
-        return DecoderLayer(
-            self.norm(tensors, "input_norm"),
-            attention,
-            self.norm(tensors, "post_norm"),
-            mlp,
-            spec.residual_multiplier,
-        )
+    def tensor(self, stored: StoredTensor, dtype: torch.dtype | None = None) -> Tensor:
+        return self._reader.read(stored, dtype or self._dtype)
 
-    def norm(self, tensors: Mapping[str, StoredTensor], key: str) -> Norm:
-        weight = self._reader.read(tensors[key], self._dtype)
-        return Norm(weight, self._optional(tensors, f"{key}.bias"), self._spec.norm_eps)
-
-    def linear(self, tensors: Mapping[str, StoredTensor], *keys: str, dtype: torch.dtype | None = None) -> Linear:
-        """One packed projection out of those of ``keys``, their rows one below the other."""
+    def linear(self, tensors: Tensors, *keys: str, dtype: torch.dtype | None = None) -> Linear:
         dtype = dtype or self._dtype
         parts = [tensors[key] for key in keys]
         weight = self._reader.read_rows(parts, _kept_dtype(parts, dtype))
         return pack_linear(weight, self._reader.read_biases(tensors, keys, dtype), dtype)
 
-    def _optional(
-        self, tensors: Mapping[str, StoredTensor], key: str, dtype: torch.dtype | None = None
-    ) -> Tensor | None:
-        return self._reader.read_optional(tensors, key, dtype or self._dtype)
-
-    def _gqa(self, tensors: Mapping[str, StoredTensor], number: int) -> GqaAttention:
-        spec = self._spec
-        assert not isinstance(spec.attention, MlaSpec)
-        return GqaAttention(
-            spec.attention,
-            self.linear(tensors, "q", "k", "v"),
-            self.linear(tensors, "o"),
-            window=spec.windows[number],
-            interleaved=spec.rope.interleaved,
-            eps=spec.norm_eps,
-            q_norm=self._optional(tensors, "q_norm"),
-            k_norm=self._optional(tensors, "k_norm"),
-            sinks=self._optional(tensors, "sinks"),
+    def latent(self, spec: MlaSpec, kv_b: StoredTensor) -> tuple[HeadLinear, HeadLinear]:
+        up = self._reader.read(kv_b, _kept_dtype([kv_b], self._dtype))
+        keys, values = torch.split(up.view(spec.num_heads, -1, spec.kv_lora_rank), [spec.nope_dim, spec.value_dim], 1)
+        return (
+            HeadLinear([pack_linear(head.T.contiguous(), dtype=self._dtype) for head in keys]),
+            HeadLinear([pack_linear(head.contiguous(), dtype=self._dtype) for head in values]),
         )
 
-    def _mla(self, tensors: Mapping[str, StoredTensor], mla: MlaSpec) -> MlaAttention:
-        low_rank = mla.q_lora_rank is not None
-        up = self._reader.read(tensors["kv_b"], _kept_dtype([tensors["kv_b"]], self._dtype))
-        keys, values = torch.split(up.view(mla.num_heads, -1, mla.kv_lora_rank), [mla.nope_dim, mla.value_dim], 1)
-        return MlaAttention(
-            mla,
-            self.linear(tensors, "q_a" if low_rank else "q", "kv_a"),
-            self.linear(tensors, "o"),
-            kv_norm=self._reader.read(tensors["kv_norm"], self._dtype),
-            to_latent=HeadLinear([pack_linear(head.T.contiguous(), dtype=self._dtype) for head in keys]),
-            from_latent=HeadLinear([pack_linear(head.contiguous(), dtype=self._dtype) for head in values]),
-            interleaved=self._spec.rope.interleaved,
-            q_b=self.linear(tensors, "q_b") if low_rank else None,
-            q_norm=self._optional(tensors, "q_norm"),
-        )
-
-    def _mlp(self, tensors: Mapping[str, StoredTensor], prefix: str) -> GluMlp:
+    def mlp(self, tensors: Tensors, prefix: str) -> GluMlp:
         keys = [f"{prefix}{name}" for name in ("gate", "up", "down")]
         gate, up, down = (tensors[key] for key in keys)
         dtype = _kept_dtype([gate, up, down], self._dtype)
@@ -159,7 +123,7 @@ class _Loader:
             dtype=self._dtype,
         )
 
-    def _moe(self, tensors: Mapping[str, StoredTensor], experts: ExpertsPlan, number: int) -> MoeLayer:
+    def moe(self, tensors: Tensors, experts: ExpertsPlan, number: int) -> MoeLayer:
         moe = self._spec.moe
         assert moe is not None
         gate_dtype = torch.float32 if moe.gate_fp32 else self._dtype
@@ -169,8 +133,8 @@ class _Loader:
             load_experts(ExpertReader(self._spec, experts, self._reader, self._dtype)),
             moe.activation,
             gate_widens=gate_dtype != self._dtype,
-            correction_bias=self._optional(tensors, "correction_bias", torch.float32),
-            shared=None if moe.shared is None else self._mlp(tensors, "shared."),
+            correction_bias=self._reader.read_optional(tensors, "correction_bias", torch.float32),
+            shared=None if moe.shared is None else self.mlp(tensors, "shared."),
             shared_gate=self.linear(tensors, "shared_gate") if "shared_gate" in tensors else None,
             dispatch=self._dispatch_of(number),
         )

@@ -48,7 +48,7 @@ WITH_TORCH = {
     "moeserve.expert_service.migrator",
     "moeserve.expert_service.prefetch",
     "moeserve.expert_service.residency",
-    "moeserve.gpu_startup",
+    "moeserve.gpu_service",
     "moeserve.kv_pool",
     "moeserve.llm",
     "moeserve.model_loading",

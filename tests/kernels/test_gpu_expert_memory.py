@@ -18,7 +18,7 @@ from moeserve.cuda.expert_memory import (
     plan_gpu_residency,
     slot_layout,
 )
-from moeserve.cuda.startup import GpuSettings, make_runner
+from moeserve.cuda.gpu_model import GpuSettings, make_runner
 from moeserve.executor import LaunchingRunner
 from moeserve.expert_service.prefetch import PrefetchingLauncher, start_prefetching
 from moeserve.kv_budget import KvBudget

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moeserve.cuda.build import build_gpu_decoder
+from moeserve.cuda.gpu_model import GpuSettings, make_runner
 from moeserve.cuda.runner import GpuModelRunner
-from moeserve.cuda.startup import GpuSettings, make_runner
 from moeserve.executor import LocalExecutor, LocalLauncher
 from moeserve.kv_budget import KvBudget
 from moeserve.kv_pool import KVPool

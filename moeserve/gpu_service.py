@@ -10,7 +10,7 @@ import torch
 
 from moeserve.config import ServeConfig
 from moeserve.cuda.expert_memory import GpuExpertSettings
-from moeserve.cuda.startup import GpuModel, GpuSettings, load_gpu_model
+from moeserve.cuda.gpu_model import GpuModel, GpuSettings, load_gpu_model
 from moeserve.device import step_budget
 from moeserve.executor import LaunchingRunner, LocalLauncher
 from moeserve.expert_service.monitor import ExpertSources
