@@ -3,7 +3,7 @@
 A token's gate logits are a taste of the request's topic, a taste of the token's class, noise that persists from token
 to token, and what the experts of the layer before ask for; then a bias per expert, found by iteration, gives each
 layer the load that training gives it: Zipf's law with an exponent. Each part has one knob; the presets are tuned to
-published figures (docs/experts.md says to which, and what is reached).
+published figures (docs/benchmarks-experts.md says to which, and what is reached).
 """
 
 from __future__ import annotations

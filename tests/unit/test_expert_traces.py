@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from experts.prediction.predictor import Tap
-from experts.routing.synthetic import MIXTRAL_LIKE, SPARSE, SyntheticSpec, synthetic_trace
+from experts.routing.synthetic import MIXTRAL_LIKE, QWEN3_LIKE, SPARSE, SyntheticSpec, synthetic_trace
 from experts.routing.trace_file import TraceError, load_trace, save_trace
 from experts.routing.traces import GateGuesses, RoutingTrace, shuffled_control, uniform_control
 from tests.support.trace_figures import (
@@ -131,3 +131,19 @@ def test_a_file_that_is_no_trace_is_named(tmp_path):
     save_file({"ids": np.zeros(1)}, path)
     with pytest.raises(TraceError, match="no routing trace"):
         load_trace(path)
+
+
+def test_many_small_experts_are_chosen_as_those_of_qwen3_are():
+    trace = synthetic_trace(replace(QWEN3_LIKE, num_layers=24), 16, 60, 0)
+    assert adjacent_jaccard(trace) == pytest.approx(0.293, abs=0.03)
+    for num_streams, published in ((2, 15.0), (4, 26.6), (8, 42.6)):
+        assert union_size(trace, num_streams) == pytest.approx(published, rel=0.1)
+    assert 0.3 <= load_exponent(trace) <= 1.0
+
+
+def test_few_large_experts_are_chosen_as_those_of_mixtral_are():
+    trace = synthetic_trace(MIXTRAL_LIKE, 32, 100, 0)
+    repeats = first_choice_repeats(trace)
+    assert 1 / 8 < repeats[0] < 0.18
+    assert repeats[12:20].mean() == pytest.approx(2 / 8, abs=0.03)
+    assert transition_lookup(trace, 2) == pytest.approx(0.562, abs=0.02)
