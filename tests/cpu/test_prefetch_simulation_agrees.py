@@ -1,0 +1,86 @@
+"""Under prefetches the simulator counts what the memory with its copying thread counts, where time decides nothing.
+
+On both sides all that was asked for arrives before the computation goes on: by a fast link, or by waiting for the
+thread. What arrives in time on a slow link depends on clocks, and is then the same only as nearly as the clocks are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from experts.memory.expert_memory import ExpertMemory
+from experts.memory.residency_control import ResidencyControl, ResidencyCounters
+from experts.memory.slot_arena import SlotArena
+from experts.prediction.combined import CombinedSource
+from experts.prediction.predictor import StepPredictor, Tap
+from experts.prediction.sources import GateSource
+from experts.prefetch.lookahead_planning import LookaheadPlanner
+from experts.routing.synthetic import SyntheticSpec, synthetic_trace
+from experts.routing.traces import GateGuesses, RoutingTrace
+from experts.simulation.link_model import LinkModel
+from experts.simulation.replay import LayerTiming, Simulation, steps_of
+from tests.cpu.test_expert_simulation_agrees import EXPERT_BYTES, OwnNumbers, control_of
+
+TOP_K, DISTANCE = 2, 2
+
+
+def guessed_trace() -> RoutingTrace:
+    """Gates that are often wrong, two layers ahead."""
+    trace = synthetic_trace(SyntheticSpec(5, 10, TOP_K, popularity=0.6), 6, 20, 1)
+    logits = np.random.default_rng(0).standard_normal((5 - DISTANCE, trace.ids.shape[1], 10))
+    truth = trace.ids[DISTANCE:].astype(np.int64)
+    np.put_along_axis(logits, truth, np.take_along_axis(logits, truth, 2) + 1.5, 2)
+    guesses = GateGuesses(Tap.EARLY, DISTANCE, logits.astype(np.float16))
+    return RoutingTrace(10, trace.ids, trace.requests, trace.token_ids, trace.families, (guesses,))
+
+
+def planner_of(control: ResidencyControl, predictor: StepPredictor | None = None) -> LookaheadPlanner:
+    return LookaheadPlanner(control, Tap.EARLY, TOP_K, DISTANCE, predictor)
+
+
+def counted_by_the_memory(control: ResidencyControl, num_slots: int, trace: RoutingTrace) -> ResidencyCounters:
+    memory = ExpertMemory(control, SlotArena([num_slots] * len(trace.ids), EXPERT_BYTES), OwnNumbers())
+    planner = planner_of(control)
+
+    def ask(layer: int, logits: np.ndarray) -> None:
+        memory.decide(lambda _: planner.ask(layer, DISTANCE, logits))
+
+    try:
+        for rows in steps_of(trace, 2):
+            for layer in range(len(trace.ids)):
+                event = np.unique(trace.ids[layer, rows]).tolist()
+                memory.access(layer, event)
+                if planner.looks(layer, DISTANCE):
+                    ask(layer, trace.guesses[0].logits[layer, rows])
+                for _ in memory.turns(layer, event):
+                    """The experts are computed."""
+                with memory._changed:
+                    while len(control._queue):
+                        memory._changed.wait(0.01)
+        return memory.stats().counters
+    finally:
+        memory.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfru"])
+def test_all_that_is_asked_for_arrives(policy: str) -> None:
+    trace, num_slots = guessed_trace(), 5
+    control = control_of(policy, num_slots, trace)
+    predictor = StepPredictor(CombinedSource([GateSource(Tap.EARLY, TOP_K)], 5, DISTANCE), 10)
+    # A load takes next to no time, and the plan looks one layer further than that: two ahead.
+    simulation = Simulation(
+        control,
+        EXPERT_BYTES,
+        LinkModel(1e12),
+        LayerTiming(0.5, 0.5),
+        predictor,
+        planner_of(control, predictor),
+        None,
+        (Tap.EARLY,),
+    )
+    simulated = simulation.replay(trace, 2).counters
+    assert counted_by_the_memory(control_of(policy, num_slots, trace), num_slots, trace) == simulated
+    assert simulated.num_misses > 100
+    assert simulated.useful_bytes > 50 * EXPERT_BYTES
+    assert simulated.wasted_bytes > 0
