@@ -14,6 +14,8 @@ import torch
 SHARED_MEMORY_BYTES = 200 * 1024
 SHARED_MEMORY_PER_SM = 227 * 1024
 MIN_ROWS = 16
+# Prompts up to here take smaller tiles.
+SHORT_QUERIES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +145,8 @@ def prefill_config(
     size = max(key_dim, value_dim)
     table = _PREFILL_TABLE if query_dtype.itemsize == 2 else _PREFILL_TABLE_FP32
     rows, tile, num_warps, num_stages = next(entry for limit, entry in table.items() if size <= limit)
-    if max_query_len <= 64 < rows:
-        rows, num_warps = 64, 4
+    if max_query_len <= SHORT_QUERIES < rows:
+        rows, num_warps = SHORT_QUERIES, 4
     if block_size >= 32:
         tile = min(tile, block_size)
     return fitting(PrefillConfig(rows, tile, num_warps, num_stages), key_dim, value_dim, query_dtype, kv_dtype)

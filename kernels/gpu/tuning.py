@@ -10,10 +10,10 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from kernels.gpu.moe_config import (
     MAX_PAIRS_AT_ONCE,
@@ -26,6 +26,9 @@ from kernels.gpu.moe_config import (
 )
 
 PACKAGED = Path(__file__).parent / "tuned"
+
+Key = TypeVar("Key")
+Config = TypeVar("Config")
 
 _FORMAT = 1
 _log = logging.getLogger(__name__)
@@ -43,7 +46,13 @@ class TuningError(Exception):
     """A tuned file cannot be used. The message says which and why."""
 
 
-def file_name(shape: MoeShape, platform: Platform) -> str:
+class Named(Protocol):
+    """A shape that kernels are tuned for."""
+
+    def name(self) -> str: ...
+
+
+def file_name(shape: Named, platform: Platform) -> str:
     gpu = re.sub(r"[^a-z0-9]+", "-", platform.gpu.lower()).strip("-")
     return f"{shape.name()}--{gpu}--triton-{_minor(platform.triton)}.json"
 
@@ -60,15 +69,21 @@ def write_tuned(
     microseconds: Mapping[int, float],
 ) -> None:
     """Writes the fastest configuration and its time per number of tokens. Raises OSError."""
+    entries = {
+        str(tokens): {"microseconds": round(microseconds[tokens], 1), **config.to_dict()}
+        for tokens, config in sorted(configs.items())
+    }
+    write_entries(path, shape, platform, entries)
+
+
+def write_entries(path: Path, shape: Named, platform: Platform, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes a tuned file. Raises OSError."""
     fields = {
         "format": _FORMAT,
         "shape": shape.name(),
         "gpu": platform.gpu,
         "triton": platform.triton,
-        "configs": {
-            str(tokens): {"microseconds": round(microseconds[tokens], 1), **config.to_dict()}
-            for tokens, config in sorted(configs.items())
-        },
+        "configs": configs,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(fields, indent=1) + "\n")
@@ -76,22 +91,29 @@ def write_tuned(
 
 def read_tuned(path: Path, shape: MoeShape, platform: Platform, device: Device) -> dict[int, MoeConfig]:
     """Configurations by number of tokens, at least one. Raises TuningError for a broken file or one for others."""
-    try:
-        fields = json.loads(path.read_text())
-        found = (fields["format"], fields["shape"], fields["gpu"], _minor(fields["triton"]))
-        configs = {int(tokens): _config(config) for tokens, config in fields["configs"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TuningError(f"{path} is no file of tuned configurations ({error!r})") from error
-    wanted = (_FORMAT, shape.name(), platform.gpu, _minor(platform.triton))
-    if found != wanted:
-        raise TuningError(f"{path} is for {found}, not for {wanted}")
+    configs = read_entries(path, shape, platform, lambda tokens, config: (int(tokens), MoeConfig.from_dict(config)))
     if not configs or not all(_runs(config, shape, device) for config in configs.values()):
         raise TuningError(f"{path} has configurations that cannot run here")
     return configs
 
 
-def _config(fields: dict[str, Any]) -> MoeConfig:
-    return MoeConfig.from_dict({name: value for name, value in fields.items() if name != "microseconds"})
+def read_entries(
+    path: Path, shape: Named, platform: Platform, parse: Callable[[str, dict[str, Any]], tuple[Key, Config]]
+) -> dict[Key, Config]:
+    """What `parse` makes of each name and its fields, but for the time. Raises TuningError as `read_tuned` does."""
+    try:
+        fields = json.loads(path.read_text())
+        found = (fields["format"], fields["shape"], fields["gpu"], _minor(fields["triton"]))
+        configs = dict(
+            parse(name, {field: value for field, value in entry.items() if field != "microseconds"})
+            for name, entry in fields["configs"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TuningError(f"{path} is no file of tuned configurations ({error!r})") from error
+    wanted = (_FORMAT, shape.name(), platform.gpu, _minor(platform.triton))
+    if found != wanted:
+        raise TuningError(f"{path} is for {found}, not for {wanted}")
+    return configs
 
 
 def _runs(config: MoeConfig, shape: MoeShape, device: Device) -> bool:
@@ -156,22 +178,31 @@ class MoeConfigs:
         return self(num_tokens), num_tokens * self._shape.top_k > MAX_PAIRS_AT_ONCE
 
     def _read(self) -> dict[int, MoeConfig]:
-        name = file_name(self._shape, self._platform)
-        for folder in self._folders:
-            path = folder / name
-            if not path.exists():
-                continue
-            try:
-                tuned = read_tuned(path, self._shape, self._platform, self._device)
-            except TuningError as error:
-                _log.warning("%s; looking further", error)
-                continue
-            _log.info("%s runs with the tuned configurations of %s", self._shape.name(), path)
-            return tuned
-        _log.warning(
-            "%s runs with untuned configurations on %s with Triton %s: `moeserve tune` measures better ones",
-            self._shape.name(),
-            self._platform.gpu,
-            self._platform.triton,
-        )
-        return {}
+        def read(path: Path) -> dict[int, MoeConfig]:
+            return read_tuned(path, self._shape, self._platform, self._device)
+
+        return first_file(self._folders, self._shape, self._platform, read) or {}
+
+
+def first_file(
+    folders: Sequence[Path], shape: Named, platform: Platform, read: Callable[[Path], Config]
+) -> Config | None:
+    """What `read` gives for the first of the folders' files that it does not refuse; the log says which, or none."""
+    for folder in folders:
+        path = folder / file_name(shape, platform)
+        if not path.exists():
+            continue
+        try:
+            tuned = read(path)
+        except TuningError as error:
+            _log.warning("%s; looking further", error)
+            continue
+        _log.info("%s runs with the tuned configurations of %s", shape.name(), path)
+        return tuned
+    _log.warning(
+        "%s runs with untuned configurations on %s with Triton %s: `moeserve tune` measures better ones",
+        shape.name(),
+        platform.gpu,
+        platform.triton,
+    )
+    return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.attention import Partials, paged_attention
+from kernels.gpu.attention_config import PrefillConfig
 from kernels.gpu.attention_work import SplitWork
 from kernels.gpu.norm import rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv
@@ -22,6 +23,7 @@ class Sequences:
 
     slots: [T] int64, -1 for rows that pad the batch. block_table: [S, N] int32. seq_lens: [S] int32 with the new
     tokens, 0 for padding. query_starts: [S + 1] int32. works: a work list per window, of the first `num_decodes`.
+    prefill: how prompts are computed; None where there are none.
     """
 
     slots: Tensor
@@ -33,6 +35,7 @@ class Sequences:
     block_size: int
     works: Mapping[int | None, SplitWork]
     partials: Partials
+    prefill: PrefillConfig | None = None
 
 
 @dataclass(slots=True)
@@ -62,6 +65,7 @@ class GpuStep:
             max_query_len=sequences.max_query_len,
             scale=scale,
             sinks=sinks,
+            config=sequences.prefill,
         )
 
 

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.attention import Partials
-from kernels.gpu.attention_config import PrefillConfig, prefill_config, split_config
+from kernels.gpu.attention_config import PrefillConfig
+from kernels.gpu.attention_tuning import AttentionConfigs, AttentionShape
 from kernels.gpu.attention_work import SplitWork
 from moeserve.cuda.attention import Sequences
+from moeserve.cuda.attention_kernels import attention_shape
 from moeserve.cuda.decoder import GpuBatch
 from moeserve.cuda.step_arrays import StepArrays
-from moeserve.models.spec import DecoderSpec, MlaSpec
+from moeserve.models.spec import DecoderSpec
 
 # Table widths are multiples of this: Triton compiles anew for a stride that is no multiple of 16.
 _TABLE_STEP = 16
@@ -26,13 +28,18 @@ _TYPES = {"q": torch.int64, "i": torch.int32, "f": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class AttentionLimits:
-    """What attention scratch is sized for."""
+    """What attention scratch is sized for. tuned: measured configurations, None for those of the table."""
 
     spec: DecoderSpec
     block_size: int
     max_model_len: int
     dtype: torch.dtype
     device: torch.device
+    tuned: AttentionConfigs | None = None
+
+    @property
+    def shape(self) -> AttentionShape:
+        return attention_shape(self.spec, self.block_size, self.dtype)
 
     @property
     def table_width(self) -> int:
@@ -40,14 +47,14 @@ class AttentionLimits:
 
     def works(self, max_seqs: int) -> dict[int | None, SplitWork]:
         """A work list per window length for up to `max_seqs` sequences with one new token."""
-        kv_heads, group, key_dim, value_dim = self._heads()
-        config = split_config(key_dim, value_dim, group, self.block_size, self.dtype, self.dtype)
+        shape = self.shape
+        config = shape.split() if self.tuned is None else self.tuned.split()
         return {
             window: SplitWork(
                 max_seqs,
                 max_seqs,
                 self.max_model_len,
-                kv_heads * -(-group // config.rows),
+                shape.kv_heads * -(-shape.group // config.rows),
                 config,
                 self.device,
                 num_sms=_num_sms(self.device),
@@ -58,22 +65,13 @@ class AttentionLimits:
 
     def prefill(self, max_query_len: int) -> PrefillConfig:
         """What attention of prompts up to a length is computed with."""
-        _, _, key_dim, value_dim = self._heads()
-        return prefill_config(key_dim, value_dim, self.block_size, self.dtype, self.dtype, max_query_len)
+        return (self.shape if self.tuned is None else self.tuned).prefill(max_query_len)
 
     def partials(self, works: dict[int | None, SplitWork]) -> Partials:
         """Scratch for the largest of some work lists."""
-        kv_heads, group, _, value_dim = self._heads()
+        shape = self.shape
         largest = max(works.values(), key=lambda work: work.capacity)
-        return Partials.allocate(largest, kv_heads * group, value_dim)
-
-    def _heads(self) -> tuple[int, int, int, int]:
-        """KV heads, query heads of each, and the sizes of keys and values."""
-        attention = self.spec.attention
-        if isinstance(attention, MlaSpec):
-            return 1, attention.num_heads, attention.kv_lora_rank + attention.rope_dim, attention.kv_lora_rank
-        group = attention.num_heads // attention.num_kv_heads
-        return attention.num_kv_heads, group, attention.head_dim, attention.head_dim
+        return Partials.allocate(largest, shape.num_heads, shape.value_dim)
 
 
 class StepBatches:
@@ -104,6 +102,7 @@ class StepBatches:
             self._limits.block_size,
             self._works,
             self._partials,
+            self._limits.prefill(arrays.max_query_len),
         )
         every = len(logit_rows) == arrays.num_rows
         return GpuBatch(

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from kernels.gpu.tuning import MoeConfigs
+from moeserve.cuda.attention_kernels import tuned_attention
 from moeserve.cuda.batches import AttentionLimits, StepBatches
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.decode_graphs import DecodeSteps
@@ -133,7 +134,9 @@ def make_runner(
     configs: of the decoder's experts.
     """
     pool = KVPool(decoder.spec.kv_layers, kv.num_blocks, settings.block_size, decoder.dtype, decoder.device)
-    limits = AttentionLimits(decoder.spec, settings.block_size, kv.max_model_len, decoder.dtype, decoder.device)
+    spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
+    tuned = tuned_attention(spec, size, dtype, device)
+    limits = AttentionLimits(spec, size, kv.max_model_len, dtype, device, tuned)
     batches = StepBatches(limits, settings.max_num_seqs)
     if decoder.device.type == "cuda":
         steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, kv.max_model_len)

@@ -1,0 +1,28 @@
+"""How a model's attention is computed on a GPU: its shape, and measured configurations where there are any."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.gpu.attention_tuning import AttentionConfigs, AttentionShape
+from kernels.gpu.tuning import PACKAGED
+from moeserve.cuda.expert_kernels import platform_of, tuned_folder
+from moeserve.models.spec import DecoderSpec, MlaSpec
+
+
+def attention_shape(spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> AttentionShape:
+    """With keys and values stored as `dtype`. Latent attention has one KV head, whose values are part of its keys."""
+    attention = spec.attention
+    if isinstance(attention, MlaSpec):
+        heads, kv_heads, value_dim = attention.num_heads, 1, attention.kv_lora_rank
+        key_dim = value_dim + attention.rope_dim
+    else:
+        heads, kv_heads, key_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        value_dim = key_dim
+    return AttentionShape(heads, kv_heads, key_dim, value_dim, block_size, dtype, dtype)
+
+
+def tuned_attention(spec: DecoderSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> AttentionConfigs:
+    """The user's tuned files before those of the package."""
+    shape = attention_shape(spec, block_size, dtype)
+    return AttentionConfigs.find(shape, platform_of(device), (tuned_folder(), PACKAGED))

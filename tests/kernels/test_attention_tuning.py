@@ -1,0 +1,143 @@
+"""Measured configurations of attention: what is timed, what is written, what serving takes of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import moeserve.bench.tune_attention as tune_attention_module
+import moeserve.cuda.attention_kernels as attention_kernels
+import moeserve.cuda.expert_kernels as expert_kernels
+from kernels.gpu.attention_config import PrefillConfig, SplitConfig
+from kernels.gpu.attention_tuning import (
+    MAX_CANDIDATES,
+    AttentionConfigs,
+    AttentionShape,
+    prefill_candidates,
+    read_attention,
+    split_candidates,
+    write_attention,
+)
+from kernels.gpu.tuning import Platform, TuningError, file_name
+from launcher.cli import main
+from moeserve.bench.tune_attention import tune_attention
+from moeserve.cuda.batches import AttentionLimits
+from moeserve.models.families import build_spec
+from moeserve.models.hf_config import load_config
+from tests.support.tiny_models import save
+
+BF16 = torch.bfloat16
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(32, 4, 128, 128, 64, BF16, BF16)
+PLATFORM = Platform("NVIDIA H200", "3.6.0")
+OWN = {"decode": (SplitConfig(16, 32, 8, 2), 7.04), "prefill": (PrefillConfig(64, 32, 4, 2), 90.0)}
+
+
+def write(folder, shape=SHAPE, found=OWN):
+    path = folder / file_name(SHAPE, PLATFORM)
+    write_attention(path, shape, PLATFORM, found)
+    return path
+
+
+def test_a_file_is_read_back_and_serves_decodes_and_long_prompts(tmp_path):
+    path = write(tmp_path)
+    assert path.name == "attention-h32-kv4-k128-v128-b64-bfloat16-bfloat16--nvidia-h200--triton-3.6.json"
+    assert json.loads(path.read_text())["configs"]["decode"]["microseconds"] == 7.0
+    configs = AttentionConfigs.find(SHAPE, PLATFORM, (tmp_path / "missing", tmp_path))
+    assert configs.split() == OWN["decode"][0] != SHAPE.split()
+    assert configs.prefill(1000) == OWN["prefill"][0] != SHAPE.prefill(1000)
+    assert configs.prefill(64) == SHAPE.prefill(64)
+
+
+def test_without_a_file_the_table_serves(tmp_path, caplog):
+    configs = AttentionConfigs.find(SHAPE, PLATFORM, (tmp_path,))
+    assert configs.split() == SHAPE.split()
+    assert configs.prefill(1000) == SHAPE.prefill(1000)
+    assert "moeserve tune" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decode": (SplitConfig(32, 32, 4, 2), 1.0)}, "cannot run"),
+        ({"decode": (SplitConfig(16, 48, 4, 2), 1.0)}, "cannot run"),
+        ({"prefill": (PrefillConfig(128, 256, 8, 5), 1.0)}, "cannot run"),
+        ({"decoding": (SplitConfig(16, 32, 4, 2), 1.0)}, "no file"),
+    ],
+)
+def test_configurations_that_cannot_run_are_refused(tmp_path, change, message):
+    with pytest.raises(TuningError, match=message):
+        read_attention(write(tmp_path, found=change), SHAPE, PLATFORM)
+
+
+def test_a_file_of_another_shape_is_refused(tmp_path):
+    other = AttentionShape(32, 8, 128, 128, 64, BF16, BF16)
+    with pytest.raises(TuningError, match="is for"):
+        read_attention(write(tmp_path, shape=other), SHAPE, PLATFORM)
+
+
+@pytest.mark.parametrize(
+    "shape", [SHAPE, AttentionShape(128, 1, 576, 512, 64, BF16, BF16), AttentionShape(8, 2, 64, 64, 16, BF16, BF16)]
+)
+def test_few_candidates_are_timed_and_all_of_them_fit(shape):
+    for candidates in (split_candidates(shape), prefill_candidates(shape)):
+        assert 1 < len(candidates) <= MAX_CANDIDATES
+        assert len(set(candidates)) == len(candidates)
+        assert all(shape.fits(config) for config in candidates)
+    assert split_candidates(shape)[0] == shape.split()
+    assert prefill_candidates(shape)[0] == shape.prefill(65)
+
+
+def test_the_tuner_keeps_the_fastest_of_all_that_it_timed(monkeypatch):
+    shape = AttentionShape(4, 2, 32, 32, 16, BF16, BF16)
+    monkeypatch.setattr("moeserve.bench.kernel_cases_attention._COLD_BYTES", 1)
+    for name in ("split_candidates", "prefill_candidates"):
+        every = getattr(tune_attention_module, name)
+        monkeypatch.setattr(tune_attention_module, name, lambda shape, every=every: every(shape)[:3])
+    outputs = []
+
+    def time_us(call):
+        outputs.append(call().float().clone())
+        return 10.0 - len(outputs)
+
+    found = tune_attention(shape, CPU, 4, time_us=time_us, decode=(2, 40), prefill=(1, 20))
+    assert len(outputs) == 6
+    assert found["decode"] == (split_candidates(shape)[2], 7.0)
+    assert found["prefill"] == (prefill_candidates(shape)[2], 4.0)
+    # All candidates compute the same attention.
+    for first in (0, 3):
+        for other in outputs[first + 1 : first + 3]:
+            torch.testing.assert_close(other, outputs[first], rtol=2e-2, atol=2e-2)
+
+
+def test_the_command_writes_where_serving_looks(monkeypatch, tmp_path):
+    save("llama", tmp_path / "model")
+    platform = expert_kernels.platform_of(CPU)
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    monkeypatch.setattr("moeserve.models.source.resolve_model", Path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Gpu", (), {"multi_processor_count": 132}))
+    monkeypatch.setattr(expert_kernels, "platform_of", lambda device: platform)
+    monkeypatch.setattr(attention_kernels, "platform_of", lambda device: platform)
+    own = {"decode": (SplitConfig(16, 16, 8, 2), 7.0), "prefill": (PrefillConfig(64, 16, 4, 2), 90.0)}
+    monkeypatch.setattr(tune_attention_module, "tune_attention", lambda *args, **options: own)
+    result = CliRunner().invoke(main, ["tune", str(tmp_path / "model"), "--block-size", "16"])
+    assert result.exit_code == 0, result.output
+    (path,) = (tmp_path / "tuned").iterdir()
+    assert result.output == f"Wrote {path}\n"
+    spec = build_spec(load_config(tmp_path / "model"))
+    tuned = attention_kernels.tuned_attention(spec, 16, BF16, CPU)
+    limits = AttentionLimits(spec, 16, 64, BF16, CPU, tuned)
+    assert limits.prefill(100) == own["prefill"][0]
+    assert {work.config for work in limits.works(2).values()} == {own["decode"][0]}
+
+
+def test_a_block_size_that_is_no_power_of_two_is_one_sentence(monkeypatch, tmp_path):
+    save("llama", tmp_path)
+    monkeypatch.setattr("moeserve.models.source.resolve_model", Path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    result = CliRunner().invoke(main, ["tune", str(tmp_path), "--block-size", "24"])
+    assert result.exit_code == 1
+    assert "not a power of two" in result.output
