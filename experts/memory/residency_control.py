@@ -107,6 +107,10 @@ class ResidencyControl:
             if transfer.priority is not Priority.DEMAND and transfer.generation != self._generation:
                 self._cancel(transfer)
 
+    def is_predicted(self, layer: int) -> bool:
+        """Whether anything is thought of the layer's next event."""
+        return bool(self._predicted[layer])
+
     def next_transfer(self) -> Transfer | None:
         """What to copy now, from byte `num_moved` on into the slot it names; the caller has it until it ends.
 

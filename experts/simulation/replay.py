@@ -7,7 +7,7 @@ count misses that no runtime has.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from experts.memory.residency_control import ResidencyControl, ResidencyCounters
 from experts.prediction.predictor import BEFORE, Predictor, Tap
 from experts.prediction.sources import LearntAffinity
 from experts.prefetch.planning import PrefetchPlanner
+from experts.prefetch.prefix_warmth import PrefixWarmth
 from experts.routing.traces import RoutingTrace
 from experts.simulation.link_model import LinkModel, SimulatedCopier
 
@@ -109,9 +110,10 @@ class Simulation:
         planner: PrefetchPlanner | None = None,
         learnt: LearntAffinity | None = None,
         taps: Collection[Tap] = (),
+        warmth: PrefixWarmth | None = None,
     ) -> None:
         """predictor, planner: both or none; the planner asks this predictor and tells this control. learnt: what
-        predictors learn from, if it should go on learning from each step after it."""
+        predictors learn from, if it should go on learning from each step after it. warmth: of this control."""
         self._control = control
         self._copier = SimulatedCopier(control, link, expert_bytes)
         self._timing = timing
@@ -119,6 +121,7 @@ class Simulation:
         self._planner = planner
         self._learnt = learnt
         self._taps = frozenset(taps)
+        self._warmth = warmth
         self._loads_per_layer = timing.total / link.load_seconds(expert_bytes)
         self._now = 0.0
         self._stall = 0.0
@@ -132,10 +135,10 @@ class Simulation:
         is_last = np.zeros(len(trace.requests), np.bool_)
         is_last[len(is_last) - 1 - np.unique(trace.requests[::-1], return_index=True)[1]] = True
         for rows in steps_of(trace, num_streams):
-            self._step(trace, rows)
+            self.step(trace, rows)
             num_steps += 1
-            if self._predictor is not None and is_last[rows].any():
-                self._predictor.end(trace.requests[rows[is_last[rows]]].tolist())
+            if is_last[rows].any():
+                self.end(trace.requests[rows[is_last[rows]]].tolist())
         return SimulationResult(
             counters=_difference(self._control.counters, before),
             num_steps=num_steps,
@@ -144,10 +147,18 @@ class Simulation:
             prediction_seconds=self._prediction - prediction,
         )
 
-    def _step(self, trace: RoutingTrace, rows: NDArray[np.int64]) -> None:
+    @property
+    def exposed_stall(self) -> float:
+        """Seconds waited for experts since the beginning."""
+        return self._stall
+
+    def step(self, trace: RoutingTrace, rows: NDArray[np.int64]) -> None:
+        """Computes these rows [T] of the trace together."""
         if self._predictor is not None:
             self._predictor.begin(trace.token_ids[rows], trace.requests[rows])
             self._plan(BEFORE)
+        if self._warmth is not None:
+            self._warmth.begin_step(trace.requests[rows].tolist(), may_ask=True)
         for layer in range(len(trace.ids)):
             self._compute(self._timing.attention)
             chosen = trace.ids[layer, rows]
@@ -158,12 +169,21 @@ class Simulation:
                 self._predictor.observe(layer, chosen, weights)
                 self._hear_gates(trace, rows, layer, Tap.EARLY)
                 self._plan(layer)
+            if self._warmth is not None:
+                self._warmth.observed(layer, event)
             self._compute_experts(layer, event)
             if self._predictor is not None and self._hear_gates(trace, rows, layer, Tap.LATE):
                 self._plan(layer)
+        if self._warmth is not None:
+            self._warmth.end_step(())
         if self._learnt is not None:
             self._learnt.statistics.update(trace.ids[:, rows], trace.token_ids[rows])
             self._learnt.step_done()
+
+    def end(self, requests: Iterable[int]) -> None:
+        """These are over."""
+        if self._predictor is not None:
+            self._predictor.end(requests)
 
     def _compute_experts(self, layer: int, event: list[int]) -> None:
         """Those that are there first, and the others as they come."""

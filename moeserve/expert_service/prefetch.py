@@ -100,8 +100,8 @@ def start_prefetching(
     else:
         previews = [_preview(decoder, tap, fitted) for tap in taps_of(choice)]
         listener, profiles = _learning_prefetcher(choice, experts, decoder.spec, previews)
-    warmth = PrefixWarmth(experts.control, decoder.spec.moe.num_experts)
-    around = PrefixListener(listener, experts.memory, warmth, profiles, experts_here)
+    warmth = PrefixWarmth(experts.control, decoder.spec.moe.num_experts, experts_here)
+    around = PrefixListener(listener, experts.memory, warmth, profiles)
     for layer in experts.layers.values():
         layer.prefetcher = around
     log.info("expert_prefetch", by=choice, gates_fitted=fitted is not None and choice != "gate")

@@ -11,6 +11,7 @@ from experts.memory.eviction import Lru
 from experts.memory.residency_control import ResidencyControl
 from experts.memory.transfers import Priority
 from experts.prefetch.prefix_warmth import PrefixWarmth
+from experts.prefetch.switch import SwitchRules
 from experts.routing.signatures import MAX_SIGNATURE_BYTES, decode_signature, encode_signature, merge_signatures
 from experts.routing.step_routing import RoutingShape
 from moeserve.expert_service.signatures import AnnotatingRunner
@@ -123,48 +124,94 @@ def use(control: ResidencyControl, layer: int, experts: list[int]) -> None:
     control.release(layer, experts)
 
 
-def warmth_of(control: ResidencyControl, *rates: list[list[float]]) -> PrefixWarmth:
-    warmth = PrefixWarmth(control, num_experts=4)
+def warmth_of(control: ResidencyControl, *rates: list[list[float]], **options: object) -> PrefixWarmth:
+    warmth = PrefixWarmth(control, num_experts=4, **options)  # type: ignore[arg-type]
     for request, of_one in enumerate(rates):
         warmth.remember(request, np.array(of_one, np.float32))
     return warmth
 
 
-def test_likely_absent_experts_are_asked_for_behind_everything_else() -> None:
+def test_likely_absent_experts_of_all_layers_are_asked_for_behind_everything_else() -> None:
     control = control_of(4)
-    warmth_of(control, [[0.9, 0.3, 0.5, 0.1], [0, 0, 0, 1]]).ask(0, {0: 1})
-    assert drain(control) == [(0, 0, Priority.SPECULATIVE), (0, 2, Priority.SPECULATIVE)]
+    warmth_of(control, [[0.9, 0.3, 0.5, 0.1], [0, 0, 0, 1]]).begin_step([0], may_ask=True)
+    assert drain(control) == [(0, 0, Priority.SPECULATIVE), (0, 2, Priority.SPECULATIVE), (1, 3, Priority.SPECULATIVE)]
 
 
 def test_nobody_makes_room_who_is_about_as_likely() -> None:
     control = control_of(2)
     use(control, 0, [0, 1])
-    warmth = warmth_of(control, [[0.5, 0.45, 0.6, 0.1]] * 2)
-    warmth.ask(0, {0: 1})
+    warmth = warmth_of(control, [[0.5, 0.45, 0.6, 0.1], [0] * 4])
+    warmth.begin_step([0], may_ask=True)
     assert drain(control) == []
-    warmth.remember(0, np.array([[0.5, 0.1, 0.6, 0.1]] * 2, np.float32))
-    warmth.ask(0, {0: 1})
+    warmth.remember(0, np.array([[0.5, 0.1, 0.6, 0.1], [0] * 4], np.float32))
+    warmth.begin_step([0], may_ask=True)
     assert drain(control) == [(0, 2, Priority.SPECULATIVE)]
     assert control.layers[0].resident() == [0, 2]
 
 
 def test_several_rows_and_requests_want_an_expert_together() -> None:
     control = control_of(4)
-    warmth = warmth_of(control, [[0.3, 0, 0, 0.3]] * 2, [[0.3, 0, 0, 0]] * 2)
-    warmth.ask(0, {0: 1, 1: 1})
+    warmth_of(control, [[0.3, 0, 0, 0.3], [0] * 4], [[0.3, 0, 0, 0], [0] * 4]).begin_step([0, 1], may_ask=True)
     assert [expert for _, expert, _ in drain(control)] == [0]
-    warmth.ask(1, {0: 2})
-    assert [expert for _, expert, _ in drain(control)] == [0, 3]
 
 
 def test_a_rank_asks_for_what_it_holds() -> None:
     control = control_of(4)
-    warmth_of(control, [[0.9, 0.9, 0.9, 0]] * 2).ask(0, {0: 1}, here={1, 3})
+    warmth = warmth_of(control, [[0.9, 0.9, 0.9, 0], [0] * 4], experts_here=lambda layer: {1, 3})
+    warmth.begin_step([0], may_ask=True)
     assert [expert for _, expert, _ in drain(control)] == [1]
 
 
-def test_only_requests_that_are_not_forgotten_are_known() -> None:
-    warmth = warmth_of(control_of(2), [[0.5] * 4] * 2, [[0.5] * 4] * 2)
-    assert warmth.known([1, 1, 0, 7]) == {0: 1, 1: 2}
-    warmth.forget([1, 9])
-    assert warmth.known([1, 0]) == {0: 1}
+def test_a_layer_of_which_somebody_knows_more_is_left_alone() -> None:
+    control = control_of(4)
+    control.predict(0, [3], Priority.NEXT_LAYER)
+    warmth_of(control, [[0.9] * 4] * 2).begin_step([0], may_ask=True)
+    assert [(layer, expert) for layer, expert, _ in drain(control)] == [(0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_the_next_event_of_a_layer_is_asked_for_when_it_is_computed_until_the_first_decode() -> None:
+    control = control_of(3)
+    warmth = warmth_of(control, [[1, 0, 0, 0], [0, 0, 0, 1]])
+    asked = []
+    for rows, events in (([0, 0, 0], [[1, 2, 3], [0, 1, 2]]), ([0], [[0], [3]]), ([0], [[1], [1]])):
+        warmth.begin_step(rows, may_ask=True)
+        asked.append(drain(control))
+        for layer, event in enumerate(events):
+            use(control, layer, event)
+            warmth.observed(layer, event)
+            asked.append(drain(control))
+        warmth.end_step(())
+    at_begin, after_first, after_second = asked[0], asked[1], asked[2]
+    assert [(layer, expert) for layer, expert, _ in at_begin] == [(0, 0), (1, 3)]
+    assert after_first == []
+    assert [(layer, expert) for layer, expert, _ in after_second] == [(0, 0)]
+    assert [(layer, expert) for layer, expert, _ in asked[3]] == [(1, 3)]
+    assert not any(asked[6:])
+    assert warmth.is_idle
+
+
+def test_who_may_not_ask_or_is_over_asks_for_nothing() -> None:
+    control = control_of(4)
+    warmth = warmth_of(control, [[0.9] * 4] * 2, [[0.9] * 4] * 2)
+    warmth.begin_step([0], may_ask=False)
+    warmth.end_step([1])
+    assert warmth.is_idle
+    assert drain(control) == []
+
+
+def test_signatures_that_say_the_wrong_experts_are_left_alone_for_a_while() -> None:
+    control = control_of(2)
+    rules = SwitchRules(memory=4, trial=4, first_pause=10, longest_pause=10)
+    warmth = warmth_of(control, switch=rules)
+    asked_in = []
+    for step in range(24):
+        warmth.remember(step, np.array([[1, 0, 0, 0], [0] * 4], np.float32))
+        use(control, 0, [2])
+        use(control, 0, [3])
+        warmth.begin_step([step], may_ask=True)
+        if drain(control):
+            asked_in.append(step)
+        use(control, 0, [1])
+        warmth.observed(0, [1])
+        warmth.end_step(())
+    assert asked_in == [0, 1, 2, 3, 14, 15, 16, 17]

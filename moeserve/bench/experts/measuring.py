@@ -17,7 +17,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "T2": ("remote_ranks",),
     "T3": ("hops",),
     "T4": ("recall",),
-    "T5": ("stall", "measured_stall"),
+    "T5": ("stall", "prefix_signature", "measured_stall"),
     "T6": ("throughput",),
     "T7": ("balance",),
     "T8": ("migration",),
