@@ -5,16 +5,22 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import moeserve.startup
 from experts.memory.expert_file import round_to_page
+from experts.prefetch.gate_lookahead import GateLookahead
+from experts.prefetch.prefix_listener import PrefixListener
 from experts.prefetch.prefix_warmth import PrefixWarmth
+from experts.routing.request_profiles import RequestProfiles
 from moeserve.config import ServeConfig
 from moeserve.llm import LLM
 from moeserve.model_loading import read_spec
 from moeserve.models.expert_store import layout_in_store
 from moeserve.request import SamplingParams
+from radix_cache import PrefixCache
 from tests.support.tiny_models import save
 
 BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160, max_num_batched_tokens=64)
@@ -30,10 +36,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bounded(directory: Path, store: Path, **changes: object) -> ServeConfig:
     """Half of the experts fit."""
-    spec, _ = read_spec(directory, BASE)
+    spec, dtype = read_spec(directory, BASE)
     assert spec.moe is not None
     slots = len(spec.moe_layers) * max(spec.moe.num_experts // 2, spec.moe.gate.top_k)
-    size = slots * round_to_page(layout_in_store(directory, spec, _).num_bytes)
+    size = slots * round_to_page(layout_in_store(directory, spec, dtype).num_bytes)
     return replace(BASE, expert_memory=size, expert_store_dir=str(store), **changes)  # type: ignore[arg-type]
 
 
@@ -66,3 +72,75 @@ def test_a_prefix_hit_asks_for_the_experts_of_the_prefix_and_changes_no_bit(
     whole = LLM(model, BASE)
     for one, expected in zip(prompts, found, strict=True):
         assert whole.generate([one], GREEDY)[0].token_ids == expected.token_ids
+
+
+def test_a_second_request_finds_the_experts_of_its_prefix_loaded(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GateLookahead, "observe", lambda *_: None)  # so that only signatures load ahead
+    llm = LLM(model, bounded(model, tmp_path, expert_prefetch="gate"))
+    memory = llm.experts
+    assert memory is not None
+    begin_step = PrefixListener.begin_step
+
+    def begin_when_loaded(listener: PrefixListener, *step: Any) -> None:
+        begin_step(listener, *step)
+        with memory._changed:
+            memory._changed.wait_for(lambda: not len(memory._control._queue), timeout=5)
+
+    monkeypatch.setattr(PrefixListener, "begin_step", begin_when_loaded)
+    prefix = prompt(1, 40)
+    for one in (prefix + prompt(2, 9), prompt(3, 50)):
+        llm.generate([one], GREEDY)
+    before = memory.stats().counters
+    assert before.prefetch_bytes == 0
+    assert before.num_evictions > 0
+    (completion,) = llm.generate([prefix + prompt(4, 1)], GREEDY)
+    after = memory.stats().counters
+    llm.close()
+    assert completion.num_cached_tokens == 40
+    assert after.useful_bytes > 0
+    assert after.num_misses - before.num_misses < after.num_hits - before.num_hits
+
+
+@pytest.mark.parametrize("absent", ["memory for all", "no prefetch", "no prefix cache"])
+def test_where_nothing_is_loaded_ahead_nothing_is_described_kept_or_carried(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absent: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("built")
+
+    monkeypatch.setattr(moeserve.startup, "RoutingTap", refuse)
+    monkeypatch.setattr(moeserve.startup, "AnnotatingRunner", refuse)
+    monkeypatch.setattr(PrefixCache, "annotate", refuse)
+    monkeypatch.setattr(PrefixCache, "annotations", refuse)
+    config = {
+        "memory for all": BASE,
+        "no prefetch": bounded(model, tmp_path, expert_prefetch="off"),
+        "no prefix cache": bounded(model, tmp_path, expert_prefetch="gate", enable_prefix_caching=False),
+    }[absent]
+    llm = LLM(model, config)
+    for _ in range(2):
+        llm.generate([prompt(1, 20)], GREEDY)
+    llm.close()
+
+
+def test_a_predictor_by_signatures_begins_with_that_of_the_prefix(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeded = []
+    seed = RequestProfiles.seed
+    monkeypatch.setattr(
+        RequestProfiles,
+        "seed",
+        lambda profiles, request, rates, tokens: (
+            seeded.append((request in profiles, tokens)),
+            seed(profiles, request, rates, tokens),
+        ),
+    )
+    llm = LLM(model, bounded(model, tmp_path, expert_prefetch="signature"))
+    prefix = prompt(1, 40)
+    for one in (prefix + prompt(2, 9), prefix + prompt(4, 3)):
+        llm.generate([one], GREEDY)
+    llm.close()
+    assert seeded == [(False, 40)]

@@ -10,9 +10,12 @@ from click.testing import CliRunner
 
 from experts.prediction.predictor import Tap
 from experts.routing.synthetic import MIXTRAL_LIKE, SyntheticSpec, synthetic_trace
-from experts.routing.traces import GateGuesses
+from experts.routing.traces import GateGuesses, RoutingTrace
+from experts.simulation.prefix_hits import PrefixHits
+from experts.simulation.replay import LayerTiming
+from experts.simulation.setup import SimulationSetup, link_for
 from launcher.cli import main
-from moeserve.bench.experts import balance, hops, migration, recall, remote_ranks, rows_sent, stall
+from moeserve.bench.experts import balance, hops, migration, prefix_signature, recall, remote_ranks, rows_sent, stall
 from moeserve.bench.experts.controls import halves
 from moeserve.bench.experts.figures import Figure, Verdict, at_least, at_most, half_width, within
 from moeserve.bench.experts.measuring import GROUPS, groups_of
@@ -149,6 +152,22 @@ def test_stall_is_saved_and_an_oracle_saves_more():
     assert 0 <= found["bytes moved for nothing"] < 0.3
 
 
+def test_a_signature_saves_stall_behind_a_cached_prefix_and_another_one_does_not():
+    # Requests that keep to experts of their own.
+    rng = np.random.default_rng(3)
+    liked = rng.permuted(np.tile(np.arange(12), (12, 6, 1)), axis=2)[:, :, :3]
+    chosen = [liked[request, :, rng.permutation(3)[:2]].T for request in range(12) for _ in range(40)]
+    ids = np.stack(chosen, axis=1).astype(np.uint16)
+    requests = np.repeat(np.arange(12, dtype=np.int32), 40)
+    trace = RoutingTrace(12, ids, requests, np.zeros(480, np.int32), requests)
+    timing = LayerTiming(1e-3, 1e-3)
+    setup = SimulationSetup(0.5, "lfru", link_for(1.0, 800, timing), timing, 800)
+    found = prefix_signature.saved(trace, setup, PrefixHits(24, 1), 6, 0)
+    assert found["first decode step"] > 0.2
+    assert found["first eight decode steps"] > 0.1
+    assert found["first decode step, shuffled control"] < 0.06
+
+
 def test_migration_is_compared_with_a_service_that_stays():
     said = {"migrating_step_p99": 0.12, "steady_step_p99": 0.1, "num_migrations": 4}
     between, own = migration.figures([(0.1, 0.11), (0.2, 0.22)], said)
@@ -160,7 +179,12 @@ def test_migration_is_compared_with_a_service_that_stays():
 
 def test_every_target_has_its_group_and_they_come_in_order():
     assert list(GROUPS) == [f"T{number}" for number in range(1, 11)]
-    assert groups_of(["T7", "T5"]) == [("T5", "stall"), ("T5", "measured_stall"), ("T7", "balance")]
+    assert groups_of(["T7", "T5"]) == [
+        ("T5", "stall"),
+        ("T5", "prefix_signature"),
+        ("T5", "measured_stall"),
+        ("T7", "balance"),
+    ]
 
 
 @pytest.fixture

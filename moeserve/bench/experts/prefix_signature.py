@@ -21,6 +21,7 @@ _BETA = 1.0
 _RESIDENCIES = (0.25, 0.5)
 # None: demand loads, so that the signature is all there is.
 _PREDICTORS = {"demand loads": None, "the gate": "gate-early"}
+# Tokens that are computed behind the prefix before the first decode.
 _BEHIND = (1, 8)
 # Only their ratio counts: beta sets the link.
 _TIMING = LayerTiming(attention=0.5e-3, experts=0.5e-3)
@@ -36,7 +37,7 @@ def measure(amount: Amount, progress: Callable[[str], None]) -> Iterator[Figure]
         for residency in _RESIDENCIES:
             for name, predictor in _PREDICTORS.items():
                 for num_behind in _BEHIND:
-                    case = f"{build.name}, {residency:.0%} resident, {name}, {num_behind} {'token' if num_behind == 1 else 'tokens'} behind the prefix"
+                    case = f"{build.name}, {residency:.0%} resident, {name}, prefix + {num_behind}"
                     progress(case)
                     hits = PrefixHits(amount.of(64, 16), num_behind)
                     setup = SimulationSetup(
