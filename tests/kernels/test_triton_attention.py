@@ -35,6 +35,7 @@ def flags_of(window, sinks, soft_cap, device, heads=4):
         (9, 3, 80, 80, 64),
         (8, 1, 96, 96, 16),
         (2, 1, 112, 112, 64),
+        (2, 1, 128, 128, 16),
         (4, 4, 192, 128, 16),
         (2, 1, 256, 256, 64),
         (20, 1, 24, 40, 16),
@@ -96,7 +97,15 @@ def test_short_extends_are_split_too(tokens_per_tile, window, sinks, soft_cap, d
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "key_dim", "value_dim", "block_size"),
-    [(2, 1, 64, 64, 16), (4, 2, 80, 80, 64), (2, 1, 96, 96, 16), (1, 1, 192, 128, 64), (2, 2, 24, 40, 16)],
+    [
+        (2, 1, 64, 64, 16),
+        (4, 2, 80, 80, 64),
+        (2, 1, 96, 96, 16),
+        (1, 1, 128, 128, 16),
+        (1, 1, 192, 128, 64),
+        (1, 1, 256, 256, 16),
+        (2, 2, 24, 40, 16),
+    ],
 )
 def test_prefill_matches_the_reference(heads, kv_heads, key_dim, value_dim, block_size, device):
     query_lens = [1, 0, 15, 16, 17, 5]
