@@ -15,8 +15,14 @@ from moeserve.ranks.keys import load_keys
 from moeserve.ranks.network import is_own, resolve
 
 _SHORTEST_TIMEOUT_OF_RANKS = 4.0
-_FOR_SEVERAL_RANKS = ("dispatch", "placement", "num_redundant_experts", "rebalance_interval")
-_FOR_EXPERT_MEMORY = ("expert_store_dir", "expert_policy", "expert_prefetch", "expert_store_bandwidth")
+_FOR_SEVERAL_RANKS = ("dispatch", "placement", "num_redundant_experts", "rebalance_interval", "expert_peer_memory")
+_FOR_EXPERT_MEMORY = (
+    "expert_peer_memory",
+    "expert_store_dir",
+    "expert_policy",
+    "expert_prefetch",
+    "expert_store_bandwidth",
+)
 _FOR_A_GPU = ("gpu_memory_utilization", "enforce_eager")
 
 

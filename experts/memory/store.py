@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from experts.errors import ExpertStoreError
-from experts.memory.expert_file import read_header
+from experts.memory.expert_file import ExpertFileHeader, read_header
 
 
 class ExpertTier(Protocol):
@@ -71,26 +71,22 @@ class PositionedReads:
         os.close(self._file)
 
 
-class DiskTier:
-    """An expert file."""
+class PieceChecksums:
+    """Follows the first reading of every expert: what was read well once lies well where it is."""
 
-    def __init__(self, path: Path, source: bytes, open_reads: Callable[[Path], FileReads] = PositionedReads) -> None:
-        """Raises ExpertStoreError as `read_header` does."""
-        self.header = read_header(path, source)
-        self.reads = open_reads(path)
-        self._path = path
+    def __init__(self, header: ExpertFileHeader, name: str) -> None:
+        """name: of the store, for the error."""
+        self._header = header
+        self._name = name
         self._checked: set[tuple[int, int]] = set()
         # Of experts that are read for the first time: how far, and the checksum up to there.
         self._sums: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
-        self.reads.read(self.header.offset(layer, expert) + offset, out)
-        # What was read well once lies well on the disk.
-        if (layer, expert) not in self._checked:
-            self._check(layer, expert, offset, out)
-
-    def _check(self, layer: int, expert: int, offset: int, piece: memoryview) -> None:
-        key, size = (layer, expert), self.header.expert_bytes
+    def follow(self, layer: int, expert: int, offset: int, piece: memoryview) -> None:
+        """A piece was read. Raises ExpertStoreError at the last one if the whole is not what was stored."""
+        key, size = (layer, expert), self._header.expert_bytes
+        if key in self._checked:
+            return
         done, checksum = (0, 0) if offset == 0 else self._sums.get(key, (-1, 0))
         if done != offset:
             raise ValueError(f"a piece from byte {offset} on follows one that ended at {done}")
@@ -99,9 +95,23 @@ class DiskTier:
             self._sums[key] = (done, checksum)
             return
         self._sums.pop(key, None)
-        if checksum != self.header.checksum(layer, expert):
-            raise ExpertStoreError(f"{self._path} is damaged: expert {expert} of layer {layer} lost its checksum.")
+        if checksum != self._header.checksum(layer, expert):
+            raise ExpertStoreError(f"{self._name} is damaged: expert {expert} of layer {layer} lost its checksum.")
         self._checked.add(key)
+
+
+class DiskTier:
+    """An expert file."""
+
+    def __init__(self, path: Path, source: bytes, open_reads: Callable[[Path], FileReads] = PositionedReads) -> None:
+        """Raises ExpertStoreError as `read_header` does."""
+        self.header = read_header(path, source)
+        self.reads = open_reads(path)
+        self._checksums = PieceChecksums(self.header, str(path))
+
+    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
+        self.reads.read(self.header.offset(layer, expert) + offset, out)
+        self._checksums.follow(layer, expert, offset, out)
 
     def close(self) -> None:
         self.reads.close()

@@ -8,6 +8,7 @@ says so.
 
 from __future__ import annotations
 
+from experts.memory.peer_memory import LentMemory
 from experts.memory.stats import ExpertMemoryStats
 from moeserve.messages import Message
 
@@ -41,7 +42,8 @@ class Setup(Message):
 
     `settings` are those of rank 0 (JSON of a `ServeConfig` without keys), which hold for all ranks.
     placement[layer][expert]: the ranks that hold the expert (`experts.placement.placement`). expert_slots: of each
-    layer on each rank, None where all experts of a rank are in memory.
+    layer on each rank, None where all experts of a rank are in memory. lent[rank]: the experts (layer, expert) that a
+    rank keeps for the others.
     """
 
     settings: bytes
@@ -50,16 +52,20 @@ class Setup(Message):
     max_model_len: int
     placement: tuple[tuple[tuple[int, ...], ...], ...]
     expert_slots: tuple[int, ...] | None = None
+    lent: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 class Loaded(Message):
-    """A rank has its weights."""
+    """A rank has its weights. lent: where the experts are that it keeps for others."""
 
     rank: int
+    lent: LentMemory | None = None
 
 
 class Start(Message):
-    """All ranks have theirs."""
+    """All ranks have theirs. lent: of every rank in order; empty where nothing is lent."""
+
+    lent: tuple[LentMemory, ...] = ()
 
 
 class Forward(Message):

@@ -15,27 +15,20 @@ import structlog
 import torch
 import zmq
 
-from experts.collectives import Collectives
-from experts.dispatch import ExpertParallel
 from experts.errors import CollectiveError
 from experts.memory.stats import ExpertMemoryStats
 from experts.placement.placement import Placement
 from moeserve.config import ServeConfig
-from moeserve.device import step_budget
-from moeserve.expert_service.links import CountedRunner, LinkCounts
-from moeserve.expert_service.migrator import make_migrator
+from moeserve.expert_service.links import LinkCounts
 from moeserve.expert_service.monitor import ExpertSources
 from moeserve.expert_service.rank_memories import RankMemories
 from moeserve.expert_service.rebalancing import RebalancingExecutor, follow, rebalancing
 from moeserve.expert_service.recording import open_recording
-from moeserve.expert_service.residency import ResidentModel, open_experts, residency_with
+from moeserve.expert_service.residency import residency_with
 from moeserve.kv_budget import KvBudget
 from moeserve.model_loading import (
-    LoadedModel,
     ModelPlan,
     Report,
-    load_model,
-    owned_experts,
     plan_model,
     read_spec,
 )
@@ -44,7 +37,8 @@ from moeserve.ranks.cores import bind_to_cores
 from moeserve.ranks.executor import RankedExecutor
 from moeserve.ranks.hub import RankHub
 from moeserve.ranks.link import BeatThread, RankLink
-from moeserve.ranks.meeting import Meeting, meet_as_first, meet_first
+from moeserve.ranks.meeting import meet_as_first, meet_first
+from moeserve.ranks.member import Member, collective_timeout
 from moeserve.ranks.messages import (
     Dismissed,
     Forward,
@@ -61,7 +55,6 @@ from moeserve.ranks.network import machine_id
 from moeserve.result_codec import encode_result
 from moeserve.run_context import RunContext
 from moeserve.serving import serve
-from moeserve.startup import rank_runner, routing_tap, signature_tap
 from moeserve.version import VERSION
 
 # Of the engine's timeout: how long a rank that loads may be silent.
@@ -115,21 +108,25 @@ def _run_first(
             plan.kv.num_blocks,
             plan.kv.max_model_len,
             plan.placement.ranks,
-            None if plan.residency is None else plan.residency.num_slots,
+            *((None, ()) if plan.residency is None else (plan.residency.num_slots, plan.residency.lent)),
         )
         for rank in hub.others:
             hub.send(rank, setup)
-        member = _Member(context, meeting, 0, plan, report)
-        if hub.gather(Loaded, stop, patience=_LOADING_PATIENCE * config.engine_timeout) is None:
+        member = Member(context, meeting, 0, plan, report)
+        loaded = hub.gather(Loaded, stop, patience=_LOADING_PATIENCE * config.engine_timeout)
+        if loaded is None:
             return
+        all_lent = (member.lent, *(loaded[rank].lent for rank in hub.others))
+        lent = tuple(memory for memory in all_lent if memory is not None)
         for rank in hub.others:
-            hub.send(rank, Start())
+            hub.send(rank, Start(lent))
+        member.meet_peers(lent)
         member.warm_up()
         executor = RankedExecutor(
             member.runner,
             member.experts,
             hub,
-            timeout=_collective_timeout(config),
+            timeout=collective_timeout(config),
             num_entered=lambda: member.collectives.num_entered,
         )
         steps = rebalancing(executor, config, member.experts.placement, member.migrator, recording)
@@ -155,7 +152,7 @@ def _run_first(
 def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], rank: int, report: Report) -> None:
     meeting = meet_first(context)
     link = RankLink(sockets, meeting, rank)
-    member: _Member | None = None
+    member: Member | None = None
     beats = BeatThread(
         sockets,
         meeting,
@@ -181,11 +178,12 @@ def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], ran
         placement = Placement(context.config.expert_parallel_size, setup.placement)
         residency = None
         if setup.expert_slots is not None:
-            residency = residency_with(setup.expert_slots, Path(context.model_dir), spec, dtype)
+            residency = residency_with(setup.expert_slots, setup.lent, Path(context.model_dir), spec, dtype)
         plan = ModelPlan(spec, dtype, KvBudget(setup.num_blocks, setup.max_model_len), 0, placement, residency)
-        member = _Member(context, meeting, rank, plan, lambda _: None)
-        link.send(Loaded(rank))
-        if isinstance(link.receive(), Start):
+        member = Member(context, meeting, rank, plan, lambda _: None)
+        link.send(Loaded(rank, member.lent))
+        if isinstance(start := link.receive(), Start):
+            member.meet_peers(start.lent)
             member.warm_up()
             report({"event": "computing"})
             _run_steps(rank, link, member, beats)
@@ -198,7 +196,7 @@ def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], ran
 
 
 def _memory_of_ranks(
-    member: _Member, executor: RankedExecutor, num_ranks: int
+    member: Member, executor: RankedExecutor, num_ranks: int
 ) -> Callable[[], Sequence[ExpertMemoryStats]] | None:
     """Whom to ask for the expert memories of all ranks, None where there are none."""
     experts = member.model.experts
@@ -209,7 +207,7 @@ def _memory_of_ranks(
     return memories.stats
 
 
-def _run_steps(rank: int, link: RankLink, member: _Member, beats: BeatThread) -> None:
+def _run_steps(rank: int, link: RankLink, member: Member, beats: BeatThread) -> None:
     beats.busy.clear()
     try:
         while not isinstance(message := link.receive(beats.say_waiting), Shutdown):
@@ -259,76 +257,3 @@ def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:
         log_level=own.log_level,
         log_format=own.log_format,
     )
-
-
-class _Member:
-    """What every rank has: its collectives, its experts and its model."""
-
-    def __init__(self, context: RunContext, meeting: Meeting, rank: int, plan: ModelPlan, report: Report) -> None:
-        config, directory = context.config, Path(context.model_dir)
-        num_ranks = config.expert_parallel_size
-        assert plan.spec.moe is not None
-        assert plan.placement is not None
-        self._config = config
-        self._moe = plan.spec.moe
-        self.collectives = Collectives(
-            rank, num_ranks, meeting.collectives, _collective_timeout(config), interface=meeting.interface
-        )
-        resident: ResidentModel | None = None
-        if plan.residency is not None:
-            resident = open_experts(directory, plan.spec, plan.residency, config, report)
-        self.experts = ExpertParallel(
-            self.collectives,
-            plan.placement,
-            plan.spec.moe_layers,
-            last_layer=plan.spec.num_layers - 1,
-            local_of=None if resident is None else resident.local_of,
-        )
-        tap = routing_tap(plan.spec, config) or signature_tap(plan, config)
-        owned = owned_experts(plan.spec, plan.placement, rank)
-        self.model: LoadedModel = load_model(
-            directory,
-            config,
-            report,
-            plan=plan,
-            owned=owned,
-            dispatch_of=self.experts.dispatch_of,
-            tap=tap,
-            experts=resident,
-            experts_here=self.experts.experts_here,
-        )
-        steps = rank_runner(self.model, tap, config, records=config.record_experts)
-        self.runner = CountedRunner(steps, self.experts.sent)
-        self.migrator = make_migrator(directory, self.model, self.experts, owned)
-
-    def warm_up(self) -> None:
-        """Takes the shape of dispatch that the settings name, or else the one that is faster here; then warms up."""
-        shape = self._config.dispatch
-        if shape == "auto":
-            spec, dtype = self.model.spec, self.model.dtype
-            seconds = self.experts.measure(spec.hidden_size, self._moe.gate.top_k, dtype)
-            shape = min(seconds, key=seconds.__getitem__)
-            if self.collectives.rank == 0:
-                log.info("dispatch_measured", took=shape, **{name: f"{1000 * s:.2f} ms" for name, s in seconds.items()})
-        self.experts.use(shape)
-        num_ranks = self._config.expert_parallel_size
-        self.model.runner.warm_up(
-            step_budget(self._config),
-            lambda count: self.experts.begin_step([count] * num_ranks, [1] * num_ranks),
-        )
-        self.experts.forget_counts()
-        if self.model.experts is not None:
-            self.model.experts.memory.forget_counts()
-
-    def memory_stats(self) -> ExpertMemoryStats | None:
-        return None if self.model.experts is None else self.model.experts.memory.stats()
-
-    def close(self) -> None:
-        if self.model.experts is not None:
-            self.model.experts.memory.close()
-        self.collectives.close()
-
-
-def _collective_timeout(config: ServeConfig) -> float:
-    """Seconds that ranks wait for each other: less than the supervisor waits for rank 0, which then names the late."""
-    return 0.4 * config.engine_timeout

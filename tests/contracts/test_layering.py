@@ -53,6 +53,7 @@ WITH_TORCH = {
     "moeserve.llm",
     "moeserve.model_loading",
     "moeserve.model_runner",
+    "moeserve.ranks.member",
     "moeserve.ranks.startup",
     "moeserve.sampler",
     "moeserve.serving",

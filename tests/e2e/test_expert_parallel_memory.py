@@ -24,16 +24,16 @@ def bytes_for(model: Path, num_slots: int) -> int:
     return num_slots * len(spec.moe_layers) * round_to_page(layout_in_store(model, spec, dtype).num_bytes)
 
 
-def of_ranks(running: Service, name: str) -> list[float]:
+def of_ranks(running: Service, name: str, labels: str = "") -> list[float]:
     """A metric of each rank, 0 where it is not exported yet."""
-    found = re.findall(rf'moeserve_expert_{name}{{rank="(\d)"[^}}]*}} (\S+)', running.http.get("/metrics").text)
+    found = re.findall(rf'moeserve_expert_{name}{{rank="(\d)"{labels}}} (\S+)', running.http.get("/metrics").text)
     return [float(dict(found).get(rank, 0)) for rank in "01"]
 
 
 @pytest.mark.parametrize(
     ("case", "num_slots", "settings"),
     [
-        ("mixtral", 2, ["--dispatch", "alltoall", "--expert-prefetch", "gate"]),
+        ("mixtral", 2, ["--dispatch", "alltoall", "--expert-prefetch", "gate", "--expert-peer-memory", "300KB"]),
         pytest.param(
             "qwen3_moe",
             3,
@@ -55,7 +55,9 @@ def test_bounded_memory_on_two_ranks_changes_no_token(
     with service(model, tmp_path_factory.mktemp("some"), *TWO, *bounded) as some:
         assert [text for text, _ in complete_all(some)] == expected
         wait_until(lambda: min(of_ranks(some, "evictions_total")) > 10)
-        assert min(of_ranks(some, "misses_total")) > 10
+        misses = {tier: of_ranks(some, "misses_total", f',tier="{tier}"') for tier in ("peer", "disk")}
+        assert min(misses["disk"]) > 10
+        assert (min(misses["peer"]) > 0) == ("--expert-peer-memory" in settings)
         resident = some.http.get("/v1/experts").json()["residency"]["resident"]
         assert len(resident) == 2
         assert all(0 < len(layer) <= num_slots for of_rank in resident for layer in of_rank)

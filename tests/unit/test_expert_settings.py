@@ -23,6 +23,7 @@ def test_several_ranks_predict_by_gates(choice):
         ({"expert_prefetch": "affinity+affinity"}, "twice"),
         ({"expert_prefetch": "off", "expert_policy": "affinity"}, "name some in"),
         ({"expert_policy": "static"}, "static needs --expert-statistics"),
+        ({"expert_memory": 9, "expert_peer_memory": 9, "expert_parallel_size": 2, "nnodes": 2}, "one machine"),
         ({"expert_prefetch": "gate-early", "expert_parallel_size": 2}, "learns from tokens"),
     ],
 )

@@ -1,0 +1,113 @@
+"""A rank of several at work: its collectives, its experts and its model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+
+from experts.collectives import Collectives
+from experts.dispatch import ExpertParallel
+from experts.errors import ExpertStoreError
+from experts.memory.peer_memory import LentMemory
+from experts.memory.stats import ExpertMemoryStats
+from moeserve.config import ServeConfig
+from moeserve.device import step_budget
+from moeserve.expert_service.links import CountedRunner
+from moeserve.expert_service.migrator import make_migrator
+from moeserve.expert_service.residency import ResidentModel, open_experts
+from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, owned_experts
+from moeserve.ranks.meeting import Meeting
+from moeserve.ranks.messages import RankError
+from moeserve.run_context import RunContext
+from moeserve.startup import rank_runner, routing_tap, signature_tap
+
+log = structlog.get_logger(__name__)
+
+
+class Member:
+    """What every rank has: its collectives, its experts and its model."""
+
+    def __init__(self, context: RunContext, meeting: Meeting, rank: int, plan: ModelPlan, report: Report) -> None:
+        config, directory = context.config, Path(context.model_dir)
+        num_ranks = config.expert_parallel_size
+        assert plan.spec.moe is not None
+        assert plan.placement is not None
+        self._config = config
+        self._moe = plan.spec.moe
+        self.collectives = Collectives(
+            rank, num_ranks, meeting.collectives, collective_timeout(config), interface=meeting.interface
+        )
+        resident: ResidentModel | None = None
+        if plan.residency is not None:
+            resident = open_experts(directory, plan.spec, plan.residency, config, report, rank)
+        self.experts = ExpertParallel(
+            self.collectives,
+            plan.placement,
+            plan.spec.moe_layers,
+            last_layer=plan.spec.num_layers - 1,
+            local_of=None if resident is None else resident.local_of,
+        )
+        tap = routing_tap(plan.spec, config) or signature_tap(plan, config)
+        owned = owned_experts(plan.spec, plan.placement, rank)
+        self.model: LoadedModel = load_model(
+            directory,
+            config,
+            report,
+            plan=plan,
+            owned=owned,
+            dispatch_of=self.experts.dispatch_of,
+            tap=tap,
+            experts=resident,
+            experts_here=self.experts.experts_here,
+        )
+        steps = rank_runner(self.model, tap, config, records=config.record_experts)
+        self.runner = CountedRunner(steps, self.experts.sent)
+        self.migrator = make_migrator(directory, self.model, self.experts, owned)
+
+    @property
+    def lent(self) -> LentMemory | None:
+        """Where the experts are that this rank keeps for others."""
+        return None if self.model.experts is None else self.model.experts.lent
+
+    def meet_peers(self, lent: Sequence[LentMemory]) -> None:
+        """Has the rank read what all ranks lend, in their order, before the first step. Raises RankError."""
+        peers = None if self.model.experts is None else self.model.experts.peers
+        if peers is not None:
+            try:
+                peers.attach(lent)
+            except ExpertStoreError as error:
+                raise RankError(str(error)) from error
+
+    def warm_up(self) -> None:
+        """Takes the shape of dispatch that the settings name, or else the one that is faster here; then warms up."""
+        shape = self._config.dispatch
+        if shape == "auto":
+            spec, dtype = self.model.spec, self.model.dtype
+            seconds = self.experts.measure(spec.hidden_size, self._moe.gate.top_k, dtype)
+            shape = min(seconds, key=seconds.__getitem__)
+            if self.collectives.rank == 0:
+                log.info("dispatch_measured", took=shape, **{name: f"{1000 * s:.2f} ms" for name, s in seconds.items()})
+        self.experts.use(shape)
+        num_ranks = self._config.expert_parallel_size
+        self.model.runner.warm_up(
+            step_budget(self._config),
+            lambda count: self.experts.begin_step([count] * num_ranks, [1] * num_ranks),
+        )
+        self.experts.forget_counts()
+        if self.model.experts is not None:
+            self.model.experts.memory.forget_counts()
+
+    def memory_stats(self) -> ExpertMemoryStats | None:
+        return None if self.model.experts is None else self.model.experts.memory.stats()
+
+    def close(self) -> None:
+        if self.model.experts is not None:
+            self.model.experts.memory.close()
+        self.collectives.close()
+
+
+def collective_timeout(config: ServeConfig) -> float:
+    """Seconds that ranks wait for each other: less than the supervisor waits for rank 0, which then names the late."""
+    return 0.4 * config.engine_timeout
