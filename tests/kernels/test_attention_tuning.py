@@ -113,6 +113,7 @@ def test_the_tuner_keeps_the_fastest_of_all_that_it_timed(monkeypatch):
 
 
 def test_the_command_writes_where_serving_looks(monkeypatch, tmp_path):
+    pytest.importorskip("msgspec", reason="finding a model by name needs the whole service")
     save("llama", tmp_path / "model")
     platform = expert_kernels.platform_of(CPU)
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
@@ -135,6 +136,7 @@ def test_the_command_writes_where_serving_looks(monkeypatch, tmp_path):
 
 
 def test_a_block_size_that_is_no_power_of_two_is_one_sentence(monkeypatch, tmp_path):
+    pytest.importorskip("msgspec", reason="finding a model by name needs the whole service")
     save("llama", tmp_path)
     monkeypatch.setattr("moeserve.models.source.resolve_model", Path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
