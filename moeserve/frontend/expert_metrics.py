@@ -109,7 +109,7 @@ def _prefetch(ranks: Sequence[PrefetchCounters]) -> Iterator[Metric]:
     for number, rank in enumerate(ranks):
         for outcome, num_bytes in (
             ("useful", rank.useful_bytes),
-            ("moeserve_expert_late", rank.late_bytes),
+            ("late", rank.late_bytes),
             ("wasted", rank.wasted_bytes),
             ("cancelled", rank.cancelled_bytes),
         ):

@@ -145,7 +145,8 @@ def test_a_bounded_memory_tells_of_stalls_and_of_prefetches_only_where_there_are
         assert found["moeserve_expert_stall_seconds_total", "0"] == 0.5
         assert found["moeserve_expert_misses_total", "0", "disk"] == 2
         assert found["moeserve_expert_resident", "0"] == 3
-        assert (("moeserve_expert_prefetch_bytes_total", "0", "useful") in found) == prefetches
+        outcomes = {key[2] for key in found if key[0] == "moeserve_expert_prefetch_bytes_total"}
+        assert outcomes == ({"useful", "late", "wasted", "cancelled"} if prefetches else set())
         assert (("moeserve_expert_late_total", "0") in found) == prefetches
         assert operator.command("experts", {})["residency"]["resident"] == [[[0, 2], [1]]]
 
