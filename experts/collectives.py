@@ -47,6 +47,7 @@ class Collectives:
         # The shared-memory operations are compiled at the first use, which takes a minute, and none is called here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        before = _threads()
         try:
             comm.init_distributed(
                 "gloo",
@@ -60,7 +61,8 @@ class Collectives:
         except RuntimeError as error:
             raise CollectiveError(_first_line(error)) from error
         _set_pg_timeout(timedelta(seconds=timeout))
-        _let_senders_finish()
+        # By name they could not be told yet: a thread names itself once it runs.
+        _let_senders_finish(_threads() - before)
 
     def all_to_all(self, rows: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
         """Sends the next `to_ranks[r]` of `rows` [N, ...] to rank r; returns `from_ranks[r]` rows of each rank r."""
@@ -103,18 +105,21 @@ class Collectives:
         comm.destroy_process_group()
 
 
-def _let_senders_finish() -> None:
-    """Keeps gloo's event loop from taking the core of a thread of this process that is just sending.
+def _threads() -> set[int]:
+    return {int(thread) for thread in os.listdir("/proc/self/task")}
+
+
+def _let_senders_finish(threads: set[int]) -> None:
+    """Keeps gloo's threads, its event loop above all, from taking the core of a thread that is just sending.
 
     Woken while another thread has the connection locked, the loop asks again and again until it is free. On the same
     core that thread cannot go on meanwhile, and both lose a time slice of 3 to 4 ms, in about every third exchange on
     two cores. Threads of the batch class wait until the core is free instead.
     """
-    for thread in Path("/proc/self/task").iterdir():
-        # Another thread may end in between, and a sandbox may forbid it: then exchanges take longer, and that is all.
+    for thread in threads:
+        # A thread may have ended, and a sandbox may forbid it: then exchanges take longer, and that is all.
         with suppress(OSError):
-            if "gloo" in (thread / "comm").read_text():
-                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _first_line(error: RuntimeError) -> str:
