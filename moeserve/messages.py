@@ -133,7 +133,11 @@ class Outputs(Message):
 
 
 class PrefetchCounters(Message):
-    """Prefetches, since the start. num_late: experts that were wanted while their prefetch was under way."""
+    """Prefetches, since the start. num_late: experts that were wanted while their prefetch was under way.
+
+    num_foreseeable, num_foreseen: experts that layers needed for which some had been named 1, 2, 3 layers ahead, and
+    how many of them were among these.
+    """
 
     predictor_seconds: float
     num_late: int
@@ -142,6 +146,8 @@ class PrefetchCounters(Message):
     late_bytes: int
     wasted_bytes: int
     cancelled_bytes: int
+    num_foreseeable: list[int] = []
+    num_foreseen: list[int] = []
 
 
 class ExpertMemoryCounters(Message):

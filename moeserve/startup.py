@@ -13,6 +13,7 @@ from moeserve.expert_service.monitor import ExpertSources
 from moeserve.expert_service.recording import open_recording, routing_shape
 from moeserve.expert_service.signatures import AnnotatingRunner
 from moeserve.expert_service.step_recording import TappedRunner
+from moeserve.expert_service.strategy import expert_strategy
 from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, plan_model
 from moeserve.models.spec import DecoderSpec
 from moeserve.run_context import RunContext
@@ -37,6 +38,7 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
     sources = ExpertSources(
         memory=None if memory is None else lambda: [memory.stats()],
         prefetches=model.prefetcher is not None,
+        strategy=None if memory is None else lambda: expert_strategy(config, model.prefetcher),
     )
     runner = rank_runner(model, tap, config, records=config.record_experts)
     try:

@@ -21,6 +21,9 @@ class ResidencyCounters:
 
     Bytes moved by prefetches are useful when an event found the expert ready, late when the event came before the end,
     wasted when the expert was evicted unused, cancelled when the copy was given up; the rest is not decided yet.
+
+    num_foreseeable_d: experts of events for which some had been named d layers ahead; num_foreseen_d: how many of
+    them were among these. Their ratio is the recall of what was asked for.
     """
 
     num_events: int = 0
@@ -35,6 +38,12 @@ class ResidencyCounters:
     late_bytes: int = 0
     wasted_bytes: int = 0
     cancelled_bytes: int = 0
+    num_foreseeable_1: int = 0
+    num_foreseeable_2: int = 0
+    num_foreseeable_3: int = 0
+    num_foreseen_1: int = 0
+    num_foreseen_2: int = 0
+    num_foreseen_3: int = 0
 
 
 class ResidencyControl:
@@ -53,6 +62,7 @@ class ResidencyControl:
         self._expert_bytes = expert_bytes
         self._queue = TransferQueue()
         self._predicted: list[frozenset[int]] = [frozenset()] * len(self.layers)
+        self._named: list[dict[int, frozenset[int]]] = [{} for _ in self.layers]
         self._generation = 0
         self._current = len(self.layers) - 1
         self._num_events = 0
@@ -69,7 +79,9 @@ class ResidencyControl:
     def access(self, layer: int, experts: Iterable[int]) -> Access:
         """One event: see `LayerResidency.access`. Missing experts are queued as demand loads, prefetches of wanted
         ones are promoted, and what else was predicted for this event is cancelled."""
-        access = self.layers[layer].access(experts)
+        members = frozenset(experts)
+        access = self.layers[layer].access(members)
+        self._count_foreseen(layer, members)
         counters = self.counters
         self._num_events += 1
         counters.num_events += 1
@@ -94,6 +106,8 @@ class ResidencyControl:
         """
         self._generation += 1
         self._predicted[layer] = frozenset(experts)
+        distance = (layer - self._current - 1) % len(self.layers) + 1
+        self._named[layer][distance] = self._predicted[layer]
         due = self._num_events + (layer - self._current - 1) % len(self.layers)
         for rank, expert in enumerate(experts):
             transfer = self._queue.find(layer, expert)
@@ -190,6 +204,22 @@ class ResidencyControl:
             self.counters.num_cancelled += 1
             self.counters.cancelled_bytes += transfer.num_moved
             self._demand(transfer.layer, self.layers[transfer.layer].abandon(transfer.expert))
+
+    def _count_foreseen(self, layer: int, members: frozenset[int]) -> None:
+        named, self._named[layer] = self._named[layer], {}
+        counters = self.counters
+        for distance, experts in named.items():
+            num_foreseen = len(members & experts)
+            match distance:
+                case 1:
+                    counters.num_foreseeable_1 += len(members)
+                    counters.num_foreseen_1 += num_foreseen
+                case 2:
+                    counters.num_foreseeable_2 += len(members)
+                    counters.num_foreseen_2 += num_foreseen
+                case 3:
+                    counters.num_foreseeable_3 += len(members)
+                    counters.num_foreseen_3 += num_foreseen
 
     def _count_eviction(self, load: Load) -> None:
         if load.victim is not None:

@@ -36,7 +36,7 @@ class ExpertSources:
     """Whom to ask; None for what this service does not have.
 
     links: [from, to, rows, bytes] of every pair of ranks. memory: of each rank. prefetches: whether experts are read
-    ahead of their use.
+    ahead of their use. strategy: by what is decided now, in words.
     """
 
     placement: Callable[[], Placement | None] = lambda: None
@@ -45,6 +45,7 @@ class ExpertSources:
     rebalancing: Callable[[], RebalanceStats] | None = None
     memory: Callable[[], Sequence[ExpertMemoryStats]] | None = None
     prefetches: bool = False
+    strategy: Callable[[], dict[str, Any]] | None = None
 
 
 class ExpertMonitor:
@@ -111,6 +112,8 @@ class ExpertMonitor:
             }
         if sources.rebalancing is not None:
             described["rebalancing"] = asdict(sources.rebalancing())
+        if sources.strategy is not None:
+            described["strategy"] = sources.strategy()
         if sources.memory is not None:
             described["residency"] = {"resident": [of_rank.resident for of_rank in sources.memory()]}
         if recording is not None:
@@ -184,6 +187,8 @@ def _memory_counters(stats: ExpertMemoryStats, prefetches: bool) -> ExpertMemory
         late_bytes=counters.late_bytes,
         wasted_bytes=counters.wasted_bytes,
         cancelled_bytes=counters.cancelled_bytes,
+        num_foreseeable=[counters.num_foreseeable_1, counters.num_foreseeable_2, counters.num_foreseeable_3],
+        num_foreseen=[counters.num_foreseen_1, counters.num_foreseen_2, counters.num_foreseen_3],
     )
     return ExpertMemoryCounters(
         stall_seconds=stats.stall_seconds,

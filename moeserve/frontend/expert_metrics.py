@@ -115,6 +115,16 @@ def _prefetch(ranks: Sequence[PrefetchCounters]) -> Iterator[Metric]:
         ):
             outcomes.add_metric([str(number), outcome], num_bytes)
     yield outcomes
+    yield _by_distance(
+        "moeserve_expert_foreseeable",
+        "Experts that layers needed for which some had been named, by how many layers ahead",
+        [rank.num_foreseeable for rank in ranks],
+    )
+    yield _by_distance(
+        "moeserve_expert_foreseen",
+        "Of the foreseeable experts, those that had been named: their ratio is the recall of predictions",
+        [rank.num_foreseen for rank in ranks],
+    )
 
 
 def _rebalancing(rebalancing: RebalanceCounters) -> Iterator[Metric]:
@@ -134,6 +144,14 @@ def _rebalancing(rebalancing: RebalanceCounters) -> Iterator[Metric]:
 
 def _counter(name: str, documentation: str, value: float) -> Metric:
     return CounterMetricFamily(name, documentation, value=value)
+
+
+def _by_distance(name: str, documentation: str, ranks: Iterable[Sequence[int]]) -> Metric:
+    counter = CounterMetricFamily(name, documentation, labels=["rank", "distance"])
+    for number, of_rank in enumerate(ranks):
+        for distance, count in enumerate(of_rank, start=1):
+            counter.add_metric([str(number), str(distance)], count)
+    return counter
 
 
 def _by_rank(name: str, documentation: str, values: Iterable[float]) -> Metric:

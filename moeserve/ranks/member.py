@@ -35,6 +35,7 @@ class Member:
         assert plan.spec.moe is not None
         assert plan.placement is not None
         self._config = config
+        self.dispatch_shape: str | None = None
         self._moe = plan.spec.moe
         self.collectives = Collectives(
             rank, num_ranks, meeting.collectives, collective_timeout(config), interface=meeting.interface
@@ -90,6 +91,7 @@ class Member:
             if self.collectives.rank == 0:
                 log.info("dispatch_measured", took=shape, **{name: f"{1000 * s:.2f} ms" for name, s in seconds.items()})
         self.experts.use(shape)
+        self.dispatch_shape = shape
         num_ranks = self._config.expert_parallel_size
         self.model.runner.warm_up(
             step_budget(self._config),

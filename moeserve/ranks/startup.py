@@ -25,6 +25,7 @@ from moeserve.expert_service.rank_memories import RankMemories
 from moeserve.expert_service.rebalancing import RebalancingExecutor, follow, rebalancing
 from moeserve.expert_service.recording import open_recording
 from moeserve.expert_service.residency import residency_with
+from moeserve.expert_service.strategy import expert_strategy
 from moeserve.kv_budget import KvBudget
 from moeserve.model_loading import (
     ModelPlan,
@@ -138,6 +139,7 @@ def _run_first(
             rebalancing=steps.stats if isinstance(steps, RebalancingExecutor) else None,
             memory=_memory_of_ranks(member, executor, config.expert_parallel_size),
             prefetches=member.model.prefetcher is not None,
+            strategy=lambda: expert_strategy(config, member.model.prefetcher, member.dispatch_shape),
         )
         serve(context, member.model, links, report, stop, recording, sources)
         executor.close()

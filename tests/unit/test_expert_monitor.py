@@ -16,10 +16,12 @@ from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from experts.routing.step_routing import RoutingShape
 from experts.routing.trace_file import load_trace
 from experts.routing.trace_recorder import RequestRows
+from moeserve.config import ServeConfig
 from moeserve.expert_service.monitor import ExpertCommandError, ExpertFacts, ExpertMonitor, ExpertSources
 from moeserve.expert_service.recording import ExpertRecording
+from moeserve.expert_service.strategy import expert_strategy
 from moeserve.frontend.expert_metrics import expert_metrics
-from moeserve.messages import ExpertStats
+from moeserve.messages import ExpertMemoryCounters, ExpertStats, PrefetchCounters
 
 FACTS = ExpertFacts((1, 2), 4, 1, 2)
 IDS = np.array([[[0], [1], [1], [2]], [[3], [3], [3], [3]]], np.int16)
@@ -177,3 +179,42 @@ def test_links_and_rebalancing_are_told(tmp_path: Path):
     described = operator.command("experts", {})
     assert described["placement"]["version"] == 2
     assert described["rebalancing"]["last_gain"] == (0.5, 0.75)
+
+
+def test_bytes_read_ahead_and_what_was_foreseen_have_plain_labels():
+    prefetch = PrefetchCounters(
+        predictor_seconds=0.5,
+        num_late=1,
+        prefetch_bytes=10,
+        useful_bytes=4,
+        late_bytes=3,
+        wasted_bytes=2,
+        cancelled_bytes=1,
+        num_foreseeable=[8, 4, 0],
+        num_foreseen=[6, 1, 0],
+    )
+    memory = ExpertMemoryCounters(
+        stall_seconds=0.0,
+        misses_by_tier={},
+        num_hits=0,
+        num_evictions=0,
+        num_resident=0,
+        demand_bytes=0,
+        prefetch=prefetch,
+    )
+    metrics = expert_metrics(ExpertStats(memory=[memory]))
+    text = "".join(f"{sample.name} {sample.labels} {sample.value}\n" for metric in metrics for sample in metric.samples)
+    for outcome, num_bytes in (("useful", 4), ("late", 3), ("wasted", 2), ("cancelled", 1)):
+        assert f"moeserve_expert_prefetch_bytes_total {{'rank': '0', 'outcome': '{outcome}'}} {num_bytes}\n" in text
+    assert "moeserve_expert_foreseen_total {'rank': '0', 'distance': '2'} 1\n" in text
+    assert "moeserve_expert_foreseeable_total {'rank': '0', 'distance': '1'} 8\n" in text
+
+
+def test_the_strategy_says_whether_prefetching_is_on():
+    class Resting:
+        is_on = False
+
+    config = ServeConfig(expert_memory=1, expert_policy="lru")
+    assert expert_strategy(config, Resting()) == {"eviction": "lru", "prefetch": {"source": "auto", "is_on": False}}
+    assert expert_strategy(config, None)["prefetch"] == {"source": "off", "is_on": False}
+    assert expert_strategy(ServeConfig(), None, "alltoall") == {"placement": "contiguous", "dispatch": "alltoall"}

@@ -289,3 +289,16 @@ def test_every_policy_can_be_made_by_name():
 def test_a_static_policy_needs_the_load_of_every_layer(load):
     with pytest.raises(ValueError, match="load of 2 layers"):
         make_policies("static", 2, 3, load)
+
+
+def test_what_was_named_ahead_is_counted_by_distance():
+    residency = control((2, 2, 2), 6, Lru)
+    residency.access(0, [0])
+    residency.predict(1, [1, 2], Priority.NEXT_LAYER)
+    residency.predict(2, [3], Priority.SPECULATIVE)
+    residency.access(1, [1])
+    residency.access(2, [3, 4])
+    counters = residency.counters
+    assert (counters.num_foreseeable_1, counters.num_foreseen_1) == (1, 1)
+    assert (counters.num_foreseeable_2, counters.num_foreseen_2) == (2, 1)
+    assert counters.num_foreseeable_3 == 0

@@ -91,7 +91,14 @@ def test_perfect_foresight_of_one_layer_on_the_trace_worked_out_by_hand():
     result = simulation.replay(BY_HAND)
     assert (result.seconds, result.exposed_stall) == (20, 2)
     assert result.counters == ResidencyCounters(
-        num_events=9, num_hits=7, num_late=2, prefetch_bytes=600, useful_bytes=400, late_bytes=200
+        num_events=9,
+        num_hits=7,
+        num_late=2,
+        prefetch_bytes=600,
+        useful_bytes=400,
+        late_bytes=200,
+        num_foreseeable_1=9,
+        num_foreseen_1=9,
     )
     assert result.wasted_share == 0
 
@@ -118,7 +125,13 @@ def test_a_demand_overtakes_between_chunks_and_the_prefetch_that_nobody_wants_an
     result = Simulation(control, EXPERT_BYTES, LINK, timing, predictor, planner).replay(trace_of([0]))
     assert (result.exposed_stall, result.seconds) == (2.5, 4)
     assert result.counters == ResidencyCounters(
-        num_events=1, num_misses=1, num_cancelled=1, demand_bytes=100, prefetch_bytes=50, cancelled_bytes=50
+        num_events=1,
+        num_misses=1,
+        num_cancelled=1,
+        demand_bytes=100,
+        prefetch_bytes=50,
+        cancelled_bytes=50,
+        num_foreseeable_1=1,
     )
 
 
