@@ -144,9 +144,18 @@ class ExpertParallel:
             exchange.rows_to = [0] * self._collectives.num_ranks
         self._collectives.bytes_to = [0] * self._collectives.num_ranks
 
-    def measure(self, hidden_size: int, top_k: int, dtype: torch.dtype) -> dict[str, float]:
+    def measure(
+        self,
+        hidden_size: int,
+        top_k: int,
+        dtype: torch.dtype,
+        experts: Sequence[PackedExperts] = (),
+        activation: Activation | None = None,
+    ) -> dict[str, float]:
         """Seconds that each shape takes for one layer of a small step: medians, their mean over ranks, known to all.
 
+        experts: of each placed layer those that are here. They compute in between, one layer after another, so that
+        weights come from memory and ranks wait for the slower one, as in a step. Without them rows are only carried.
         All ranks call it together. Counted rows start at zero again.
         """
         random = torch.Generator().manual_seed(self._collectives.rank)
@@ -158,8 +167,13 @@ class ExpertParallel:
         for round_number in range(_WARM_UP_ROUNDS + _MEASURED_ROUNDS):
             for number, exchange in enumerate(self._exchanges.values()):
                 started = time.perf_counter()
-                arrived = exchange.dispatch(x, expert_ids, weights, num_rows, self._tables[0])
-                exchange.combine(arrived.rows.float(), arrived, num_rows)
+                layer = round_number % len(experts) if experts else 0
+                arrived = exchange.dispatch(x, expert_ids, weights, num_rows, self._tables[layer])
+                partial = arrived.rows.float()
+                if experts:
+                    computed = (arrived.rows, arrived.slots, arrived.weights)
+                    partial = moe_experts_partial(*computed, experts[layer], activation or Activation())
+                exchange.combine(partial, arrived, num_rows)
                 if round_number >= _WARM_UP_ROUNDS:
                     seconds[round_number - _WARM_UP_ROUNDS, number] = time.perf_counter() - started
         self.forget_counts()

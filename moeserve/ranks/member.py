@@ -86,7 +86,9 @@ class Member:
         shape = self._config.dispatch
         if shape == "auto":
             spec, dtype = self.model.spec, self.model.dtype
-            seconds = self.experts.measure(spec.hidden_size, self._moe.gate.top_k, dtype)
+            # Experts that are not all in memory would be loaded for it.
+            here = () if self.model.experts is not None else self.model.packed_experts
+            seconds = self.experts.measure(spec.hidden_size, self._moe.gate.top_k, dtype, here, self._moe.activation)
             shape = min(seconds, key=seconds.__getitem__)
             if self.collectives.rank == 0:
                 log.info("dispatch_measured", took=shape, **{name: f"{1000 * s:.2f} ms" for name, s in seconds.items()})

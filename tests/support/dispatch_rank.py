@@ -61,7 +61,9 @@ def main() -> None:
     experts = ExpertParallel(collectives, placement, [0, 1], last_layer=1)
     first, last = experts.dispatch_of(0), experts.dispatch_of(1)
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
-    assert set(experts.measure(HIDDEN, TOP_K, dtype)) == {"allgather", "alltoall"}
+    for here in ((), own):
+        seconds = experts.measure(HIDDEN, TOP_K, dtype, here, Activation())
+        assert set(seconds) == {"allgather", "alltoall"}
     of_shape: dict[str, list[Tensor]] = {"allgather": [], "alltoall": []}
     for shape, outputs in of_shape.items():
         experts.use(shape)

@@ -19,6 +19,7 @@ from experts.routing.synthetic import SyntheticSpec, synthetic_trace
 from kernels.activation import Activation
 from kernels.moe_gemm import pack_experts
 from moeserve.bench.experts.rank_process import arguments
+from moeserve.ranks.cores import bind_to_cores
 
 _REQUESTS_PER_RANK = 16
 
@@ -62,6 +63,7 @@ def logged_bytes() -> int:
 def main() -> None:
     rank, num_ranks, rendezvous, job = arguments()
     torch.set_num_threads(1)
+    bind_to_cores(rank, num_ranks, 1)
     num_experts, top_k, hidden, num_tokens = (job[name] for name in ("experts", "top_k", "hidden", "tokens"))
     placement = contiguous(1, num_experts, num_ranks)
     collectives = Collectives(rank, num_ranks, rendezvous, timeout=120)
