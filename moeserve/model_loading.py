@@ -27,6 +27,7 @@ from moeserve.kv_pool import KVPool, kv_block_bytes
 from moeserve.memory import available_bytes
 from moeserve.model_runner import ModelRunner
 from moeserve.models.checkpoint import read_index
+from moeserve.models.decoder import Decoder
 from moeserve.models.errors import ModelError
 from moeserve.models.families import build_spec
 from moeserve.models.generation_config import GenerationDefaults, load_generation_defaults
@@ -163,10 +164,7 @@ def load_model(
         torch.set_num_threads(config.threads)
     plan = plan or plan_model(directory, config)
     spec, dtype, kv = plan.spec, plan.dtype, plan.kv
-    absence = native_kernels_absence()
-    if absence is not None:
-        log.warning("cpu_kernels_not_compiled", reason=absence, consequence="torch computes, several times slower")
-
+    _warn_of_uncompiled_kernels()
     if experts is None and plan.residency is not None:
         experts = open_experts(directory, spec, plan.residency, config, report)
     dispatch = dispatch_of or (dispatch_here if experts is None else experts.dispatch_of)
@@ -185,10 +183,7 @@ def load_model(
     prefetcher = None
     if experts is not None:
         experts.memory.forget_counts()
-        fitted = find_fitted_gates(directory)
-        prefetcher = start_prefetching(config.expert_prefetch, experts, decoder, experts_here, fitted)
-        if prefetcher is not None:
-            decoder.after_layer = prefetcher.after_layer
+        prefetcher = _prefetching(directory, config, decoder, experts, experts_here)
     return LoadedModel(
         spec,
         load_generation_defaults(directory),
@@ -202,6 +197,26 @@ def load_model(
         experts,
         prefetcher,
     )
+
+
+def _prefetching(
+    directory: Path,
+    config: ServeConfig,
+    decoder: Decoder,
+    experts: ResidentModel,
+    experts_here: Callable[[int], Collection[int]] | None,
+) -> PrefixListener | None:
+    fitted = find_fitted_gates(directory)
+    prefetcher = start_prefetching(config.expert_prefetch, experts, decoder, experts_here, fitted)
+    if prefetcher is not None:
+        decoder.after_layer = prefetcher.after_layer
+    return prefetcher
+
+
+def _warn_of_uncompiled_kernels() -> None:
+    absence = native_kernels_absence()
+    if absence is not None:
+        log.warning("cpu_kernels_not_compiled", reason=absence, consequence="torch computes, several times slower")
 
 
 def _progress(plan: ModelPlan, report: Report) -> Progress:

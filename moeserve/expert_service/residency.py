@@ -180,13 +180,22 @@ def open_experts(
         read=disk.reads.description,
         **({"emulated_bytes_per_second": config.expert_store_bandwidth} if config.expert_store_bandwidth else {}),
     )
+    layers = _resident_layers(spec, plan, memory, arena)
+    return ResidentModel(memory, control, policies, layers, lent, peers)
+
+
+def _resident_layers(
+    spec: DecoderSpec, plan: ResidencyPlan, memory: ExpertMemory, arena: SlotArena
+) -> dict[int, ResidentExperts]:
+    """By the layer's number in the model. Raises ModelError for experts that have no whole matrices of their own."""
+    assert spec.moe is not None
     layers = {}
     for number, layer in enumerate(spec.moe_layers):
-        experts = plan.layout.experts(num_experts)
+        experts = plan.layout.experts(spec.moe.num_experts)
         if not isinstance(experts, SplitExperts):
             raise ModelError(f"--expert-memory does not work with experts kept as {plan.layout.name}.")
         layers[layer] = ResidentExperts(memory, arena, number, experts)
-    return ResidentModel(memory, control, policies, layers, lent, peers)
+    return layers
 
 
 def _mib(num_bytes: int) -> str:

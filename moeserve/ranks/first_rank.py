@@ -1,0 +1,137 @@
+"""The life of rank 0: it plans for all, sees that all have loaded, and serves with the engine."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from experts.errors import CollectiveError
+from experts.memory.stats import ExpertMemoryStats
+from moeserve.expert_service.links import LinkCounts
+from moeserve.expert_service.monitor import ExpertSources
+from moeserve.expert_service.rank_memories import RankMemories
+from moeserve.expert_service.rebalancing import RebalancingExecutor, rebalancing
+from moeserve.expert_service.recording import ExpertRecording, open_recording
+from moeserve.expert_service.strategy import expert_strategy
+from moeserve.model_loading import ModelPlan, Report, plan_model
+from moeserve.ranks.executor import RankedExecutor
+from moeserve.ranks.hub import RankHub
+from moeserve.ranks.introduction import dismiss_strangers, introduction
+from moeserve.ranks.meeting import Meeting, meet_as_first
+from moeserve.ranks.member import Member, collective_timeout
+from moeserve.ranks.messages import Joined, Loaded, RankError, Setup, Start
+from moeserve.ranks.network import machine_id
+from moeserve.run_context import RunContext
+from moeserve.serving import serve
+
+# Of the engine's timeout: how long a rank that loads may be silent.
+_LOADING_PATIENCE = 3
+
+
+def run_first_rank(
+    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], report: Report, stop: threading.Event
+) -> None:
+    directory = Path(context.model_dir)
+    plan = plan_model(directory, context.config)
+    recording = open_recording(context.config, directory, plan.spec)
+    meeting = meet_as_first(context)
+    hub = RankHub(sockets, meeting)
+    try:
+        member = _load_together(context, plan, meeting, hub, report, stop)
+        if member is not None:
+            _serve(context, member, hub, recording, report, stop)
+            member.close()
+    except CollectiveError as error:
+        hub.check_for(0.5)
+        raise RankError(f"The ranks cannot reach each other: {error}.") from error
+    finally:
+        hub.close()
+
+
+def _load_together(
+    context: RunContext, plan: ModelPlan, meeting: Meeting, hub: RankHub, report: Report, stop: threading.Event
+) -> Member | None:
+    """This rank, when all of them have loaded and are warm; None if `stop` is set before."""
+    if context.meets_in_store:
+        meeting.announce(*hub.addresses)
+    joined = hub.gather(Joined, stop)
+    if joined is None:
+        return None
+    dismiss_strangers(hub, joined, introduction(context, 0))
+    hub.watch(machine_id())
+    setup = _setup_of(plan, context)
+    for rank in hub.others:
+        hub.send(rank, setup)
+    member = Member(context, meeting, 0, plan, report)
+    loaded = hub.gather(Loaded, stop, patience=_LOADING_PATIENCE * context.config.engine_timeout)
+    if loaded is None:
+        return None
+    all_lent = (member.lent, *(loaded[rank].lent for rank in hub.others))
+    lent = tuple(memory for memory in all_lent if memory is not None)
+    for rank in hub.others:
+        hub.send(rank, Start(lent))
+    member.meet_peers(lent)
+    member.warm_up()
+    return member
+
+
+def _setup_of(plan: ModelPlan, context: RunContext) -> Setup:
+    assert plan.placement is not None
+    return Setup(
+        # The other ranks hear no clients.
+        msgspec.json.encode(replace(context.config, api_key=())),
+        os.getpid(),
+        plan.kv.num_blocks,
+        plan.kv.max_model_len,
+        plan.placement.ranks,
+        *((None, ()) if plan.residency is None else (plan.residency.num_slots, plan.residency.lent)),
+    )
+
+
+def _serve(
+    context: RunContext,
+    member: Member,
+    hub: RankHub,
+    recording: ExpertRecording | None,
+    report: Report,
+    stop: threading.Event,
+) -> None:
+    config = context.config
+    executor = RankedExecutor(
+        member.runner,
+        member.experts,
+        hub,
+        timeout=collective_timeout(config),
+        num_entered=lambda: member.collectives.num_entered,
+    )
+    steps = rebalancing(executor, config, member.experts.placement, member.migrator, recording)
+    links = LinkCounts(steps, config.expert_parallel_size)
+    sources = ExpertSources(
+        placement=lambda: member.experts.placement,
+        placement_version=lambda: executor.placement_version,
+        links=links.links,
+        rebalancing=steps.stats if isinstance(steps, RebalancingExecutor) else None,
+        memory=_memory_of_ranks(member, executor, config.expert_parallel_size),
+        prefetches=member.model.prefetcher is not None,
+        strategy=lambda: expert_strategy(config, member.model.prefetcher, member.dispatch_shape),
+    )
+    serve(context, member.model, links, report, stop, recording, sources)
+    executor.close()
+
+
+def _memory_of_ranks(
+    member: Member, executor: RankedExecutor, num_ranks: int
+) -> Callable[[], Sequence[ExpertMemoryStats]] | None:
+    """Whom to ask for the expert memories of all ranks, None where there are none."""
+    experts = member.model.experts
+    if experts is None:
+        return None
+    memories = RankMemories(experts.memory.stats, num_ranks, len(experts.layers))
+    executor.on_beat = memories.heed
+    return memories.stats

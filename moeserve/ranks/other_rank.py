@@ -1,0 +1,120 @@
+"""The life of every rank but 0: it does what rank 0 sends."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from experts.errors import CollectiveError
+from experts.placement.placement import Placement
+from moeserve.config import ServeConfig
+from moeserve.expert_service.rebalancing import follow
+from moeserve.expert_service.residency import residency_with
+from moeserve.kv_budget import KvBudget
+from moeserve.model_loading import ModelPlan, Report, read_spec
+from moeserve.plan_codec import decode_plan
+from moeserve.ranks.introduction import introduction
+from moeserve.ranks.link import BeatThread, RankLink
+from moeserve.ranks.meeting import meet_first
+from moeserve.ranks.member import Member
+from moeserve.ranks.messages import (
+    Dismissed,
+    Forward,
+    LayerLoaded,
+    Loaded,
+    RankError,
+    RankResult,
+    Setup,
+    Shutdown,
+    Start,
+)
+from moeserve.result_codec import encode_result
+from moeserve.run_context import RunContext
+
+
+def run_other_rank(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], rank: int, report: Report) -> None:
+    meeting = meet_first(context)
+    link = RankLink(sockets, meeting, rank)
+    member: Member | None = None
+    beats = BeatThread(
+        sockets,
+        meeting,
+        rank,
+        lambda: member.collectives.num_entered if member else 0,
+        lambda: member.memory_stats() if member else None,
+    )
+    beats.start()
+    try:
+        link.send(introduction(context, rank))
+        setup = link.receive(beats.say_waiting)
+        if isinstance(setup, Dismissed):
+            raise RankError(setup.reason)
+        if not isinstance(setup, Setup):
+            return
+        # From here on rank 0 says when to leave: it finishes its step first.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        beats.busy.set()
+        if context.config.nnodes == 1:
+            link.watch(setup.pid)
+        context = replace(context, config=_shared_config(context.config, setup.settings))
+        member = Member(context, meeting, rank, _plan_of(setup, context), lambda _: None)
+        link.send(Loaded(rank, member.lent))
+        if isinstance(start := link.receive(), Start):
+            member.meet_peers(start.lent)
+            member.warm_up()
+            report({"event": "computing"})
+            _run_steps(rank, link, member, beats)
+        member.close()
+    except CollectiveError as error:
+        raise RankError(f"Rank {rank} cannot reach the others: {error}.") from error
+    finally:
+        beats.stop()
+        link.close()
+
+
+def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
+    """What rank 0 has planned, for this rank's own copy of the model."""
+    directory = Path(context.model_dir)
+    spec, dtype = read_spec(directory, context.config)
+    placement = Placement(context.config.expert_parallel_size, setup.placement)
+    residency = None
+    if setup.expert_slots is not None:
+        residency = residency_with(setup.expert_slots, setup.lent, directory, spec, dtype)
+    return ModelPlan(spec, dtype, KvBudget(setup.num_blocks, setup.max_model_len), 0, placement, residency)
+
+
+def _run_steps(rank: int, link: RankLink, member: Member, beats: BeatThread) -> None:
+    beats.busy.clear()
+    try:
+        while not isinstance(message := link.receive(beats.say_waiting), Shutdown):
+            if not isinstance(message, Forward):
+                follow(message, member.migrator)
+                continue
+            beats.busy.set()
+            if message.placement_version != member.migrator.version:
+                member.migrator.switch(message.placement_version)
+            member.experts.begin_step(message.num_rows, message.num_logit_rows)
+            result = member.runner.run(decode_plan(message.plan))
+            beats.busy.clear()
+            if outcome := member.migrator.outcome():
+                link.send(LayerLoaded(rank, outcome.version, outcome.error))
+            link.send(RankResult(rank, encode_result(result)))
+    except CollectiveError:
+        # Rank 0 finds out whose fault it is and ends, which ends the wait here. The beats say that it is not ours.
+        link.receive()
+
+
+def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:
+    """The settings of rank 0, but what is a node's own matter."""
+    return replace(
+        msgspec.json.decode(settings, type=ServeConfig),
+        threads=own.threads,
+        node_rank=own.node_rank,
+        curve_key_file=own.curve_key_file,
+        log_level=own.log_level,
+        log_format=own.log_format,
+    )
