@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import mkdtemp
 
 import structlog
 from tokenizers import Tokenizer
@@ -23,6 +25,8 @@ from moeserve.models.expert_store import layout_in_store
 from moeserve.request import SamplingParams
 
 _PROMPT_TOKENS = 24
+# Memory that is a file system: a disk may be slower than the link that is emulated.
+_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,8 @@ class Contestant:
     """A loaded model that computes the same prompts again and again; nothing is kept between two runs but its
     experts."""
 
-    def __init__(self, setting: Setting) -> None:
-        """Raises Unavailable where it cannot be loaded."""
+    def __init__(self, setting: Setting, store: Path | None = None) -> None:
+        """store: where the expert file is kept, None for the usual place. Raises Unavailable if it cannot be loaded."""
         config = ServeConfig(
             kv_cache_memory=2**28,
             max_model_len=512,
@@ -68,6 +72,7 @@ class Contestant:
             expert_policy=setting.policy,
             expert_prefetch=setting.prefetch,
             expert_store_bandwidth=setting.bandwidth,
+            expert_store_dir=None if store is None or setting.bandwidth is None else str(store),
             threads=1,
         )
         try:
@@ -117,11 +122,14 @@ def contest(settings: Sequence[Setting]) -> Iterator[list[Contestant]]:
     """The settings, all loaded at once. Raises Unavailable."""
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     contestants: list[Contestant] = []
+    store = _store_in_memory(settings)
     try:
         for setting in settings:
-            contestants.append(Contestant(setting))
+            contestants.append(Contestant(setting, store))
         yield contestants
     finally:
+        if store is not None:
+            shutil.rmtree(store, ignore_errors=True)
         for contestant in contestants:
             contestant.close()
         structlog.reset_defaults()
@@ -149,6 +157,21 @@ def bandwidth_for(folder: Path, beta: float, num_tokens: int = 16) -> int:
 
 def slot_bytes(folder: Path) -> int:
     return round_to_page(layout_in_store(folder, *read_spec(folder, ServeConfig())).num_bytes)
+
+
+def _store_in_memory(settings: Sequence[Setting]) -> Path | None:
+    """A new folder for the expert files behind emulated links; None if there are none, or no room for them."""
+    folders = {setting.folder for setting in settings if setting.bandwidth is not None}
+    if not folders or not _MEMORY.is_dir():
+        return None
+    num_bytes = 0
+    for folder in folders:
+        spec, _ = read_spec(folder, ServeConfig())
+        assert spec.moe is not None
+        num_bytes += len(spec.moe_layers) * spec.moe.num_experts * slot_bytes(folder)
+    if shutil.disk_usage(_MEMORY).free < 2 * num_bytes:
+        return None
+    return Path(mkdtemp(prefix="moeserve-bench-", dir=_MEMORY))
 
 
 def _expert_memory(setting: Setting) -> int | None:
