@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Protocol
 
 from radix_cache.errors import require
+from radix_cache.lease import Lease
 from radix_cache.tree import Node, RadixTree
 
 
-class LeaseView(Protocol):
-    """What the check reads of a lease."""
-
-    namespace: str
-    node: Node
-    block_ids: array[int]
-    num_published_tokens: int
-
-
-def check_tree(tree: RadixTree, leases: Iterable[LeaseView], block_size: int) -> array[int]:
+def check_tree(tree: RadixTree, leases: Iterable[Lease], block_size: int) -> array[int]:
     """Returns the ids of all blocks in the tree. Raises InvariantError for the first contradiction found."""
     num_refs: dict[int, int] = {}
     for lease in leases:
@@ -67,7 +58,7 @@ def _check_node(node: Node, block_bytes: int) -> None:
         require(bool(node.children) or node.refs > 0, f"{name} is the root of an empty namespace")
 
 
-def _check_lease(tree: RadixTree, lease: LeaseView, block_size: int) -> None:
+def _check_lease(tree: RadixTree, lease: Lease, block_size: int) -> None:
     runs: list[array[int]] = []
     node: Node | None = lease.node
     top = lease.node

@@ -8,38 +8,8 @@ from collections.abc import Sequence
 from radix_cache.block_allocator import BlockAllocator
 from radix_cache.errors import LeaseError, require
 from radix_cache.invariants import check_tree
+from radix_cache.lease import Lease
 from radix_cache.tree import Node, RadixTree
-
-
-class Lease:
-    """One request's reference to KV blocks, made by `PrefixCache.match` and released exactly once.
-
-    `block_ids` (int32) is the request's block table: block i holds tokens ``[i * block_size, (i + 1) * block_size)``.
-    It only ever grows, except that `publish` and `advance` may put another id of the same content in place of one.
-    Its first `num_published_tokens` tokens are in the tree. `num_cached_tokens` counts the tokens whose KV this request
-    was given instead of computing it. All fields are read-only for others; copy `block_ids` rather than keep a view.
-    """
-
-    __slots__ = (
-        "block_ids",
-        "namespace",
-        "node",
-        "num_cached_tokens",
-        "num_published_tokens",
-        "number",
-        "owner",
-        "use_cache",
-    )
-
-    def __init__(self, owner: PrefixCache, number: int, namespace: str, node: Node, use_cache: bool) -> None:
-        self.owner: PrefixCache | None = owner
-        self.number = number
-        self.namespace = namespace
-        self.node = node
-        self.use_cache = use_cache
-        self.block_ids: array[int] = array("i")
-        self.num_published_tokens = 0
-        self.num_cached_tokens = 0
 
 
 class PrefixCache:
