@@ -21,57 +21,59 @@ class EvictionPolicy(Protocol):
         """The resident expert of least worth is evicted; among equals that of the smallest number."""
 
 
-class Lru:
+class UseHistory:
+    """When each expert of a layer was last used and how often, counted in the layer's events from 1 on; 0 is never."""
+
+    __slots__ = ("counts", "last_use", "now")
+
+    def __init__(self, num_experts: int) -> None:
+        self.now = 0
+        self.last_use = [0] * num_experts
+        self.counts = [0] * num_experts
+
+    def add(self, experts: Sequence[int]) -> None:
+        """One event used these."""
+        self.now += 1
+        for expert in experts:
+            self.last_use[expert] = self.now
+            self.counts[expert] += 1
+
+
+class ByUse:
+    """A policy that goes by the layer's past events alone."""
+
+    __slots__ = ("_uses", "_worth_of")
+
+    def __init__(self, num_experts: int, worth_of: Callable[[UseHistory, int], Worth]) -> None:
+        """worth_of: what the history makes an expert worth."""
+        self._uses = UseHistory(num_experts)
+        self._worth_of = worth_of
+
+    def touch(self, experts: Sequence[int]) -> None:
+        self._uses.add(experts)
+
+    def worth(self, expert: int) -> Worth:
+        return self._worth_of(self._uses, expert)
+
+
+def lru(num_experts: int) -> ByUse:
     """Least recently used first."""
-
-    def __init__(self, num_experts: int) -> None:
-        self._now = 0
-        self._last_use = [0] * num_experts
-
-    def touch(self, experts: Sequence[int]) -> None:
-        self._now += 1
-        for expert in experts:
-            self._last_use[expert] = self._now
-
-    def worth(self, expert: int) -> Worth:
-        return self._last_use[expert], 0.0
+    return ByUse(num_experts, lambda uses, expert: (uses.last_use[expert], 0.0))
 
 
-class Lfu:
+def lfu(num_experts: int) -> ByUse:
     """Least frequently used first, by events since the start; among equals the least recent."""
-
-    def __init__(self, num_experts: int) -> None:
-        self._now = 0
-        self._last_use = [0] * num_experts
-        self._count = [0] * num_experts
-
-    def touch(self, experts: Sequence[int]) -> None:
-        self._now += 1
-        for expert in experts:
-            self._last_use[expert] = self._now
-            self._count[expert] += 1
-
-    def worth(self, expert: int) -> Worth:
-        return self._count[expert], self._last_use[expert]
+    return ByUse(num_experts, lambda uses, expert: (uses.counts[expert], uses.last_use[expert]))
 
 
-class Lfru:
+def lfru(num_experts: int) -> ByUse:
     """Least (uses per event since the last use) first: frequency counts, and fades while an expert is not used."""
 
-    def __init__(self, num_experts: int) -> None:
-        self._now = 0
-        self._last_use = [0] * num_experts
-        self._count = [0] * num_experts
+    def worth(uses: UseHistory, expert: int) -> Worth:
+        last_use = uses.last_use[expert]
+        return uses.counts[expert] / (uses.now - last_use + 1), last_use
 
-    def touch(self, experts: Sequence[int]) -> None:
-        self._now += 1
-        for expert in experts:
-            self._last_use[expert] = self._now
-            self._count[expert] += 1
-
-    def worth(self, expert: int) -> Worth:
-        last_use = self._last_use[expert]
-        return self._count[expert] / (self._now - last_use + 1), last_use
+    return ByUse(num_experts, worth)
 
 
 class Static:
@@ -91,7 +93,7 @@ class Affinity:
     """Least likely to be used in the layer's next event first, by scores a predictor hands in; then least recent."""
 
     def __init__(self, num_experts: int) -> None:
-        self._recency = Lru(num_experts)
+        self._uses = UseHistory(num_experts)
         self._scores: Sequence[float] = [0.0] * num_experts
 
     def rate(self, scores: Sequence[float]) -> None:
@@ -99,13 +101,13 @@ class Affinity:
         self._scores = scores
 
     def touch(self, experts: Sequence[int]) -> None:
-        self._recency.touch(experts)
+        self._uses.add(experts)
 
     def worth(self, expert: int) -> Worth:
-        return self._scores[expert], self._recency.worth(expert)[0]
+        return self._scores[expert], self._uses.last_use[expert]
 
 
-POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": Lru, "lfu": Lfu, "lfru": Lfru, "affinity": Affinity}
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": lru, "lfu": lfu, "lfru": lfru, "affinity": Affinity}
 """Policies that start from the number of experts alone, by name."""
 POLICY_NAMES = (*POLICIES, "static")
 

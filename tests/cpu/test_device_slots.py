@@ -10,7 +10,7 @@ import torch
 
 from experts.errors import ExpertStoreError
 from experts.memory.device_slots import DeviceSlots
-from experts.memory.eviction import Lru
+from experts.memory.eviction import lru
 from experts.memory.expert_file import write_expert_file
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.host_tier import HostTier
@@ -55,7 +55,7 @@ def slots_with(copies: Any) -> DeviceSlots:
 
 
 def memory_over(slots: DeviceSlots, tier: ExpertTier) -> ExpertMemory:
-    control = ResidencyControl([NUM_SLOTS] * NUM_LAYERS, NUM_EXPERTS, slots.slot_bytes, lambda _: Lru(NUM_EXPERTS))
+    control = ResidencyControl([NUM_SLOTS] * NUM_LAYERS, NUM_EXPERTS, slots.slot_bytes, lambda _: lru(NUM_EXPERTS))
     return ExpertMemory(control, slots, tier)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.memory.eviction import Lru
+from experts.memory.eviction import lru
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.residency_control import ResidencyControl
 from experts.memory.resident_experts import ResidentExperts
@@ -65,7 +65,7 @@ def experts_here(dtype: torch.dtype, num_slots: int) -> Iterator[tuple[ResidentE
     for expert, content in enumerate(packed):
         everything.put(expert, content)
     arena = SlotArena([num_slots], layout.num_bytes)
-    control = ResidencyControl([num_slots], NUM_EXPERTS, arena.slot_bytes, lambda _: Lru(NUM_EXPERTS))
+    control = ResidencyControl([num_slots], NUM_EXPERTS, arena.slot_bytes, lambda _: lru(NUM_EXPERTS))
     memory = ExpertMemory(control, arena, Memory(packed))
     try:
         yield ResidentExperts(memory, arena, 0, through_slots), everything

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experts.memory.eviction import Affinity, Lru
+from experts.memory.eviction import Affinity, lru
 from experts.memory.residency import SlotState
 from experts.memory.residency_control import ResidencyControl
 from experts.prediction.predictor import BEFORE
@@ -22,7 +22,7 @@ class Table:
         return np.array(self.rows[distance - 1], np.float32)
 
 
-def control_of(num_layers=4, num_experts=4, num_slots=4, policy=Lru):
+def control_of(num_layers=4, num_experts=4, num_slots=4, policy=lru):
     return ResidencyControl([num_slots] * num_layers, num_experts, EXPERT_BYTES, lambda layer: policy(num_experts))
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.memory.eviction import POLICIES, POLICY_NAMES, Affinity, Lru, Static, make_policies
+from experts.memory.eviction import POLICIES, POLICY_NAMES, Affinity, Static, lru, make_policies
 from experts.memory.residency import LayerResidency, SlotState
 from experts.memory.residency_control import ResidencyControl
 from experts.memory.transfers import Priority
@@ -14,7 +14,7 @@ from experts.memory.transfers import Priority
 BYTES = 4
 
 
-def control(num_slots=(2, 2, 2), num_experts=6, policy=Lru):
+def control(num_slots=(2, 2, 2), num_experts=6, policy=lru):
     return ResidencyControl(num_slots, num_experts, BYTES, lambda _: policy(num_experts))
 
 
@@ -61,7 +61,7 @@ class ModelLru:
 
 @given(st.integers(2, 6), st.lists(st.sets(st.integers(0, 9), min_size=1, max_size=6), max_size=40))
 def test_lru_decides_events_as_a_brute_force_model_does(num_slots, events):
-    residency = LayerResidency(10, num_slots, Lru(10))
+    residency = LayerResidency(10, num_slots, lru(10))
     model = ModelLru(num_slots)
     for experts in events:
         experts = set(sorted(experts)[:num_slots])
@@ -203,9 +203,9 @@ def test_an_event_waits_for_its_turn_while_useless_copies_hold_the_slots():
 
 
 def test_misuse_is_refused():
-    residency = LayerResidency(4, 2, Lru(4))
+    residency = LayerResidency(4, 2, lru(4))
     with pytest.raises(ValueError, match="0 slots"):
-        LayerResidency(4, 0, Lru(4))
+        LayerResidency(4, 0, lru(4))
     with pytest.raises(ValueError, match="experts"):
         residency.access([4])
     residency.access([1])
@@ -292,7 +292,7 @@ def test_a_static_policy_needs_the_load_of_every_layer(load):
 
 
 def test_what_was_named_ahead_is_counted_by_distance():
-    residency = control((2, 2, 2), 6, Lru)
+    residency = control((2, 2, 2), 6, lru)
     residency.access(0, [0])
     residency.predict(1, [1, 2], Priority.NEXT_LAYER)
     residency.predict(2, [3], Priority.SPECULATIVE)

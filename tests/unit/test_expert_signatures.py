@@ -7,7 +7,7 @@ from array import array
 import numpy as np
 import pytest
 
-from experts.memory.eviction import Lru
+from experts.memory.eviction import lru
 from experts.memory.residency_control import ResidencyControl
 from experts.memory.transfers import Priority
 from experts.prefetch.prefix_warmth import PrefixWarmth
@@ -106,7 +106,7 @@ def test_routing_that_nobody_else_wants_ends_here() -> None:
 
 
 def control_of(num_slots: int) -> ResidencyControl:
-    return ResidencyControl([num_slots] * 2, 4, EXPERT_BYTES, lambda layer: Lru(4))
+    return ResidencyControl([num_slots] * 2, 4, EXPERT_BYTES, lambda layer: lru(4))
 
 
 def drain(control: ResidencyControl) -> list[tuple[int, int, Priority]]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.memory.eviction import Lru
+from experts.memory.eviction import lru
 from experts.memory.residency_control import ResidencyControl, ResidencyCounters
 from experts.prefetch.planning import PrefetchPlanner, PrefetchRules
 from experts.routing.synthetic import SyntheticSpec, synthetic_trace
@@ -35,7 +35,7 @@ BY_HAND = trace_of([0, 1, 2], [0, 1, 3], [1, 0, 2])
 
 
 def lru_control(num_slots=2, num_layers=3):
-    return ResidencyControl([num_slots] * num_layers, 4, EXPERT_BYTES, lambda layer: Lru(4))
+    return ResidencyControl([num_slots] * num_layers, 4, EXPERT_BYTES, lambda layer: lru(4))
 
 
 class Foretold:
@@ -180,7 +180,7 @@ def test_hits_are_those_of_an_independent_count(clairvoyant, top_k):
     trace = synthetic_trace(SyntheticSpec(3, 16, top_k, popularity=0.8), 1, 200, 0)
 
     def policy_of(layer):
-        return Belady(trace.ids[layer].tolist()) if clairvoyant else Lru(16)
+        return Belady(trace.ids[layer].tolist()) if clairvoyant else lru(16)
 
     control = ResidencyControl([6] * 3, 16, EXPERT_BYTES, policy_of)
     counters = Simulation(control, EXPERT_BYTES, LINK, TIMING).replay(trace).counters
