@@ -5,20 +5,15 @@ Pure. A map is as wide as the gate it stands for, so that a fitted preview costs
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from experts.prediction.predictor import Tap
-
-FORMAT = "1"
-_KIND = "fitted gates"
+from experts.tensor_file import TensorFileKind, Tensors
 
 
 class FittedGatesError(Exception):
@@ -41,40 +36,26 @@ class FittedGates:
         return distance
 
 
+_KIND = TensorFileKind("file of fitted gates", {"kind": "fitted gates", "format": "1"}, FittedGatesError, "; remove it")
+
+
 def save_fitted_gates(path: Path, fitted: FittedGates, key: str) -> None:
     """Replaces the file in one move. key: `experts.routing.statistics_file.model_key` of the model."""
-    tensors = {
+    tensors: Tensors = {
         f"{tap.value}.{distance}": np.ascontiguousarray(maps, np.float16)
         for (tap, distance), maps in fitted.maps.items()
     }
-    metadata = {"format": FORMAT, "kind": _KIND, "model": key, "num_tokens": str(fitted.num_tokens)}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(save(tensors, metadata))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    _KIND.save(path, tensors, {"model": key, "num_tokens": str(fitted.num_tokens)})
 
 
 def load_fitted_gates(path: Path, key: str) -> FittedGates:
     """The maps in the file. FittedGatesError if it is missing, torn, of another model or of another format."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise FittedGatesError(f"There is no file of fitted gates {path}.") from None
-    except (OSError, SafetensorError, ValueError) as error:
-        raise FittedGatesError(f"The file of fitted gates {path} is torn or is none: {error}; remove it.") from error
-    if metadata.get("kind") != _KIND or metadata.get("format") != FORMAT:
-        raise FittedGatesError(f"The file {path} holds no fitted gates of format {FORMAT}; remove it.")
-    if metadata.get("model") != key:
-        raise FittedGatesError(f"The gates of {path} were fitted for another model; remove it or name another.")
-    try:
-        maps = {_tap_and_distance(name): tensor for name, tensor in tensors.items()}
-        return FittedGates(maps, int(metadata["num_tokens"]))
-    except (KeyError, ValueError) as error:
-        raise FittedGatesError(f"The file of fitted gates {path} does not fit together: {error}; remove it.") from error
+    return _KIND.load(path, _restore, key)
+
+
+def _restore(tensors: Tensors, metadata: dict[str, str]) -> FittedGates:
+    maps = {_tap_and_distance(name): tensor for name, tensor in tensors.items()}
+    return FittedGates(maps, int(metadata["num_tokens"]))  # type: ignore[arg-type]
 
 
 def _tap_and_distance(name: str) -> tuple[Tap, int]:

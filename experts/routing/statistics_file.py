@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-
-FORMAT = "1"
+from experts.tensor_file import TensorFileKind, Tensors
 
 
 class StatisticsError(Exception):
@@ -29,50 +24,28 @@ def model_key(config: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+_KIND = TensorFileKind("statistics file", {"format": "1"}, StatisticsError, "; remove it")
+
+
 def save_statistics(path: Path, statistics: RoutingStatistics, key: str) -> None:
-    """Replaces the file in one move, so that a reader never meets half of it. key: `model_key`."""
+    """Replaces the file in one move. key: `model_key`."""
     tables = statistics.tables()
-    metadata = {
-        "format": FORMAT,
-        "model": key,
-        "spec": json.dumps(asdict(statistics.spec)),
-        "checksum": _checksum(tables),
-    }
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(save(tables, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    metadata = {"model": key, "spec": json.dumps(asdict(statistics.spec)), "checksum": _checksum(tables)}
+    _KIND.save(path, tables, metadata)
 
 
 def load_statistics(path: Path, key: str) -> RoutingStatistics:
     """The statistics in the file. StatisticsError if it is missing, torn, of another model or of another format."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            tables: dict[str, NDArray[np.generic]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise StatisticsError(f"There is no statistics file {path}.") from None
-    except (OSError, SafetensorError, ValueError) as error:
-        raise StatisticsError(f"The statistics file {path} is torn or is none: {error}; remove it.") from error
-    if metadata.get("format") != FORMAT:
-        found = metadata.get("format", "unknown")
-        raise StatisticsError(f"The statistics file {path} has format {found}, this version reads {FORMAT}; remove it.")
-    if metadata.get("model") != key:
-        raise StatisticsError(f"The statistics file {path} was gathered from another model; remove it or name another.")
+    return _KIND.load(path, _restore, key)
+
+
+def _restore(tables: Tensors, metadata: dict[str, str]) -> RoutingStatistics:
     if metadata.get("checksum") != _checksum(tables):
-        raise StatisticsError(f"The statistics file {path} is damaged: its checksum differs; remove it.")
-    try:
-        return RoutingStatistics.restore(StatisticsSpec(**json.loads(metadata["spec"])), tables)
-    except (KeyError, TypeError, ValueError) as error:
-        raise StatisticsError(f"The statistics file {path} does not fit together: {error}; remove it.") from error
+        raise ValueError("its checksum differs")
+    return RoutingStatistics.restore(StatisticsSpec(**json.loads(metadata["spec"])), tables)
 
 
-def _checksum(tables: dict[str, NDArray[np.generic]]) -> str:
+def _checksum(tables: Tensors) -> str:
     value = 0
     for name in sorted(tables):
         value = zlib.crc32(np.ascontiguousarray(tables[name]).tobytes(), zlib.crc32(name.encode(), value))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from experts.prediction.predictor import Tap
 from experts.routing.traces import GateGuesses, RoutingTrace
+from experts.tensor_file import TensorFileKind, Tensors
 
-FORMAT = "1"
 _COLUMNS = {"ids": np.uint16, "requests": np.int32, "token_ids": np.int32, "families": np.int32}
 
 
@@ -21,43 +18,29 @@ class TraceError(Exception):
     """A trace file that cannot be read; the message is one sentence for the operator."""
 
 
+_KIND = TensorFileKind("trace file", {"kind": "routing trace", "format": "1"}, TraceError)
+
+
 def save_trace(path: Path, trace: RoutingTrace, model: str = "") -> None:
     """Replaces the file in one move. model: `statistics_file.model_key` of the model, if it is known."""
-    tensors: dict[str, NDArray[np.generic]] = {
-        name: np.ascontiguousarray(getattr(trace, name), dtype) for name, dtype in _COLUMNS.items()
-    }
+    tensors: Tensors = {name: np.ascontiguousarray(getattr(trace, name), dtype) for name, dtype in _COLUMNS.items()}
     for guesses in trace.guesses:
         tensors[f"gate.{guesses.tap.value}.{guesses.distance}"] = np.ascontiguousarray(guesses.logits, np.float16)
-    metadata = {"format": FORMAT, "kind": "routing trace", "model": model, "num_experts": str(trace.num_experts)}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(save(tensors, metadata))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    _KIND.save(path, tensors, {"model": model, "num_experts": str(trace.num_experts)})
 
 
 def load_trace(path: Path) -> RoutingTrace:
     """The trace in a file. TraceError if it is missing, torn, something else or of another format."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            tensors: dict[str, NDArray[np.generic]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise TraceError(f"There is no trace file {path}.") from None
-    except (OSError, SafetensorError, ValueError) as error:
-        raise TraceError(f"The trace file {path} is torn or is none: {error}.") from error
-    if metadata.get("kind") != "routing trace" or metadata.get("format") != FORMAT:
-        raise TraceError(f"The file {path} is no routing trace of format {FORMAT}.")
-    try:
-        columns = {name: tensors.pop(name) for name in _COLUMNS}
-        if any(columns[name].dtype != dtype for name, dtype in _COLUMNS.items()):
-            raise ValueError("a column has another type")
-        guesses = tuple(_guesses(name, tensor) for name, tensor in sorted(tensors.items()))
-        trace = RoutingTrace(int(metadata["num_experts"]), **columns, guesses=guesses)  # type: ignore[arg-type]
-        _check(trace)
-    except (KeyError, ValueError) as error:
-        raise TraceError(f"The trace file {path} does not fit together: {error}.") from error
+    return _KIND.load(path, _restore)
+
+
+def _restore(tensors: Tensors, metadata: dict[str, str]) -> RoutingTrace:
+    columns = {name: tensors.pop(name) for name in _COLUMNS}
+    if any(columns[name].dtype != dtype for name, dtype in _COLUMNS.items()):
+        raise ValueError("a column has another type")
+    guesses = tuple(_guesses(name, tensor) for name, tensor in sorted(tensors.items()))
+    trace = RoutingTrace(int(metadata["num_experts"]), **columns, guesses=guesses)  # type: ignore[arg-type]
+    _check(trace)
     return trace
 
 

@@ -183,7 +183,7 @@ def test_statistics_that_cannot_serve_are_one_sentence(tmp_path: Path):
     recording = open_recording(config, folder, spec)
     assert recording is not None
     recording.save()
-    with pytest.raises(ConfigError, match="gathered from another model"):
+    with pytest.raises(ConfigError, match="belongs to another model"):
         open_recording(config, model(tmp_path, hidden_size=128), spec)
     path.write_bytes(b"torn")
     with pytest.raises(ConfigError, match="torn"):

@@ -129,7 +129,7 @@ def test_a_file_that_is_no_trace_is_named(tmp_path):
     with pytest.raises(TraceError, match="is torn"):
         load_trace(path)
     save_file({"ids": np.zeros(1)}, path)
-    with pytest.raises(TraceError, match="no routing trace"):
+    with pytest.raises(TraceError, match="is no trace file that this version reads"):
         load_trace(path)
 
 
