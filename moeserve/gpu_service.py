@@ -80,7 +80,7 @@ def _with_prefetches(loaded: GpuModel, config: ServeConfig) -> tuple[LaunchingRu
     experts = loaded.experts
     if experts is None:
         return loaded.runner, ExpertSources()
-    log.info("expert_memory", slots=min(experts.num_slots), others_in=experts.tier, policy=config.expert_policy)
+    log.info("expert_memory", slots=min(experts.slots.num_slots), others_in=experts.tier, policy=config.expert_policy)
     check_gpu_prefetch(config.expert_prefetch)
     listener = start_prefetching(config.expert_prefetch, experts, loaded.decoder)
     sources = ExpertSources(memory=lambda: [experts.memory.stats()], prefetches=listener is not None)

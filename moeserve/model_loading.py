@@ -21,7 +21,7 @@ from moeserve.executor import Runner
 from moeserve.expert_service.fitted_gates import find_fitted_gates
 from moeserve.expert_service.placement import plan_placement
 from moeserve.expert_service.prefetch import PrefetchingRunner, start_prefetching
-from moeserve.expert_service.residency import ResidencyPlan, ResidentModel, open_experts, plan_residency
+from moeserve.expert_service.residency import CpuResidentModel, ResidencyPlan, open_experts, plan_residency
 from moeserve.kv_budget import KvBudget, plan_kv
 from moeserve.kv_pool import KVPool, kv_block_bytes
 from moeserve.memory import available_bytes
@@ -81,7 +81,7 @@ class LoadedModel(ServedModel):
 
     runner: ModelRunner
     packed_experts: Sequence[PackedExperts]
-    experts: ResidentModel | None = None
+    experts: CpuResidentModel | None = None
     prefetcher: PrefixListener | None = None
 
     def step_runner(self) -> Runner:
@@ -112,7 +112,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
         plan_weights(spec, index, of_rank).loaded_num_bytes(dtype.itemsize, narrow=narrow) for of_rank in owned
     )
     if residency is not None:
-        weights_bytes += num_ranks * residency.num_bytes + residency.num_lent_bytes
+        weights_bytes += num_ranks * residency.slots.num_bytes + residency.num_lent_bytes
     name = str(dtype).removeprefix("torch.")
     free = available_bytes()
     if weights_bytes > free:
@@ -151,7 +151,7 @@ def load_model(
     owned: OwnedExperts | None = None,
     dispatch_of: DispatchOf | None = None,
     tap: RoutingTap | None = None,
-    experts: ResidentModel | None = None,
+    experts: CpuResidentModel | None = None,
     experts_here: Callable[[int], Collection[int]] | None = None,
 ) -> LoadedModel:
     """Reads weights and takes KV memory, as planned or for a rank that is alone, which then warms up.
@@ -203,7 +203,7 @@ def _prefetching(
     directory: Path,
     config: ServeConfig,
     decoder: Decoder,
-    experts: ResidentModel,
+    experts: CpuResidentModel,
     experts_here: Callable[[int], Collection[int]] | None,
 ) -> PrefixListener | None:
     fitted = find_fitted_gates(directory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,20 +10,16 @@ import torch
 
 from experts.errors import ExpertStoreError
 from experts.memory.device_slots import DeviceSlots
-from experts.memory.eviction import EvictionPolicy, make_policies
-from experts.memory.expert_file import round_to_page
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.host_tier import HostTier
-from experts.memory.residency_control import ResidencyControl
-from experts.memory.slot_budget import least_slots, share_slots
 from experts.memory.store import DiskTier, ExpertTier, SlowedTier
 from kernels.gpu.moe_slots import SlotExperts, SlotLayout
 from kernels.gpu.tuning import MoeConfigs
 from kernels.packed_experts import ExpertShape
-from moeserve.config import ConfigError
 from moeserve.cuda.expert_kernels import model_moe
-from moeserve.cuda.parts import GpuDispatch
 from moeserve.cuda.resident_experts import GpuResidentExperts
+from moeserve.expert_service.resident_model import ResidentModel, resident_model
+from moeserve.expert_service.slot_plan import SlotPlan, experts_of, plan_slots
 from moeserve.models.checkpoint import read_index
 from moeserve.models.errors import ModelError
 from moeserve.models.packing import packed_experts
@@ -49,34 +45,13 @@ class GpuExpertSettings:
 
 @dataclass(frozen=True, slots=True)
 class GpuResidencyPlan:
-    """num_slots: of each layer with experts. slot_bytes: one expert, whole pages."""
+    """How experts lie in slots, and how many slots there are."""
 
     layout: SlotLayout
-    num_slots: tuple[int, ...]
-    slot_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.num_slots) * self.slot_bytes
+    slots: SlotPlan
 
 
-@dataclass(frozen=True, slots=True)
-class GpuResidentModel:
-    """The experts of a model of which only some are on the device.
-
-    num_slots: of each layer with experts. tier: where the others are, for the log. `dispatch_of(layer)`: of the
-    decoder's layers.
-    """
-
-    memory: ExpertMemory
-    control: ResidencyControl
-    policies: Sequence[EvictionPolicy]
-    layers: Mapping[int, GpuResidentExperts]
-    num_slots: Sequence[int]
-    tier: str
-
-    def dispatch_of(self, layer: int) -> GpuDispatch:
-        return self.layers[layer]
+GpuResidentModel = ResidentModel[GpuResidentExperts]
 
 
 def plan_gpu_residency(spec: DecoderSpec, dtype: torch.dtype, num_bytes: int) -> GpuResidencyPlan | None:
@@ -84,20 +59,10 @@ def plan_gpu_residency(spec: DecoderSpec, dtype: torch.dtype, num_bytes: int) ->
 
     Raises ConfigError for a model without experts, and where a layer could not hold the experts of one token.
     """
-    moe = spec.moe
-    if moe is None:
-        raise ConfigError(f"--expert-memory: a {spec.model_type} model has no experts.")
+    moe = experts_of(spec)
     layout = slot_layout(spec, dtype)
-    slot_bytes = round_to_page(layout.num_bytes)
-    held, top_k = [moe.num_experts] * len(spec.moe_layers), moe.gate.top_k
-    count, least = num_bytes // slot_bytes, sum(least_slots(held, top_k))
-    if count < least:
-        raise ConfigError(
-            f"--expert-memory {_mib(num_bytes)} holds {count} experts of {_mib(slot_bytes)}, but {len(held)} layers "
-            f"need {top_k} each: give at least {_mib(least * slot_bytes)}."
-        )
-    num_slots = share_slots(count, held, top_k)
-    return None if num_slots is None else GpuResidencyPlan(layout, num_slots, slot_bytes)
+    slots = plan_slots(num_bytes, layout.num_bytes, [moe.num_experts] * len(spec.moe_layers), moe.gate.top_k)
+    return None if slots is None else GpuResidencyPlan(layout, slots)
 
 
 def slot_layout(spec: DecoderSpec, dtype: torch.dtype) -> SlotLayout:
@@ -129,16 +94,15 @@ def open_gpu_experts(
         raise ModelError(str(error)) from error
     if settings.bandwidth is not None:
         tier = SlowedTier(tier, settings.bandwidth)
-    policies = make_policies(settings.policy, len(spec.moe_layers), num_experts, settings.load)
-    control = ResidencyControl(plan.num_slots, num_experts, plan.slot_bytes, policies.__getitem__)
-    slots = DeviceSlots(plan.num_slots, plan.layout.num_bytes, device)
-    memory = ExpertMemory(control, slots, tier)
-    moe = model_moe(spec, device, dtype, max_tokens, max(plan.num_slots), configs)
-    layers = {
-        layer: GpuResidentExperts(memory, number, SlotExperts(plan.layout, slots.of_layer(number), num_experts, moe))
-        for number, layer in enumerate(spec.moe_layers)
-    }
-    return GpuResidentModel(memory, control, policies, layers, plan.num_slots, name)
+    num_slots = plan.slots.num_slots
+    slots = DeviceSlots(num_slots, plan.layout.num_bytes, device)
+    moe = model_moe(spec, device, dtype, max_tokens, max(num_slots), configs)
+
+    def layer_of(memory: ExpertMemory, number: int) -> GpuResidentExperts:
+        experts = SlotExperts(plan.layout, slots.of_layer(number), num_experts, moe)
+        return GpuResidentExperts(memory, number, experts)
+
+    return resident_model(spec, plan.slots, settings.policy, settings.load, slots, tier, layer_of, tier_name=name)
 
 
 def _open_tier(
@@ -152,7 +116,7 @@ def _open_tier(
 ) -> tuple[str, ExpertTier]:
     assert spec.moe is not None
     num_layers, num_experts = len(spec.moe_layers), spec.moe.num_experts
-    if num_layers * num_experts * plan.slot_bytes > settings.host_bytes:
+    if num_layers * num_experts * plan.slots.slot_bytes > settings.host_bytes:
         # Building files takes packages that computing does not.
         from moeserve.models.expert_store import ensure_expert_store
 
@@ -163,7 +127,3 @@ def _open_tier(
     for number, expert in enumerate(packed):
         tier.put(*divmod(number, num_experts), expert)
     return "host memory", tier
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"

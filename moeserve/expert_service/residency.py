@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,20 @@ import torch
 
 from experts.errors import ExpertStoreError
 from experts.memory.deep_nvme import deep_nvme
-from experts.memory.eviction import EvictionPolicy, make_policies
 from experts.memory.expert_file import round_to_page
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.lending import LentExperts, lend_experts
-from experts.memory.peer_memory import LentMemory, PeerTier, lend
-from experts.memory.residency_control import ResidencyControl
+from experts.memory.peer_memory import PeerTier, lend
 from experts.memory.resident_experts import ResidentExperts
 from experts.memory.slot_arena import SlotArena
-from experts.memory.slot_budget import least_slots, share_slots
 from experts.memory.store import DiskTier, ExpertTier, PositionedReads, SlowedTier
-from experts.moe_layer import Dispatch, LocalExperts
+from experts.moe_layer import LocalExperts
 from experts.placement.placement import Placement
 from kernels.packed_experts import ExpertLayout, SplitExperts
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.expert_service.placement import measured_load, read_statistics
+from moeserve.expert_service.resident_model import ResidentModel, resident_model
+from moeserve.expert_service.slot_plan import SlotPlan, experts_of, in_mib, plan_slots
 from moeserve.models.errors import ModelError
 from moeserve.models.expert_store import ensure_expert_store, layout_in_store
 from moeserve.models.spec import DecoderSpec
@@ -37,48 +36,20 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResidencyPlan:
-    """Of each rank. num_slots: of each layer with experts. slot_bytes: one expert, whole pages. dtype: of computing.
-
-    lent: what each rank keeps for the others (`--expert-peer-memory`); empty without that.
-    """
+    """dtype: of computing. lent: what each rank keeps for the others (`--expert-peer-memory`); empty without that."""
 
     layout: ExpertLayout
     dtype: torch.dtype
-    num_slots: tuple[int, ...]
-    slot_bytes: int
+    slots: SlotPlan
     lent: tuple[LentExperts, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the slots."""
-        return sum(self.num_slots) * self.slot_bytes
 
     @property
     def num_lent_bytes(self) -> int:
         """What all ranks lend each other."""
-        return sum(map(len, self.lent)) * self.slot_bytes
+        return sum(map(len, self.lent)) * self.slots.slot_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ResidentModel:
-    """The experts of a model of which only some are in memory. `dispatch_of(layer)`: of the decoder's layers.
-
-    lent: what this rank lends. peers: reads what all lend, once it is told where that is.
-    """
-
-    memory: ExpertMemory
-    control: ResidencyControl
-    policies: Sequence[EvictionPolicy]
-    layers: Mapping[int, ResidentExperts]
-    lent: LentMemory | None = None
-    peers: PeerTier | None = None
-
-    def dispatch_of(self, layer: int) -> Dispatch:
-        return self.layers[layer]
-
-    def local_of(self, layer: int) -> LocalExperts:
-        """The same for rows of several ranks, which have experts elsewhere too."""
-        return self.layers[layer].partial
+CpuResidentModel = ResidentModel[ResidentExperts]
 
 
 def plan_residency(
@@ -91,34 +62,25 @@ def plan_residency(
     """
     if config.expert_memory is None:
         return None
-    if spec.moe is None:
-        raise ConfigError(f"--expert-memory: a {spec.model_type} model has no experts.")
-    moe = spec.moe
+    moe, num_layers = experts_of(spec), len(spec.moe_layers)
     layout = layout_in_store(directory, spec, dtype)
-    slot_bytes = round_to_page(layout.num_bytes)
-    num_layers, top_k = len(spec.moe_layers), moe.gate.top_k
     held = [moe.num_experts if placement is None else placement.slots_per_rank(layer) for layer in range(num_layers)]
-    count = config.expert_memory // slot_bytes
-    least = least_slots(held, top_k)
-    if count < sum(least):
-        where = "" if placement is None else " on every rank"
-        raise ConfigError(
-            f"--expert-memory {_mib(config.expert_memory)} holds {count} experts of {_mib(slot_bytes)}, but "
-            f"{num_layers} layers need {max(least)} each{where}: give at least {_mib(sum(least) * slot_bytes)}."
-        )
-    num_slots = share_slots(count, held, top_k)
-    if num_slots is None:
+    slots = plan_slots(
+        config.expert_memory, layout.num_bytes, held, moe.gate.top_k, several_ranks=placement is not None
+    )
+    if slots is None:
         return None
     lent: tuple[LentExperts, ...] = ()
     if config.expert_peer_memory is not None and placement is not None:
-        if config.expert_peer_memory < slot_bytes:
+        if config.expert_peer_memory < slots.slot_bytes:
             raise ConfigError(
-                f"--expert-peer-memory {_mib(config.expert_peer_memory)} holds no expert of {_mib(slot_bytes)}."
+                f"--expert-peer-memory {in_mib(config.expert_peer_memory)} holds no expert of "
+                f"{in_mib(slots.slot_bytes)}."
             )
         statistics = read_statistics(directory, config)
         load = np.ones((num_layers, moe.num_experts)) if statistics is None else statistics.load()
-        lent = lend_experts(placement, num_slots, load, config.expert_peer_memory // slot_bytes)
-    return ResidencyPlan(layout, dtype, num_slots, slot_bytes, lent)
+        lent = lend_experts(placement, slots.num_slots, load, config.expert_peer_memory // slots.slot_bytes)
+    return ResidencyPlan(layout, dtype, slots, lent)
 
 
 def residency_with(
@@ -126,7 +88,7 @@ def residency_with(
 ) -> ResidencyPlan:
     """A rank's plan when another one has decided on the slots and on what is lent. Raises ModelError."""
     layout = layout_in_store(directory, spec, dtype)
-    return ResidencyPlan(layout, dtype, num_slots, round_to_page(layout.num_bytes), lent)
+    return ResidencyPlan(layout, dtype, SlotPlan(num_slots, round_to_page(layout.num_bytes)), lent)
 
 
 def open_experts(
@@ -136,12 +98,12 @@ def open_experts(
     config: ServeConfig,
     report: Callable[[dict[str, Any]], None],
     rank: int = 0,
-) -> ResidentModel:
+) -> CpuResidentModel:
     """Builds the expert file if need be, takes the memory of the slots and fills what `rank` lends. Raises ModelError.
 
     Where ranks lend each other memory, `ResidentModel.peers` is to be told where, before the first step.
     """
-    assert spec.moe is not None
+    moe, slots = experts_of(spec), plan.slots
 
     def progress(stage: str, done: int, total: int) -> None:
         report({"event": "loading", "done": done, "total": total, "stage": stage})
@@ -149,54 +111,47 @@ def open_experts(
     root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
     store = ensure_expert_store(directory, spec, plan.layout, plan.dtype, root, progress)
     nvme = deep_nvme()
-    locked = None if nvme is None else nvme.locked_memory(plan.num_bytes)
+    locked = None if nvme is None else nvme.locked_memory(slots.num_bytes)
     # Into memory that is not locked, DeepNVMe copies everything once more and is slower than plain reads.
     open_reads = PositionedReads if nvme is None or locked is None else nvme.open
     try:
         disk = DiskTier(store.path, store.source, open_reads)
-        lent = lend(plan.lent[rank], disk, plan.slot_bytes) if plan.lent else None
+        lent = lend(plan.lent[rank], disk, slots.slot_bytes) if plan.lent else None
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
     tier: ExpertTier = disk
     if config.expert_store_bandwidth is not None:
         tier = SlowedTier(disk, config.expert_store_bandwidth)
     peers = PeerTier(plan.lent, disk.header, tier) if plan.lent else None
-    num_experts = spec.moe.num_experts
-    load = measured_load(directory, config, (len(spec.moe_layers), num_experts))
-    policies = make_policies(config.expert_policy, len(spec.moe_layers), num_experts, load)
-    control = ResidencyControl(plan.num_slots, num_experts, plan.slot_bytes, policies.__getitem__)
-    arena = SlotArena(plan.num_slots, plan.layout.num_bytes, locked)
-    if peers is None:
-        memory = ExpertMemory(control, arena, tier)
-    else:
-        memory = ExpertMemory(control, arena, peers, peers.tier_of, ("peer", "disk"))
+    load = measured_load(directory, config, (len(spec.moe_layers), moe.num_experts))
+    arena = SlotArena(slots.num_slots, plan.layout.num_bytes, locked)
+
+    def layer_of(memory: ExpertMemory, number: int) -> ResidentExperts:
+        return ResidentExperts(memory, arena, number, _places(plan.layout, moe.num_experts))
+
     log.info(
         "expert_memory",
-        slots=f"{min(plan.num_slots)} of {num_experts} per layer",
-        size=_mib(plan.num_bytes),
+        slots=f"{min(slots.num_slots)} of {moe.num_experts} per layer",
+        size=in_mib(slots.num_bytes),
         policy=config.expert_policy,
         **({"lent": f"{len(plan.lent[rank])} experts"} if plan.lent else {}),
         store=str(store.path),
         read=disk.reads.description,
         **({"emulated_bytes_per_second": config.expert_store_bandwidth} if config.expert_store_bandwidth else {}),
     )
-    layers = _resident_layers(spec, plan, memory, arena)
-    return ResidentModel(memory, control, policies, layers, lent, peers)
+    return resident_model(
+        spec, slots, config.expert_policy, load, arena, tier, layer_of, tier_name="disk", lent=lent, peers=peers
+    )
 
 
-def _resident_layers(
-    spec: DecoderSpec, plan: ResidencyPlan, memory: ExpertMemory, arena: SlotArena
-) -> dict[int, ResidentExperts]:
-    """By the layer's number in the model. Raises ModelError for experts that have no whole matrices of their own."""
-    assert spec.moe is not None
-    layers = {}
-    for number, layer in enumerate(spec.moe_layers):
-        experts = plan.layout.experts(spec.moe.num_experts)
-        if not isinstance(experts, SplitExperts):
-            raise ModelError(f"--expert-memory does not work with experts kept as {plan.layout.name}.")
-        layers[layer] = ResidentExperts(memory, arena, number, experts)
-    return layers
+def local_of(experts: CpuResidentModel, layer: int) -> LocalExperts:
+    """Computes a layer's rows of several ranks, which have experts elsewhere too."""
+    return experts.layers[layer].partial
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
+def _places(layout: ExpertLayout, num_experts: int) -> SplitExperts:
+    """For all experts of a layer, none there yet. Raises ModelError where these have no whole matrices of their own."""
+    experts = layout.experts(num_experts)
+    if not isinstance(experts, SplitExperts):
+        raise ModelError(f"--expert-memory does not work with experts kept as {layout.name}.")
+    return experts

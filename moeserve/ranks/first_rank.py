@@ -90,7 +90,7 @@ def _setup_of(plan: ModelPlan, context: RunContext) -> Setup:
         plan.kv.num_blocks,
         plan.kv.max_model_len,
         plan.placement.ranks,
-        *((None, ()) if plan.residency is None else (plan.residency.num_slots, plan.residency.lent)),
+        *((None, ()) if plan.residency is None else (plan.residency.slots.num_slots, plan.residency.lent)),
     )
 
 

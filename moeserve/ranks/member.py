@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -16,7 +17,7 @@ from moeserve.config import ServeConfig
 from moeserve.device import step_budget
 from moeserve.expert_service.links import CountedRunner
 from moeserve.expert_service.migrator import make_migrator
-from moeserve.expert_service.residency import ResidentModel, open_experts
+from moeserve.expert_service.residency import CpuResidentModel, local_of, open_experts
 from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, owned_experts
 from moeserve.ranks.meeting import Meeting
 from moeserve.ranks.messages import RankError
@@ -40,7 +41,7 @@ class Member:
         self.collectives = Collectives(
             rank, num_ranks, meeting.collectives, collective_timeout(config), interface=meeting.interface
         )
-        resident: ResidentModel | None = None
+        resident: CpuResidentModel | None = None
         if plan.residency is not None:
             resident = open_experts(directory, plan.spec, plan.residency, config, report, rank)
         self.experts = ExpertParallel(
@@ -48,7 +49,7 @@ class Member:
             plan.placement,
             plan.spec.moe_layers,
             last_layer=plan.spec.num_layers - 1,
-            local_of=None if resident is None else resident.local_of,
+            local_of=None if resident is None else partial(local_of, resident),
         )
         tap = routing_tap(plan.spec, config) or signature_tap(plan, config)
         owned = owned_experts(plan.spec, plan.placement, rank)

@@ -48,6 +48,7 @@ WITH_TORCH = {
     "moeserve.expert_service.migrator",
     "moeserve.expert_service.prefetch",
     "moeserve.expert_service.residency",
+    "moeserve.expert_service.resident_model",
     "moeserve.gpu_service",
     "moeserve.kv_pool",
     "moeserve.llm",

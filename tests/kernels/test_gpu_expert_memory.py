@@ -90,7 +90,7 @@ def open_experts(
     size = num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE).num_bytes)
     plan = plan_gpu_residency(spec, DTYPE, size)
     assert plan is not None
-    assert set(plan.num_slots) == {num_slots}
+    assert set(plan.slots.num_slots) == {num_slots}
     settings = GpuExpertSettings(size, host_bytes, "lru", store, None)
     return open_gpu_experts(model_dir, spec, plan, settings, DTYPE, device, MAX_TOKENS, silent)
 
