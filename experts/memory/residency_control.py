@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import sub
+from typing import Any
 
 from experts.memory.eviction import EvictionPolicy
 from experts.memory.residency import Access, LayerResidency, Load
 from experts.memory.transfers import Priority, Transfer, TransferQueue
+
+# Layers ahead up to which it is counted what was foreseen.
+_FARTHEST = 3
 
 
 @dataclass(slots=True)
@@ -22,8 +27,8 @@ class ResidencyCounters:
     Bytes moved by prefetches are useful when an event found the expert ready, late when the event came before the end,
     wasted when the expert was evicted unused, cancelled when the copy was given up; the rest is not decided yet.
 
-    num_foreseeable_d: experts of events for which some had been named d layers ahead; num_foreseen_d: how many of
-    them were among these. Their ratio is the recall of what was asked for.
+    num_foreseeable: experts of events for which some had been named 1, 2, 3 layers ahead; num_foreseen: how many of
+    them were among these. Their ratio is the recall of what was asked for. Tuples, so that a copy is a snapshot.
     """
 
     num_events: int = 0
@@ -38,12 +43,16 @@ class ResidencyCounters:
     late_bytes: int = 0
     wasted_bytes: int = 0
     cancelled_bytes: int = 0
-    num_foreseeable_1: int = 0
-    num_foreseeable_2: int = 0
-    num_foreseeable_3: int = 0
-    num_foreseen_1: int = 0
-    num_foreseen_2: int = 0
-    num_foreseen_3: int = 0
+    num_foreseeable: tuple[int, ...] = (0,) * _FARTHEST
+    num_foreseen: tuple[int, ...] = (0,) * _FARTHEST
+
+    def since(self, before: ResidencyCounters) -> ResidencyCounters:
+        """What was counted after `before`, an earlier copy of these."""
+        changes: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            new, old = getattr(self, name), getattr(before, name)
+            changes[name] = tuple(map(sub, new, old)) if isinstance(new, tuple) else new - old
+        return ResidencyCounters(**changes)
 
 
 class ResidencyControl:
@@ -209,20 +218,16 @@ class ResidencyControl:
         named, self._named[layer] = self._named[layer], {}
         counters = self.counters
         for distance, experts in named.items():
-            num_foreseen = len(members & experts)
-            match distance:
-                case 1:
-                    counters.num_foreseeable_1 += len(members)
-                    counters.num_foreseen_1 += num_foreseen
-                case 2:
-                    counters.num_foreseeable_2 += len(members)
-                    counters.num_foreseen_2 += num_foreseen
-                case 3:
-                    counters.num_foreseeable_3 += len(members)
-                    counters.num_foreseen_3 += num_foreseen
+            counters.num_foreseeable = _added(counters.num_foreseeable, distance, len(members))
+            counters.num_foreseen = _added(counters.num_foreseen, distance, len(members & experts))
 
     def _count_eviction(self, load: Load) -> None:
         if load.victim is not None:
             self.counters.num_evictions += 1
         if load.wasted:
             self.counters.wasted_bytes += self._expert_bytes
+
+
+def _added(counts: tuple[int, ...], distance: int, number: int) -> tuple[int, ...]:
+    """Of things farther ahead than there are counts nothing is counted."""
+    return tuple(count + number if place == distance else count for place, count in enumerate(counts, start=1))

@@ -140,7 +140,7 @@ class Simulation:
             if is_last[rows].any():
                 self.end(trace.requests[rows[is_last[rows]]].tolist())
         return SimulationResult(
-            counters=_difference(self._control.counters, before),
+            counters=self._control.counters.since(before),
             num_steps=num_steps,
             seconds=self._now - started,
             exposed_stall=self._stall - stall,
@@ -225,8 +225,3 @@ class Simulation:
                 self._predictor.observe_gate(tap, layer, guesses.distance, guesses.logits[layer, rows])
                 heard = True
         return heard
-
-
-def _difference(after: ResidencyCounters, before: ResidencyCounters) -> ResidencyCounters:
-    fields = ResidencyCounters.__dataclass_fields__
-    return ResidencyCounters(**{name: getattr(after, name) - getattr(before, name) for name in fields})

@@ -187,8 +187,8 @@ def _memory_counters(stats: ExpertMemoryStats, prefetches: bool) -> ExpertMemory
         late_bytes=counters.late_bytes,
         wasted_bytes=counters.wasted_bytes,
         cancelled_bytes=counters.cancelled_bytes,
-        num_foreseeable=[counters.num_foreseeable_1, counters.num_foreseeable_2, counters.num_foreseeable_3],
-        num_foreseen=[counters.num_foreseen_1, counters.num_foreseen_2, counters.num_foreseen_3],
+        num_foreseeable=list(counters.num_foreseeable),
+        num_foreseen=list(counters.num_foreseen),
     )
     return ExpertMemoryCounters(
         stall_seconds=stats.stall_seconds,

@@ -299,6 +299,5 @@ def test_what_was_named_ahead_is_counted_by_distance():
     residency.access(1, [1])
     residency.access(2, [3, 4])
     counters = residency.counters
-    assert (counters.num_foreseeable_1, counters.num_foreseen_1) == (1, 1)
-    assert (counters.num_foreseeable_2, counters.num_foreseen_2) == (2, 1)
-    assert counters.num_foreseeable_3 == 0
+    assert counters.num_foreseeable == (1, 2, 0)
+    assert counters.num_foreseen == (1, 1, 0)

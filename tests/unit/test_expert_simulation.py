@@ -97,8 +97,8 @@ def test_perfect_foresight_of_one_layer_on_the_trace_worked_out_by_hand():
         prefetch_bytes=600,
         useful_bytes=400,
         late_bytes=200,
-        num_foreseeable_1=9,
-        num_foreseen_1=9,
+        num_foreseeable=(9, 0, 0),
+        num_foreseen=(9, 0, 0),
     )
     assert result.wasted_share == 0
 
@@ -131,7 +131,7 @@ def test_a_demand_overtakes_between_chunks_and_the_prefetch_that_nobody_wants_an
         demand_bytes=100,
         prefetch_bytes=50,
         cancelled_bytes=50,
-        num_foreseeable_1=1,
+        num_foreseeable=(1, 0, 0),
     )
 
 
