@@ -14,7 +14,7 @@ class RouteSource:
     """An expert is as probable as the best route to it, layer by layer.
 
     The best routes form a tree, and probabilities only fall along a route; so the likeliest experts, however many a
-    budget allows, are connected to what was chosen (compare `Affinity.paths`, which returns such a tree).
+    budget allows, are connected to what was chosen.
     """
 
     __slots__ = ("_first", "_layer", "_learnt", "_reached", "_step")

@@ -39,7 +39,8 @@ class PrefetchJudge:
             self._reference_left -= 1
         else:
             assert self._stall_per_expert is not None
-            self._switch.step_done(self._stall_per_expert * num_experts - stall, prediction)
+            # In seconds: what the step waited less than it would have without, against the time of predicting.
+            self._switch.step_done(gain=self._stall_per_expert * num_experts - stall, cost=prediction)
 
     def _refer(self, stall_per_expert: float) -> None:
         mean = stall_per_expert if self._stall_per_expert is None else self._stall_per_expert

@@ -110,7 +110,8 @@ class PrefixWarmth:
         for request in (*decoding, *ended):
             self._rates.pop(request, None)
         if self._num_asked or (self._num_rows and not self._switch.on):
-            self._switch.step_done(self._num_used, self._rules.least_used * self._num_asked)
+            # In experts: those that were used, against those that had to be.
+            self._switch.step_done(gain=self._num_used, cost=self._rules.least_used * self._num_asked)
         self._num_asked = self._num_used = 0
 
     def _ask_again(self, layer: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Which experts follow which: smoothed conditional probabilities and the most probable paths. Pure.
+"""Which experts follow which: smoothed conditional probabilities. Pure.
 
 A token chooses k experts per layer, so P(j at l + d | i at l) is a probability for each j by itself and sums to k
 over j. The estimate is the mean of a Dirichlet posterior whose prior is the popularity of j: a pair seen rarely says
@@ -7,8 +7,7 @@ no more than how popular its experts are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,16 +15,6 @@ from numpy.typing import NDArray
 from experts.routing.statistics import RoutingStatistics
 
 Float = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """An expert on a path. parent: the expert one layer before it through which it is most probable."""
-
-    layer: int
-    expert: int
-    probability: float
-    parent: int
 
 
 class Affinity:
@@ -69,46 +58,9 @@ class Affinity:
         return self._popularity
 
     def distances(self) -> Set[int]:
-        """The distances that `conditional` and `predict` know."""
+        """The distances that `conditional` knows."""
         return self._conditional.keys()
 
     def conditional(self, distance: int) -> Float:
         """[L - distance, E, E]: P(j at l + distance | i at l)."""
         return self._conditional[distance]
-
-    def predict(self, layer: int, chosen: Sequence[int], distance: int) -> Float:
-        """[E]: P(a token with these experts at `layer` chooses the expert at layer + distance).
-
-        The conditionals of the chosen experts are averaged: they overlap too much to be taken as independent.
-        """
-        return self._conditional[distance][layer][list(chosen)].mean(axis=0, dtype=np.float32)
-
-    def paths(
-        self, layer: int, chosen: Sequence[int], depth: int, budget: int, resident: NDArray[np.bool_] | None = None
-    ) -> list[Step]:
-        """The experts of the next `depth` layers that are reached by the most probable paths, best first.
-
-        The best paths form a tree, and as probabilities only fall along a path, the best experts are always connected
-        to its root. budget: how many experts to return. resident: [L, E], experts that are there already; paths
-        lead through them, but they are neither returned nor counted.
-        """
-        if 1 not in self._conditional:
-            return []
-        num_layers = len(self._popularity)
-        best = np.zeros(self._popularity.shape[1], np.float32)
-        best[list(chosen)] = 1
-        layers, experts, probabilities, parents = [], [], [], []
-        for ahead in range(layer + 1, min(layer + depth, num_layers - 1) + 1):
-            through = best[:, None] * self._conditional[1][ahead - 1]
-            parent = through.argmax(axis=0)
-            best = np.minimum(through.max(axis=0), 1)
-            lacking = np.arange(len(best)) if resident is None else np.flatnonzero(~resident[ahead])
-            layers.append(np.full(len(lacking), ahead))
-            experts.append(lacking)
-            probabilities.append(best[lacking])
-            parents.append(parent[lacking])
-        if not layers:
-            return []
-        flat = [np.concatenate(parts).tolist() for parts in (layers, experts, probabilities, parents)]
-        order = np.argsort(-np.concatenate(probabilities), kind="stable")[:budget]
-        return [Step(*(column[index] for column in flat)) for index in order.tolist()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 # gemv: rows one by one, a token's choices summed in one program. gemv_split: a program per choice, summed afterwards.
@@ -252,7 +252,3 @@ def candidate_variants(shape: MoeShape, num_tokens: int, device: Device) -> list
     if num_tokens >= 256 and allows_persistent(shape, device):
         variants.append("persistent")
     return variants
-
-
-def with_tiles(config: MoeConfig, gate_up: Tile, down: Tile) -> MoeConfig:
-    return replace(config, gate_up=gate_up, down=down)

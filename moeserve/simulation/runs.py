@@ -19,7 +19,7 @@ CONTROLS: dict[str, Callable[[RoutingTrace, int], RoutingTrace]] = {
     "shuffled": shuffled_control,
 }
 
-
+# Columns of numbers in the table.
 _FIGURES = ("misses", "stall/step", "saved", "loaded", "useful", "late", "wasted", "cancelled", "recall", "precision")
 
 
@@ -95,18 +95,7 @@ def as_table(runs: Sequence[SimulatedRun]) -> Table:
     table = Table(box=None, header_style="bold")
     for name in ("policy", "predictor"):
         table.add_column(name)
-    for name in (
-        "misses",
-        "stall/step",
-        "saved",
-        "loaded",
-        "useful",
-        "late",
-        "wasted",
-        "cancelled",
-        "recall",
-        "precision",
-    ):
+    for name in _FIGURES:
         table.add_column(name, justify="right")
     for run in runs:
         result, counters = run.result, run.result.counters

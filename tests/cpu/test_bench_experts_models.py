@@ -11,7 +11,7 @@ from moeserve.bench.experts.bounded_memory import Run, Setting, bandwidth_for, c
 from moeserve.bench.experts.figures import Verdict
 from moeserve.bench.experts.measured_stall import figures as stall_figures
 from moeserve.bench.experts.measuring import Amount
-from moeserve.bench.experts.record_routing import record
+from moeserve.bench.experts.record_routing import record_with_fits
 from moeserve.bench.experts.throughput import figure as throughput_figure
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -24,13 +24,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_text_is_a_request_and_gates_guess_ahead(model):
-    trace = record(model, TEXTS, 30, 12)
+    trace = record_with_fits(model, TEXTS, 30, 12, {}).traces[""]
     assert trace.num_experts == 4
     assert trace.ids.shape == (2, 60, 2)
     assert trace.requests.tolist() == [0] * 30 + [1] * 30
     ahead = next(guesses for guesses in trace.guesses if (guesses.tap, guesses.distance) == (Tap.EARLY, 1))
     assert ahead.logits.shape == (1, 60, 4)
-    again = record(model, TEXTS[2:], 30)
+    again = record_with_fits(model, TEXTS[2:], 30, 12, {}).traces[""]
     assert np.array_equal(again.ids, trace.ids[:, 30:])
 
 

@@ -1,6 +1,7 @@
 """`moeserve tune`: what it refuses, and that serving finds what it wrote."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from click.testing import CliRunner
 
 import moeserve.bench.tune_moe as tune_moe
 import moeserve.cuda.expert_kernels as expert_kernels
-from kernels.gpu.moe_config import MoeShape, heuristic_config, with_tiles
+from kernels.gpu.moe_config import MoeShape, heuristic_config
 from kernels.gpu.moe_experts import device_of, moe_experts_reference
 from launcher.cli import main
 from moeserve.bench.moe_case import ACTIVATION, make_case
@@ -47,7 +48,7 @@ def test_arguments_that_make_no_sense_are_refused(arguments, complaint):
 
 def test_what_was_tuned_is_what_serving_uses(monkeypatch, tmp_path):
     own = heuristic_config(SHAPE, 64, device_of(CPU))
-    own = with_tiles(own, own.gate_up, own.gate_up)
+    own = replace(own, down=own.gate_up)
     platform = expert_kernels.platform_of(CPU)
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

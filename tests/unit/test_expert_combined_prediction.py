@@ -1,5 +1,7 @@
 """Sources combined and calibrated online; routes; predictors by name."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,6 @@ from experts.prediction.combined import CombinedSource
 from experts.prediction.predictor import BEFORE, ObservedStep, StepPredictor
 from experts.prediction.route_source import RouteSource
 from experts.prediction.sources import LearntAffinity
-from experts.routing.affinity import Affinity
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from experts.routing.synthetic import SyntheticSpec, synthetic_trace
 
@@ -96,17 +97,31 @@ def learnt_from(trace):
     return LearntAffinity(statistics)
 
 
-def test_routes_find_the_tree_of_the_most_probable_paths():
-    learnt = learnt_from(synthetic_trace(SyntheticSpec(5, 6, 1), 4, 50, 0))
-    source = RouteSource(learnt)
-    predictor = StepPredictor(source, 6)
+def best_path(affinity, chosen, length, target):
+    """The probability of the most probable of all paths of so many steps from a chosen expert of layer 0."""
+    found = 0.0
+    for path in itertools.product(range(6), repeat=length - 1):
+        for here in chosen:
+            probability = 1.0
+            for ahead, expert in enumerate((*path, target)):
+                probability *= float(affinity.conditional(1)[ahead][here, expert])
+                here = expert
+            found = max(found, probability)
+    return found
+
+
+@pytest.mark.parametrize("chosen", [[2], [1, 4]])
+def test_routes_are_the_most_probable_of_all_enumerated_ones(chosen):
+    learnt = learnt_from(synthetic_trace(SyntheticSpec(5, 6, len(chosen)), 4, 50, 0))
+    predictor = StepPredictor(RouteSource(learnt), 6)
     predictor.begin(np.array([0]), np.array([0]))
-    predictor.observe(0, np.array([[2]]), np.ones((1, 1), np.float32))
-    affinity: Affinity = learnt.current
-    expected = {(step.layer, step.expert): step.probability for step in affinity.paths(0, [2], 3, budget=100)}
+    predictor.observe(0, np.array([chosen]), np.ones((1, len(chosen)), np.float32))
+    before = np.ones(6)
     for distance in (1, 2, 3):
         row = predictor.token_probabilities(0, distance)[0]
-        assert row == pytest.approx([expected[distance, expert] for expert in range(6)], abs=1e-5)
+        assert row.max() <= before.max()
+        before = row
+        assert row == pytest.approx([best_path(learnt.current, chosen, distance, e) for e in range(6)], abs=1e-5)
 
 
 @pytest.mark.parametrize("choice", [*SOURCE_NAMES, "affinity+signature+popularity"])

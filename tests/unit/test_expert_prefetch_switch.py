@@ -1,18 +1,16 @@
 """Prefetching goes on where it pays, stops where it does not, and is tried again."""
 
-import pytest
-
-from experts.prefetch.switch import PrefetchSwitch, SwitchRules, stall_saved
+from experts.prefetch.switch import PrefetchSwitch, SwitchRules
 
 RULES = SwitchRules(memory=8, trial=4, first_pause=3, longest_pause=6)
 
 
-def run(switch, num_steps, saved, cost):
+def run(switch, num_steps, gain, cost):
     """Whether it was on, before each step."""
     found = []
     for _ in range(num_steps):
         found.append(switch.on)
-        switch.step_done(saved, cost)
+        switch.step_done(gain, cost)
     return found
 
 
@@ -30,7 +28,6 @@ def test_a_single_bad_step_does_not_switch_it_off():
     run(switch, 20, 1.0, 0.5)
     assert run(switch, 1, 0.0, 2.0) == [True]
     assert all(run(switch, 20, 1.0, 0.5))
-    assert switch.net_seconds == pytest.approx(0.5, abs=0.2)
 
 
 def test_it_switches_off_when_it_stops_paying():
@@ -48,8 +45,3 @@ def test_a_good_trial_makes_the_next_rest_short_again():
     off = run(switch, 40, -10.0, 0.0)
     first = off.index(False)
     assert off[first : first + 4] == [False] * 3 + [True]
-
-
-def test_what_is_ready_saves_a_load_and_what_is_late_saves_the_rest_of_one():
-    assert stall_saved(num_useful=3, late_waits=0.5, num_late=1, load_seconds=2.0) == 7.5
-    assert stall_saved(num_useful=0, late_waits=5.0, num_late=1, load_seconds=2.0) == 0.0

@@ -2,10 +2,11 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
-from kernels.gpu.moe_config import Device, MoeShape, Tile, heuristic_config, with_tiles
+from kernels.gpu.moe_config import Device, MoeShape, Tile, heuristic_config
 from kernels.gpu.tuning import PACKAGED, MoeConfigs, Platform, TuningError, file_name, nearest, read_tuned, write_tuned
 
 SHAPE = MoeShape(128, 768, 2048, 8, "bfloat16")
@@ -15,7 +16,7 @@ OWN_TILE = Tile(64, 64, 1, 4, 2)
 
 
 def tuned_config(num_tokens):
-    return with_tiles(heuristic_config(SHAPE, num_tokens, HOPPER), OWN_TILE, OWN_TILE)
+    return replace(heuristic_config(SHAPE, num_tokens, HOPPER), gate_up=OWN_TILE, down=OWN_TILE)
 
 
 def write(folder, shape=SHAPE, platform=PLATFORM, num_tokens=(1, 64, 1024)):

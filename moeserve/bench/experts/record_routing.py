@@ -22,15 +22,6 @@ _Guesses = dict[tuple[Tap, int], NDArray[np.float16]]
 _FITTED_TOKENS = 8192
 
 
-def record(folder: Path, texts: Sequence[str], max_tokens: int, min_tokens: int = 1) -> RoutingTrace:
-    """The first `max_tokens` tokens of each text as a request of its own; texts below `min_tokens` are left out.
-
-    Each is computed in one step, all rows in all layers. The gates of up to three layers further on are applied to the
-    state at both taps of each layer.
-    """
-    return record_with_fits(folder, texts, max_tokens, min_tokens, {}).traces[""]
-
-
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """traces: under the empty name with what the model's gates say, and by the name of each fit with what that says.
@@ -43,7 +34,12 @@ class Recorded:
 def record_with_fits(
     folder: Path, texts: Sequence[str], max_tokens: int, min_tokens: int, fitted_to: dict[str, Sequence[str]]
 ) -> Recorded:
-    """As `record`. fitted_to: by name, texts that gates are fitted to, of which they read the first tokens."""
+    """The first `max_tokens` tokens of each text as a request of its own; texts below `min_tokens` are left out.
+
+    Each is computed in one step, all rows in all layers. The gates of up to three layers further on are applied to the
+    state at both taps of each layer. fitted_to: by name, texts that gates are fitted to, of which they read the first
+    tokens.
+    """
     reader = TextReader(folder)
     layers, norms = zip(*reader.decoder.gated_blocks(), strict=True)
     fits: dict[str, FittedGates | None] = {"": None}
