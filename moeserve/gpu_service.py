@@ -13,10 +13,11 @@ from moeserve.cuda.expert_memory import GpuExpertSettings
 from moeserve.cuda.gpu_model import GpuModel, GpuSettings, load_gpu_model
 from moeserve.device import step_budget
 from moeserve.executor import LaunchingRunner, LocalLauncher
+from moeserve.expert_service.fitted_gates import find_fitted_gates
 from moeserve.expert_service.monitor import ExpertSources
 from moeserve.expert_service.placement import measured_load
 from moeserve.expert_service.prefetch import PrefetchingLauncher, start_prefetching
-from moeserve.expert_service.settings import check_gpu_prefetch
+from moeserve.expert_service.strategy import expert_strategy
 from moeserve.memory import available_bytes
 from moeserve.model_loading import Report, ServedModel
 from moeserve.models.families import build_spec
@@ -54,7 +55,7 @@ def run_on_gpu(context: RunContext, report: Report, stop: threading.Event) -> No
     loaded = load_gpu_model(directory, spec, dtype, settings, progress, torch.device("cuda", 0))
     defaults = load_generation_defaults(directory)
     model = ServedModel(spec, defaults, loaded.kv, dtype, loaded.weights_bytes, loaded.kv_bytes, "cuda")
-    runner, sources = _with_prefetches(loaded, config)
+    runner, sources = _with_prefetches(loaded, directory, config)
     try:
         serve(context, model, LocalLauncher(runner), report, stop, None, sources)
     finally:
@@ -75,13 +76,17 @@ def _expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) ->
     )
 
 
-def _with_prefetches(loaded: GpuModel, config: ServeConfig) -> tuple[LaunchingRunner, ExpertSources]:
+def _with_prefetches(loaded: GpuModel, directory: Path, config: ServeConfig) -> tuple[LaunchingRunner, ExpertSources]:
     """What computes steps, and whom to ask about the experts."""
     experts = loaded.experts
     if experts is None:
         return loaded.runner, ExpertSources()
     log.info("expert_memory", slots=min(experts.slots.num_slots), others_in=experts.tier, policy=config.expert_policy)
-    check_gpu_prefetch(config.expert_prefetch)
-    listener = start_prefetching(config.expert_prefetch, experts, loaded.decoder)
-    sources = ExpertSources(memory=lambda: [experts.memory.stats()], prefetches=listener is not None)
+    fitted = find_fitted_gates(directory)
+    listener = start_prefetching(config.expert_prefetch, experts, loaded.decoder, fitted=fitted)
+    sources = ExpertSources(
+        memory=lambda: [experts.memory.stats()],
+        prefetches=listener is not None,
+        strategy=lambda: expert_strategy(config, listener),
+    )
     return loaded.runner if listener is None else PrefetchingLauncher(loaded.runner, listener), sources

@@ -27,7 +27,6 @@ from moeserve.kv_pool import KVPool, kv_block_bytes
 from moeserve.memory import available_bytes
 from moeserve.model_runner import ModelRunner
 from moeserve.models.checkpoint import read_index
-from moeserve.models.decoder import Decoder
 from moeserve.models.errors import ModelError
 from moeserve.models.families import build_spec
 from moeserve.models.generation_config import GenerationDefaults, load_generation_defaults
@@ -183,7 +182,8 @@ def load_model(
     prefetcher = None
     if experts is not None:
         experts.memory.forget_counts()
-        prefetcher = _prefetching(directory, config, decoder, experts, experts_here)
+        fitted = find_fitted_gates(directory)
+        prefetcher = start_prefetching(config.expert_prefetch, experts, decoder, experts_here, fitted)
     return LoadedModel(
         spec,
         load_generation_defaults(directory),
@@ -197,20 +197,6 @@ def load_model(
         experts,
         prefetcher,
     )
-
-
-def _prefetching(
-    directory: Path,
-    config: ServeConfig,
-    decoder: Decoder,
-    experts: CpuResidentModel,
-    experts_here: Callable[[int], Collection[int]] | None,
-) -> PrefixListener | None:
-    fitted = find_fitted_gates(directory)
-    prefetcher = start_prefetching(config.expert_prefetch, experts, decoder, experts_here, fitted)
-    if prefetcher is not None:
-        decoder.after_layer = prefetcher.after_layer
-    return prefetcher
 
 
 def _warn_of_uncompiled_kernels() -> None:

@@ -112,8 +112,8 @@ def _maps(
         maps = fitted.maps.get((tap, distance))
         if maps is None or maps.shape[0] != num_layers - distance or maps.shape[2] != hidden_size + 1:
             raise ValueError(f"the fitted gates are not of this model and tap {tap.value!r} at distance {distance}")
-        for layer, of_layer in enumerate(torch.from_numpy(maps).float()):
-            found[layer].append(pack_linear(of_layer[:, :-1].to(norms[0].dtype), of_layer[:, -1]))
+        for layer, of_layer in enumerate(torch.from_numpy(maps).to(norms[0])):
+            found[layer].append(pack_linear(of_layer[:, :-1], of_layer[:, -1]))
     return found
 
 

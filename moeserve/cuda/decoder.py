@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +60,10 @@ class RopeAngles:
 
 
 class GpuDecoder:
-    """A loaded model. Holds weights and tables only; whatever belongs to requests comes with each call."""
+    """A loaded model. Holds weights and tables only; whatever belongs to requests comes with each call.
+
+    after_layer: see `moeserve.models.decoder.Decoder`; a graph that is replayed tells nothing.
+    """
 
     def __init__(
         self,
@@ -78,6 +81,8 @@ class GpuDecoder:
         self.max_model_len = max_model_len
         self._embedding, self._layers, self._norm, self._lm_head = embedding, tuple(layers), norm, lm_head
         self._angles = RopeAngles(spec.rope, max_model_len, embedding.device)
+        self._sparse = {layer: place for place, layer in enumerate(spec.moe_layers)}
+        self.after_layer: Callable[[int, Tensor], None] | None = None
 
     def gated_blocks(self) -> list[tuple[GpuMoe, Tensor]]:
         """The blocks with experts, and the weight [H] of the norm in front of each."""
@@ -98,12 +103,15 @@ class GpuDecoder:
         normed = self._layers[0].input_norm(residual)
         following = [layer.input_norm for layer in self._layers[1:]] + [self._norm]
         num_valid = batch.num_valid
-        for layer, (keys, values), next_norm in zip(self._layers, kv_pools, following, strict=True):
+        parts = zip(self._layers, kv_pools, following, strict=True)
+        for number, (layer, (keys, values), next_norm) in enumerate(parts):
             out = layer.attention(normed, step, keys, values)
             if next_norm is self._norm and rows is not None:
                 # From here on a row meets no other row.
                 out, residual, num_valid = out.index_select(0, rows), residual.index_select(0, rows), None
             normed = layer.post_norm.of_sum(out, residual, multiplier)
             normed = next_norm.of_sum(layer.mlp(normed, num_valid), residual, multiplier)
+            if self.after_layer is not None and number in self._sparse and next_norm is not self._norm:
+                self.after_layer(self._sparse[number], residual)
         logits = self._lm_head(normed)
         return logits if spec.logit_divisor == 1.0 else logits.div_(spec.logit_divisor)

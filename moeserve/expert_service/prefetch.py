@@ -64,9 +64,10 @@ class ResidentLayers(Protocol):
 
 
 class GatedDecoder(Protocol):
-    """A decoder whose gates can be asked."""
+    """A decoder whose gates can be asked. after_layer: who hears of computed layers, None for nobody."""
 
     spec: DecoderSpec
+    after_layer: Callable[[int, Tensor], None] | None
 
     def gated_blocks(self) -> Sequence[tuple[GatedBlock, Tensor]]:
         """The blocks with experts, and the weight [H] of the norm in front of each."""
@@ -79,12 +80,11 @@ def start_prefetching(
     experts_here: Callable[[int], Collection[int]] | None = None,
     fitted: FittedGates | None = None,
 ) -> PrefixListener | None:
-    """Has the layers tell a listener what they compute, who loads ahead. choice: `--expert-prefetch`.
+    """Has the layers and the decoder tell a listener what they compute, who loads ahead. choice: `--expert-prefetch`.
 
     experts_here: those of a layer that this rank of several holds now; predictors that learn are for one rank. fitted:
-    what `moeserve experts fit` found, which takes the place of the gates unless the choice is `gate`. Whoever runs the
-    decoder has it tell the listener of computed layers (`after_layer`). Raises ConfigError for a choice that needs
-    fitted gates where there are none.
+    what `moeserve experts fit` found, which takes the place of the gates unless the choice is `gate`. Raises
+    ConfigError for a choice that needs fitted gates where there are none.
     """
     if choice == "off" or decoder.spec.moe is None:
         return None
@@ -104,6 +104,7 @@ def start_prefetching(
     around = PrefixListener(listener, experts.memory, warmth, profiles)
     for layer in experts.layers.values():
         layer.prefetcher = around
+    decoder.after_layer = around.after_layer
     log.info("expert_prefetch", by=choice, gates_fitted=fitted is not None and choice != "gate")
     return around
 

@@ -25,12 +25,3 @@ def check_expert_memory(config: ServeConfig) -> None:
             f"--expert-prefetch {config.expert_prefetch} learns from tokens, which do not travel with rows to other "
             "ranks: with --expert-parallel-size use off, gate, fitted or auto."
         )
-
-
-def check_gpu_prefetch(choice: str) -> None:
-    """Refuses a `--expert-prefetch` that a GPU cannot follow: its gates are not fitted, nor heard after a layer.
-
-    Raises ConfigError.
-    """
-    if choice == "fitted" or "gate-late" in choice.split("+"):
-        raise ConfigError(f"--expert-prefetch {choice} is for CPUs; on a GPU use off, gate, auto or gate-early.")

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-from array import array
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from experts.memory.expert_file import round_to_page
+from experts.moe_layer import Dispatch
+from experts.prediction.predictor import Tap
+from experts.prefetch.fitted_gates import FittedGates
+from experts.prefetch.gate_preview import GatePreview
+from kernels.moe_gemm import moe_experts
 from moeserve.config import ConfigError
 from moeserve.cuda.build import build_gpu_decoder
-from moeserve.cuda.expert_memory import (
-    GpuExpertSettings,
-    GpuResidentModel,
-    open_gpu_experts,
-    plan_gpu_residency,
-    slot_layout,
-)
-from moeserve.cuda.gpu_model import GpuSettings, make_runner
-from moeserve.executor import LaunchingRunner
-from moeserve.expert_service.prefetch import PrefetchingLauncher, start_prefetching
+from moeserve.cuda.expert_memory import plan_gpu_residency
+from moeserve.cuda.gpu_model import make_runner
 from moeserve.kv_budget import KvBudget
 from moeserve.models.families import build_spec
 from moeserve.models.hf_config import load_config
-from moeserve.models.progress import silent
 from moeserve.models.spec import DecoderSpec
-from moeserve.plan import Chunk, ChunkResult, StepPlan
-from moeserve.request import SamplingParams
+from moeserve.models.weights import load_decoder
+from moeserve.plan import ChunkResult, StepPlan
+from tests.support.gpu_experts import (
+    DTYPE,
+    MAX_LEN,
+    MAX_TOKENS,
+    PROMPTS,
+    SETTINGS,
+    generate,
+    open_experts,
+    prompt_chunks,
+)
+from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import save
-
-BLOCK_SIZE, MAX_LEN, MAX_TOKENS = 4, 32, 16
-SETTINGS = GpuSettings(BLOCK_SIZE, 4, MAX_TOKENS, MAX_LEN, None, 0.9, enforce_eager=True)
-GREEDY = SamplingParams(max_tokens=9, temperature=0.0, logprobs=3)
-PROMPTS = ([3, 14, 15, 92, 65, 35, 89], [27, 18, 41])
-NUM_DECODES = 1
-DTYPE = torch.float32
 
 
 @pytest.fixture(scope="module")
@@ -57,47 +58,9 @@ def expected(model_dir: Path, spec: DecoderSpec, device: torch.device) -> list[l
     return generate(model_dir, spec, device, None)
 
 
-def generate(
-    model_dir: Path, spec: DecoderSpec, device: torch.device, experts: GpuResidentModel | None, prefetch: str = "off"
-) -> list[list[ChunkResult]]:
-    """The results of a step of prompts and some steps of decodes."""
-    decoder = build_gpu_decoder(
-        model_dir, spec, dtype=DTYPE, device=device, max_tokens=MAX_TOKENS, max_model_len=MAX_LEN, experts=experts
-    )
-    runner: LaunchingRunner = make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS)
-    if experts is not None and (listener := start_prefetching(prefetch, experts, decoder)) is not None:
-        runner = PrefetchingLauncher(runner, listener)
-    tables = [array("i", [1, 4, 6]), array("i", [3, 0, 2])]
-    chunks = [
-        Chunk(str(number), array("i", prompt), 0, tables[number], GREEDY) for number, prompt in enumerate(PROMPTS)
-    ]
-    results = []
-    for step in range(1 + NUM_DECODES):
-        results.append(runner.launch(StepPlan(step, chunks)).result().chunks)
-        chunks = [
-            Chunk(
-                chunk.request_id, array("i", [result.token_id or 0]), chunk.start + len(chunk.token_ids), table, GREEDY
-            )
-            for chunk, result, table in zip(chunks, results[-1], tables, strict=True)
-        ]
-    return results
-
-
-def open_experts(
-    model_dir: Path, spec: DecoderSpec, device: torch.device, num_slots: int, host_bytes: int, store: Path
-) -> GpuResidentModel:
-    """Settings that pay for `num_slots` in each layer."""
-    size = num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE).num_bytes)
-    plan = plan_gpu_residency(spec, DTYPE, size)
-    assert plan is not None
-    assert set(plan.slots.num_slots) == {num_slots}
-    settings = GpuExpertSettings(size, host_bytes, "lru", store, None)
-    return open_gpu_experts(model_dir, spec, plan, settings, DTYPE, device, MAX_TOKENS, silent)
-
-
 @pytest.mark.parametrize(
     ("num_slots", "host_bytes", "prefetch"),
-    [(3, 2**30, "popularity+gate-early"), (6, 0, "gate")],
+    [(3, 2**30, "popularity+gate-early+gate-late"), (6, 0, "fitted")],
     ids=["host", "disk"],
 )
 def test_fewer_slots_than_experts_change_no_bit(
@@ -113,11 +76,11 @@ def test_fewer_slots_than_experts_change_no_bit(
     experts = open_experts(model_dir, spec, device, num_slots, host_bytes, tmp_path)
     try:
         assert experts.tier.startswith("disk" if host_bytes == 0 else "host memory")
-        assert generate(model_dir, spec, device, experts, prefetch) == expected
+        assert generate(model_dir, spec, device, experts, prefetch, some_gates(spec)) == expected
         stats = experts.memory.stats()
         assert stats.counters.num_evictions > 0
-        assert stats.counters.num_misses > stats.counters.num_evictions
-        assert (stats.predictor_seconds > 0) or prefetch == "gate"
+        assert stats.counters.num_misses > 0
+        assert stats.counters.prefetch_bytes > 0
     finally:
         experts.memory.close()
 
@@ -126,3 +89,76 @@ def test_memory_that_is_enough_or_too_little_is_told_at_once(spec: DecoderSpec) 
     assert plan_gpu_residency(spec, DTYPE, 2**30) is None
     with pytest.raises(ConfigError, match="need 3 each: give at least"):
         plan_gpu_residency(spec, DTYPE, 1)
+
+
+def some_gates(spec: DecoderSpec) -> FittedGates:
+    """Of both taps and two distances, fitted to nothing."""
+    assert spec.moe is not None
+    generator, num_layers = np.random.default_rng(4), len(spec.moe_layers)
+    shape = (spec.moe.num_experts, spec.hidden_size + 1)
+    maps = {
+        (tap, distance): generator.standard_normal((num_layers - distance, *shape)).astype(np.float16)
+        for tap in Tap
+        for distance in (1, 2)
+    }
+    return FittedGates(maps, 1)
+
+
+class HeardPreviews:
+    """A listener that keeps what gates of later layers say of what it hears, plain and fitted, and asks for nothing."""
+
+    is_on = False
+
+    def __init__(self, decoder: Any, fitted: FittedGates) -> None:
+        blocks, norms = zip(*decoder.gated_blocks(), strict=True)
+        self._previews = {
+            (tap, maps is None): GatePreview(blocks, norms, 2, tap, maps) for tap in Tap for maps in (None, fitted)
+        }
+        self._num_layers = len(blocks)
+        self.said: dict[tuple[str, bool, int, int], Tensor] = {}
+
+    def observe(self, layer: int, x: Tensor, *_: Tensor) -> None:
+        self._hear(Tap.EARLY, layer, x)
+
+    def after_layer(self, layer: int, residual: Tensor) -> None:
+        self._hear(Tap.LATE, layer, residual)
+
+    def _hear(self, tap: Tap, layer: int, state: Tensor) -> None:
+        for distance in range(1, min(2, self._num_layers - 1 - layer) + 1):
+            for plain in (True, False):
+                said = self._previews[tap, plain](layer, distance, state)
+                self.said[tap.value, plain, layer, distance] = said.float().cpu()
+
+
+def test_later_gates_say_of_the_states_on_a_gpu_what_they_say_on_a_cpu(
+    model_dir: Path, spec: DecoderSpec, device: torch.device, tmp_path: Path
+) -> None:
+    fitted = some_gates(spec)
+    experts = open_experts(model_dir, spec, device, 6, 2**30, tmp_path)
+    try:
+        decoder = build_gpu_decoder(
+            model_dir, spec, dtype=DTYPE, device=device, max_tokens=MAX_TOKENS, max_model_len=MAX_LEN, experts=experts
+        )
+        on_gpu = HeardPreviews(decoder, fitted)
+        for layer in experts.layers.values():
+            layer.prefetcher = on_gpu  # type: ignore[assignment]
+        decoder.after_layer = on_gpu.after_layer
+        make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS).run(StepPlan(0, prompt_chunks()))
+    finally:
+        experts.memory.close()
+
+    def dispatch_of(layer: int) -> Dispatch:
+        def dispatch(x: Tensor, *rest: Any) -> Tensor:
+            on_cpu.observe(spec.moe_layers.index(layer), x)
+            return moe_experts(x, *rest)
+
+        return dispatch
+
+    reference = load_decoder(model_dir, spec, dtype=DTYPE, max_model_len=MAX_LEN, dispatch_of=dispatch_of)
+    on_cpu = HeardPreviews(reference, fitted)
+    reference.after_layer = on_cpu.after_layer
+    PagedRunner(reference, PROMPTS).step([(number, 0, len(prompt)) for number, prompt in enumerate(PROMPTS)])
+    assert on_gpu.said.keys() == on_cpu.said.keys()
+    assert len(on_cpu.said) == 2 * 2 * 3
+    for place, said in on_cpu.said.items():
+        assert (on_gpu.said[place] - said).abs().max() <= 1e-4 * said.abs().max(), place

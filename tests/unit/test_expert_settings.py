@@ -3,7 +3,7 @@
 import pytest
 
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.expert_service.settings import check_expert_memory, check_gpu_prefetch
+from moeserve.expert_service.settings import check_expert_memory
 
 
 @pytest.mark.parametrize("choice", ["off", "auto", "gate", "gate-early", "gate-early+affinity+signature"])
@@ -30,10 +30,3 @@ def test_several_ranks_predict_by_gates(choice):
 def test_what_contradicts_is_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         check_expert_memory(ServeConfig(**settings))
-
-
-@pytest.mark.parametrize("choice", ["fitted", "affinity+gate-late"])
-def test_what_a_gpu_cannot_follow_is_refused(choice):
-    check_gpu_prefetch("gate-early+affinity")
-    with pytest.raises(ConfigError, match="for CPUs"):
-        check_gpu_prefetch(choice)

@@ -1,0 +1,91 @@
+"""A tiny model on a GPU's runner with fewer slots than experts, and what it computes in a few steps."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from experts.memory.expert_file import round_to_page
+from experts.prefetch.fitted_gates import FittedGates
+from moeserve.cuda.build import build_gpu_decoder
+from moeserve.cuda.expert_memory import (
+    GpuExpertSettings,
+    GpuResidentModel,
+    open_gpu_experts,
+    plan_gpu_residency,
+    slot_layout,
+)
+from moeserve.cuda.gpu_model import GpuSettings, make_runner
+from moeserve.executor import LaunchingRunner
+from moeserve.expert_service.prefetch import PrefetchingLauncher, start_prefetching
+from moeserve.kv_budget import KvBudget
+from moeserve.models.progress import silent
+from moeserve.models.spec import DecoderSpec
+from moeserve.plan import Chunk, ChunkResult, StepPlan
+from moeserve.request import SamplingParams
+
+BLOCK_SIZE, MAX_LEN, MAX_TOKENS = 4, 32, 16
+SETTINGS = GpuSettings(BLOCK_SIZE, 4, MAX_TOKENS, MAX_LEN, None, 0.9, enforce_eager=True)
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0, logprobs=3)
+PROMPTS = ([3, 14, 15, 92, 65, 35, 89], [27, 18, 41])
+TABLES = ([1, 4, 6], [3, 0, 2])
+NUM_DECODES = 1
+DTYPE = torch.float32
+
+
+def prompt_chunks() -> list[Chunk]:
+    return [
+        Chunk(str(number), array("i", prompt), 0, array("i", table), GREEDY)
+        for number, (prompt, table) in enumerate(zip(PROMPTS, TABLES, strict=True))
+    ]
+
+
+def following(chunks: Sequence[Chunk], results: Sequence[ChunkResult]) -> list[Chunk]:
+    """Each request's next token."""
+    return [
+        Chunk(
+            chunk.request_id,
+            array("i", [result.token_id or 0]),
+            chunk.start + len(chunk.token_ids),
+            chunk.block_table,
+            GREEDY,
+        )
+        for chunk, result in zip(chunks, results, strict=True)
+    ]
+
+
+def generate(
+    model_dir: Path,
+    spec: DecoderSpec,
+    device: torch.device,
+    experts: GpuResidentModel | None,
+    prefetch: str = "off",
+    fitted: FittedGates | None = None,
+) -> list[list[ChunkResult]]:
+    """The results of a step of prompts and some steps of decodes."""
+    decoder = build_gpu_decoder(
+        model_dir, spec, dtype=DTYPE, device=device, max_tokens=MAX_TOKENS, max_model_len=MAX_LEN, experts=experts
+    )
+    runner: LaunchingRunner = make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS)
+    if experts is not None and (listener := start_prefetching(prefetch, experts, decoder, fitted=fitted)) is not None:
+        runner = PrefetchingLauncher(runner, listener)
+    chunks, results = prompt_chunks(), []
+    for step in range(1 + NUM_DECODES):
+        results.append(runner.launch(StepPlan(step, chunks)).result().chunks)
+        chunks = following(chunks, results[-1])
+    return results
+
+
+def open_experts(
+    model_dir: Path, spec: DecoderSpec, device: torch.device, num_slots: int, host_bytes: int, store: Path
+) -> GpuResidentModel:
+    """Settings that pay for `num_slots` in each layer."""
+    size = num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE).num_bytes)
+    plan = plan_gpu_residency(spec, DTYPE, size)
+    assert plan is not None
+    assert set(plan.slots.num_slots) == {num_slots}
+    settings = GpuExpertSettings(size, host_bytes, "lru", store, None)
+    return open_gpu_experts(model_dir, spec, plan, settings, DTYPE, device, MAX_TOKENS, silent)
