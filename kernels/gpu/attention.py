@@ -46,6 +46,19 @@ class Partials:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ExtendRun:
+    """The sequences first ... end - 1 of a batch, of few new tokens each, `num_tokens` in all, and how they are split.
+
+    `work` has been updated with their lengths and starts.
+    """
+
+    first: int
+    end: int
+    num_tokens: int
+    work: SplitWork
+
+
 def split_attention(
     q: Tensor,
     keys_pool: Tensor,
@@ -58,6 +71,7 @@ def split_attention(
     block_size: int,
     scale: float,
     query_starts: Tensor | None = None,
+    num_tokens: int | None = None,
     sinks: Tensor | None = None,
     soft_cap: float | None = None,
     key_scale: float = 1.0,
@@ -67,10 +81,11 @@ def split_attention(
     """Attention of few new tokens per sequence; returns out [T, H, Dv].
 
     q [T, H, Dk]: one token for each of `seq_lens` [S] (int32, with the new tokens; 0 gives zeros), or, with
-    `query_starts` [S + 1] int32, the tokens from query_starts[s] on for sequence s. `work` has been updated with the
-    same lengths and starts since they changed, and holds the window. `sinks` [H] are logits of a key without value.
-    fp8 pools (e4m3) are multiplied by `key_scale` and `value_scale`. Rows that belong to no sequence stay as they are.
-    Launches two kernels and waits for nothing, so a graph can hold it. Overwrites `partials`.
+    `query_starts` [S + 1] int32, the tokens from query_starts[s] on for sequence s, `num_tokens` in all where they are
+    fewer than T. `work` has been updated with the same lengths and starts since they changed, and holds the window.
+    `sinks` [H] are logits of a key without value. fp8 pools (e4m3) are multiplied by `key_scale` and `value_scale`.
+    Rows that belong to no sequence stay as they are. Launches two kernels and waits for nothing, so a graph can hold
+    it. Overwrites `partials`.
     """
     shape = _Shape(q, keys_pool, values_pool, block_size)
     config, tokens = work.config, work.tokens_per_tile
@@ -116,7 +131,8 @@ def split_attention(
         num_stages=config.num_stages,
     )
     block_dim = min(_REDUCE_DIM, max(16, power_of_two(shape.value_dim)))
-    num_tokens = seq_lens.shape[0] if one_query else q.shape[0]
+    if num_tokens is None:
+        num_tokens = seq_lens.shape[0] if one_query else q.shape[0]
     # Where there are many tokens most have one part: fewer programs then start only to return.
     many = work.max_seqs * shape.num_heads >= _MANY_ROWS
     heads_per_program = math.gcd(shape.num_heads, 8) if many else 1
@@ -224,14 +240,13 @@ def paged_attention(
     value_scale: float = 1.0,
     out: Tensor | None = None,
     config: PrefillConfig | None = None,
-    extends: SplitWork | None = None,
+    extends: ExtendRun | None = None,
 ) -> Tensor:
     """A mixed batch: the first `num_decodes` sequences have one new token each, the others any number.
 
-    `work` has been updated with seq_lens[:num_decodes]; its window holds for all. `extends`, a work list updated with
-    the lengths and starts of the others, splits their contexts: for few new tokens over long prefixes, for which a
-    prefill would occupy a few programs for long. `partials` have to be large enough for both. The rest as in
-    `split_attention` and `prefill_attention`.
+    `work` has been updated with seq_lens[:num_decodes]; its window holds for all. `extends` are sequences behind those
+    whose few new tokens are packed into tiles and whose contexts are split; the rest is computed as prompts are.
+    `partials` have to be large enough for both. The rest as in `split_attention` and `prefill_attention`.
     """
     if out is None:
         out = q.new_empty((*q.shape[:2], values_pool.shape[2]))
@@ -247,20 +262,32 @@ def paged_attention(
     pools = q, keys_pool, values_pool
     if num_decodes:
         split_attention(*pools, block_table[:num_decodes], seq_lens[:num_decodes], work, partials, **settings)
-    table, lengths, starts = block_table[num_decodes:], seq_lens[num_decodes:], query_starts[num_decodes:]
+    prompts = [(num_decodes, len(seq_lens))]
     if extends is not None:
-        split_attention(*pools, table, lengths, extends, partials, query_starts=starts, **settings)
-    elif len(lengths):
-        prefill_attention(
+        first, end = extends.first, extends.end
+        prompts = [(num_decodes, first), (end, len(seq_lens))]
+        split_attention(
             *pools,
-            table,
-            lengths,
-            starts,
-            max_query_len=max_query_len,
-            window=work.window,
-            config=config,
+            block_table[first:end],
+            seq_lens[first:end],
+            extends.work,
+            partials,
+            query_starts=query_starts[first : end + 1],
+            num_tokens=extends.num_tokens,
             **settings,
         )
+    for first, end in prompts:
+        if first < end:
+            prefill_attention(
+                *pools,
+                block_table[first:end],
+                seq_lens[first:end],
+                query_starts[first : end + 1],
+                max_query_len=max_query_len,
+                window=work.window,
+                config=config,
+                **settings,
+            )
     return out
 
 

@@ -16,6 +16,8 @@ SHARED_MEMORY_PER_SM = 227 * 1024
 MIN_ROWS = 16
 # Prompts up to here take smaller tiles.
 SHORT_QUERIES = 64
+# Tokens that a tile of a short extend is made for, where so many rows fit into registers.
+EXTEND_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,21 @@ class SplitConfig:
     num_stages: int
     min_chunk: int = 128
     programs_per_sm: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendConfig:
+    """Of the split kernel for sequences with a few new tokens, `max_query_len` at most (0: for none).
+
+    Rows of a tile are tokens times the query heads of a KV head.
+    """
+
+    split: SplitConfig
+    max_query_len: int
+
+    def tokens_per_tile(self, heads_per_kv: int) -> int:
+        """Tokens whose heads fit the rows; 1 where even one token's need several programs."""
+        return max(1, self.split.rows // heads_per_kv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +167,28 @@ def prefill_config(
     if block_size >= 32:
         tile = min(tile, block_size)
     return fitting(PrefillConfig(rows, tile, num_warps, num_stages), key_dim, value_dim, query_dtype, kv_dtype)
+
+
+def extend_config(
+    key_dim: int,
+    value_dim: int,
+    heads_per_kv: int,
+    block_size: int,
+    query_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+) -> ExtendConfig:
+    """For up to so many new tokens as take at most half the rows that a prefill would compute.
+
+    A prefill of few tokens computes a whole tile per query head, most of it padding, and reads keys and values once per
+    head; packed, the heads of a KV head share tiles, and contexts are split besides. A half, since the split kernel
+    masks every tile and needs a second kernel: an estimate, not measured.
+    """
+    split = split_config(key_dim, value_dim, heads_per_kv, block_size, query_dtype, kv_dtype, EXTEND_TOKENS)
+    prefill = prefill_config(key_dim, value_dim, block_size, query_dtype, kv_dtype, 1)
+    packed_rows = split.rows * -(-heads_per_kv // split.rows)
+    tiles = heads_per_kv * prefill.rows // (2 * packed_rows)
+    config = ExtendConfig(split, 0)
+    return replace(config, max_query_len=min(tiles * config.tokens_per_tile(heads_per_kv), prefill.rows))
 
 
 def fitting(config: Config, key_dim: int, value_dim: int, query_dtype: torch.dtype, kv_dtype: torch.dtype) -> Config:

@@ -201,7 +201,8 @@ def reduce_kernel(
 ):
     """Program (token, heads, part of the dims): weighs the token's parts, BLOCK_PARTS at once, by their sums.
 
-    Tokens whose sequence has one chunk are left alone: they are written already.
+    Tokens are counted from the first sequence's on. Those whose sequence has one chunk are left alone: they are written
+    already.
     """
     token = tl.program_id(0)
     if ONE_QUERY:
@@ -209,7 +210,8 @@ def reduce_kernel(
         in_seq = 0
         query_len = 1
     else:
-        if (token < tl.load(query_starts)) | (token >= tl.load(query_starts + num_seqs)):
+        token += tl.load(query_starts)
+        if token >= tl.load(query_starts + num_seqs):
             return
         seq = sequence_of(query_starts, token, num_seqs, 0)
         first_token = tl.load(query_starts + seq)

@@ -1,6 +1,7 @@
 """Measured configurations of attention, in files as those of the experts (`kernels.gpu.tuning`).
 
-A file holds the tiles of decodes and those of long prompts for one GPU, one shape and one minor version of Triton.
+A file holds the tiles of decodes, of short extends and of long prompts, and which extends are short, for one GPU, one
+shape and one minor version of Triton.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 from kernels.gpu.attention_config import (
     SHARED_MEMORY_BYTES,
     SHORT_QUERIES,
+    ExtendConfig,
     PrefillConfig,
     SplitConfig,
+    extend_config,
     power_of_two,
     prefill_config,
     shared_memory,
@@ -26,6 +29,7 @@ from kernels.gpu.attention_config import (
 from kernels.gpu.tuning import Platform, TuningError, first_file, read_entries, write_entries
 
 MAX_CANDIDATES = 24
+AnyConfig = SplitConfig | ExtendConfig | PrefillConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,10 @@ class AttentionShape:
         """Of the table, for sequences with one new token."""
         return split_config(self.key_dim, self.value_dim, self.group, self.block_size, self.dtype, self.kv_dtype)
 
+    def extend(self) -> ExtendConfig:
+        """Of the table, for sequences with few new tokens; says how few."""
+        return extend_config(self.key_dim, self.value_dim, self.group, self.block_size, self.dtype, self.kv_dtype)
+
     def prefill(self, max_query_len: int) -> PrefillConfig:
         """Of the table, for sequences of up to `max_query_len` new tokens."""
         return prefill_config(self.key_dim, self.value_dim, self.block_size, self.dtype, self.kv_dtype, max_query_len)
@@ -71,8 +79,8 @@ class AttentionShape:
 class AttentionConfigs:
     """Chooses configurations of one shape: measured ones if there are any, else those of the table."""
 
-    def __init__(self, shape: AttentionShape, tuned: dict[str, SplitConfig | PrefillConfig] | None = None) -> None:
-        """tuned: "decode" and "prefill", either may be missing."""
+    def __init__(self, shape: AttentionShape, tuned: dict[str, AnyConfig] | None = None) -> None:
+        """tuned: "decode", "extend" and "prefill", any may be missing."""
         self.shape = shape
         self._tuned = tuned or {}
 
@@ -87,6 +95,10 @@ class AttentionConfigs:
         tuned = self._tuned.get("decode")
         return tuned if isinstance(tuned, SplitConfig) else self.shape.split()
 
+    def extend(self) -> ExtendConfig:
+        tuned = self._tuned.get("extend")
+        return tuned if isinstance(tuned, ExtendConfig) else self.shape.extend()
+
     def prefill(self, max_query_len: int) -> PrefillConfig:
         """Only prompts beyond `SHORT_QUERIES` tokens were measured."""
         tuned = self._tuned.get("prefill")
@@ -96,29 +108,35 @@ class AttentionConfigs:
 
 
 def write_attention(
-    path: Path, shape: AttentionShape, platform: Platform, found: dict[str, tuple[SplitConfig | PrefillConfig, float]]
+    path: Path, shape: AttentionShape, platform: Platform, found: dict[str, tuple[AnyConfig, float]]
 ) -> None:
     """Writes the fastest configurations and their microseconds. Raises OSError."""
     entries = {name: {"microseconds": round(time, 1), **asdict(config)} for name, (config, time) in found.items()}
     write_entries(path, shape, platform, entries)
 
 
-def read_attention(path: Path, shape: AttentionShape, platform: Platform) -> dict[str, SplitConfig | PrefillConfig]:
+def read_attention(path: Path, shape: AttentionShape, platform: Platform) -> dict[str, AnyConfig]:
     """Raises TuningError for a broken file, one for others, or one whose configurations cannot run here."""
-
-    def parse(name: str, fields: dict[str, Any]) -> tuple[str, SplitConfig | PrefillConfig]:
-        kinds: dict[str, type[SplitConfig] | type[PrefillConfig]] = {"decode": SplitConfig, "prefill": PrefillConfig}
-        return name, kinds[name](**fields)
-
-    configs = read_entries(path, shape, platform, parse)
-    heads = shape.split().rows
-    for config in configs.values():
-        # Rows of a decode are query heads: another number would leave some out.
-        if not shape.fits(config) or (isinstance(config, SplitConfig) and config.rows != heads):
-            raise TuningError(f"{path} has configurations that cannot run here")
+    configs = read_entries(path, shape, platform, _parse)
+    if not all(_runs(config, shape) for config in configs.values()):
+        raise TuningError(f"{path} has configurations that cannot run here")
     if not configs:
         raise TuningError(f"{path} has no configuration")
     return configs
+
+
+def _parse(name: str, fields: dict[str, Any]) -> tuple[str, AnyConfig]:
+    if name == "extend":
+        return name, ExtendConfig(SplitConfig(**fields["split"]), int(fields["max_query_len"]))
+    kinds: dict[str, type[SplitConfig] | type[PrefillConfig]] = {"decode": SplitConfig, "prefill": PrefillConfig}
+    return name, kinds[name](**fields)
+
+
+def _runs(config: AnyConfig, shape: AttentionShape) -> bool:
+    if isinstance(config, ExtendConfig):
+        return shape.fits(config.split) and 0 <= config.max_query_len <= SHORT_QUERIES
+    # Rows of a decode are query heads: another number would leave some out.
+    return shape.fits(config) and (isinstance(config, PrefillConfig) or config.rows == shape.split().rows)
 
 
 def split_candidates(shape: AttentionShape) -> list[SplitConfig]:

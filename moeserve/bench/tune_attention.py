@@ -10,13 +10,13 @@ import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from kernels.gpu.attention_config import PrefillConfig, SplitConfig
-from kernels.gpu.attention_tuning import AttentionShape, prefill_candidates, split_candidates
+from kernels.gpu.attention_tuning import AnyConfig, AttentionShape, prefill_candidates, split_candidates
 from moeserve.bench.kernel_cases_attention import AttentionCase, Kind, PreparedAttention, prepare
 from moeserve.bench.tune_moe import Report, TimeUs, median_us
 
 # What is timed: sequences and their lengths.
 DECODE, PREFILL = (64, 4096), (2, 4096)
-Found = dict[str, tuple[SplitConfig | PrefillConfig, float]]
+Found = dict[str, tuple[AnyConfig, float]]
 
 
 def tune_attention(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention import Partials, paged_attention
+from kernels.gpu.attention import ExtendRun, Partials, paged_attention
 from kernels.gpu.attention_config import PrefillConfig
 from kernels.gpu.attention_work import SplitWork
 from kernels.gpu.norm import rms_norm
@@ -23,7 +23,8 @@ class Sequences:
 
     slots: [T] int64, -1 for rows that pad the batch. block_table: [S, N] int32. seq_lens: [S] int32 with the new
     tokens, 0 for padding. query_starts: [S + 1] int32. works: a work list per window, of the first `num_decodes`.
-    prefill: how prompts are computed; None where there are none.
+    prefill: how prompts of up to `max_query_len` tokens are computed; None where there are none. extends: short ones
+    among the prompts that are computed otherwise, by window; empty where there are none.
     """
 
     slots: Tensor
@@ -36,6 +37,7 @@ class Sequences:
     works: Mapping[int | None, SplitWork]
     partials: Partials
     prefill: PrefillConfig | None = None
+    extends: Mapping[int | None, ExtendRun] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -66,6 +68,7 @@ class GpuStep:
             scale=scale,
             sinks=sinks,
             config=sequences.prefill,
+            extends=sequences.extends.get(window),
         )
 
 

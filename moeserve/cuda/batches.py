@@ -9,21 +9,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention import Partials
-from kernels.gpu.attention_config import PrefillConfig
+from kernels.gpu.attention import ExtendRun, Partials
+from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_tuning import AttentionConfigs, AttentionShape
 from kernels.gpu.attention_work import SplitWork
 from moeserve.cuda.attention import Sequences
 from moeserve.cuda.attention_kernels import attention_shape
 from moeserve.cuda.decoder import GpuBatch
-from moeserve.cuda.step_arrays import StepArrays
+from moeserve.cuda.step_arrays import ExtendLimits, StepArrays, share_prompts
 from moeserve.models.spec import DecoderSpec
 
 # Table widths are multiples of this: Triton compiles anew for a stride that is no multiple of 16.
 _TABLE_STEP = 16
 # What the interpreter splits work for; a GPU says its own number.
 _INTERPRETED_SMS = 4
+# Waves of programs that short extends of one step may fill: more would need scratch and gain nothing by splitting.
+_EXTEND_WAVES = 4
 _TYPES = {"q": torch.int64, "i": torch.int32, "f": torch.float32}
+
+
+Works = dict[int | None, SplitWork]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +50,64 @@ class AttentionLimits:
     def table_width(self) -> int:
         return _round_up(-(-self.max_model_len // self.block_size))
 
-    def works(self, max_seqs: int) -> dict[int | None, SplitWork]:
+    @property
+    def configs(self) -> AttentionConfigs:
+        return AttentionConfigs(self.shape) if self.tuned is None else self.tuned
+
+    def works(self, max_seqs: int) -> Works:
         """A work list per window length for up to `max_seqs` sequences with one new token."""
-        shape = self.shape
-        config = shape.split() if self.tuned is None else self.tuned.split()
+        config = self.configs.split()
+        return {window: self._work(max_seqs, max_seqs, config, window) for window in set(self.spec.windows)}
+
+    def extend_works(self, max_seqs: int) -> Works:
+        """The same for short extends; empty where nothing is computed as one."""
+        config, limits = self.configs.extend(), self.extends(max_seqs)
+        if limits is None:
+            return {}
         return {
-            window: SplitWork(
-                max_seqs,
-                max_seqs,
-                self.max_model_len,
-                shape.kv_heads * -(-shape.group // config.rows),
-                config,
-                self.device,
-                num_sms=_num_sms(self.device),
-                window=window,
-            )
+            window: self._work(max_seqs, limits.max_tiles, config.split, window, config)
             for window in set(self.spec.windows)
         }
 
+    def extends(self, max_seqs: int) -> ExtendLimits | None:
+        """What counts as a short extend in steps of up to `max_seqs` sequences; None if nothing does."""
+        config, group = self.configs.extend(), self.shape.group
+        if not config.max_query_len:
+            return None
+        tokens = config.tokens_per_tile(group)
+        per_tile = self._programs(config.split)
+        slots = max(1, _num_sms(self.device) * config.split.programs_per_sm // per_tile)
+        tiles = min(max_seqs * -(-config.max_query_len // tokens), _EXTEND_WAVES * slots)
+        return ExtendLimits(config.max_query_len, tokens, tiles)
+
     def prefill(self, max_query_len: int) -> PrefillConfig:
         """What attention of prompts up to a length is computed with."""
-        return (self.shape if self.tuned is None else self.tuned).prefill(max_query_len)
+        return self.configs.prefill(max_query_len)
 
-    def partials(self, works: dict[int | None, SplitWork]) -> Partials:
+    def partials(self, *works: Works) -> Partials:
         """Scratch for the largest of some work lists."""
-        shape = self.shape
-        largest = max(works.values(), key=lambda work: work.capacity)
-        return Partials.allocate(largest, shape.num_heads, shape.value_dim)
+        first, *others = (work for by_window in works for work in by_window.values())
+        return Partials.allocate(first, self.shape.num_heads, self.shape.value_dim, *others)
+
+    def _programs(self, config: SplitConfig) -> int:
+        """For each piece of work."""
+        return self.shape.kv_heads * -(-self.shape.group // config.rows)
+
+    def _work(
+        self, max_seqs: int, max_tiles: int, config: SplitConfig, window: int | None, extend: ExtendConfig | None = None
+    ) -> SplitWork:
+        return SplitWork(
+            max_seqs,
+            max_tiles,
+            self.max_model_len,
+            self._programs(config),
+            config,
+            self.device,
+            num_sms=_num_sms(self.device),
+            max_query_len=1 if extend is None else extend.max_query_len,
+            tokens_per_tile=1 if extend is None else extend.tokens_per_tile(self.shape.group),
+            window=window,
+        )
 
 
 class StepBatches:
@@ -80,7 +116,9 @@ class StepBatches:
     def __init__(self, limits: AttentionLimits, max_seqs: int) -> None:
         self._limits = limits
         self._works = limits.works(max_seqs)
-        self._partials = limits.partials(self._works)
+        self._extends = limits.extends(max_seqs)
+        self._extend_works = limits.extend_works(max_seqs)
+        self._partials = limits.partials(self._works, self._extend_works)
 
     def make(self, arrays: StepArrays, logit_rows: Sequence[int], drawn: Tensor | None) -> GpuBatch:
         """Tensors for `arrays`; `drawn` are the previous step's tokens [S] int64 on the device, where rows need them.
@@ -88,28 +126,39 @@ class StepBatches:
         Launches the work lists' kernels.
         """
         device = self._limits.device
-        seq_lens = to_device(arrays.seq_lens, device)
-        for work in self._works.values() if arrays.num_decodes else ():
-            work.update(seq_lens[: arrays.num_decodes])
-        width = _round_up(max(len(table) for table in arrays.block_tables))
-        sequences = Sequences(
-            to_device(arrays.slots, device),
-            block_table(arrays.block_tables, width, device),
-            seq_lens,
-            to_device(arrays.query_starts, device),
-            arrays.num_decodes,
-            arrays.max_query_len,
-            self._limits.block_size,
-            self._works,
-            self._partials,
-            self._limits.prefill(arrays.max_query_len),
-        )
         every = len(logit_rows) == arrays.num_rows
         return GpuBatch(
             token_ids_of(arrays, drawn, device),
             to_device(arrays.positions, device),
-            sequences,
+            self._sequences(arrays),
             None if every else to_device(array("q", logit_rows), device),
+        )
+
+    def _sequences(self, arrays: StepArrays) -> Sequences:
+        device, num_decodes = self._limits.device, arrays.num_decodes
+        seq_lens, starts = to_device(arrays.seq_lens, device), to_device(arrays.query_starts, device)
+        for work in self._works.values() if num_decodes else ():
+            work.update(seq_lens[:num_decodes])
+        run, longest = share_prompts(arrays.prompt_lens, self._extends)
+        extends = {}
+        if run is not None:
+            first, end = num_decodes + run[0], num_decodes + run[1]
+            num_tokens = arrays.query_starts[end] - arrays.query_starts[first]
+            for window, work in self._extend_works.items():
+                work.update(seq_lens[first:end], starts[first : end + 1])
+                extends[window] = ExtendRun(first, end, num_tokens, work)
+        return Sequences(
+            to_device(arrays.slots, device),
+            block_table(arrays.block_tables, _round_up(max(len(table) for table in arrays.block_tables)), device),
+            seq_lens,
+            starts,
+            num_decodes,
+            longest,
+            self._limits.block_size,
+            self._works,
+            self._partials,
+            self._limits.prefill(longest) if longest else None,
+            extends,
         )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
+from moeserve.cuda.step_arrays import ExtendLimits, share_prompts
+
 # Of a number of new tokens: what makes one configuration of kernels differ from another.
 Choice = Callable[[int], Hashable]
 
@@ -38,19 +40,25 @@ class StepLimits:
 class LaunchVariants:
     """The variants of attention and experts that steps of a model launch, of those that are not captured.
 
-    prefill: by the longest prompt of a step. experts: by its rows, None for a model without any.
+    prefill: by the longest prompt of a step that is no short extend. experts: by its rows, None for a model without
+    any. extends: which prompts are short extends, None for none.
     """
 
-    def __init__(self, limits: StepLimits, prefill: Choice, experts: Choice | None) -> None:
-        self._limits, self._prefill, self._experts = limits, prefill, experts
+    def __init__(
+        self, limits: StepLimits, prefill: Choice, experts: Choice | None, extends: ExtendLimits | None = None
+    ) -> None:
+        self._limits, self._prefill, self._experts, self._extends = limits, prefill, experts, extends
 
     def of_step(self, shape: StepShape) -> frozenset[Hashable]:
         """What a step launches. The last layer's experts see only rows whose logits are wanted."""
         found: set[Hashable] = set()
         if shape.num_decodes:
             found.add("decode")
-        if shape.prompt_lens:
-            found.add(("prefill", self._prefill(max(shape.prompt_lens))))
+        run, longest = share_prompts(shape.prompt_lens, self._extends)
+        if run is not None:
+            found.add("extend")
+        if longest:
+            found.add(("prefill", self._prefill(longest)))
         if self._experts is not None:
             found |= {("experts", self._experts(rows)) for rows in (shape.num_tokens, shape.num_logits) if rows}
         return frozenset(found)
@@ -71,9 +79,14 @@ class LaunchVariants:
         return chosen
 
     def _simple_steps(self) -> Iterator[StepShape]:
-        """One decode, and prompts of every number of tokens, as long as can be: every choice depends on one number."""
+        """One decode, and prompts of every number of tokens, as long as can be: every choice depends on one number.
+
+        And as many prompts as can be, of one token each: more than are computed as short extends.
+        """
         limits = self._limits
         yield StepShape(1, (), 1)
+        most = min(limits.max_seqs, limits.max_tokens)
+        yield StepShape(0, (1,) * most, most)
         for num_tokens in range(1, limits.max_tokens + 1):
             whole, rest = divmod(num_tokens, limits.max_len)
             lengths = (limits.max_len,) * whole + ((rest,) if rest else ())

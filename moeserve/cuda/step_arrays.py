@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from moeserve.plan import Chunk
 
@@ -16,6 +17,44 @@ def _int64() -> array[int]:
 
 def _int32() -> array[int]:
     return array("i")
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendLimits:
+    """Which prompts attention computes as short extends: at most `max_query_len` new tokens each, and all of a step
+    together at most `max_tiles` tiles of `tokens_per_tile`."""
+
+    max_query_len: int
+    tokens_per_tile: int
+    max_tiles: int
+
+    def run(self, query_lens: Sequence[int]) -> tuple[int, int]:
+        """The most neighbours that are computed so, the first such: places first ... end - 1; equal for none.
+
+        One run, because each is two launches per layer; the prompts beside it are computed as long ones are.
+        """
+        best = (0, 0)
+        first = tiles = 0
+        for place, length in enumerate(query_lens):
+            if length > self.max_query_len:
+                first, tiles = place + 1, 0
+                continue
+            tiles += self._tiles(length)
+            while tiles > self.max_tiles:
+                tiles -= self._tiles(query_lens[first])
+                first += 1
+            if place + 1 - first > best[1] - best[0]:
+                best = (first, place + 1)
+        return best
+
+    def _tiles(self, query_len: int) -> int:
+        return -(-query_len // self.tokens_per_tile)
+
+
+def share_prompts(prompt_lens: Sequence[int], extends: ExtendLimits | None) -> tuple[tuple[int, int] | None, int]:
+    """Those computed as short extends (places first ... end - 1, None for none); the longest of the others, or 0."""
+    first, end = (0, 0) if extends is None else extends.run(prompt_lens)
+    return (first, end) if first < end else None, max([*prompt_lens[:first], *prompt_lens[end:]], default=0)
 
 
 @dataclass(slots=True)
@@ -40,6 +79,12 @@ class StepArrays:
     @property
     def num_rows(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def prompt_lens(self) -> list[int]:
+        """New tokens of the chunks behind the decodes."""
+        starts = self.query_starts[self.num_decodes :]
+        return [end - start for start, end in pairwise(starts)]
 
 
 def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:

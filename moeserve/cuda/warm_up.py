@@ -16,7 +16,8 @@ from moeserve.cuda.step_arrays import StepArrays
 
 def launch_variants(limits: AttentionLimits, configs: MoeConfigs | None, step: StepLimits) -> LaunchVariants:
     """Of the steps of a model that are not captured."""
-    return LaunchVariants(step, limits.prefill, None if configs is None else configs.variant)
+    experts = None if configs is None else configs.variant
+    return LaunchVariants(step, limits.prefill, experts, limits.extends(step.max_seqs))
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 import moeserve.bench.tune_attention as tune_attention_module
 import moeserve.cuda.attention_kernels as attention_kernels
 import moeserve.cuda.expert_kernels as expert_kernels
-from kernels.gpu.attention_config import PrefillConfig, SplitConfig
+from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_tuning import (
     MAX_CANDIDATES,
     AttentionConfigs,
@@ -32,7 +32,11 @@ BF16 = torch.bfloat16
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(32, 4, 128, 128, 64, BF16, BF16)
 PLATFORM = Platform("NVIDIA H200", "3.6.0")
-OWN = {"decode": (SplitConfig(16, 32, 8, 2), 7.04), "prefill": (PrefillConfig(64, 32, 4, 2), 90.0)}
+OWN = {
+    "decode": (SplitConfig(16, 32, 8, 2), 7.04),
+    "extend": (ExtendConfig(SplitConfig(32, 32, 4, 2), 12), 9.0),
+    "prefill": (PrefillConfig(64, 32, 4, 2), 90.0),
+}
 
 
 def write(folder, shape=SHAPE, found=OWN):
@@ -47,6 +51,7 @@ def test_a_file_is_read_back_and_serves_decodes_and_long_prompts(tmp_path):
     assert json.loads(path.read_text())["configs"]["decode"]["microseconds"] == 7.0
     configs = AttentionConfigs.find(SHAPE, PLATFORM, (tmp_path / "missing", tmp_path))
     assert configs.split() == OWN["decode"][0] != SHAPE.split()
+    assert configs.extend() == OWN["extend"][0] != SHAPE.extend()
     assert configs.prefill(1000) == OWN["prefill"][0] != SHAPE.prefill(1000)
     assert configs.prefill(64) == SHAPE.prefill(64)
 
@@ -54,6 +59,7 @@ def test_a_file_is_read_back_and_serves_decodes_and_long_prompts(tmp_path):
 def test_without_a_file_the_table_serves(tmp_path, caplog):
     configs = AttentionConfigs.find(SHAPE, PLATFORM, (tmp_path,))
     assert configs.split() == SHAPE.split()
+    assert configs.extend() == SHAPE.extend()
     assert configs.prefill(1000) == SHAPE.prefill(1000)
     assert "moeserve tune" in caplog.text
 
@@ -64,6 +70,9 @@ def test_without_a_file_the_table_serves(tmp_path, caplog):
         ({"decode": (SplitConfig(32, 32, 4, 2), 1.0)}, "cannot run"),
         ({"decode": (SplitConfig(16, 48, 4, 2), 1.0)}, "cannot run"),
         ({"prefill": (PrefillConfig(128, 256, 8, 5), 1.0)}, "cannot run"),
+        ({"extend": (ExtendConfig(SplitConfig(24, 32, 4, 2), 8), 1.0)}, "cannot run"),
+        ({"extend": (ExtendConfig(SplitConfig(32, 32, 4, 2), 65), 1.0)}, "cannot run"),
+        ({"extend": (SplitConfig(32, 32, 4, 2), 1.0)}, "no file"),
         ({"decoding": (SplitConfig(16, 32, 4, 2), 1.0)}, "no file"),
     ],
 )
@@ -76,6 +85,24 @@ def test_a_file_of_another_shape_is_refused(tmp_path):
     other = AttentionShape(32, 8, 128, 128, 64, BF16, BF16)
     with pytest.raises(TuningError, match="is for"):
         read_attention(write(tmp_path, shape=other), SHAPE, PLATFORM)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens_per_tile", "max_query_len"),
+    [
+        (SHAPE, 8, 32),
+        (AttentionShape(32, 8, 128, 128, 16, BF16, BF16), 16, 32),
+        (AttentionShape(16, 16, 128, 128, 16, BF16, BF16), 16, 32),
+        (AttentionShape(20, 4, 64, 64, 16, BF16, BF16), 12, 24),
+        (AttentionShape(128, 1, 576, 512, 64, BF16, BF16), 1, 16),
+        (AttentionShape(32, 4, 128, 128, 64, torch.float32, torch.float32), 2, 16),
+        (AttentionShape(4, 4, 256, 256, 64, torch.float32, torch.float32), 16, 0),
+    ],
+)
+def test_extends_are_packed_while_that_halves_the_rows(shape, tokens_per_tile, max_query_len):
+    config = shape.extend()
+    assert (config.tokens_per_tile(shape.group), config.max_query_len) == (tokens_per_tile, max_query_len)
+    assert shape.fits(config.split)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from kernels.gpu.attention_tuning import AttentionConfigs
+from moeserve.cuda.attention_kernels import attention_shape
 from moeserve.cuda.batches import AttentionLimits, StepBatches
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.step_arrays import step_arrays
@@ -35,7 +38,10 @@ def test_logits_equal_those_of_transformers(case: str, device: torch.device, tmp
         expected = [model(torch.tensor([tokens]), use_cache=False).logits[0] for tokens in requests]
     spec = build_spec(load_config(tmp_path))
     decoder = build_gpu_decoder(tmp_path, spec, dtype=torch.float32, device=device, max_tokens=16, max_model_len=32)
-    batches = StepBatches(AttentionLimits(spec, BLOCK_SIZE, 32, torch.float32, device), max_seqs=4)
+    shape = attention_shape(spec, BLOCK_SIZE, torch.float32)
+    # Prompts of five and three tokens are computed otherwise than those of one and two.
+    tuned = AttentionConfigs(shape, {"extend": replace(shape.extend(), max_query_len=2)})
+    batches = StepBatches(AttentionLimits(spec, BLOCK_SIZE, 32, torch.float32, device, tuned), max_seqs=4)
     pools = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32, device)
     for pair in pools.layers:
         for pool in pair:

@@ -10,6 +10,7 @@ import pytest
 from kernels.gpu.moe_config import Device, MoeShape
 from kernels.gpu.tuning import MoeConfigs, Platform
 from moeserve.cuda.launch_variants import LaunchVariants, StepLimits, StepShape
+from moeserve.cuda.step_arrays import ExtendLimits
 
 ROOT = Path(__file__).resolve().parents[2]
 HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)
@@ -20,7 +21,8 @@ MORE_CASES = ("olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "granitemoe", "mistra
 
 def variants(tmp_path, limits, experts=True):
     configs = MoeConfigs(MoeShape(64, 768, 2048, 8, "bfloat16"), HOPPER, Platform("gpu", "3.9.0"), (tmp_path,))
-    return LaunchVariants(limits, lambda length: length <= 64, configs.variant if experts else None), configs
+    extends = ExtendLimits(32, 8, 30)
+    return LaunchVariants(limits, lambda length: length <= 64, configs.variant if experts else None, extends), configs
 
 
 def test_few_steps_launch_all_variants_of_every_number_of_tokens(tmp_path):
@@ -40,9 +42,22 @@ def test_few_steps_launch_all_variants_of_every_number_of_tokens(tmp_path):
     assert {("experts", configs.variant(512)), ("experts", configs.variant(513))} <= of.all()
 
 
-def test_a_model_without_experts_has_a_decode_and_two_prompts_to_launch(tmp_path):
+def test_a_model_without_experts_has_a_decode_and_three_prompts_to_launch(tmp_path):
+    of, _ = variants(tmp_path, StepLimits(4096, 24, 8192), experts=False)
+    shapes = [StepShape(0, (4096,), 1), StepShape(0, (64,), 1), StepShape(0, (32,), 1), StepShape(1, (), 1)]
+    assert of.steps() == shapes
+
+
+def test_prompts_of_one_token_beyond_what_is_packed_are_known_to_be_prefilled(tmp_path):
+    of, _ = variants(tmp_path, StepLimits(32, 32, 8192), experts=False)
+    assert of.of_step(StepShape(0, (1,) * 31, 31)) == {"extend", ("prefill", True)} <= of.all()
+    assert of.steps() == [StepShape(0, (1,) * 32, 32), StepShape(1, (), 1)]
+
+
+def test_extends_and_prefills_of_one_step_are_both_known(tmp_path):
     of, _ = variants(tmp_path, StepLimits(4096, 64, 8192), experts=False)
-    assert of.steps() == [StepShape(0, (4096,), 1), StepShape(0, (64,), 1), StepShape(1, (), 1)]
+    assert of.of_step(StepShape(3, (4, 500, 4), 6)) == {"decode", "extend", ("prefill", False)}
+    assert of.of_step(StepShape(3, (4, 500, 4), 6)) <= of.all()
 
 
 def test_steps_keep_within_the_limits(tmp_path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from kernels.gpu.attention import Partials, paged_attention, split_attention
+from kernels.gpu.attention import ExtendRun, Partials, paged_attention, split_attention
 from kernels.gpu.attention_config import PrefillConfig, SplitConfig
 from kernels.gpu.attention_work import SplitWork
 from tests.support.paged_batch import Batch, assert_close, guarded, make_batch, run_prefill, run_split
@@ -180,29 +182,54 @@ def test_more_decodes_than_a_tile_has_rows_are_left_alone_by_the_prefill(device)
     batch = make_batch([1] * num_decodes + [9, 20], [1] * num_decodes + [9, 3], device=device)
     work = SplitWork(64, 64, 64, 2, SplitConfig(16, TILE, 4, 2, min_chunk=TILE), device, num_sms=4)
     work.update(batch.seq_lens[:num_decodes])
-    extends = SplitWork(
-        2, 4, 64, 2, SplitConfig(16, TILE, 4, 2, min_chunk=TILE), device, num_sms=4, max_query_len=9, tokens_per_tile=8
+    partials = Partials.allocate(work, 4, 32)
+    out = guarded(
+        lambda out: paged_attention(
+            *batch.where,
+            batch.query_starts,
+            work,
+            partials,
+            num_decodes=num_decodes,
+            block_size=batch.block_size,
+            max_query_len=9,
+            scale=batch.scale,
+            config=PrefillConfig(16, TILE, 4, 2),
+            out=out,
+        ),
+        batch,
     )
-    extends.update(batch.seq_lens[num_decodes:], batch.query_starts[num_decodes:])
+    assert_close(out, batch.reference())
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(("first", "end"), [(2, 4), (3, 5), (2, 6), (4, 6), (5, 6)])
+def test_short_extends_anywhere_among_prompts(first, end, window, device):
+    query_lens = [1, 1, 9, 3, 1, 18]
+    batch = make_batch([5, 40, 9, 70, 33, 50], query_lens, visible=70, device=device)
+    config = SplitConfig(16, TILE, 4, 2, min_chunk=TILE)
+    work = SplitWork(8, 8, 128, 2, config, device, num_sms=4, window=window)
+    work.update(batch.seq_lens[:2])
+    extends = SplitWork(8, 16, 128, 2, config, device, num_sms=4, max_query_len=18, tokens_per_tile=8, window=window)
+    extends.update(batch.seq_lens[first:end], batch.query_starts[first : end + 1])
     partials = Partials.allocate(work, 4, 32, extends)
-    for chosen in (None, extends):
-        out = guarded(
-            lambda out, chosen=chosen: paged_attention(
-                *batch.where,
-                batch.query_starts,
-                work,
-                partials,
-                num_decodes=num_decodes,
-                block_size=batch.block_size,
-                max_query_len=9,
-                scale=batch.scale,
-                config=PrefillConfig(16, TILE, 4, 2),
-                extends=chosen,
-                out=out,
-            ),
-            batch,
-        )
-        assert_close(out, batch.reference())
+    partials.parts.fill_(math.nan)
+    out = guarded(
+        lambda out: paged_attention(
+            *batch.where,
+            batch.query_starts,
+            work,
+            partials,
+            num_decodes=2,
+            block_size=batch.block_size,
+            max_query_len=18,
+            scale=batch.scale,
+            config=PrefillConfig(16, TILE, 4, 2),
+            extends=ExtendRun(first, end, sum(query_lens[first:end]), extends),
+            out=out,
+        ),
+        batch,
+    )
+    assert_close(out, batch.reference(window=window))
 
 
 def test_rows_behind_the_last_sequence_stay_as_they_are(device):

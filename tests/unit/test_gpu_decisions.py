@@ -8,7 +8,7 @@ import pytest
 
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.cuda.memory import GRAPH_BYTES, kv_memory
-from moeserve.cuda.step_arrays import capture_sizes, padded_size, step_arrays
+from moeserve.cuda.step_arrays import ExtendLimits, capture_sizes, padded_size, share_prompts, step_arrays
 from moeserve.device import choose_device, step_budget
 from moeserve.plan import Chunk
 from moeserve.request import SamplingParams
@@ -45,7 +45,7 @@ def test_arrays_of_decodes_and_a_prompt() -> None:
     assert arrays.seq_lens.tolist() == [6, 1, 6]
     assert arrays.query_starts.tolist() == [0, 1, 2, 5]
     assert [table.tolist() for table in arrays.block_tables] == [[7, 2], [3], [6, 5]]
-    assert (arrays.num_decodes, arrays.max_query_len) == (2, 3)
+    assert (arrays.num_decodes, arrays.max_query_len, arrays.prompt_lens) == (2, 3, [3])
 
 
 def test_one_token_of_a_prompt_behind_a_longer_chunk_is_no_decode() -> None:
@@ -56,6 +56,28 @@ def test_one_token_of_a_prompt_behind_a_longer_chunk_is_no_decode() -> None:
     arrays = step_arrays(chunks, 4)
     assert arrays.num_decodes == 0
     assert not arrays.sources
+
+
+@pytest.mark.parametrize(
+    ("prompt_lens", "run", "longest"),
+    [
+        ([], None, 0),
+        ([100], None, 100),
+        ([8], (0, 1), 0),
+        ([9], None, 9),
+        ([1, 8, 3], (0, 3), 0),
+        ([100, 8, 3], (1, 3), 100),
+        ([3, 100, 8, 3, 9], (2, 4), 100),
+        ([3, 3, 100, 8, 3], (0, 2), 100),
+        # Twelve tiles of four tokens are the most of a step.
+        ([8] * 7, (0, 6), 8),
+        ([1] * 20, (0, 12), 1),
+        ([8] * 5 + [1] * 12, (5, 17), 8),
+    ],
+)
+def test_the_most_neighbouring_short_prompts_are_packed(prompt_lens, run, longest) -> None:
+    assert share_prompts(prompt_lens, ExtendLimits(8, 4, 12)) == (run, longest)
+    assert share_prompts(prompt_lens, None) == (None, max(prompt_lens, default=0))
 
 
 def test_kv_gets_what_others_weights_steps_and_graphs_leave() -> None:
