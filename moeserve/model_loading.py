@@ -19,7 +19,7 @@ from moeserve.config import ServeConfig
 from moeserve.device import step_budget
 from moeserve.executor import Runner
 from moeserve.expert_service.fitted_gates import find_fitted_gates
-from moeserve.expert_service.placement import plan_placement
+from moeserve.expert_service.placement import plan_placement, read_statistics
 from moeserve.expert_service.prefetch import PrefetchingRunner, start_prefetching
 from moeserve.expert_service.residency import CpuResidentModel, ResidencyPlan, open_experts, plan_residency
 from moeserve.kv_budget import KvBudget, plan_kv
@@ -102,6 +102,9 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     if num_ranks > 1:
         placement = plan_placement(directory, spec, config)
         owned = [owned_experts(spec, placement, rank) for rank in range(num_ranks)]
+    elif spec.moe is not None:
+        # A file that cannot serve is refused, whether or not anything goes by it.
+        read_statistics(directory, config)
     residency = plan_residency(directory, spec, dtype, config, placement)
     if residency is not None:
         owned = [no_experts] * num_ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+from experts.errors import ExpertStoreError
 from experts.routing_tap import RoutingTap
 from moeserve.config import ServeConfig
 from moeserve.device import choose_device, cuda_absence
@@ -15,6 +16,7 @@ from moeserve.expert_service.signatures import AnnotatingRunner
 from moeserve.expert_service.step_recording import TappedRunner
 from moeserve.expert_service.strategy import expert_strategy
 from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, plan_model
+from moeserve.models.errors import ModelError
 from moeserve.models.spec import DecoderSpec
 from moeserve.run_context import RunContext
 from moeserve.serving import serve
@@ -23,13 +25,21 @@ from moeserve.serving import serve
 def run_engine(context: RunContext, report: Report, stop: threading.Event) -> None:
     """Loads the model, tells `report` of progress and readiness, and serves until `stop` is set.
 
-    Raises ModelError or ConfigError, one sentence each, for what cannot be served.
+    Raises ModelError or ConfigError, one sentence each, for what cannot be served, or no longer.
     """
-    directory, config = Path(context.model_dir), context.config
-    if choose_device(config, cuda_absence) == "cuda":
-        from moeserve.gpu_service import run_on_gpu  # Triton is loaded where it is used.
+    try:
+        if choose_device(context.config, cuda_absence) == "cuda":
+            from moeserve.gpu_service import run_on_gpu  # Triton is loaded where it is used.
 
-        return run_on_gpu(context, report, stop)
+            run_on_gpu(context, report, stop)
+        else:
+            _run_on_cpu(context, report, stop)
+    except ExpertStoreError as error:
+        raise ModelError(str(error)) from error
+
+
+def _run_on_cpu(context: RunContext, report: Report, stop: threading.Event) -> None:
+    directory, config = Path(context.model_dir), context.config
     plan = plan_model(directory, config)
     recording = open_recording(config, directory, plan.spec)
     tap = routing_tap(plan.spec, config) or signature_tap(plan, config)

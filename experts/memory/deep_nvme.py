@@ -60,7 +60,11 @@ class NvmeReads:
 
     def read(self, offset: int, out: memoryview) -> None:
         buffer = torch.frombuffer(out, dtype=torch.uint8)
-        if self._path.stat().st_size < offset + len(out):
+        try:
+            size = self._path.stat().st_size
+        except OSError as error:
+            raise ExpertStoreError(f"{self._path} cannot be read ({error.strerror}).") from error
+        if size < offset + len(out):
             raise ExpertStoreError(f"{self._path} was cut off while it was in use.")
         if self._handle.async_pread(buffer, str(self._path), offset) != 0 or self._handle.wait() != 1:
             raise ExpertStoreError(f"{self._path} cannot be read with DeepNVMe.")

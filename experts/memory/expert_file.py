@@ -18,6 +18,8 @@ from pathlib import Path
 from experts.errors import ExpertStoreError
 
 PAGE_BYTES = 4096
+# What to do about a damaged file: everything in it follows from the checkpoint.
+REMEDY = "delete it, and the next start builds it anew"
 VERSION = 1
 _MAGIC = b"MOEXPERT"
 # magic, version, layers, experts per layer, reserved, bytes of an expert, source
@@ -93,7 +95,7 @@ def read_header(path: Path, source: bytes) -> ExpertFileHeader:
             size = os.fstat(file.fileno()).st_size
             fixed = file.read(_FIXED.size)
             if len(fixed) < _FIXED.size or not fixed.startswith(_MAGIC):
-                raise ExpertStoreError(f"{path} is not an expert file, or was never finished.")
+                raise ExpertStoreError(f"{path} is not an expert file, or was never finished: {REMEDY}.")
             _, version, num_layers, num_experts, _, expert_bytes, found = _FIXED.unpack(fixed)
             if version != VERSION:
                 raise ExpertStoreError(f"{path} is an expert file of version {version}; this is version {VERSION}.")
@@ -102,12 +104,12 @@ def read_header(path: Path, source: bytes) -> ExpertFileHeader:
         raise ExpertStoreError(f"{path} cannot be read ({error.strerror}).") from error
     length = num_layers * num_experts * 4
     if len(rest) < length + _CRC.size or _CRC.unpack_from(rest, length)[0] != zlib.crc32(fixed + rest[:length]):
-        raise ExpertStoreError(f"{path} is damaged: its header does not have its checksum.")
+        raise ExpertStoreError(f"{path} is damaged, its header does not have its checksum: {REMEDY}.")
     checksums = array("I")
     checksums.frombytes(rest[:length])
     header = ExpertFileHeader(found, num_layers, num_experts, expert_bytes, checksums)
     if size != header.file_bytes:
-        raise ExpertStoreError(f"{path} is torn: {size} of {header.file_bytes} bytes are there.")
+        raise ExpertStoreError(f"{path} is torn, {size} of {header.file_bytes} bytes are there: {REMEDY}.")
     if found != source:
         raise ExpertStoreError(f"{path} was made of other weights, or for other kernels.")
     return header

@@ -79,8 +79,9 @@ class ExpertMemory:
         self._copier.start()
 
     def access(self, layer: int, experts: Iterable[int]) -> Access:
-        """An event begins; what is missing starts to load."""
+        """An event begins; what is missing starts to load. Raises ExpertStoreError if a load has failed before."""
         with self._changed:
+            self._check()
             access = self._control.access(layer, experts)
             self._pace.access(time.perf_counter() - self.stall_seconds)
             for expert in access.missing:
@@ -187,9 +188,12 @@ class ExpertMemory:
         self._copier.join()
         self._tier.close()
 
-    def _ready(self, layer: int, experts: Iterable[int]) -> list[int]:
+    def _check(self) -> None:
         if self._error is not None:
             raise ExpertStoreError(str(self._error)) from self._error
+
+    def _ready(self, layer: int, experts: Iterable[int]) -> list[int]:
+        self._check()
         residency = self._control.layers[layer]
         return [expert for expert in experts if residency.state_of(expert) is SlotState.READY]
 

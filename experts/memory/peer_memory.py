@@ -65,7 +65,7 @@ class PeerTier:
         """lent[rank]: the experts (layer, expert) that the rank lends, in order. header: of the expert file."""
         self._record_bytes = header.record_bytes
         self._behind = behind
-        self._checksums = PieceChecksums(header, "memory lent by a rank")
+        self._checksums = PieceChecksums(header, "Memory lent by a rank", "restart the service")
         self._place: Mapping[tuple[int, int], tuple[int, int]] = {
             expert: (rank, place) for rank, of_rank in enumerate(lent) for place, expert in enumerate(of_rank)
         }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from experts.errors import ExpertStoreError
-from experts.memory.expert_file import ExpertFileHeader, read_header
+from experts.memory.expert_file import PAGE_BYTES, REMEDY, ExpertFileHeader, read_header
 
 
 class ExpertTier(Protocol):
@@ -61,7 +61,8 @@ class PositionedReads:
                 count = os.preadv(self._file, [out[done:]], offset + done)
             except OSError as error:
                 raise ExpertStoreError(f"{self._path} cannot be read ({error.strerror}).") from error
-            if count == 0:
+            # Past the page cache a read that ends within a page is one at the end of the file.
+            if count == 0 or (self._is_direct and count % PAGE_BYTES):
                 raise ExpertStoreError(f"{self._path} was cut off while it was in use.")
             done += count
         if not self._is_direct:
@@ -74,10 +75,11 @@ class PositionedReads:
 class PieceChecksums:
     """Follows the first reading of every expert: what was read well once lies well where it is."""
 
-    def __init__(self, header: ExpertFileHeader, name: str) -> None:
-        """name: of the store, for the error."""
+    def __init__(self, header: ExpertFileHeader, name: str, remedy: str) -> None:
+        """name, remedy: of the store, and what to do about damage, for the error."""
         self._header = header
         self._name = name
+        self._remedy = remedy
         self._checked: set[tuple[int, int]] = set()
         # Of experts that are read for the first time: how far, and the checksum up to there.
         self._sums: dict[tuple[int, int], tuple[int, int]] = {}
@@ -96,7 +98,9 @@ class PieceChecksums:
             return
         self._sums.pop(key, None)
         if checksum != self._header.checksum(layer, expert):
-            raise ExpertStoreError(f"{self._name} is damaged: expert {expert} of layer {layer} lost its checksum.")
+            raise ExpertStoreError(
+                f"{self._name} is damaged, expert {expert} of layer {layer} lost its checksum: {self._remedy}."
+            )
         self._checked.add(key)
 
 
@@ -107,7 +111,7 @@ class DiskTier:
         """Raises ExpertStoreError as `read_header` does."""
         self.header = read_header(path, source)
         self.reads = open_reads(path)
-        self._checksums = PieceChecksums(self.header, str(path))
+        self._checksums = PieceChecksums(self.header, str(path), REMEDY)
 
     def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
         self.reads.read(self.header.offset(layer, expert) + offset, out)

@@ -1,4 +1,4 @@
-"""A cache of folders that are built once, checked at every start, and rebuilt when broken.
+"""A cache of folders that are built once, checked at every start, and rebuilt or refused when broken.
 
 A build goes to a temporary folder beside its target and is renamed into place when it is complete and on disk, under
 a file lock, so a half-written folder is never served and two processes that start together build once.
@@ -14,29 +14,38 @@ from pathlib import Path
 
 from moeserve.models.cache_folder import cache_root as cache_root
 from moeserve.models.errors import ModelError
-from moeserve.models.manifest import ManifestError, verify, write_manifest
+from moeserve.models.manifest import ManifestError, OtherBuilderError, verify, write_manifest
 from moeserve.models.progress import Progress, silent
 
 Build = Callable[[Path, Progress], None]
 
 
 def ensure_built(
-    target: Path, *, builder: str, build: Build, bytes_needed: int, progress: Progress | None = None
+    target: Path,
+    *,
+    builder: str,
+    build: Build,
+    bytes_needed: int,
+    progress: Progress | None = None,
+    refuse_damaged: str | None = None,
 ) -> Path:
     """Return `target`, complete and verified; runs `build(folder, progress)` first if it is missing or broken.
 
     builder: name and version of what `build` makes; a folder made by another one is rebuilt. bytes_needed: disk
-    space to demand before building. Raises ModelError when the cache cannot be written or the disk is too small,
-    and whatever `build` raises; the temporary folder is removed in both cases.
+    space to demand before building. refuse_damaged: a file of the folder; while it is there, a folder that is broken is
+    not rebuilt but refused. Raises ModelError for that, when the cache cannot be written or the disk is too small, and
+    whatever `build` raises; the temporary folder is removed.
     """
     report = progress or silent
-    if _is_good(target, builder, report):
+    if _why_bad(target, builder, report) is None:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent / f".{target.name}.lock", report):
             # Another process may have built it while this one waited for the lock.
-            if not _is_good(target, builder, report):
+            if (why := _why_bad(target, builder, report)) is not None:
+                if refuse_damaged is not None and not isinstance(why, OtherBuilderError):
+                    _refuse(target / refuse_damaged, why)
                 _remove_leftovers(target)
                 _check_disk(target, bytes_needed)
                 _build(target, builder, build, report)
@@ -48,12 +57,19 @@ def ensure_built(
     return target
 
 
-def _is_good(target: Path, builder: str, report: Progress) -> bool:
+def _why_bad(target: Path, builder: str, report: Progress) -> ManifestError | None:
     try:
         verify(target, builder=builder, progress=report)
-    except ManifestError:
-        return False
-    return True
+    except ManifestError as error:
+        return error
+    return None
+
+
+def _refuse(file: Path, why: ManifestError) -> None:
+    """Raises ModelError if the file is there: nothing half-made gets its name, so it was damaged afterwards."""
+    if file.exists():
+        reason = str(why).removesuffix(".")
+        raise ModelError(f"{reason}: delete {file}, and the next start builds it anew.")
 
 
 def _build(target: Path, builder: str, build: Build, report: Progress) -> None:

@@ -51,8 +51,9 @@ def ensure_expert_store(
 ) -> ExpertStore:
     """The expert file of the checkpoint in `directory`, below `root` (default: the model cache).
 
-    packing: of experts that compute in `dtype`, as `layout_in_store` for a CPU. Built if the file is missing, broken or
-    of another checkpoint. Raises ModelError when it cannot be.
+    packing: of experts that compute in `dtype`, as `layout_in_store` for a CPU. Built if there is none of this
+    checkpoint. Raises ModelError when it cannot be, and for one that is damaged: a file of so many gigabytes that
+    changed under its name is somebody's to look at.
     """
     index = read_index(directory)
     source = _source(directory, index, packing)
@@ -76,6 +77,7 @@ def ensure_expert_store(
         build=build,
         bytes_needed=(num_layers * num_experts + 1) * round_to_page(packing.num_bytes),
         progress=progress,
+        refuse_damaged=_FILE_NAME,
     )
     return ExpertStore(folder / _FILE_NAME, source)
 

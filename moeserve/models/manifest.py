@@ -25,6 +25,10 @@ class ManifestError(ModelError):
     """The folder is not what its manifest says, or has no usable manifest."""
 
 
+class OtherBuilderError(ManifestError):
+    """The folder was made by something else than what was asked for."""
+
+
 class FileEntry(msgspec.Struct, frozen=True):
     """What a file must be: bytes, and the sha256 of its content in hex."""
 
@@ -74,7 +78,7 @@ def verify(
     """
     raw, manifest = _read_manifest(folder)
     if builder is not None and manifest.builder != builder:
-        raise ManifestError(f"{folder} was made by {manifest.builder!r}, not by {builder!r}.")
+        raise OtherBuilderError(f"{folder} was made by {manifest.builder!r}, not by {builder!r}.")
     digest = hashlib.sha256(raw).hexdigest()
     identities = _identities(folder, manifest.files)
     for name, entry in manifest.files.items():

@@ -8,8 +8,10 @@ import structlog
 import torch
 import zmq
 
+from experts.errors import ExpertStoreError
 from moeserve.config import ServeConfig
 from moeserve.model_loading import Report
+from moeserve.models.errors import ModelError
 from moeserve.ranks.cores import bind_to_cores
 from moeserve.ranks.first_rank import run_first_rank
 from moeserve.ranks.other_rank import run_other_rank
@@ -21,14 +23,17 @@ log = structlog.get_logger(__name__)
 def run_rank(context: RunContext, rank: int, report: Report, stop: threading.Event) -> None:
     """Serves as rank 0, with the engine, until `stop` is set; as another rank until rank 0 says so or is gone.
 
-    Raises ModelError, ConfigError or RankError, one sentence each, for what cannot be served.
+    Raises ModelError, ConfigError or RankError, one sentence each, for what cannot be served, or no longer.
     """
     _keep_to_cores(context.config, rank)
-    with zmq.Context() as sockets:
-        if rank == 0:
-            run_first_rank(context, sockets, report, stop)
-        else:
-            run_other_rank(context, sockets, rank, report)
+    try:
+        with zmq.Context() as sockets:
+            if rank == 0:
+                run_first_rank(context, sockets, report, stop)
+            else:
+                run_other_rank(context, sockets, rank, report)
+    except ExpertStoreError as error:
+        raise ModelError(str(error)) from error
 
 
 def _keep_to_cores(config: ServeConfig, rank: int) -> None:

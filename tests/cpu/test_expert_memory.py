@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import moeserve.expert_service.residency
 from experts.errors import ExpertStoreError
 from experts.memory.eviction import POLICIES
-from experts.memory.expert_file import round_to_page
+from experts.memory.expert_file import PAGE_BYTES, round_to_page
 from experts.moe_layer import MoeLayer
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from experts.routing.statistics_file import save_statistics
@@ -139,7 +140,7 @@ def test_too_little_memory_for_the_experts_of_a_token_is_refused_with_the_number
         LLM(small_model, replace(BASE, expert_memory=least - 1, expert_store_dir=str(tmp_path)))
 
 
-def test_a_store_is_kept_and_rebuilt_when_it_is_torn_or_of_other_weights(small_model: Path, tmp_path: Path) -> None:
+def test_a_store_is_kept_and_one_of_other_weights_gets_its_own(small_model: Path, tmp_path: Path) -> None:
     config = config_for(small_model, 3, tmp_path)
 
     def files() -> dict[str, int]:
@@ -149,15 +150,54 @@ def test_a_store_is_kept_and_rebuilt_when_it_is_torn_or_of_other_weights(small_m
     first = files()
     assert len(first) == 1
     assert files() == first
-    (path,) = tmp_path.glob("*/experts.bin")
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 1)
-    torn = files()
-    assert torn.keys() == first.keys()
-    assert torn != first
     weights = small_model / "model.safetensors"
     os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
     assert len(files()) == 2
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def _grow(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(bytes(PAGE_BYTES))
+
+
+def _spoil(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"?")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_cut, r"experts\.bin has \d+ bytes, but its manifest says \d+"),
+        (_grow, r"experts\.bin has \d+ bytes, but its manifest says \d+"),
+        (lambda path: _spoil(path, 0), r"experts\.bin does not have the content \(sha256\)"),
+        (lambda path: _spoil(path, path.stat().st_size // 2), r"experts\.bin does not have the content \(sha256\)"),
+        (lambda path: (path.parent / "manifest.json").unlink(), r"has no readable manifest\.json"),
+        (lambda path: _cut(path.parent / "manifest.json"), r"manifest\.json is not a manifest"),
+    ],
+    ids=["cut", "grown", "header", "expert", "no manifest", "torn manifest"],
+)
+def test_a_damaged_store_is_refused_until_it_is_deleted(
+    small_model: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    config = config_for(small_model, 3, tmp_path)
+    LLM(small_model, config).close()
+    (path,) = tmp_path.glob("*/experts.bin")
+    whole = path.read_bytes()
+    damage(path)
+    for _ in range(2):
+        with pytest.raises(
+            ModelError, match=words + r".*: delete .*experts\.bin, and the next start builds it anew\.$"
+        ):
+            LLM(small_model, config)
+    path.unlink()
+    LLM(small_model, config).close()
+    assert path.read_bytes() == whole
 
 
 def test_a_store_that_cannot_be_written_is_one_sentence(small_model: Path, tmp_path: Path) -> None:

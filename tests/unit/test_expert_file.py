@@ -99,9 +99,9 @@ def _another_version(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (_cut, "is torn: 73728 of 77824 bytes"),
+        (_cut, "is torn, 73728 of 77824 bytes are there: delete it"),
         (_unfinish, "never finished"),
-        (_damage_header, "damaged: its header"),
+        (_damage_header, "damaged, its header"),
         (_another_version, "version 99"),
         (lambda path: write(path, source=bytes(32)), "made of other weights"),
         (lambda path: path.unlink(), "cannot be read"),

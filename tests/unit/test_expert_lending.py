@@ -89,7 +89,7 @@ def test_a_peer_that_lends_something_else_is_found_out_by_the_checksum(disk: Dis
     memory = lend([(0, 1)], disk, disk.header.record_bytes)
     tier = PeerTier([[(0, 2)]], disk.header, disk)
     tier.attach([memory])
-    with pytest.raises(ExpertStoreError, match="lent by a rank is damaged: expert 2 of layer 0"):
+    with pytest.raises(ExpertStoreError, match="lent by a rank is damaged, expert 2 of layer 0"):
         read(tier, 0, 2)
     os.close(memory.descriptor)
 

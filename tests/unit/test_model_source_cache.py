@@ -77,6 +77,25 @@ def test_a_broken_cache_is_rebuilt(target: Path, builder: FakeBuilder, name: str
     assert visible(target) == ["demo"]
 
 
+def test_what_is_too_precious_is_refused_when_broken_and_rebuilt_when_removed_or_of_another_version(
+    target: Path, builder: FakeBuilder
+) -> None:
+    def ensure_kept(version: str = "test/1") -> None:
+        ensure_built(target, builder=version, build=builder, bytes_needed=1000, refuse_damaged="weights")
+
+    ensure_kept()
+    path = target / "weights"
+    path.write_bytes(b"w" * 999)
+    with pytest.raises(ModelError, match=f"has 999 bytes, but its manifest says 1000: delete {path}, and the next"):
+        ensure_kept()
+    assert builder.builds == 1
+    ensure_kept("test/2")
+    assert builder.builds == 2
+    path.unlink()
+    ensure_kept("test/2")
+    assert builder.builds == 3
+
+
 def test_a_folder_without_manifest_is_never_served(target: Path, builder: FakeBuilder) -> None:
     target.mkdir(parents=True)
     (target / "weights").write_bytes(b"half")

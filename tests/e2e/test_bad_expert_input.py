@@ -1,0 +1,142 @@
+"""Bad input about experts: one sentence and a failing exit code before anything is served, or for what is open then."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from experts.memory.expert_file import round_to_page
+from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from experts.routing.statistics_file import save_statistics
+from moeserve.config import ServeConfig
+from moeserve.model_loading import read_spec
+from moeserve.models.expert_store import layout_in_store
+from tests.support.service import Service, service
+from tests.support.tiny_model import write_model_dir
+from tests.support.tiny_models import save
+
+ONE: tuple[str, ...] = ()
+TWO = ("--expert-parallel-size", "2", "--engine-timeout", "6")
+
+
+def on_ranks(short: int) -> pytest.MarkDecorator:
+    """On one rank and on two, of which only `short` is tested every time."""
+    ranks = {1: ONE, 2: TWO}
+    return pytest.mark.parametrize(
+        "ranks",
+        [
+            pytest.param(ranks[count], id=f"{count}", marks=[] if count == short else pytest.mark.long)
+            for count in (1, 2)
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixtral")
+    write_model_dir(folder)
+    save("mixtral", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bounded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Settings under which experts are read from a file, which is there."""
+    spec, dtype = read_spec(model, ServeConfig())
+    slots = 2 * len(spec.moe_layers) * round_to_page(layout_in_store(model, spec, dtype).num_bytes)
+    store = tmp_path_factory.mktemp("store")
+    settings = ("--expert-memory", str(slots), "--expert-prefetch", "off", "--expert-store-dir", str(store))
+    with service(model, tmp_path_factory.mktemp("first"), *settings) as first:
+        first.process.send_signal(signal.SIGTERM)
+        assert first.end() == 0
+    return settings
+
+
+def expert_file(bounded: tuple[str, ...]) -> Path:
+    (path,) = Path(bounded[-1]).glob("*/experts.bin")
+    return path
+
+
+def refused(model: Path, folder: Path, *settings: str) -> str:
+    """The one sentence with which a start ends that never gets ready."""
+    run_root = folder / "run"
+    run_root.mkdir()
+    started = Service(model, run_root, "--kv-cache-memory", "1MiB", *settings)
+    try:
+        out, _ = started.process.communicate(timeout=60)
+    finally:
+        started.process.kill()
+    assert "ready on" not in out
+    assert started.process.returncode in (1, 2)
+    return one_sentence(started)
+
+
+def one_sentence(ended: Service) -> str:
+    said = ended.errors.read_text()
+    assert "Traceback" not in said
+    (sentence,) = [line for line in said.splitlines() if line.startswith("Error: ")]
+    assert sentence.endswith(".")
+    return sentence
+
+
+@on_ranks(1)
+def test_too_little_memory_for_the_experts_of_a_token(model: Path, tmp_path: Path, ranks: tuple[str, ...]) -> None:
+    sentence = refused(model, tmp_path, "--expert-memory", "100KB", *ranks)
+    assert "holds 1 experts" in sentence
+    assert "give at least" in sentence
+
+
+def test_experts_that_ranks_cannot_share(model: Path, tmp_path: Path) -> None:
+    sentence = refused(model, tmp_path, "--expert-parallel-size", "3")
+    assert "8 experts cannot be shared equally among 3 ranks" in sentence
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [ONE, pytest.param(("--no-record-experts",), marks=pytest.mark.long), pytest.param(TWO, marks=pytest.mark.long)],
+)
+def test_statistics_of_another_model(model: Path, tmp_path: Path, settings: tuple[str, ...]) -> None:
+    file = tmp_path / "statistics.safetensors"
+    save_statistics(file, RoutingStatistics(StatisticsSpec(3, 8, 2)), "another")
+    assert f"{file} belongs to another model" in refused(
+        model, tmp_path, "--expert-statistics", str(file), *settings
+    )
+
+
+@on_ranks(2)
+def test_a_torn_expert_file(model: Path, tmp_path: Path, bounded: tuple[str, ...], ranks: tuple[str, ...]) -> None:
+    path = expert_file(bounded)
+    whole, times = path.read_bytes(), path.stat()
+    os.truncate(path, len(whole) // 2)
+    try:
+        sentence = refused(model, tmp_path, *bounded, *ranks)
+        assert f"{path} has {len(whole) // 2} bytes, but its manifest says {len(whole)}: delete {path}" in sentence
+        assert path.stat().st_size == len(whole) // 2
+    finally:
+        path.write_bytes(whole)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@on_ranks(2)
+def test_an_expert_file_that_is_cut_while_serving(
+    model: Path, tmp_path: Path, bounded: tuple[str, ...], ranks: tuple[str, ...]
+) -> None:
+    path = expert_file(bounded)
+    whole = path.read_bytes()
+    with service(model, tmp_path, *bounded, *ranks) as running, ThreadPoolExecutor(4) as pool:
+        body = {"model": "m", "prompt": "hello", "max_tokens": 200, "temperature": 1.5, "ignore_eos": True}
+        try:
+            os.truncate(path, 4096)
+            posted = [pool.submit(running.http.post, "/v1/completions", json={**body, "seed": n}) for n in range(4)]
+            answers = [answer.result(30) for answer in posted]
+            assert [answer.status_code for answer in answers] == [503] * 4
+            assert {answer.json()["error"]["code"] for answer in answers} == {"engine_dead"}
+            assert running.end() == 1
+        finally:
+            path.write_bytes(whole)
+        assert f"{path} was cut off while it was in use" in one_sentence(running)
+        assert running.leaves_nothing()
