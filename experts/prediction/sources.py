@@ -69,8 +69,9 @@ class AffinitySource:
     """What follows the experts that a token has chosen; before the first layer, what its token id says.
 
     Each chosen expert, of this layer and of those before it that lie within the statistics' greatest distance,
-    multiplies an expert's popularity by how much likelier it makes it. The k factors of a layer overlap, so each counts
-    with exponent k^-½: less than if they were independent, more than their mean. Layers count as if they were.
+    multiplies an expert's popularity by how much likelier it makes it (`Affinity.log_lifts`, so that layers that say
+    nothing do not add their noise). The k factors of a layer overlap, so each counts with exponent k^-½: less than if
+    they were independent, more than their mean. Layers count as if they were.
 
     With `BEFORE` and a distance beyond the first layer, the experts expected there stand in for chosen ones.
     """
@@ -125,7 +126,7 @@ class AffinitySource:
         found = self._lifts.get((layer, distance))
         if found is None:
             popularity = np.log(affinity.popularity()[layer + distance])
-            found = popularity, np.log(affinity.conditional(distance)[layer]) - popularity
+            found = popularity, affinity.log_lifts(layer, distance)
             self._lifts[layer, distance] = found
         return found
 

@@ -20,7 +20,7 @@ Float = NDArray[np.float32]
 class Affinity:
     """P(expert j at layer l + d | expert i at layer l) for d = 1 … max_distance. Immutable."""
 
-    __slots__ = ("_conditional", "_popularity")
+    __slots__ = ("_conditional", "_popularity", "_prior", "_tokens")
 
     def __init__(
         self,
@@ -42,9 +42,13 @@ class Affinity:
         tokens = load.sum(axis=1, keepdims=True) / top_k
         uniform = np.float32(top_k / num_experts)
         self._popularity: Float = (load + prior * uniform) / (tokens + prior)
+        self._prior = prior
+        self._tokens: dict[int, Float] = {
+            distance: counts.sum(axis=2) / np.float32(top_k) for distance, counts in transitions.items()
+        }
         self._conditional = {
             distance: (counts + prior * self._popularity[distance:, None, :])
-            / (counts.sum(axis=2, keepdims=True) / np.float32(top_k) + prior)
+            / (self._tokens[distance][..., None] + prior)
             for distance, counts in transitions.items()
         }
 
@@ -64,3 +68,18 @@ class Affinity:
     def conditional(self, distance: int) -> Float:
         """[L - distance, E, E]: P(j at l + distance | i at l)."""
         return self._conditional[distance]
+
+    def log_lifts(self, layer: int, distance: int) -> Float:
+        """[E, E]: log of how much likelier i at `layer` makes j at layer + distance, as far as the counts bear it out.
+
+        n tokens that chose i scatter the logarithm of j, of popularity p, with variance (1 - p) / (n p) even if i says
+        nothing of it. All logarithms of the two layers are multiplied by the share of their mean square that this does
+        not explain: between layers that do not depend on each other it is 0, and many counts leave them as they are
+        (shrinkage after James and Stein 1961, with the mean of a pair of layers weighted by how often i and j are met).
+        """
+        popularity = self._popularity[layer + distance]
+        tokens = self._tokens[distance][layer][:, None]
+        lifts: Float = np.log(self._conditional[distance][layer]) - np.log(popularity)
+        found = float((tokens * popularity * lifts**2).sum())
+        by_chance = float((np.square(tokens / (tokens + self._prior)) * (1 - popularity)).sum())
+        return lifts * np.float32(1 - by_chance / found if found > by_chance else 0.0)

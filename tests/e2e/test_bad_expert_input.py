@@ -102,9 +102,7 @@ def test_experts_that_ranks_cannot_share(model: Path, tmp_path: Path) -> None:
 def test_statistics_of_another_model(model: Path, tmp_path: Path, settings: tuple[str, ...]) -> None:
     file = tmp_path / "statistics.safetensors"
     save_statistics(file, RoutingStatistics(StatisticsSpec(3, 8, 2)), "another")
-    assert f"{file} belongs to another model" in refused(
-        model, tmp_path, "--expert-statistics", str(file), *settings
-    )
+    assert f"{file} belongs to another model" in refused(model, tmp_path, "--expert-statistics", str(file), *settings)
 
 
 @on_ranks(2)

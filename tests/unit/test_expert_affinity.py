@@ -36,3 +36,20 @@ def test_what_always_follows_is_found_and_what_was_never_seen_is_as_popular_as_e
 def test_without_observations_every_expert_is_as_probable():
     affinity = Affinity.of(RoutingStatistics(StatisticsSpec(3, 8, 2)))
     np.testing.assert_allclose(affinity.conditional(1), 0.25, rtol=1e-6)
+
+
+def test_lifts_are_those_of_the_probabilities_where_counts_bear_them_out_and_vanish_where_chance_explains_them():
+    gathered = RoutingStatistics(StatisticsSpec(3, 8, 1, half_life=10**9, max_rows_per_step=1000))
+    random = np.random.default_rng(0)
+    first, last = random.integers(8, size=(2, 1000))
+    gathered.update(np.stack([first, (first + 1) % 8, last])[..., None])
+    affinity = Affinity.of(gathered)
+    plain = np.log(affinity.conditional(1)) - np.log(affinity.popularity()[1:, None])
+    assert np.abs(plain[1]).max() > 0.3
+    assert np.abs(affinity.log_lifts(1, 1)).max() < 0.1
+    np.testing.assert_allclose(affinity.log_lifts(0, 1), plain[0], rtol=0.01)
+
+
+def test_unseen_experts_lift_nothing():
+    affinity = Affinity.of(RoutingStatistics(StatisticsSpec(3, 8, 2)))
+    assert not affinity.log_lifts(0, 2).any()
