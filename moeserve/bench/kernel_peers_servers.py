@@ -25,6 +25,10 @@ _SGLANG_DECODE = (
     "sglang.kernels.ops.attention.decode_attention",
     "sglang.srt.layers.attention.triton_ops.decode_attention",
 )
+_SGLANG_EXPERTS = (
+    "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe",
+    "sglang.srt.layers.moe.fused_moe_triton.fused_moe",
+)
 _VLLM_EXPERTS = ("vllm.model_executor.layers.fused_moe.fused_moe", "vllm.model_executor.layers.fused_moe")
 # What vLLM gives its kernel: parts of a context, and up to how many programs it splits contexts at all.
 _VLLM_SEGMENTS, _VLLM_PROGRAMS = 16, 128
@@ -43,24 +47,10 @@ def server_attention(prepared: PreparedAttention) -> Peers:
 
 
 def server_experts(sets: list[MoeCase]) -> Peers:
-    """vLLM's fused experts. SGLang's need its server's context around them."""
+    """vLLM's fused experts and SGLang's."""
     peers = Peers()
-
-    def calls(kernel: Callable[..., Tensor]) -> list[Call]:
-        return [
-            partial(
-                kernel,
-                case.x,
-                case.experts.gate_up.values,
-                case.experts.down.values,
-                case.expert_weights,
-                case.expert_ids.to(torch.int32),
-            )
-            for case in sets
-        ]
-
-    _add(peers, "vLLM Triton", _VLLM_EXPERTS, "fused_experts", calls)
-    peers.absent["SGLang Triton"] = "called by its server alone"
+    _add(peers, "vLLM Triton", _VLLM_EXPERTS, "fused_experts", partial(_vllm_expert_calls, sets))
+    _add(peers, "SGLang Triton", _SGLANG_EXPERTS, "fused_experts", partial(_sglang_expert_calls, sets))
     return peers
 
 
@@ -90,6 +80,49 @@ def _find(module: str, function: str) -> Callable[..., Any] | None:
         return getattr(importlib.import_module(module), function, None)
     except ImportError:
         return None
+
+
+def _vllm_expert_calls(sets: list[MoeCase], kernel: Callable[..., Tensor]) -> list[Call]:
+    return [
+        partial(
+            kernel,
+            case.x,
+            case.experts.gate_up.values,
+            case.experts.down.values,
+            case.expert_weights,
+            case.expert_ids.to(torch.int32),
+        )
+        for case in sets
+    ]
+
+
+def _sglang_expert_calls(sets: list[MoeCase], kernel: Callable[..., Tensor]) -> list[Call]:
+    """All experts are here, and the input is kept: it is the next call's as well."""
+    _publish_sglang_settings()
+    chosen = importlib.import_module("sglang.srt.layers.moe.topk").StandardTopKOutput
+    runner_config = importlib.import_module("sglang.srt.layers.moe.moe_runner").MoeRunnerConfig
+    calls: list[Call] = []
+    for case in sets:
+        count = case.shape.num_experts
+        calls.append(
+            partial(
+                kernel,
+                case.x,
+                case.experts.gate_up.values,
+                case.experts.down.values,
+                chosen(case.expert_weights, case.expert_ids.to(torch.int32), case.expert_weights.new_empty(0)),
+                runner_config(num_experts=count, num_local_experts=count, activation="silu", inplace=False),
+            )
+        )
+    return calls
+
+
+def _publish_sglang_settings() -> None:
+    """Its kernels read global settings that its server publishes first; versions before had none."""
+    publish = _find("sglang.srt.server_args", "set_global_server_args_for_scheduler")
+    settings = _find("sglang.srt.server_args", "ServerArgs")
+    if publish is not None and settings is not None:
+        publish(settings(model_path="dummy"))
 
 
 def _vllm_calls(prepared: PreparedAttention, kernel: Callable[..., Any]) -> list[Call]:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.tiny_models import save
+
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = (
     "click",
@@ -31,33 +33,60 @@ def names_under(folder: str) -> list[str]:
 MODULES = [
     *names_under("kernels"),
     *names_under("moeserve/cuda"),
-    *[name for name in names_under("moeserve/bench") if name.rsplit(".", 1)[1].startswith("kernel_")],
+    *[name for name in names_under("moeserve/bench") if name.rsplit(".", 1)[1].startswith(("kernel_", "tune_"))],
+    "moeserve.bench.moe_case",
     "moeserve.executor",
+    "moeserve.kv_budget",
+    "moeserve.kv_pool",
     "moeserve.model_runner",
     "moeserve.models.weights",
     "moeserve.models.families",
     "moeserve.models.hf_config",
+    "moeserve.plan",
+    "moeserve.request",
     "moeserve.sampler",
     "moeserve.scheduler",
     "moeserve.step_loop",
     "experts.moe_layer",
 ]
 
-CODE = """
+ABSENCE = """
 import importlib, sys
 
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {absent!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Absent())
+# Nothing is imported from None, and whoever only looks finds nothing.
+sys.modules.update(dict.fromkeys({absent!r}))
+"""
+IMPORTS = """
 for name in {modules!r}:
     importlib.import_module(name)
 """
+TUNE = """
+import torch
+import moeserve.bench.tune_kernels as tune_kernels
+
+torch.cuda.is_available = lambda: True
+tuned = []
+tune_kernels._tune_attention = lambda spec, block_size, weights: tuned.append((spec.attention.num_heads, block_size))
+tune_kernels._tune_experts = lambda shape, out: tuned.append(shape.name())
+assert tune_kernels.main([{folder!r}, "--block-size", "32"]) == 0
+assert tuned == [(4, 32), "moe-e8-i96-h64-k2-bfloat16"], tuned
+assert tune_kernels.main(["nobody/nothing"]) == 1
+"""
+
+
+def without_the_service(code: str) -> subprocess.CompletedProcess[str]:
+    code = ABSENCE.format(absent=ABSENT) + code
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_what_computes_loads_where_nothing_that_serves_is_installed():
-    code = CODE.format(absent=ABSENT, modules=MODULES)
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = without_the_service(IMPORTS.format(modules=MODULES))
     assert result.returncode == 0, result.stderr[-2000:]
+
+
+def test_a_model_in_a_folder_is_tuned_there_and_a_name_is_refused(tmp_path):
+    save("mixtral", tmp_path)
+    result = without_the_service(TUNE.format(folder=str(tmp_path)))
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "no folder nobody/nothing" in result.stderr
+    assert "msgspec" in result.stderr

@@ -2,6 +2,8 @@
 
 import sys
 import types
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -48,13 +50,8 @@ def test_peers_that_are_not_installed_or_refuse_are_named(monkeypatch):
     # cuDNN computes on no CPU.
     assert peers.absent["SDPA cuDNN"].startswith("refuses")
     assert len(peers.calls["flex_attention"]) == 2
-    (case,) = moe_cases(
-        CPU,
-        lambda shape: lambda num_tokens: MoeConfig("tiled", 16, TILE, TILE),
-        shapes={"tiny": MoeShape(4, 32, 64, 2, "bfloat16")},
-        all_num_tokens=(3,),
-        routings=("uniform",),
-    )
+    case = tiny_experts_case()
+    assert case.absent["SGLang Triton"] == NOT_INSTALLED
     assert case.absent["vLLM Triton"] == NOT_INSTALLED
 
 
@@ -87,20 +84,60 @@ def decode_attention_fwd(q, k_buffer, v_buffer, o, kv_indptr, kv_indices, *rest)
         o[row] = torch.einsum("hs,shd->hd", weights, values).to(o.dtype)
 
 
-def fused_experts(hidden_states, w1, w2, topk_weights, topk_ids):
+def vllm_experts(hidden_states, w1, w2, topk_weights, topk_ids):
     experts = GpuExperts(StoredMatrix(w1), StoredMatrix(w2))
     return moe_experts_reference(hidden_states, topk_ids, topk_weights, experts, Activation())
 
 
-def install(monkeypatch, path, function):
-    """A module of this path that has this function, with its parents."""
+class StandardTopKOutput(NamedTuple):
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    router_logits: torch.Tensor
+
+
+@dataclass
+class MoeRunnerConfig:
+    """Some of its fields, with SGLang's defaults."""
+
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    activation: str = "silu"
+    inplace: bool = True
+    no_combine: bool = False
+
+
+@dataclass
+class ServerArgs:
+    model_path: str
+
+
+published = []
+
+
+def set_global_server_args_for_scheduler(server_args):
+    published.append(server_args)
+
+
+def sglang_experts(hidden_states, w1, w2, topk_output, moe_runner_config, b1=None, b2=None, **quantised):
+    assert published, "SGLang's kernels read settings that somebody has to publish"
+    assert (moe_runner_config.num_experts, moe_runner_config.num_local_experts) == (w1.shape[0], w1.shape[0])
+    assert (moe_runner_config.inplace, moe_runner_config.no_combine, quantised) == (False, False, {})
+    topk_weights, topk_ids, _ = topk_output
+    assert topk_ids.dtype == torch.int32
+    return vllm_experts(hidden_states, w1, w2, topk_weights, topk_ids)
+
+
+def install(monkeypatch, path, *names, **named):
+    """A module of this path that has these functions and classes, with its parents."""
     parts = path.split(".")
     for end in range(1, len(parts) + 1):
         name = ".".join(parts[:end])
-        module = types.ModuleType(name)
-        module.__path__ = []
-        monkeypatch.setitem(sys.modules, name, module)
-    setattr(module, function.__name__, function)
+        if name not in sys.modules or end == len(parts):
+            module = types.ModuleType(name)
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, name, module)
+    for name, value in {**{value.__name__: value for value in names}, **named}.items():
+        setattr(module, name, value)
 
 
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=lambda case: case.kind)
@@ -119,7 +156,19 @@ def test_other_servers_kernels_get_our_memory_in_their_terms(case, monkeypatch):
 
 
 def test_other_servers_experts_compute_ours(monkeypatch):
-    install(monkeypatch, "vllm.model_executor.layers.fused_moe.fused_moe", fused_experts)
+    install(monkeypatch, "vllm.model_executor.layers.fused_moe.fused_moe", fused_experts=vllm_experts)
+    install(monkeypatch, "sglang.srt.layers.moe.moe_runner", MoeRunnerConfig)
+    install(monkeypatch, "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe", fused_experts=sglang_experts)
+    install(monkeypatch, "sglang.srt.layers.moe.topk", StandardTopKOutput)
+    install(monkeypatch, "sglang.srt.server_args", ServerArgs, set_global_server_args_for_scheduler)
+    monkeypatch.setattr(sys.modules[__name__], "published", [])
+    case = tiny_experts_case()
+    assert case.absent == {}
+    for peer in ("vLLM Triton", "SGLang Triton"):
+        assert relative(case.peers[peer][1](), case.calls[1]()) < 1e-2
+
+
+def tiny_experts_case():
     (case,) = moe_cases(
         CPU,
         lambda shape: lambda num_tokens: MoeConfig("tiled", 16, TILE, TILE),
@@ -127,4 +176,4 @@ def test_other_servers_experts_compute_ours(monkeypatch):
         all_num_tokens=(3,),
         routings=("uniform",),
     )
-    assert relative(case.peers["vLLM Triton"][1](), case.calls[1]()) < 1e-2
+    return case
