@@ -1,4 +1,4 @@
-"""What ranks send each other during a step: three collectives through `deepspeed.comm`, over gloo.
+"""What ranks send each other during a step: three collectives through `deepspeed.comm`, over gloo or NCCL.
 
 Importing this loads torch.distributed and deepspeed; a service of one rank does not.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,39 +18,55 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from experts.device_waits import DeviceWaits
 from experts.errors import CollectiveError
 
 # Ranks come from loading, at different times.
 _SECONDS_TO_MEET = 60
+# NCCL ends the whole process of a rank that has waited so long. Before that the waits here say which one is missing.
+_NCCL_SECONDS = 3600
 
 
 class Collectives:
-    """All ranks call the same methods in the same order, with sizes that agree. Tensors are contiguous, on the CPU.
+    """All ranks call the same methods in the same order, with sizes that agree. Tensors are contiguous, on `device`.
 
+    On a GPU a call returns once it is queued on the current stream; what the host waits for, it waits for in `waits`.
     `num_entered` counts the calls: of ranks that wait for one another the one at fault has entered the fewest.
     `bytes_to[r]` counts what was handed over for rank r; nothing for this one.
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, rendezvous: Path | None, timeout: float, *, interface: str = "lo"
+        self,
+        rank: int,
+        num_ranks: int,
+        rendezvous: Path | None,
+        timeout: float,
+        *,
+        interface: str = "lo",
+        device: torch.device | None = None,
     ) -> None:
         """Meets the other ranks in a file on this machine, or in torchrun's store if that is None.
 
         Raises CollectiveError. timeout: seconds a rank waits in a collective for the others. interface: the network
-        that is listened on, and no other; what travels there is neither encrypted nor authenticated.
+        that is listened on, and no other; what travels there is neither encrypted nor authenticated. device: this
+        rank's GPU, made current before, for NCCL; by default the CPU, for gloo.
         """
+        self.device = device or torch.device("cpu")
+        self._on_gpu = self.device.type == "cuda"
         self.rank = rank
         self.num_ranks = num_ranks
         self.num_entered = 0
         self.bytes_to = [0] * num_ranks
+        self.waits = DeviceWaits(self.device, timeout)
         os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         # The shared-memory operations are compiled at the first use, which takes a minute, and none is called here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         before = _threads()
         try:
             comm.init_distributed(
-                "gloo",
+                "nccl" if self._on_gpu else "gloo",
                 auto_mpi_discovery=False,
                 verbose=False,
                 timeout=timedelta(seconds=_SECONDS_TO_MEET),
@@ -60,18 +76,21 @@ class Collectives:
             )
         except RuntimeError as error:
             raise CollectiveError(_first_line(error)) from error
-        _set_pg_timeout(timedelta(seconds=timeout))
-        # By name they could not be told yet: a thread names itself once it runs.
-        _let_senders_finish(_threads() - before)
+        self.be_patient(timeout)
+        if not self._on_gpu:
+            # By name they could not be told yet: a thread names itself once it runs.
+            _let_senders_finish(_threads() - before)
+
+    def be_patient(self, seconds: float) -> None:
+        """From now on a rank waits so long for the others."""
+        self.waits.seconds = seconds
+        _set_pg_timeout(timedelta(seconds=_NCCL_SECONDS if self._on_gpu else seconds))
 
     def all_to_all(self, rows: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
         """Sends the next `to_ranks[r]` of `rows` [N, ...] to rank r; returns `from_ranks[r]` rows of each rank r."""
         received = rows.new_empty((sum(from_ranks), *rows.shape[1:]))
-        self.num_entered += 1
-        try:
+        with self._entered():
             comm.all_to_all_single(received, rows, list(from_ranks), list(to_ranks))
-        except RuntimeError as error:
-            raise CollectiveError(_first_line(error)) from error
         row_bytes = rows[:1].nbytes
         for rank, count in enumerate(to_ranks):
             if rank != self.rank:
@@ -81,16 +100,23 @@ class Collectives:
     def all_gather(self, rows: Tensor) -> Tensor:
         """`rows` [N, ...] of every rank, N being the same for all: [num_ranks * N, ...] in rank order.
 
-        At the sizes of a step gloo's own all-gather takes longer than this all-to-all of copies.
+        At the sizes of a step gloo's own all-gather takes longer than an all-to-all of copies.
         """
+        if self._on_gpu:
+            gathered = rows.new_empty((self.num_ranks * rows.shape[0], *rows.shape[1:]))
+            with self._entered():
+                comm.all_gather_into_tensor(gathered, rows)
+            for rank in range(self.num_ranks):
+                self.bytes_to[rank] += rows.nbytes * (rank != self.rank)
+            return gathered
         sizes = [rows.shape[0]] * self.num_ranks
         return self.all_to_all(torch.cat([rows] * self.num_ranks), sizes, sizes)
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
         """Sums over ranks what each one has for this one: `parts` [num_ranks * N, ...] -> [N, ...].
 
-        The sum runs in rank order, so that a row has the same bits wherever it stands. gloo's own reduce-scatter
-        promises no order and, at the sizes of a step, takes longer than this all-to-all.
+        The sum runs in rank order, so that a row has the same bits wherever it stands. The reduce-scatters of gloo and
+        NCCL promise no order; gloo's, at the sizes of a step, takes longer than this all-to-all too.
         """
         num_rows = parts.shape[0] // self.num_ranks
         sizes = [num_rows] * self.num_ranks
@@ -99,6 +125,24 @@ class Collectives:
         for part in of_ranks[1:]:
             total = total.add_(part)
         return total
+
+    def agree_on_least(self, number: int) -> int:
+        """The least of the ranks' numbers, known to all. Waits for the others."""
+        return int(self.all_gather(torch.tensor([number], device=self.device)).min())
+
+    def add_up(self, number: int) -> int:
+        """The sum of the ranks' numbers, known to all. Waits for the others."""
+        return int(self.all_gather(torch.tensor([number], device=self.device)).sum())
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Counts a collective, and keeps the host from running far ahead of the device in it."""
+        self.num_entered += 1
+        try:
+            yield
+        except RuntimeError as error:
+            raise CollectiveError(_first_line(error)) from error
+        self.waits.mark()
 
     def close(self) -> None:
         """Leaves the group, without waiting for the others."""

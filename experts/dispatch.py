@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from experts.collectives import Collectives
+from experts.device_exchange import DeviceAllToAll
 from experts.exchange import AllGather, AllToAll, Exchange
-from experts.moe_layer import Dispatch, LocalExperts
 from experts.placement.placement import Placement, Ranks, refilled
 from experts.slot_tables import SlotTables
 from kernels.activation import Activation
-from kernels.moe_gemm import moe_experts_partial
-from kernels.packed_experts import PackedExperts
+
+# The experts of a layer as those hold them who compute: packed on a CPU, tensors of a GPU.
+Experts = TypeVar("Experts")
+# As `kernels.moe_gemm.moe_experts_partial`: (x, slots, weights, experts, activation) -> [M, H] fp32.
+Compute = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 
 _MEASURED_ROWS = 16
 _WARM_UP_ROUNDS = 3
 _MEASURED_ROUNDS = 21
 
 
-class ExpertParallel:
+class ExpertParallel(Generic[Experts]):
     """What a rank's decoder needs to reach the experts of all ranks, and counts of what that sent to each of them."""
 
     def __init__(
@@ -32,12 +36,16 @@ class ExpertParallel:
         moe_layers: Sequence[int],
         *,
         last_layer: int,
-        local_of: Callable[[int], LocalExperts] | None = None,
+        compute: Compute[Experts],
+        local_of: Callable[[int], Compute[Experts]] | None = None,
+        for_devices: bool = False,
     ) -> None:
         """moe_layers: the decoder's layers that the layers of the placement are. last_layer: the decoder's last.
 
-        local_of: what computes the experts of a layer of the decoder here, where these are found by their numbers in
-        the model. Without it each has a slot of its own, in the order of the placement. All ranks do the same.
+        compute: what computes the experts that are here, each in a slot of its own, in the order of the placement.
+        local_of: computes those of a layer of the decoder instead, where these are found by their numbers in the model.
+        for_devices: exchanges rows the way that suits a GPU; they stay on the device of the collectives.
+        All ranks do the same.
         """
         self._collectives = collectives
         self._last_layer = last_layer
@@ -45,12 +53,12 @@ class ExpertParallel:
         self._num_logit_rows: Sequence[int] = ()
         self._exchanges: dict[str, Exchange] = {
             "allgather": AllGather(collectives),
-            "alltoall": AllToAll(collectives),
+            "alltoall": DeviceAllToAll(collectives) if for_devices else AllToAll(collectives),
         }
         self._exchange = self._exchanges["allgather"]
         self._placed_layer = {layer: number for number, layer in enumerate(moe_layers)}
         self._placement = placement
-        self._local_of = local_of
+        self._compute, self._local_of = compute, local_of
         ranks = range(placement.num_ranks)
         # [layer][rank][slot]: the expert there.
         self._slots: list[list[Sequence[int]]]
@@ -112,14 +120,14 @@ class ExpertParallel:
         self._num_rows = num_rows
         self._num_logit_rows = num_logit_rows
 
-    def dispatch_of(self, layer: int) -> Dispatch:
+    def dispatch_of(self, layer: int) -> Compute[Experts]:
         """The dispatch of a layer; the last one computes only rows whose logits are wanted."""
         is_last = layer == self._last_layer
         placed_layer = self._placed_layer[layer]
-        compute = moe_experts_partial if self._local_of is None else self._local_of(layer)
+        compute = self._compute if self._local_of is None else self._local_of(layer)
 
         def dispatch(
-            x: Tensor, expert_ids: Tensor, weights: Tensor, experts: PackedExperts, activation: Activation
+            x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts, activation: Activation
         ) -> Tensor:
             num_rows = self._num_logit_rows if is_last else self._num_rows
             if len(x) != num_rows[self._collectives.rank]:
@@ -133,7 +141,8 @@ class ExpertParallel:
         return dispatch
 
     def _make_tables(self, layer: int) -> SlotTables:
-        return SlotTables.of(self._placement.destinations(layer), self._slots[layer], self._collectives.rank)
+        here, device = self._collectives.rank, self._collectives.device
+        return SlotTables.of(self._placement.destinations(layer), self._slots[layer], here, device)
 
     def _find_experts_here(self, layer: int) -> frozenset[int]:
         return frozenset(self._placement.experts_on(layer, self._collectives.rank))
@@ -149,7 +158,7 @@ class ExpertParallel:
         hidden_size: int,
         top_k: int,
         dtype: torch.dtype,
-        experts: Sequence[PackedExperts] = (),
+        experts: Sequence[Experts] = (),
         activation: Activation | None = None,
     ) -> dict[str, float]:
         """Seconds that each shape takes for one layer of a small step: medians, their mean over ranks, known to all.
@@ -158,11 +167,12 @@ class ExpertParallel:
         weights come from memory and ranks wait for the slower one, as in a step. Without them rows are only carried.
         All ranks call it together. Counted rows start at zero again.
         """
+        device = self._collectives.device
         random = torch.Generator().manual_seed(self._collectives.rank)
         num_rows = [_MEASURED_ROWS] * self._placement.num_ranks
-        x = torch.randn((_MEASURED_ROWS, hidden_size), generator=random).to(dtype)
+        x = torch.randn((_MEASURED_ROWS, hidden_size), generator=random).to(dtype).to(device)
         scores = torch.rand((_MEASURED_ROWS, self._placement.num_experts), generator=random)
-        weights, expert_ids = scores.topk(top_k)
+        weights, expert_ids = scores.to(device).topk(top_k)
         seconds = torch.zeros((_MEASURED_ROUNDS, len(self._exchanges)), dtype=torch.float64)
         for round_number in range(_WARM_UP_ROUNDS + _MEASURED_ROUNDS):
             for number, exchange in enumerate(self._exchanges.values()):
@@ -172,11 +182,12 @@ class ExpertParallel:
                 partial = arrived.rows.float()
                 if experts:
                     computed = (arrived.rows, arrived.slots, arrived.weights)
-                    partial = moe_experts_partial(*computed, experts[layer], activation or Activation())
+                    partial = self._compute(*computed, experts[layer], activation or Activation())
                 exchange.combine(partial, arrived, num_rows)
+                self._collectives.waits.wait_for_device()
                 if round_number >= _WARM_UP_ROUNDS:
                     seconds[round_number - _WARM_UP_ROUNDS, number] = time.perf_counter() - started
         self.forget_counts()
         # A process that takes the core in between costs milliseconds, to whichever shape it happens.
-        means = self._collectives.all_gather(seconds.median(0, keepdim=True).values).mean(0)
+        means = self._collectives.all_gather(seconds.median(0, keepdim=True).values.to(device)).mean(0)
         return dict(zip(self._exchanges, means.tolist(), strict=True))

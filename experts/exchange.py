@@ -65,10 +65,12 @@ class AllToAll:
         num_to = [0 if rank == me else len(rows) for rank, rows in enumerate(of_home)]
         ones = [1] * num_ranks
         num_from = self._collectives.all_to_all(torch.tensor(num_to), ones, ones).tolist()
-        packed = [_pack(x[rows], slots[rank][rows], weights[rows]) for rank, rows in enumerate(of_home) if rank != me]
+        packed = [
+            pack_rows(x[rows], slots[rank][rows], weights[rows]) for rank, rows in enumerate(of_home) if rank != me
+        ]
         received = self._collectives.all_to_all(torch.cat(packed), num_to, num_from)
         self.rows_to = [total + count for total, count in zip(self.rows_to, num_to, strict=True)]
-        rows, ids, of_rows = _unpack(received, x, expert_ids.shape[1])
+        rows, ids, of_rows = unpack_rows(received, x, expert_ids.shape[1])
         mine = of_home[me]
         before = sum(num_from[:me])
         num_from[me] = len(mine)
@@ -107,12 +109,12 @@ class AllGather:
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
     ) -> Arrived:
         longest = max(num_rows)
-        packed = _pack(x, expert_ids, weights)
+        packed = pack_rows(x, expert_ids, weights)
         padded = packed.new_zeros((longest, packed.shape[1]))
         padded[: len(packed)] = packed
         me = self._collectives.rank
         self.rows_to = [total + longest * (rank != me) for rank, total in enumerate(self.rows_to)]
-        rows, ids, of_rows = _unpack(self._collectives.all_gather(padded), x, expert_ids.shape[1])
+        rows, ids, of_rows = unpack_rows(self._collectives.all_gather(padded), x, expert_ids.shape[1])
         slots = tables.slots_here(ids)
         for rank, count in enumerate(num_rows):
             slots[rank * longest + count : (rank + 1) * longest] = -1
@@ -122,14 +124,14 @@ class AllGather:
         return self._collectives.reduce_scatter(partial)[: num_rows[self._collectives.rank]]
 
 
-def _pack(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def pack_rows(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """One row of bytes each, so that a row, its experts (or slots) and their weights travel in one collective."""
     parts = (x.contiguous(), weights.contiguous(), ids.to(torch.int16))
     return torch.cat([part.view(torch.uint8) for part in parts], 1)
 
 
-def _unpack(packed: Tensor, like: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def unpack_rows(packed: Tensor, like: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     sizes = [like.shape[1] * like.element_size(), 4 * top_k, 2 * top_k]
     # `contiguous` would leave a single row with its stride, at an offset that may be no multiple of its numbers' size.
-    rows, weights, ids = (torch.empty(part.shape, dtype=torch.uint8).copy_(part) for part in packed.split(sizes, 1))
+    rows, weights, ids = (part.new_empty(part.shape).copy_(part) for part in packed.split(sizes, 1))
     return rows.view(like.dtype), ids.view(torch.int16).long(), weights.view(torch.float32)

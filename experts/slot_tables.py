@@ -23,15 +23,21 @@ class SlotTables:
     from_homes: Tensor
 
     @classmethod
-    def of(cls, destinations: NDArray[np.int64], experts_of: Sequence[Sequence[int]], here: int) -> SlotTables:
+    def of(
+        cls,
+        destinations: NDArray[np.int64],
+        experts_of: Sequence[Sequence[int]],
+        here: int,
+        device: torch.device | None = None,
+    ) -> SlotTables:
         """destinations: as `Placement.destinations`. experts_of[rank][slot]: the expert in a rank's slot."""
         slots = np.full(destinations.shape, -1, np.int64)
         for of_rank, experts in zip(slots, experts_of, strict=True):
             of_rank[list(experts)] = np.arange(len(experts))
         served = destinations[here] == np.arange(len(destinations))[:, None]
         return cls(
-            torch.from_numpy(np.where(served, slots, -1)),
-            torch.from_numpy(np.where(destinations == here, slots[here], -1)),
+            torch.from_numpy(np.where(served, slots, -1)).to(device),
+            torch.from_numpy(np.where(destinations == here, slots[here], -1)).to(device),
         )
 
     def slots_on_ranks(self, expert_ids: Tensor) -> Tensor:

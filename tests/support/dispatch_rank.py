@@ -15,7 +15,7 @@ from experts.dispatch import ExpertParallel
 from experts.placement.load_balance import load_balanced
 from experts.placement.placement import Placement, contiguous
 from kernels.activation import Activation
-from kernels.moe_gemm import moe_experts, pack_experts
+from kernels.moe_gemm import moe_experts, moe_experts_partial, pack_experts
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 12, 32, 24, 3
 # Rows of each rank and step; the last layer of a step computes the first half of them.
@@ -58,15 +58,26 @@ def main() -> None:
     own = [pack_experts(gate_up[here], down[here]) for here in held]
     collectives = Collectives(rank, num_ranks, Path(sys.argv[5]), timeout=30)
     assert gloo_policies() == {os.SCHED_BATCH}
-    experts = ExpertParallel(collectives, placement, [0, 1], last_layer=1)
-    first, last = experts.dispatch_of(0), experts.dispatch_of(1)
+    # What a GPU does, with tensors that are on the CPU.
+    ways = {
+        for_devices: ExpertParallel(
+            collectives, placement, [0, 1], last_layer=1, compute=moe_experts_partial, for_devices=for_devices
+        )
+        for for_devices in (False, True)
+    }
     tolerance = 1e-5 if dtype == torch.float32 else 0.05
     for here in ((), own):
-        seconds = experts.measure(HIDDEN, TOP_K, dtype, here, Activation())
-        assert set(seconds) == {"allgather", "alltoall"}
-    of_shape: dict[str, list[Tensor]] = {"allgather": [], "alltoall": []}
-    for shape, outputs in of_shape.items():
+        for experts in ways.values():
+            seconds = experts.measure(HIDDEN, TOP_K, dtype, here, Activation())
+            assert set(seconds) == {"allgather", "alltoall"}
+    of_shape: dict[tuple[str, bool], list[Tensor]] = {
+        (shape, for_devices): [] for for_devices in ways for shape in ("allgather", "alltoall")
+    }
+    for (shape, for_devices), outputs in of_shape.items():
+        experts = ways[for_devices]
+        experts.forget_counts()
         experts.use(shape)
+        first, last = experts.dispatch_of(0), experts.dispatch_of(1)
         wanted_rows_sent = 0
         for step, all_rows in enumerate(STEPS):
             num_rows = all_rows[:num_ranks]
@@ -91,8 +102,8 @@ def main() -> None:
         num_bytes = experts.sent()[num_ranks:]
         assert sum(num_bytes) > wanted_rows_sent * x.shape[1] * x.element_size()
         assert [count > 0 for count in num_bytes] == [other != rank for other in range(num_ranks)]
-    for gathered, exchanged in zip(*of_shape.values(), strict=True):
-        assert torch.equal(gathered, exchanged)
+    for outputs in zip(*of_shape.values(), strict=True):
+        assert all(torch.equal(outputs[0], other) for other in outputs[1:])
     collectives.close()
     print("all agree")
 

@@ -17,7 +17,7 @@ from experts.dispatch import ExpertParallel
 from experts.placement.placement import contiguous
 from experts.routing.synthetic import SyntheticSpec, synthetic_trace
 from kernels.activation import Activation
-from kernels.moe_gemm import pack_experts
+from kernels.moe_gemm import moe_experts_partial, pack_experts
 from moeserve.bench.experts.rank_process import arguments
 from moeserve.ranks.cores import bind_to_cores
 
@@ -67,7 +67,7 @@ def main() -> None:
     num_experts, top_k, hidden, num_tokens = (job[name] for name in ("experts", "top_k", "hidden", "tokens"))
     placement = contiguous(1, num_experts, num_ranks)
     collectives = Collectives(rank, num_ranks, rendezvous, timeout=120)
-    parallel = ExpertParallel(collectives, placement, [0], last_layer=1)
+    parallel = ExpertParallel(collectives, placement, [0], last_layer=1, compute=moe_experts_partial)
     seconds = parallel.measure(job["timed_hidden"], job["timed_top_k"], torch.float32)
     comm.configure(enabled=True, prof_all=True)
     parallel.use("alltoall")
