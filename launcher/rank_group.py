@@ -26,9 +26,10 @@ def main() -> int:
     parser.add_argument("--status-fd", type=int, required=True)
     arguments = parser.parse_args()
     os.set_inheritable(arguments.status_fd, False)
-    os.environ |= {"DS_ACCELERATOR": "cpu", "PYTHONSAFEPATH": "1"}
+    os.environ["PYTHONSAFEPATH"] = "1"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     context = load_run_context(arguments.context)
+    os.environ["DS_ACCELERATOR"] = "cuda" if context.config.device == "cuda" else "cpu"
     if context.config.nnodes == 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     worker = [arguments.context, "--status-fd", str(arguments.status_fd), "--agent-pid", str(os.getpid())]

@@ -89,7 +89,9 @@ def _run(config: ServeConfig, errors: Console) -> int:
     rank = int(os.environ["RANK"])
     # Torchrun gives one thread to each rank unless told otherwise, and so OMP_NUM_THREADS says nothing.
     threads = config.threads or default_threads(config)
-    os.environ |= child_environment(os.environ, threads) | {"DS_ACCELERATOR": "cpu"}
+    os.environ |= child_environment(os.environ, threads) | {
+        "DS_ACCELERATOR": "cuda" if config.device == "cuda" else "cpu"
+    }
     if rank == 0:
         if config.shutdown_timeout >= _TORCHRUN_PATIENCE:
             config = replace(config, shutdown_timeout=_TORCHRUN_PATIENCE - 5)

@@ -42,10 +42,21 @@ def cuda_absence() -> str | None:
 
 def _unsupported(config: ServeConfig) -> str | None:
     if config.expert_parallel_size > 1:
-        return "several ranks run on CPUs only"
+        if config.expert_memory is not None:
+            return "--expert-memory works with one rank on a GPU; with several all experts are in GPU memory"
+        if config.rebalance_interval:
+            return "--rebalance-interval works on CPUs only; --placement places experts at the start"
     if config.block_size & (config.block_size - 1):
         return f"--block-size {config.block_size} is not a power of two"
     return None
+
+
+def too_few_gpus(config: ServeConfig, num_gpus: int) -> str | None:
+    """Why the ranks of a node do not find a GPU each, None if they do."""
+    num_here = config.expert_parallel_size // config.nnodes
+    if num_gpus >= num_here:
+        return None
+    return f"--device cuda: {num_here} ranks on a machine need a GPU each, and torch finds {num_gpus} here."
 
 
 def step_budget(config: ServeConfig, device: str = "cpu") -> int:

@@ -24,6 +24,7 @@ from moeserve.models.families import build_spec
 from moeserve.models.generation_config import load_generation_defaults
 from moeserve.models.hf_config import load_config
 from moeserve.models.spec import DecoderSpec
+from moeserve.models.tensor_reader import Progress
 from moeserve.run_context import RunContext
 from moeserve.serving import serve
 
@@ -37,22 +38,9 @@ def run_on_gpu(context: RunContext, report: Report, stop: threading.Event) -> No
     """`run_engine` on the CUDA device of this process, planning ahead. Routing is not recorded there."""
     directory, config = Path(context.model_dir), context.config
     spec = build_spec(load_config(directory))
-    dtype = torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
-    settings = GpuSettings(
-        config.block_size,
-        config.max_num_seqs,
-        step_budget(config, "cuda"),
-        config.max_model_len,
-        config.kv_cache_memory,
-        config.gpu_memory_utilization,
-        config.enforce_eager,
-        _expert_settings(directory, spec, config),
-    )
-
-    def progress(done: int, total: int) -> None:
-        report({"event": "loading", "done": done, "total": total, "stage": "loading weights onto the GPU"})
-
-    loaded = load_gpu_model(directory, spec, dtype, settings, progress, torch.device("cuda", 0))
+    dtype = gpu_dtype(config)
+    settings = gpu_settings(config, _expert_settings(directory, spec, config))
+    loaded = load_gpu_model(directory, spec, dtype, settings, loading_progress(report), torch.device("cuda", 0))
     defaults = load_generation_defaults(directory)
     model = ServedModel(spec, defaults, loaded.kv, dtype, loaded.weights_bytes, loaded.kv_bytes, "cuda")
     runner, sources = _with_prefetches(loaded, directory, config)
@@ -61,6 +49,32 @@ def run_on_gpu(context: RunContext, report: Report, stop: threading.Event) -> No
     finally:
         if loaded.experts is not None:
             loaded.experts.memory.close()
+
+
+def gpu_dtype(config: ServeConfig) -> torch.dtype:
+    """What a model is computed in on a GPU."""
+    return torch.bfloat16 if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def gpu_settings(config: ServeConfig, experts: GpuExpertSettings | None = None) -> GpuSettings:
+    """What the settings say of one GPU. experts: where not all of them are in its memory."""
+    return GpuSettings(
+        config.block_size,
+        config.max_num_seqs,
+        step_budget(config, "cuda"),
+        config.max_model_len,
+        config.kv_cache_memory,
+        config.gpu_memory_utilization,
+        config.enforce_eager,
+        experts,
+    )
+
+
+def loading_progress(report: Report) -> Progress:
+    """Tells `report` how much has been loaded."""
+    return lambda done, total: report(
+        {"event": "loading", "done": done, "total": total, "stage": "loading weights onto the GPU"}
+    )
 
 
 def _expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) -> GpuExpertSettings | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.gpu.moe_weights import GpuExperts
 from moeserve.cuda.attention import GpuGqa, GpuMla, GpuStep, Sequences
 from moeserve.cuda.parts import GpuMlp, GpuMoe, GpuNorm, Projection
 from moeserve.models.rope import RopeSpec, rope_frequencies
@@ -87,6 +88,19 @@ class GpuDecoder:
     def gated_blocks(self) -> list[tuple[GpuMoe, Tensor]]:
         """The blocks with experts, and the weight [H] of the norm in front of each."""
         return [(layer.mlp, layer.post_norm.weight) for layer in self._layers if isinstance(layer.mlp, GpuMoe)]
+
+    @property
+    def experts(self) -> list[GpuExperts]:
+        """The experts that are here of each layer that has some."""
+        return [layer.mlp.experts for layer in self._layers if isinstance(layer.mlp, GpuMoe)]
+
+    def serve_others(self) -> Tensor:
+        """A step in which this rank has no rows: its experts compute those of other ranks. Returns no rows."""
+        no_rows = torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
+        for layer in self._layers:
+            if isinstance(layer.mlp, GpuMoe):
+                layer.mlp.serve_others(no_rows)
+        return no_rows
 
     def forward(self, batch: GpuBatch, kv_pools: KvPools) -> Tensor:
         """Logits [S, vocab] of the wanted rows, in the model's dtype.

@@ -22,9 +22,9 @@ from moeserve.cuda.expert_memory import (
 )
 from moeserve.cuda.launch_variants import StepLimits, StepShape
 from moeserve.cuda.memory import kv_memory
-from moeserve.cuda.runner import GpuModelRunner
+from moeserve.cuda.runner import GpuModelRunner, Wait
 from moeserve.cuda.step_arrays import capture_sizes
-from moeserve.cuda.warm_up import launch_all_variants, launch_blank_step, launch_variants
+from moeserve.cuda.warm_up import BeginStep, alone, launch_all_variants, launch_blank_step, launch_variants
 from moeserve.kv_budget import KvBudget, share_kv
 from moeserve.kv_pool import KVPool, kv_block_bytes
 from moeserve.models.spec import DecoderSpec
@@ -84,8 +84,8 @@ def load_gpu_model(
     )
     weights_bytes = torch.cuda.memory_allocated(device)
     block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, dtype)
-    _compute_largest_step(decoder, settings)
-    memory = settings.kv_cache_memory or _free_for_kv(device, settings)
+    compute_largest_step(decoder, settings)
+    memory = settings.kv_cache_memory or free_for_kv(device, settings)
     kv = share_kv(
         memory,
         block_bytes=block_bytes,
@@ -127,11 +127,16 @@ def _open_experts(
 
 
 def make_runner(
-    decoder: GpuDecoder, kv: KvBudget, settings: GpuSettings, configs: MoeConfigs | None = None
+    decoder: GpuDecoder,
+    kv: KvBudget,
+    settings: GpuSettings,
+    configs: MoeConfigs | None = None,
+    begin_step: BeginStep = alone,
+    wait: Wait = torch.cuda.Event.synchronize,
 ) -> GpuModelRunner:
     """Takes the KV memory. On a GPU it compiles all kernels and, unless eager, captures the decode steps.
 
-    configs: of the decoder's experts.
+    configs: of the decoder's experts. begin_step: told of the steps that are launched here. wait: for a step.
     """
     pool = KVPool(decoder.spec.kv_layers, kv.num_blocks, settings.block_size, decoder.dtype, decoder.device)
     spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
@@ -141,17 +146,17 @@ def make_runner(
     if decoder.device.type == "cuda":
         steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, kv.max_model_len)
         variants = launch_variants(limits, configs, steps)
-        launch_all_variants(decoder, pool.layers, batches, variants, settings.block_size)
+        launch_all_variants(decoder, pool.layers, batches, variants, settings.block_size, begin_step)
     decode = None
     if not settings.enforce_eager:
         decode = DecodeSteps(decoder, pool.layers, limits, capture_sizes(settings.max_num_seqs))
         if decoder.device.type == "cuda":
             decode.capture()
-    return GpuModelRunner(decoder, pool, batches, decode=decode)
+    return GpuModelRunner(decoder, pool, batches, decode=decode, wait=wait)
 
 
 @torch.inference_mode()
-def _compute_largest_step(decoder: GpuDecoder, settings: GpuSettings) -> None:
+def compute_largest_step(decoder: GpuDecoder, settings: GpuSettings, begin_step: BeginStep = alone) -> None:
     """Leaves the allocator's peak behind. Stores no KV."""
     spec, size = decoder.spec, settings.block_size
     length = min(settings.max_num_batched_tokens, decoder.max_model_len)
@@ -159,12 +164,14 @@ def _compute_largest_step(decoder: GpuDecoder, settings: GpuSettings) -> None:
     limits = AttentionLimits(spec, size, decoder.max_model_len, decoder.dtype, decoder.device)
     pool = KVPool(spec.kv_layers, 1, size, decoder.dtype, decoder.device)
     shape = StepShape(0, (length,) * count, min(settings.max_num_seqs, length * count))
-    logits = launch_blank_step(decoder, pool.layers, StepBatches(limits, settings.max_num_seqs), shape, size)
+    batches = StepBatches(limits, settings.max_num_seqs)
+    logits = launch_blank_step(decoder, pool.layers, batches, shape, size, begin_step)
     # Sampling widens the logits once more.
     logits.float().softmax(-1)
 
 
-def _free_for_kv(device: torch.device, settings: GpuSettings) -> int:
+def free_for_kv(device: torch.device, settings: GpuSettings) -> int:
+    """Bytes for KV on this device, once the largest step was computed."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return kv_memory(

@@ -14,7 +14,8 @@ from kernels.gpu.moe_weights import GpuExperts
 from kernels.gpu.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from kernels.specs import GateSpec
 
-# (x [T, H], ids [T, k], weights [T, k], experts, activation) -> [T, H], a new tensor.
+# (x [T, H], ids [T, k], weights [T, k], experts, activation) -> [T, H], a new tensor unless T is 0. One that reaches
+# other ranks is called in every layer of every step, with no rows if need be.
 GpuDispatch = Callable[[Tensor, Tensor, Tensor, GpuExperts, Activation], Tensor]
 
 
@@ -109,6 +110,16 @@ class GpuMoe:
                 shared.mul_(torch.sigmoid(self._shared_gate(x)))
             out.add_(shared)
         return out
+
+    @property
+    def experts(self) -> GpuExperts:
+        """Those that are here."""
+        return self._experts
+
+    def serve_others(self, no_rows: Tensor) -> None:
+        """Has the experts compute what other ranks send while this one has nothing. no_rows: [0, H]."""
+        ids = torch.empty((0, self._gate_spec.top_k), dtype=torch.int64, device=no_rows.device)
+        self._dispatch(no_rows, ids, ids.float(), self._experts, self._activation)
 
     def preview(self, x: Tensor) -> Tensor:
         """See `experts.prefetch.gate_preview.GatedBlock`."""

@@ -7,7 +7,7 @@ read: it finds the tokens that this one draws on the device.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,9 @@ from moeserve.cuda.step_arrays import StepArrays, step_arrays
 from moeserve.kv_pool import KVPool
 from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult, wanted_logits
 
+# How the host waits for a place in the device's queue.
+Wait = Callable[[torch.cuda.Event], None]
+
 
 @dataclass(slots=True)
 class LaunchedStep:
@@ -30,11 +33,12 @@ class LaunchedStep:
     drawn: Drawn | None
     prompt_logprobs: dict[int, Logprobs]
     done: torch.cuda.Event | None
+    wait: Wait = torch.cuda.Event.synchronize
 
     def result(self) -> StepResult:
         """Waits for the device."""
         if self.done is not None:
-            self.done.synchronize()
+            self.wait(self.done)
         sampled = [chunk for chunk in self.plan.chunks if chunk.sampling is not None]
         drawn = iter(() if self.drawn is None else self.drawn.results(sampled))
         results = []
@@ -51,13 +55,21 @@ class GpuModelRunner:
     """Owns a decoder and its KV memory. Of requests it keeps the tokens that the last step has drawn, no more."""
 
     def __init__(
-        self, decoder: GpuDecoder, kv_pool: KVPool, batches: StepBatches, *, decode: DecodeSteps | None
+        self,
+        decoder: GpuDecoder,
+        kv_pool: KVPool,
+        batches: StepBatches,
+        *,
+        decode: DecodeSteps | None,
+        wait: Wait = torch.cuda.Event.synchronize,
     ) -> None:
-        """decode: lasting batches for decode steps; None makes every step anew (`--enforce-eager`)."""
+        """decode: lasting batches for decode steps; None makes every step anew (`--enforce-eager`). wait: for a step;
+        a rank of several does not wait forever."""
         self._decoder = decoder
         self._kv_pool = kv_pool
         self._batches = batches
         self._decode = decode
+        self._wait = wait
         self._drawn: Tensor | None = None
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -71,7 +83,7 @@ class GpuModelRunner:
         Blocks are not cleared when they change hands: no kernel reads a slot that its sequence has not written.
         """
         if not plan.chunks:
-            return LaunchedStep(plan, None, {}, None)
+            return LaunchedStep(plan, None, {}, _mark(self._decoder.serve_others()), self._wait)
         arrays = step_arrays(plan.chunks, self._kv_pool.block_size)
         logit_rows, places = wanted_logits(plan.chunks)
         logits = self._forward(plan.chunks, arrays, logit_rows)
@@ -90,7 +102,7 @@ class GpuModelRunner:
             if chunk.extras is not None and (targets := chunk.extras.prompt_targets)
             for top in (chunk.extras.num_top_logprobs,)
         }
-        return LaunchedStep(plan, drawn, prompt_logprobs, _mark(logits))
+        return LaunchedStep(plan, drawn, prompt_logprobs, _mark(logits), self._wait)
 
     def _forward(self, chunks: Sequence[Chunk], arrays: StepArrays, logit_rows: list[int]) -> Tensor:
         is_decode = arrays.max_query_len == 1 and len(logit_rows) == len(chunks)

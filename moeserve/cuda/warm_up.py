@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import torch
 
@@ -13,6 +14,13 @@ from moeserve.cuda.launch_variants import LaunchVariants, StepLimits, StepShape
 from moeserve.cuda.sampler import launch_all_draws
 from moeserve.cuda.step_arrays import StepArrays
 
+# Told of every step that is launched: several ranks have to know the sizes of each other's.
+BeginStep = Callable[[StepShape], None]
+
+
+def alone(_: StepShape) -> None:
+    """For a rank that has no others."""
+
 
 def launch_variants(limits: AttentionLimits, configs: MoeConfigs | None, step: StepLimits) -> LaunchVariants:
     """Of the steps of a model that are not captured."""
@@ -22,18 +30,29 @@ def launch_variants(limits: AttentionLimits, configs: MoeConfigs | None, step: S
 
 @torch.inference_mode()
 def launch_all_variants(
-    decoder: GpuDecoder, kv_pools: KvPools, batches: StepBatches, variants: LaunchVariants, block_size: int
+    decoder: GpuDecoder,
+    kv_pools: KvPools,
+    batches: StepBatches,
+    variants: LaunchVariants,
+    block_size: int,
+    begin_step: BeginStep = alone,
 ) -> None:
     """Every kernel of a step that is not captured, then those that draw. Writes no KV; reads what lies in block 0."""
     for shape in variants.steps():
-        launch_blank_step(decoder, kv_pools, batches, shape, block_size)
+        launch_blank_step(decoder, kv_pools, batches, shape, block_size, begin_step)
     launch_all_draws(decoder.spec.vocab_size, decoder.dtype, decoder.device)
 
 
 def launch_blank_step(
-    decoder: GpuDecoder, kv_pools: KvPools, batches: StepBatches, shape: StepShape, block_size: int
+    decoder: GpuDecoder,
+    kv_pools: KvPools,
+    batches: StepBatches,
+    shape: StepShape,
+    block_size: int,
+    begin_step: BeginStep = alone,
 ) -> torch.Tensor:
     """Logits without meaning of a step of this shape, which stores nothing."""
+    begin_step(shape)
     arrays = blank_arrays(shape, block_size, decoder.spec.vocab_size)
     rows = range(arrays.num_rows - shape.num_logits, arrays.num_rows)
     return decoder.forward(batches.make(arrays, rows, None), kv_pools)

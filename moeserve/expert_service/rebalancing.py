@@ -24,7 +24,9 @@ log = structlog.get_logger(__name__)
 
 
 class Migrator(Protocol):
-    """This rank's part (`experts.placement.migration.ExpertMigrator`)."""
+    """This rank's part (`experts.placement.migration.ExpertMigrator`). version: the migration in use."""
+
+    version: int
 
     def begin(self, migration: Migration) -> None: ...
 
@@ -52,11 +54,11 @@ def rebalancing(
     executor: StepsOfRanks,
     config: ServeConfig,
     placement: Placement,
-    migrator: Migrator,
+    migrator: Migrator | None,
     recording: ExpertRecording | None,
 ) -> Executor:
     """The executor itself unless the settings want experts to be placed anew while serving."""
-    if not config.rebalance_interval or recording is None:
+    if not config.rebalance_interval or recording is None or migrator is None:
         return executor
     rebalancer = Rebalancer(
         placement,

@@ -7,24 +7,27 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import zmq
 
 from experts.errors import CollectiveError
 from experts.memory.stats import ExpertMemoryStats
+from moeserve.device import choose_device, cuda_absence
 from moeserve.expert_service.links import LinkCounts
 from moeserve.expert_service.monitor import ExpertSources
 from moeserve.expert_service.rank_memories import RankMemories
 from moeserve.expert_service.rebalancing import RebalancingExecutor, rebalancing
 from moeserve.expert_service.recording import ExpertRecording, open_recording
 from moeserve.expert_service.strategy import expert_strategy
-from moeserve.model_loading import ModelPlan, Report, plan_model
+from moeserve.model_loading import ModelPlan, Report
 from moeserve.ranks.executor import RankedExecutor
 from moeserve.ranks.hub import RankHub
 from moeserve.ranks.introduction import dismiss_strangers, introduction
 from moeserve.ranks.meeting import Meeting, meet_as_first
-from moeserve.ranks.member import Member, collective_timeout
+from moeserve.ranks.member import collective_timeout
+from moeserve.ranks.members import RankMember, make_member, plan_ranks
 from moeserve.ranks.messages import Joined, Loaded, RankError, Setup, Start
 from moeserve.ranks.network import machine_id
 from moeserve.run_context import RunContext
@@ -38,8 +41,9 @@ def run_first_rank(
     context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], report: Report, stop: threading.Event
 ) -> None:
     directory = Path(context.model_dir)
-    plan = plan_model(directory, context.config)
-    recording = open_recording(context.config, directory, plan.spec)
+    plan = plan_ranks(directory, context.config)
+    on_gpus = choose_device(context.config, cuda_absence) == "cuda"
+    recording = None if on_gpus else open_recording(context.config, directory, plan.spec)
     meeting = meet_as_first(context)
     hub = RankHub(sockets, meeting)
     try:
@@ -56,7 +60,7 @@ def run_first_rank(
 
 def _load_together(
     context: RunContext, plan: ModelPlan, meeting: Meeting, hub: RankHub, report: Report, stop: threading.Event
-) -> Member | None:
+) -> RankMember | None:
     """This rank, when all of them have loaded and are warm; None if `stop` is set before."""
     if context.meets_in_store:
         meeting.announce(*hub.addresses)
@@ -68,7 +72,7 @@ def _load_together(
     setup = _setup_of(plan, context)
     for rank in hub.others:
         hub.send(rank, setup)
-    member = Member(context, meeting, 0, plan, report)
+    member = make_member(context, meeting, 0, plan, report)
     loaded = hub.gather(Loaded, stop, patience=_LOADING_PATIENCE * context.config.engine_timeout)
     if loaded is None:
         return None
@@ -96,7 +100,7 @@ def _setup_of(plan: ModelPlan, context: RunContext) -> Setup:
 
 def _serve(
     context: RunContext,
-    member: Member,
+    member: RankMember,
     hub: RankHub,
     recording: ExpertRecording | None,
     report: Report,
@@ -118,20 +122,20 @@ def _serve(
         links=links.links,
         rebalancing=steps.stats if isinstance(steps, RebalancingExecutor) else None,
         memory=_memory_of_ranks(member, executor, config.expert_parallel_size),
-        prefetches=member.model.prefetcher is not None,
-        strategy=lambda: expert_strategy(config, member.model.prefetcher, member.dispatch_shape),
+        prefetches=member.prefetcher is not None,
+        strategy=lambda: expert_strategy(config, member.prefetcher, member.dispatch_shape),
     )
     serve(context, member.model, links, report, stop, recording, sources)
     executor.close()
 
 
 def _memory_of_ranks(
-    member: Member, executor: RankedExecutor, num_ranks: int
+    member: RankMember, executor: RankedExecutor, num_ranks: int
 ) -> Callable[[], Sequence[ExpertMemoryStats]] | None:
     """Whom to ask for the expert memories of all ranks, None where there are none."""
-    experts = member.model.experts
-    if experts is None:
+    if member.memory_stats() is None:
         return None
-    memories = RankMemories(experts.memory.stats, num_ranks, len(experts.layers))
+    num_layers = len(member.model.spec.moe_layers)
+    memories = RankMemories(cast("Callable[[], ExpertMemoryStats]", member.memory_stats), num_ranks, num_layers)
     executor.on_beat = memories.heed
     return memories.stats

@@ -6,6 +6,7 @@ Importing this loads Triton. Where the device is a CPU (Triton's interpreter), t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -35,7 +36,7 @@ _SECONDS_TO_COMPILE = 600.0
 
 
 class GpuMember:
-    """See `moeserve.ranks.member.RankMember`. All experts of a rank are in its device's memory.
+    """See `moeserve.ranks.members.RankMember`. All experts of a rank are in its device's memory.
 
     Weights are loaded at once, memory for KV is taken in `warm_up`, which all ranks do together.
     """
@@ -55,11 +56,12 @@ class GpuMember:
         timeout: float,
         progress: Progress | None = None,
     ) -> None:
-        """settings: eager ones, no graph records what ranks send. shape: of dispatch. timeout: seconds that ranks may
-        be apart once they serve."""
+        """shape: of dispatch. timeout: seconds that ranks may be apart once they serve."""
         spec, device = plan.spec, collectives.device
         assert plan.placement is not None
         assert spec.moe is not None
+        # Graphs do not record what ranks send each other.
+        settings = replace(settings, enforce_eager=True)
         self._directory, self._plan, self._settings = directory, plan, settings
         self._shape, self._timeout = shape, timeout
         self.collectives = collectives

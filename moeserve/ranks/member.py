@@ -1,4 +1,4 @@
-"""A rank of several at work: its collectives, its experts and its model."""
+"""A rank of several at work: its collectives, its experts and its model, on a CPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from experts.dispatch import ExpertParallel
 from experts.errors import ExpertStoreError
 from experts.memory.peer_memory import LentMemory
 from experts.memory.stats import ExpertMemoryStats
+from experts.prefetch.prefix_listener import PrefixListener
+from kernels.moe_gemm import moe_experts_partial
 from moeserve.config import ServeConfig
 from moeserve.device import step_budget
 from moeserve.expert_service.links import CountedRunner
@@ -27,8 +29,8 @@ from moeserve.startup import rank_runner, routing_tap, signature_tap
 log = structlog.get_logger(__name__)
 
 
-class Member:
-    """What every rank has: its collectives, its experts and its model."""
+class CpuMember:
+    """A rank whose model runs on a CPU; see `moeserve.ranks.members.RankMember`."""
 
     def __init__(self, context: RunContext, meeting: Meeting, rank: int, plan: ModelPlan, report: Report) -> None:
         config, directory = context.config, Path(context.model_dir)
@@ -49,6 +51,7 @@ class Member:
             plan.placement,
             plan.spec.moe_layers,
             last_layer=plan.spec.num_layers - 1,
+            compute=moe_experts_partial,
             local_of=None if resident is None else partial(local_of, resident),
         )
         tap = routing_tap(plan.spec, config) or signature_tap(plan, config)
@@ -67,6 +70,11 @@ class Member:
         steps = rank_runner(self.model, tap, config, records=config.record_experts)
         self.runner = CountedRunner(steps, self.experts.sent)
         self.migrator = make_migrator(directory, self.model, self.experts, owned)
+
+    @property
+    def prefetcher(self) -> PrefixListener | None:
+        """What loads experts ahead, if any."""
+        return self.model.prefetcher
 
     @property
     def lent(self) -> LentMemory | None:

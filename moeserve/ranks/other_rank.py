@@ -12,6 +12,7 @@ import zmq
 from experts.errors import CollectiveError
 from experts.placement.placement import Placement
 from moeserve.config import ServeConfig
+from moeserve.device import choose_device, cuda_absence
 from moeserve.expert_service.rebalancing import follow
 from moeserve.expert_service.residency import residency_with
 from moeserve.kv_budget import KvBudget
@@ -20,7 +21,7 @@ from moeserve.plan_codec import decode_plan
 from moeserve.ranks.introduction import introduction
 from moeserve.ranks.link import BeatThread, RankLink
 from moeserve.ranks.meeting import meet_first
-from moeserve.ranks.member import Member
+from moeserve.ranks.members import RankMember, make_member, plan_gpu_rank
 from moeserve.ranks.messages import (
     Dismissed,
     Forward,
@@ -37,9 +38,9 @@ from moeserve.run_context import RunContext
 
 
 def run_other_rank(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], rank: int, report: Report) -> None:
-    meeting = meet_first(context)
+    meeting, own = meet_first(context), context.config.device
     link = RankLink(sockets, meeting, rank)
-    member: Member | None = None
+    member: RankMember | None = None
     beats = BeatThread(
         sockets,
         meeting,
@@ -61,7 +62,8 @@ def run_other_rank(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]],
         if context.config.nnodes == 1:
             link.watch(setup.pid)
         context = replace(context, config=_shared_config(context.config, setup.settings))
-        member = Member(context, meeting, rank, _plan_of(setup, context), lambda _: None)
+        _check_device(rank, own, context.config.device)
+        member = make_member(context, meeting, rank, _plan_of(setup, context), lambda _: None)
         link.send(Loaded(rank, member.lent))
         if isinstance(start := link.receive(), Start):
             member.meet_peers(start.lent)
@@ -76,31 +78,41 @@ def run_other_rank(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]],
         link.close()
 
 
+def _check_device(rank: int, own: str, of_first: str) -> None:
+    """Raises RankError. What carries the collectives was prepared for the device that this rank was started with."""
+    if (own == "cuda") != (of_first == "cuda"):
+        raise RankError(f"Rank {rank} was started with --device {own} and rank 0 with --device {of_first}.")
+
+
 def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
     """What rank 0 has planned, for this rank's own copy of the model."""
     directory = Path(context.model_dir)
-    spec, dtype = read_spec(directory, context.config)
     placement = Placement(context.config.expert_parallel_size, setup.placement)
+    if choose_device(context.config, cuda_absence) == "cuda":
+        return plan_gpu_rank(directory, context.config, placement)
+    spec, dtype = read_spec(directory, context.config)
     residency = None
     if setup.expert_slots is not None:
         residency = residency_with(setup.expert_slots, setup.lent, directory, spec, dtype)
     return ModelPlan(spec, dtype, KvBudget(setup.num_blocks, setup.max_model_len), 0, placement, residency)
 
 
-def _run_steps(rank: int, link: RankLink, member: Member, beats: BeatThread) -> None:
+def _run_steps(rank: int, link: RankLink, member: RankMember, beats: BeatThread) -> None:
     beats.busy.clear()
+    migrator = member.migrator
     try:
         while not isinstance(message := link.receive(beats.say_waiting), Shutdown):
             if not isinstance(message, Forward):
-                follow(message, member.migrator)
+                if migrator is not None:
+                    follow(message, migrator)
                 continue
             beats.busy.set()
-            if message.placement_version != member.migrator.version:
-                member.migrator.switch(message.placement_version)
+            if migrator is not None and message.placement_version != migrator.version:
+                migrator.switch(message.placement_version)
             member.experts.begin_step(message.num_rows, message.num_logit_rows)
             result = member.runner.run(decode_plan(message.plan))
             beats.busy.clear()
-            if outcome := member.migrator.outcome():
+            if migrator is not None and (outcome := migrator.outcome()):
                 link.send(LayerLoaded(rank, outcome.version, outcome.error))
             link.send(RankResult(rank, encode_result(result)))
     except CollectiveError:

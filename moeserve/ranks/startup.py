@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import structlog
@@ -9,7 +10,8 @@ import torch
 import zmq
 
 from experts.errors import ExpertStoreError
-from moeserve.config import ServeConfig
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.device import too_few_gpus
 from moeserve.model_loading import Report
 from moeserve.models.errors import ModelError
 from moeserve.ranks.cores import bind_to_cores
@@ -26,6 +28,8 @@ def run_rank(context: RunContext, rank: int, report: Report, stop: threading.Eve
     Raises ModelError, ConfigError or RankError, one sentence each, for what cannot be served, or no longer.
     """
     _keep_to_cores(context.config, rank)
+    if context.config.device == "cuda":
+        _take_gpu(context.config)
     try:
         with zmq.Context() as sockets:
             if rank == 0:
@@ -34,6 +38,16 @@ def run_rank(context: RunContext, rank: int, report: Report, stop: threading.Eve
                 run_other_rank(context, sockets, rank, report)
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
+
+
+def _take_gpu(config: ServeConfig) -> None:
+    """Makes the GPU of this rank the current one, before anything is done on another. Raises ConfigError."""
+    if not torch.cuda.is_available():
+        return
+    obstacle = too_few_gpus(config, torch.cuda.device_count())
+    if obstacle is not None:
+        raise ConfigError(obstacle)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
 def _keep_to_cores(config: ServeConfig, rank: int) -> None:

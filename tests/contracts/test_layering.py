@@ -26,6 +26,8 @@ SERVICE_FOLDERS = (ROOT / "moeserve", ROOT / "moeserve" / "expert_service", ROOT
 # load where torch is not installed.
 WITH_TORCH = {
     "experts.collectives",
+    "experts.device_exchange",
+    "experts.device_waits",
     "experts.dispatch",
     "experts.exchange",
     "experts.glu_mlp",
@@ -55,7 +57,9 @@ WITH_TORCH = {
     "moeserve.model_loading",
     "moeserve.model_runner",
     "moeserve.ranks.member",
+    "moeserve.ranks.members",
     "moeserve.ranks.first_rank",
+    "moeserve.ranks.gpu_member",
     "moeserve.ranks.introduction",
     "moeserve.ranks.other_rank",
     "moeserve.ranks.startup",

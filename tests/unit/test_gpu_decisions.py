@@ -9,7 +9,7 @@ import pytest
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.cuda.memory import GRAPH_BYTES, kv_memory
 from moeserve.cuda.step_arrays import ExtendLimits, capture_sizes, padded_size, share_prompts, step_arrays
-from moeserve.device import choose_device, step_budget
+from moeserve.device import choose_device, step_budget, too_few_gpus
 from moeserve.plan import Chunk
 from moeserve.request import SamplingParams
 
@@ -97,7 +97,8 @@ def test_a_gpu_is_used_only_where_it_is_asked_for() -> None:
     ("settings", "absence", "reason"),
     [
         ({}, "torch finds no CUDA device", "no CUDA device"),
-        ({"expert_parallel_size": 2}, None, "several ranks"),
+        ({"expert_parallel_size": 2, "expert_memory": 2**30}, None, "one rank on a GPU"),
+        ({"expert_parallel_size": 2, "rebalance_interval": 100}, None, "CPUs only"),
         ({"block_size": 24}, None, "power of two"),
     ],
 )
@@ -106,6 +107,13 @@ def test_a_gpu_asked_for_by_name_that_cannot_serve_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         choose_device(ServeConfig(device="cuda", **settings), lambda: absence)
+
+
+def test_every_rank_of_a_machine_needs_a_gpu() -> None:
+    config = ServeConfig(device="cuda", expert_parallel_size=8, nnodes=2)
+    assert choose_device(config, lambda: None) == "cuda"
+    assert too_few_gpus(config, 4) is None
+    assert "4 ranks on a machine need a GPU each, and torch finds 3 here" in (too_few_gpus(config, 3) or "")
 
 
 def test_steps_on_a_gpu_are_larger_unless_said_otherwise() -> None:

@@ -1,0 +1,111 @@
+"""What every rank of several has, whatever it computes on, and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from experts.collectives import Collectives
+from experts.dispatch import ExpertParallel
+from experts.memory.peer_memory import LentMemory
+from experts.memory.stats import ExpertMemoryStats
+from experts.placement.placement import Placement
+from moeserve.config import ServeConfig
+from moeserve.device import choose_device, cuda_absence
+from moeserve.executor import Runner
+from moeserve.expert_service.placement import plan_placement
+from moeserve.expert_service.rebalancing import Migrator
+from moeserve.expert_service.strategy import Prefetching
+from moeserve.kv_budget import KvBudget
+from moeserve.model_loading import ModelPlan, Report, ServedModel, plan_model, read_spec
+from moeserve.ranks.meeting import Meeting
+from moeserve.ranks.member import CpuMember, collective_timeout
+from moeserve.run_context import RunContext
+
+
+class RankMember(Protocol):
+    """A rank at work. `runner` and `model` are there after `warm_up`.
+
+    migrator: brings experts that are placed anew, None where that is refused. prefetcher: loads experts ahead, if any.
+    lent: where the experts are that this rank keeps for others. dispatch_shape: in use, None before it is known.
+    """
+
+    dispatch_shape: str | None
+
+    @property
+    def runner(self) -> Runner: ...
+
+    @property
+    def collectives(self) -> Collectives: ...
+
+    @property
+    def experts(self) -> ExpertParallel[Any]: ...
+
+    @property
+    def model(self) -> ServedModel: ...
+
+    @property
+    def migrator(self) -> Migrator | None: ...
+
+    @property
+    def prefetcher(self) -> Prefetching | None: ...
+
+    @property
+    def lent(self) -> LentMemory | None: ...
+
+    def meet_peers(self, lent: Sequence[LentMemory]) -> None:
+        """Has the rank read what all ranks lend, in their order, before the first step. Raises RankError."""
+
+    def warm_up(self) -> None:
+        """What all ranks do together before the first step."""
+
+    def memory_stats(self) -> ExpertMemoryStats | None: ...
+
+    def close(self) -> None: ...
+
+
+def plan_ranks(directory: Path, config: ServeConfig) -> ModelPlan:
+    """What rank 0 plans for all. On GPUs the memory for KV is known when all have loaded: there `kv` is nothing yet."""
+    if choose_device(config, cuda_absence) == "cpu":
+        return plan_model(directory, config)
+    return plan_gpu_rank(directory, config, None)
+
+
+def plan_gpu_rank(directory: Path, config: ServeConfig, placement: Placement | None) -> ModelPlan:
+    """placement: None to decide it."""
+    from moeserve.gpu_service import gpu_dtype
+
+    spec, _ = read_spec(directory, config)
+    placement = placement or plan_placement(directory, spec, config)
+    return ModelPlan(spec, gpu_dtype(config), KvBudget(0, 0), 0, placement)
+
+
+def make_member(context: RunContext, meeting: Meeting, rank: int, plan: ModelPlan, report: Report) -> RankMember:
+    """Loads a rank's part of the model. Raises ModelError, ConfigError or CollectiveError."""
+    if choose_device(context.config, cuda_absence) == "cpu":
+        return CpuMember(context, meeting, rank, plan, report)
+    return _make_gpu_member(context, meeting, rank, plan, report)
+
+
+def _make_gpu_member(context: RunContext, meeting: Meeting, rank: int, plan: ModelPlan, report: Report) -> RankMember:
+    import torch
+
+    from moeserve.gpu_service import gpu_settings, loading_progress
+    from moeserve.ranks.gpu_member import GpuMember
+
+    config = context.config
+    timeout = collective_timeout(config)
+    device = torch.device("cuda", torch.cuda.current_device())
+    collectives = Collectives(
+        rank, config.expert_parallel_size, meeting.collectives, timeout, interface=meeting.interface, device=device
+    )
+    return GpuMember(
+        Path(context.model_dir),
+        plan,
+        gpu_settings(config),
+        collectives,
+        shape=config.dispatch,
+        timeout=timeout,
+        progress=loading_progress(report),
+    )
