@@ -1,5 +1,6 @@
 # make serve [MODEL=...] [ARGS="--port 9000"] [TORCH=cpu|cuda]   installs if needed, then serves
 # make test                                                      the suite; make test-long for what takes longer
+# make gpu [PYTHON=python3] [OUT=DIR]                             on a GPU: tests, kernels and decode steps, in ten minutes
 # make venv                                                      just installs; .venv/bin/moeserve is the command then
 
 SHELL := /bin/bash
@@ -16,12 +17,14 @@ ifeq ($(filter $(TORCH),cpu cuda),)
 $(error TORCH is cpu or cuda, not $(TORCH))
 endif
 endif
+# Where `make gpu` writes its tables.
+OUT ?= docs/benchmarks
 # Tests of one process each run side by side, with two threads so that parallel code is run in parallel; services do not.
 SIDE_BY_SIDE := -n $(shell nproc) --dist worksteal
 FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv test lint unit cpu kernels e2e test-long clean
+.PHONY: serve venv test lint unit cpu kernels e2e test-long gpu clean
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(MODEL) $(ARGS)
@@ -69,6 +72,15 @@ e2e: venv
 
 test-long: venv
 	@$(TIMED) $(RUN) -m pytest -m long tests
+
+# Needs torch, Triton, numpy, safetensors, transformers, msgpack and pytest alone. What fails does not keep the rest from
+# being measured.
+gpu:
+	@python="$(if $(wildcard $(RUN)),$(RUN),$(PYTHON))"; failed=0; \
+	timeout 170 $$python -m pytest -m 'not long' tests/kernels || failed=1; \
+	timeout 230 $$python -m moeserve.bench.kernel_bench --seconds 170 --out-dir $(OUT) || failed=1; \
+	timeout 190 $$python -m moeserve.bench.decode_throughput --out-dir $(OUT) || failed=1; \
+	exit $$failed
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

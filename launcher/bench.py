@@ -13,6 +13,7 @@ _COMMANDS = {
         "Measure what the experts' machinery saves, against its targets.",
     ),
     "recording": ("moeserve.bench.recording:command", "Measure what gathering routing costs a step."),
+    "decode": ("moeserve.bench.decode:command", "Measure whole decode steps on a GPU, with random weights."),
     "kernels": ("moeserve.bench.kernels:command", "Check and measure the GPU kernels."),
 }
 

@@ -28,11 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moeserve bench kernels", description="Measure the GPU kernels.")
     parser.add_argument("--interpret", action="store_true", help="correctness alone, in Triton's interpreter on a CPU")
     parser.add_argument("--out-dir", type=Path, default=Path("docs/benchmarks"), help="where the table is written")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="no case of the table begins later")
     options = parser.parse_args(arguments)
-    return run(interpret=options.interpret, out_dir=options.out_dir)
+    return run(interpret=options.interpret, out_dir=options.out_dir, seconds=options.seconds)
 
 
-def run(*, interpret: bool, out_dir: Path) -> int:
+def run(*, interpret: bool, out_dir: Path, seconds: float = SECONDS) -> int:
     if interpret:
         # Triton reads it when a kernel is defined.
         os.environ["TRITON_INTERPRET"] = "1"
@@ -50,7 +51,7 @@ def run(*, interpret: bool, out_dir: Path) -> int:
     out_dir.mkdir(parents=True, exist_ok=True)
     path = out_dir / f"kernels-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
     with torch.inference_mode():
-        text = "\n".join(_report(device, name)) + "\n"
+        text = "\n".join(_report(device, name, seconds)) + "\n"
     path.write_text(text)
     print(text + f"\nwritten to {path}")
     return 0
@@ -67,12 +68,12 @@ def _check(device: torch.device, num_sms: int) -> bool:
     return all_passed
 
 
-def _report(device: torch.device, name: str) -> Iterator[str]:
+def _report(device: torch.device, name: str, seconds: float) -> Iterator[str]:
     import triton
 
     from moeserve.bench.kernel_timing import Deadline, measure_ceilings, time_calls
 
-    deadline = Deadline(SECONDS)
+    deadline = Deadline(seconds)
     yield f"# Kernels on {name}"
     versions = f"torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}"
     yield f"\n{date.today()}, {versions}."
@@ -84,7 +85,7 @@ def _report(device: torch.device, name: str) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|"
     for case in _cases(device):
         if deadline.passed:
-            yield f"| {case.name} | not measured: {SECONDS:.0f} s were over | | | | | | | |"
+            yield f"| {case.name} | not measured: {seconds:.0f} s were over | | | | | | | |"
             continue
         own = time_calls(case.calls)
         rate, flops = case.num_bytes / own.microseconds * 1e6, case.num_flops / own.microseconds * 1e6

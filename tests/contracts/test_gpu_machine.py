@@ -33,8 +33,13 @@ def names_under(folder: str) -> list[str]:
 MODULES = [
     *names_under("kernels"),
     *names_under("moeserve/cuda"),
-    *[name for name in names_under("moeserve/bench") if name.rsplit(".", 1)[1].startswith(("kernel_", "tune_"))],
+    *[
+        name
+        for name in names_under("moeserve/bench")
+        if name.rsplit(".", 1)[1].startswith(("kernel_", "tune_", "decode_"))
+    ],
     "moeserve.bench.moe_case",
+    "moeserve.bench.random_model",
     "moeserve.executor",
     "moeserve.kv_budget",
     "moeserve.kv_pool",

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import moeserve.bench.tune_attention as tune_attention_module
 import moeserve.cuda.attention_kernels as attention_kernels
@@ -21,11 +20,11 @@ from kernels.gpu.attention_tuning import (
     write_attention,
 )
 from kernels.gpu.tuning import Platform, TuningError, file_name
-from launcher.cli import main
 from moeserve.bench.tune_attention import tune_attention
 from moeserve.cuda.batches import AttentionLimits
 from moeserve.models.families import build_spec
 from moeserve.models.hf_config import load_config
+from tests.support.commands import invoke
 from tests.support.tiny_models import save
 
 BF16 = torch.bfloat16
@@ -151,7 +150,7 @@ def test_the_command_writes_where_serving_looks(monkeypatch, tmp_path):
     monkeypatch.setattr(attention_kernels, "platform_of", lambda device: platform)
     own = {"decode": (SplitConfig(16, 16, 8, 2), 7.0), "prefill": (PrefillConfig(64, 16, 4, 2), 90.0)}
     monkeypatch.setattr(tune_attention_module, "tune_attention", lambda *args, **options: own)
-    result = CliRunner().invoke(main, ["tune", str(tmp_path / "model"), "--block-size", "16"])
+    result = invoke("tune", str(tmp_path / "model"), "--block-size", "16")
     assert result.exit_code == 0, result.output
     (path,) = (tmp_path / "tuned").iterdir()
     assert result.output == f"Wrote {path}\n"
@@ -167,6 +166,6 @@ def test_a_block_size_that_is_no_power_of_two_is_one_sentence(monkeypatch, tmp_p
     save("llama", tmp_path)
     monkeypatch.setattr("moeserve.models.source.resolve_model", Path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    result = CliRunner().invoke(main, ["tune", str(tmp_path), "--block-size", "24"])
+    result = invoke("tune", str(tmp_path), "--block-size", "24")
     assert result.exit_code == 1
     assert "not a power of two" in result.output

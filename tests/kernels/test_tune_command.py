@@ -5,21 +5,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import moeserve.bench.tune_moe as tune_moe
 import moeserve.cuda.expert_kernels as expert_kernels
 from kernels.gpu.moe_config import MoeShape, heuristic_config
 from kernels.gpu.moe_experts import device_of, moe_experts_reference
-from launcher.cli import main
 from moeserve.bench.moe_case import ACTIVATION, make_case
+from tests.support.commands import invoke
 
 SHAPE = MoeShape(8, 256, 128, 2, "bfloat16")
 CPU = torch.device("cpu")
 
 
 def tune(*arguments):
-    return CliRunner().invoke(main, ["tune", *arguments])
+    return invoke("tune", *arguments)
 
 
 def test_without_a_gpu_one_sentence_says_so(monkeypatch):

@@ -1,0 +1,128 @@
+"""Decoders of random weights on a GPU, made where they lie: what a step costs does not depend on what is learned."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
+from kernels.gpu.tuning import MoeConfigs
+from moeserve.cuda.attention import GpuGqa
+from moeserve.cuda.decoder import GpuDecoder, GpuLayer
+from moeserve.cuda.expert_kernels import model_moe
+from moeserve.cuda.parts import GpuDispatch, GpuMoe, GpuNorm, Projection
+from moeserve.models.families import build_spec
+from moeserve.models.spec import AttentionSpec, DecoderSpec
+
+
+def qwen3_moe_spec(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    num_experts: int,
+    expert_width: int,
+    top_k: int,
+    vocab: int,
+    max_position: int,
+) -> DecoderSpec:
+    """A model of type qwen3_moe of these sizes, experts in all layers."""
+    from transformers import Qwen3MoeConfig
+
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_experts": num_experts,
+        "moe_intermediate_size": expert_width,
+        "num_experts_per_tok": top_k,
+        "norm_topk_prob": True,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_position,
+        "tie_word_embeddings": False,
+    }
+    return build_spec(Qwen3MoeConfig.from_dict(sizes).to_dict())
+
+
+def random_decoder(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_tokens: int,
+    max_model_len: int,
+    configs: MoeConfigs | None = None,
+    seed: int = 0,
+) -> GpuDecoder:
+    """A decoder with attention of shared KV heads and experts in all layers. Raises ValueError for other specs.
+
+    max_tokens: of the largest step. Weights are normal and keep activations near 1.
+    """
+    attention, moe = spec.attention, spec.moe
+    if not isinstance(attention, AttentionSpec) or moe is None or not all(spec.sparse_layers) or moe.shared is not None:
+        raise ValueError("random weights are made for plain attention and experts in every layer")
+    weights = _Weights(dtype, device, seed)
+    dispatch = model_moe(spec, device, dtype, max_tokens, configs=configs)
+    return GpuDecoder(
+        spec,
+        weights.matrix(spec.vocab_size, spec.hidden_size) * spec.hidden_size**0.5,
+        [_layer(spec, attention, window, weights, dispatch) for window in spec.windows],
+        weights.norm(spec.hidden_size, spec.norm_eps),
+        Projection(weights.matrix(spec.vocab_size, spec.hidden_size)),
+        max_model_len=max_model_len,
+    )
+
+
+class _Weights:
+    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self._dtype, self._device = dtype, device
+        self._random = torch.Generator(device).manual_seed(seed)
+
+    def matrix(self, *shape: int) -> Tensor:
+        """Normal with the variance 1 / last size, drawn in the model's dtype: one of fp32 would not fit beside it."""
+        out = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return out.normal_(0.0, shape[-1] ** -0.5, generator=self._random)
+
+    def norm(self, size: int, eps: float) -> GpuNorm:
+        return GpuNorm(self.ones(size), None, eps)
+
+    def ones(self, size: int) -> Tensor:
+        return torch.ones(size, dtype=self._dtype, device=self._device)
+
+
+def _layer(
+    spec: DecoderSpec, attention: AttentionSpec, window: int | None, weights: _Weights, dispatch: GpuDispatch
+) -> GpuLayer:
+    hidden, moe = spec.hidden_size, spec.moe
+    assert moe is not None
+    rows = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    has_norms = attention.qk_norm == "head"
+    count, width = moe.num_experts, moe.intermediate_size
+    return GpuLayer(
+        weights.norm(hidden, spec.norm_eps),
+        GpuGqa(
+            attention,
+            Projection(weights.matrix(rows, hidden)),
+            Projection(weights.matrix(hidden, attention.num_heads * attention.head_dim)),
+            window=window,
+            interleaved=spec.rope.interleaved,
+            eps=spec.norm_eps,
+            q_norm=weights.ones(attention.head_dim) if has_norms else None,
+            k_norm=weights.ones(attention.head_dim) if has_norms else None,
+        ),
+        weights.norm(hidden, spec.norm_eps),
+        GpuMoe(
+            Projection(weights.matrix(count, hidden)),
+            moe.gate,
+            GpuExperts(
+                StoredMatrix(weights.matrix(count, 2 * width, hidden)),
+                StoredMatrix(weights.matrix(count, hidden, width)),
+            ),
+            moe.activation,
+            dispatch,
+        ),
+    )
