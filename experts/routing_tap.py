@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from experts.moe_layer import Dispatch
 from kernels.activation import Activation
-from kernels.packed_experts import PackedExperts
+
+# Of a layer, as its dispatch takes them; on a CPU and on a GPU they are of different types.
+Experts = TypeVar("Experts")
+Dispatch = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 
 
 class HeardIds:
@@ -30,10 +33,12 @@ class HeardIds:
 
         A layer has as many rows as it computed: the last one often fewer, or none.
         """
-        if not self._ids:
-            return b""
-        data: bytes = torch.cat([*self._ids]).to(self._narrow).cpu().numpy().tobytes()
-        return data
+        ids = self.joined()
+        return b"" if ids is None else ids.cpu().numpy().tobytes()
+
+    def joined(self) -> Tensor | None:
+        """[R, k] of the rows of all layers, where the ids are; None if no layer computed anything."""
+        return torch.cat([*self._ids]).to(self._narrow) if self._ids else None
 
 
 class RoutingTap:
@@ -47,7 +52,7 @@ class RoutingTap:
         self._chosen: list[Tensor | None] = [None] * len(sparse_layers)
         self._narrow = torch.uint8 if num_experts <= 256 else torch.int16
 
-    def around(self, dispatch_of: Callable[[int], Dispatch]) -> Callable[[int], Dispatch]:
+    def around(self, dispatch_of: Callable[[int], Dispatch[Experts]]) -> Callable[[int], Dispatch[Experts]]:
         """The same dispatches, heard by this tap."""
         return lambda layer: self._around_one(layer, dispatch_of(layer))
 
@@ -61,11 +66,11 @@ class RoutingTap:
         self.begin()
         return HeardIds(heard, self._narrow)
 
-    def _around_one(self, layer: int, inner: Dispatch) -> Dispatch:
+    def _around_one(self, layer: int, inner: Dispatch[Experts]) -> Dispatch[Experts]:
         place = self._place[layer]
 
         def dispatch(
-            x: Tensor, expert_ids: Tensor, weights: Tensor, experts: PackedExperts, activation: Activation
+            x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts, activation: Activation
         ) -> Tensor:
             self._chosen[place] = expert_ids
             return inner(x, expert_ids, weights, experts, activation)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from moeserve.plan import StepPlan, StepResult
 
@@ -48,6 +48,25 @@ class LaunchingRunner(Runner, Protocol):
     """Computes plans on a device that works while the host goes on."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep: ...
+
+
+class FinishedStep:
+    """A launched step to whose result something is added."""
+
+    def __init__(self, step: LaunchedStep, finish: Callable[[StepResult], StepResult]) -> None:
+        self._step = step
+        self._finish = finish
+
+    def result(self) -> StepResult:
+        return self._finish(self._step.result())
+
+
+@runtime_checkable
+class LaunchingExecutor(Executor, Protocol):
+    """Queues steps on a device, in order."""
+
+    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
+        """Returns at once; what it returns waits for the step."""
 
 
 class LocalLauncher(LocalExecutor):

@@ -17,6 +17,8 @@ from moeserve.expert_service.fitted_gates import find_fitted_gates
 from moeserve.expert_service.monitor import ExpertSources
 from moeserve.expert_service.placement import measured_load
 from moeserve.expert_service.prefetch import PrefetchingLauncher, start_prefetching
+from moeserve.expert_service.recording import open_recording, routing_shape
+from moeserve.expert_service.signatures import AnnotatingLauncher, signs_prefixes
 from moeserve.expert_service.strategy import expert_strategy
 from moeserve.memory import available_bytes
 from moeserve.model_loading import Report, ServedModel
@@ -35,17 +37,18 @@ _SHARE_FOR_EXPERTS = 0.8
 
 
 def run_on_gpu(context: RunContext, report: Report, stop: threading.Event) -> None:
-    """`run_engine` on the CUDA device of this process, planning ahead. Routing is not recorded there."""
+    """`run_engine` on the CUDA device of this process, planning ahead."""
     directory, config = Path(context.model_dir), context.config
     spec = build_spec(load_config(directory))
+    recording = open_recording(config, directory, spec)
     dtype = gpu_dtype(config)
     settings = gpu_settings(config, _expert_settings(directory, spec, config))
     loaded = load_gpu_model(directory, spec, dtype, settings, loading_progress(report), torch.device("cuda", 0))
     defaults = load_generation_defaults(directory)
     model = ServedModel(spec, defaults, loaded.kv, dtype, loaded.weights_bytes, loaded.kv_bytes, "cuda")
-    runner, sources = _with_prefetches(loaded, directory, config)
+    runner, sources = _with_prefetches(loaded, directory, config, records=recording is not None)
     try:
-        serve(context, model, LocalLauncher(runner), report, stop, None, sources)
+        serve(context, model, LocalLauncher(runner), report, stop, recording, sources)
     finally:
         if loaded.experts is not None:
             loaded.experts.memory.close()
@@ -67,6 +70,7 @@ def gpu_settings(config: ServeConfig, experts: GpuExpertSettings | None = None) 
         config.gpu_memory_utilization,
         config.enforce_eager,
         experts,
+        hears_gates=config.record_experts,
     )
 
 
@@ -87,11 +91,14 @@ def _expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) ->
         None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser(),
         config.expert_store_bandwidth,
         measured_load(directory, config, (len(spec.moe_layers), 0 if spec.moe is None else spec.moe.num_experts)),
+        signs_prefixes(config),
     )
 
 
-def _with_prefetches(loaded: GpuModel, directory: Path, config: ServeConfig) -> tuple[LaunchingRunner, ExpertSources]:
-    """What computes steps, and whom to ask about the experts."""
+def _with_prefetches(
+    loaded: GpuModel, directory: Path, config: ServeConfig, *, records: bool
+) -> tuple[LaunchingRunner, ExpertSources]:
+    """What computes steps, and whom to ask about the experts. records: whether results carry the routing."""
     experts = loaded.experts
     if experts is None:
         return loaded.runner, ExpertSources()
@@ -103,4 +110,10 @@ def _with_prefetches(loaded: GpuModel, directory: Path, config: ServeConfig) -> 
         prefetches=listener is not None,
         strategy=lambda: expert_strategy(config, listener),
     )
-    return loaded.runner if listener is None else PrefetchingLauncher(loaded.runner, listener), sources
+    if listener is None:
+        return loaded.runner, sources
+    runner = PrefetchingLauncher(loaded.runner, listener)
+    shape = routing_shape(loaded.decoder.spec)
+    if shape is None or not signs_prefixes(config):
+        return runner, sources
+    return AnnotatingLauncher(runner, shape, config.block_size, keeps_routing=records), sources

@@ -15,11 +15,11 @@ from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import step_budget
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
-from moeserve.executor import Executor, LocalLauncher
+from moeserve.executor import Executor, LaunchingExecutor
 from moeserve.expert_service.monitor import ExpertFacts, ExpertMonitor, ExpertSources
 from moeserve.expert_service.recording import ExpertRecording
 from moeserve.expert_service.signatures import signature_merger
-from moeserve.expert_service.step_recording import RecordingExecutor
+from moeserve.expert_service.step_recording import recording_executor
 from moeserve.kv_budget import KvBudget
 from moeserve.messages import EngineReady
 from moeserve.model_loading import Report, ServedModel
@@ -50,15 +50,15 @@ def serve(
     config = context.config
     if recording is not None:
         recording.placement = sources.placement
-        executor = RecordingExecutor(executor, recording)
-    overlapped = isinstance(executor, LocalLauncher)
+        executor = recording_executor(executor, recording)
+    overlapped = isinstance(executor, LaunchingExecutor)
     merge = signature_merger(model.spec) if sources.prefetches and config.enable_prefix_caching else None
     scheduler, caches = build_scheduler(config, model.kv, model.device, run_ahead=overlapped, merge_annotations=merge)
     ready = _ready(context, model)
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)
     monitor = _monitor(context, model.spec, recording, sources)
-    steps = OverlappedSteps(scheduler, executor) if isinstance(executor, LocalLauncher) else None
+    steps = OverlappedSteps(scheduler, executor) if isinstance(executor, LaunchingExecutor) else None
     engine = Engine(socket, scheduler, caches, executor, ready, monitor, steps)
     heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
     heartbeat.start()

@@ -12,7 +12,7 @@ from moeserve.device import choose_device, cuda_absence
 from moeserve.executor import LocalExecutor, Runner
 from moeserve.expert_service.monitor import ExpertSources
 from moeserve.expert_service.recording import open_recording, routing_shape
-from moeserve.expert_service.signatures import AnnotatingRunner
+from moeserve.expert_service.signatures import AnnotatingRunner, signs_prefixes
 from moeserve.expert_service.step_recording import TappedRunner
 from moeserve.expert_service.strategy import expert_strategy
 from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, plan_model
@@ -68,7 +68,7 @@ def routing_tap(spec: DecoderSpec, config: ServeConfig) -> RoutingTap | None:
 def signature_tap(plan: ModelPlan, config: ServeConfig) -> RoutingTap | None:
     """What hears the gates where cached prefixes are kept with a signature of the experts that they use."""
     moe = plan.spec.moe
-    if moe is None or plan.residency is None or config.expert_prefetch == "off" or not config.enable_prefix_caching:
+    if moe is None or plan.residency is None or not signs_prefixes(config):
         return None
     return RoutingTap(plan.spec.moe_layers, moe.num_experts)
 

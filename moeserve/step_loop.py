@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
-from moeserve.executor import Executor
+from moeserve.executor import Executor, LaunchingExecutor
 from moeserve.outputs import RequestOutput
 from moeserve.plan import StepPlan, StepResult
 from moeserve.scheduler import Scheduler
@@ -36,13 +36,6 @@ class PlainSteps:
         outputs = self._scheduler.commit(plans, self._executor.run(plans))
         self.step = plans[0].step
         return outputs
-
-
-class LaunchingExecutor(Protocol):
-    """Queues steps on a device, in order."""
-
-    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
-        """Returns at once; what it returns waits for the step."""
 
 
 class OverlappedSteps:

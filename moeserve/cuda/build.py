@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from experts.routing_tap import RoutingTap
 from kernels.gpu.tuning import MoeConfigs
 from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.expert_kernels import model_moe
@@ -28,11 +29,12 @@ def build_gpu_decoder(
     experts: GpuResidentModel | None = None,
     progress: Progress | None = None,
     configs: MoeConfigs | None = None,
+    tap: RoutingTap | None = None,
 ) -> GpuDecoder:
     """The model in `directory` on `device`, with expert scratch for steps of up to `max_tokens` tokens.
 
     experts: those of which only some are in the device's memory; None to load all. configs: of the experts' kernels,
-    see `expert_configs`.
+    see `expert_configs`. tap: hears what the gates choose.
     """
     moe = None
     if spec.moe is not None and experts is None:
@@ -49,7 +51,7 @@ def build_gpu_decoder(
         spec,
         dtype=dtype,
         device=device,
-        dispatch_of=dispatch_of,
+        dispatch_of=dispatch_of if tap is None else tap.around(dispatch_of),
         owned_experts=None if experts is None else _none,
         max_model_len=max_model_len,
         progress=progress,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moeserve.cuda.batches import AttentionLimits, DecodeBatch, DecodeTensors
-from moeserve.cuda.decoder import GpuDecoder, KvPools
+from moeserve.cuda.routing import Computed, HeardDecoder
 from moeserve.cuda.step_arrays import StepArrays, padded_size
 
 _WARM_UP_ROUNDS = 2
@@ -22,18 +22,18 @@ class DecodeSteps:
     """Lasting batches of some sizes. Until `capture`, and on a CPU under the interpreter, they are computed as they
     are; captured ones are replayed."""
 
-    def __init__(self, decoder: GpuDecoder, kv_pools: KvPools, limits: AttentionLimits, sizes: Sequence[int]) -> None:
+    def __init__(self, decoder: HeardDecoder, limits: AttentionLimits, sizes: Sequence[int]) -> None:
         """sizes: ascending, see `capture_sizes`."""
-        self._decoder, self._kv_pools, self._sizes = decoder, kv_pools, tuple(sizes)
+        self._decoder, self._sizes = decoder, tuple(sizes)
         tensors = DecodeTensors(limits, self._sizes[-1])
         self._batches = {size: DecodeBatch(limits, size, tensors) for size in self._sizes}
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Computed]] = {}
 
     def fits(self, num_seqs: int) -> bool:
         return padded_size(num_seqs, self._sizes) is not None
 
-    def run(self, arrays: StepArrays, drawn: Tensor | None) -> Tensor:
-        """Logits [S, vocab] of a step whose chunks have one token each. They last until the next replay."""
+    def run(self, arrays: StepArrays, drawn: Tensor | None) -> Computed:
+        """A step whose chunks have one token each. What it gives lasts until the next replay."""
         size = padded_size(arrays.num_rows, self._sizes)
         if size is None:
             raise ValueError(f"{arrays.num_rows} sequences do not fit into {self._sizes[-1]}")
@@ -41,10 +41,10 @@ class DecodeSteps:
         batch.load(arrays, drawn)
         captured = self._graphs.get(size)
         if captured is None:
-            return self._compute(batch)[: arrays.num_rows]
-        graph, logits = captured
+            return self._compute(batch).of_first(arrays.num_rows)
+        graph, computed = captured
         graph.replay()
-        return logits[: arrays.num_rows]
+        return computed.of_first(arrays.num_rows)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -61,9 +61,9 @@ class DecodeSteps:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                logits = self._compute(batch)
-            self._graphs[size] = (graph, logits)
+                computed = self._compute(batch)
+            self._graphs[size] = (graph, computed)
 
-    def _compute(self, batch: DecodeBatch) -> Tensor:
+    def _compute(self, batch: DecodeBatch) -> Computed:
         batch.update_works()
-        return self._decoder.forward(batch.batch, self._kv_pools)
+        return self._decoder(batch.batch)

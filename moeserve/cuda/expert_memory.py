@@ -32,7 +32,8 @@ class GpuExpertSettings:
     """What the service's settings say of experts on a GPU.
 
     num_bytes: of the slots. host_bytes: the host memory that all experts may take; beyond it they are read from disk.
-    bandwidth: of an emulated link, in bytes per second. load: [L, E], for a policy that goes by it.
+    bandwidth: of an emulated link, in bytes per second. load: [L, E], for a policy that goes by it. signs_prefixes:
+    whether results tell what the gates chose, of which signatures of cached prefixes are made.
     """
 
     num_bytes: int
@@ -41,6 +42,7 @@ class GpuExpertSettings:
     store_dir: Path | None
     bandwidth: int | None
     load: Sequence[Sequence[float]] | None = None
+    signs_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from experts.routing_tap import RoutingTap
 from kernels.gpu.tuning import MoeConfigs
 from moeserve.cuda.attention_kernels import tuned_attention
 from moeserve.cuda.batches import AttentionLimits, StepBatches
@@ -22,6 +23,7 @@ from moeserve.cuda.expert_memory import (
 )
 from moeserve.cuda.launch_variants import StepLimits, StepShape
 from moeserve.cuda.memory import kv_memory
+from moeserve.cuda.routing import HeardDecoder
 from moeserve.cuda.runner import GpuModelRunner, Wait
 from moeserve.cuda.step_arrays import capture_sizes
 from moeserve.cuda.warm_up import BeginStep, alone, launch_all_variants, launch_blank_step, launch_variants
@@ -33,7 +35,7 @@ from moeserve.models.tensor_reader import Progress
 
 @dataclass(frozen=True, slots=True)
 class GpuSettings:
-    """What the service's settings say of a GPU."""
+    """What the service's settings say of a GPU. hears_gates: whether results tell what the gates chose."""
 
     block_size: int
     max_num_seqs: int
@@ -43,6 +45,7 @@ class GpuSettings:
     gpu_memory_utilization: float
     enforce_eager: bool
     experts: GpuExpertSettings | None = None
+    hears_gates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ def load_gpu_model(
     if experts is not None:
         # The host decides in every layer which experts to load, so no step can be captured.
         settings = replace(settings, enforce_eager=True)
+    tap = gate_tap(spec, settings, None if experts is None else settings.experts)
     decoder = build_gpu_decoder(
         directory,
         spec,
@@ -81,6 +85,7 @@ def load_gpu_model(
         experts=experts,
         progress=progress,
         configs=configs,
+        tap=tap,
     )
     weights_bytes = torch.cuda.memory_allocated(device)
     block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, dtype)
@@ -93,7 +98,7 @@ def load_gpu_model(
         model_max_len=spec.max_position,
         max_model_len=settings.max_model_len,
     )
-    runner = make_runner(decoder, kv, settings, configs)
+    runner = make_runner(decoder, kv, settings, configs, tap=tap)
     if experts is not None:
         experts.memory.forget_counts()
     return GpuModel(runner, decoder, kv, weights_bytes, kv.num_blocks * block_bytes, experts)
@@ -126,6 +131,13 @@ def _open_experts(
     )
 
 
+def gate_tap(spec: DecoderSpec, settings: GpuSettings, memory: GpuExpertSettings | None = None) -> RoutingTap | None:
+    """What hears the gates, if somebody wants to know. memory: None where all experts are in the device's memory."""
+    if spec.moe is None or not (settings.hears_gates or (memory is not None and memory.signs_prefixes)):
+        return None
+    return RoutingTap(spec.moe_layers, spec.moe.num_experts)
+
+
 def make_runner(
     decoder: GpuDecoder,
     kv: KvBudget,
@@ -133,10 +145,12 @@ def make_runner(
     configs: MoeConfigs | None = None,
     begin_step: BeginStep = alone,
     wait: Wait = torch.cuda.Event.synchronize,
+    tap: RoutingTap | None = None,
 ) -> GpuModelRunner:
     """Takes the KV memory. On a GPU it compiles all kernels and, unless eager, captures the decode steps.
 
     configs: of the decoder's experts. begin_step: told of the steps that are launched here. wait: for a step.
+    tap: what hears the decoder's gates.
     """
     pool = KVPool(decoder.spec.kv_layers, kv.num_blocks, settings.block_size, decoder.dtype, decoder.device)
     spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
@@ -147,12 +161,13 @@ def make_runner(
         steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, kv.max_model_len)
         variants = launch_variants(limits, configs, steps)
         launch_all_variants(decoder, pool.layers, batches, variants, settings.block_size, begin_step)
+    heard = HeardDecoder(decoder, pool.layers, tap)
     decode = None
     if not settings.enforce_eager:
-        decode = DecodeSteps(decoder, pool.layers, limits, capture_sizes(settings.max_num_seqs))
+        decode = DecodeSteps(heard, limits, capture_sizes(settings.max_num_seqs))
         if decoder.device.type == "cuda":
             decode.capture()
-    return GpuModelRunner(decoder, pool, batches, decode=decode, wait=wait)
+    return GpuModelRunner(heard, pool, batches, decode=decode, wait=wait)
 
 
 @torch.inference_mode()

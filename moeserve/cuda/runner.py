@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeserve.cuda.batches import StepBatches, to_device
 from moeserve.cuda.decode_graphs import DecodeSteps
-from moeserve.cuda.decoder import GpuDecoder
+from moeserve.cuda.routing import Computed, HeardDecoder, StepRouting
 from moeserve.cuda.sampler import Drawn, Logprobs, draw_tokens
 from moeserve.cuda.step_arrays import StepArrays, step_arrays
 from moeserve.kv_pool import KVPool
@@ -27,13 +27,17 @@ Wait = Callable[[torch.cuda.Event], None]
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on the device's queue. `done` is behind everything that `result` reads; None where nothing is queued."""
+    """A step on the device's queue. `done` is behind everything that `result` reads; None where nothing is queued.
+
+    routing: of the step's rows, on its way home; None if nobody listens.
+    """
 
     plan: StepPlan
     drawn: Drawn | None
     prompt_logprobs: dict[int, Logprobs]
     done: torch.cuda.Event | None
     wait: Wait = torch.cuda.Event.synchronize
+    routing: StepRouting | None = None
 
     def result(self) -> StepResult:
         """Waits for the device."""
@@ -48,7 +52,7 @@ class LaunchedStep:
                 found, num_top = self.prompt_logprobs[number], chunk.extras.num_top_logprobs
                 result.prompt_logprobs = [found.of_row(row, num_top) for row in range(len(chunk.extras.prompt_targets))]
             results.append(result)
-        return StepResult(self.plan.step, results)
+        return StepResult(self.plan.step, results, self.routing)
 
 
 class GpuModelRunner:
@@ -56,15 +60,15 @@ class GpuModelRunner:
 
     def __init__(
         self,
-        decoder: GpuDecoder,
+        decoder: HeardDecoder,
         kv_pool: KVPool,
         batches: StepBatches,
         *,
         decode: DecodeSteps | None,
         wait: Wait = torch.cuda.Event.synchronize,
     ) -> None:
-        """decode: lasting batches for decode steps; None makes every step anew (`--enforce-eager`). wait: for a step;
-        a rank of several does not wait forever."""
+        """decoder: over `kv_pool`. decode: lasting batches for decode steps; None makes every step anew
+        (`--enforce-eager`). wait: for a step; a rank of several does not wait forever."""
         self._decoder = decoder
         self._kv_pool = kv_pool
         self._batches = batches
@@ -86,7 +90,9 @@ class GpuModelRunner:
             return LaunchedStep(plan, None, {}, _mark(self._decoder.serve_others()), self._wait)
         arrays = step_arrays(plan.chunks, self._kv_pool.block_size)
         logit_rows, places = wanted_logits(plan.chunks)
-        logits = self._forward(plan.chunks, arrays, logit_rows)
+        computed = self._forward(plan.chunks, arrays, logit_rows)
+        logits = computed.logits
+        routing = None if computed.routing is None else computed.routing.at_home()
         sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
         last = [place[-1] for chunk, place in zip(plan.chunks, places, strict=True) if chunk.sampling is not None]
         drawn = None
@@ -102,14 +108,13 @@ class GpuModelRunner:
             if chunk.extras is not None and (targets := chunk.extras.prompt_targets)
             for top in (chunk.extras.num_top_logprobs,)
         }
-        return LaunchedStep(plan, drawn, prompt_logprobs, _mark(logits), self._wait)
+        return LaunchedStep(plan, drawn, prompt_logprobs, _mark(logits), self._wait, routing)
 
-    def _forward(self, chunks: Sequence[Chunk], arrays: StepArrays, logit_rows: list[int]) -> Tensor:
+    def _forward(self, chunks: Sequence[Chunk], arrays: StepArrays, logit_rows: list[int]) -> Computed:
         is_decode = arrays.max_query_len == 1 and len(logit_rows) == len(chunks)
         if self._decode is not None and is_decode and self._decode.fits(len(chunks)):
             return self._decode.run(arrays, self._drawn)
-        batch = self._batches.make(arrays, logit_rows, self._drawn)
-        return self._decoder.forward(batch, self._kv_pool.layers)
+        return self._decoder(self._batches.make(arrays, logit_rows, self._drawn))
 
 
 def _mark(queued: Tensor) -> torch.cuda.Event | None:

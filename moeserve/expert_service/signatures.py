@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from experts.routing.signatures import encode_signature, merge_signatures
 from experts.routing.step_routing import RoutingShape, unpack
-from moeserve.executor import Runner
+from moeserve.config import ServeConfig
+from moeserve.executor import FinishedStep, LaunchedStep, LaunchingRunner, Runner
 from moeserve.models.spec import DecoderSpec
 from moeserve.plan import Chunk, StepPlan, StepResult, wanted_logits
 from moeserve.request_memory import MergeAnnotations
@@ -31,6 +32,11 @@ def signature_merger(spec: DecoderSpec) -> MergeAnnotations:
     return merge
 
 
+def signs_prefixes(config: ServeConfig) -> bool:
+    """Whether cached prefixes are kept with signatures, where not all experts are in the fast tier."""
+    return config.expert_prefetch != "off" and config.enable_prefix_caching
+
+
 class AnnotatingRunner:
     """A runner whose results carry the signatures of the tokens that they complete blocks of.
 
@@ -48,7 +54,9 @@ class AnnotatingRunner:
         self._num_steps = 0
 
     def run(self, plan: StepPlan) -> StepResult:
-        result = self._runner.run(plan)
+        return self._annotated(plan, self._runner.run(plan))
+
+    def _annotated(self, plan: StepPlan, result: StepResult) -> StepResult:
         if plan.chunks and result.routing is not None:
             self._annotate(plan, result, bytes(result.routing))
         if not self._keeps_routing:
@@ -80,6 +88,17 @@ class AnnotatingRunner:
             return None
         del self._seen[chunk.request_id]
         return encode_signature(seen.rates())
+
+
+class AnnotatingLauncher(AnnotatingRunner):
+    """The same on a device with a queue. Results are read in the order of their steps."""
+
+    def __init__(self, runner: LaunchingRunner, shape: RoutingShape, block_size: int, *, keeps_routing: bool) -> None:
+        super().__init__(runner, shape, block_size, keeps_routing=keeps_routing)
+        self._launching = runner
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        return FinishedStep(self._launching.launch(plan), lambda result: self._annotated(plan, result))
 
 
 class _Seen:

@@ -14,7 +14,6 @@ import zmq
 
 from experts.errors import CollectiveError
 from experts.memory.stats import ExpertMemoryStats
-from moeserve.device import choose_device, cuda_absence
 from moeserve.expert_service.links import LinkCounts
 from moeserve.expert_service.monitor import ExpertSources
 from moeserve.expert_service.rank_memories import RankMemories
@@ -42,8 +41,7 @@ def run_first_rank(
 ) -> None:
     directory = Path(context.model_dir)
     plan = plan_ranks(directory, context.config)
-    on_gpus = choose_device(context.config, cuda_absence) == "cuda"
-    recording = None if on_gpus else open_recording(context.config, directory, plan.spec)
+    recording = open_recording(context.config, directory, plan.spec)
     meeting = meet_as_first(context)
     hub = RankHub(sockets, meeting)
     try:

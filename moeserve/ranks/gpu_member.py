@@ -19,7 +19,7 @@ from kernels.gpu.moe_experts import TritonMoe
 from kernels.gpu.moe_weights import GpuExperts
 from moeserve.cuda.expert_kernels import expert_configs, model_moe
 from moeserve.cuda.expert_warm_up import launch_expert_variants
-from moeserve.cuda.gpu_model import GpuSettings, compute_largest_step, free_for_kv, make_runner
+from moeserve.cuda.gpu_model import GpuSettings, compute_largest_step, free_for_kv, gate_tap, make_runner
 from moeserve.cuda.launch_variants import StepShape
 from moeserve.cuda.weights import load_gpu_decoder
 from moeserve.expert_service.links import CountedRunner
@@ -80,12 +80,13 @@ class GpuMember:
             compute=self._compute,
             for_devices=True,
         )
+        self._tap = tap = gate_tap(spec, settings)
         self._decoder = load_gpu_decoder(
             directory,
             spec,
             dtype=plan.dtype,
             device=device,
-            dispatch_of=self.experts.dispatch_of,
+            dispatch_of=self.experts.dispatch_of if tap is None else tap.around(self.experts.dispatch_of),
             owned_experts=owned,
             max_model_len=settings.max_model_len,
             progress=progress,
@@ -115,7 +116,7 @@ class GpuMember:
             max_model_len=settings.max_model_len,
         )
         runner = make_runner(
-            self._decoder, kv, settings, self._configs, self._begin_alike, self.collectives.waits.wait_for
+            self._decoder, kv, settings, self._configs, self._begin_alike, self.collectives.waits.wait_for, self._tap
         )
         self.runner = CountedRunner(runner, self.experts.sent)
         self.model = ServedModel(

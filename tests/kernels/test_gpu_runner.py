@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from experts.routing.recorder import RoutingRecorder
+from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from experts.routing_tap import RoutingTap
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.gpu_model import GpuSettings, make_runner
 from moeserve.cuda.runner import GpuModelRunner
-from moeserve.executor import LocalExecutor, LocalLauncher
+from moeserve.executor import LaunchedStep, LaunchingExecutor, LaunchingRunner, LocalLauncher, Runner
+from moeserve.expert_service.recording import ExpertRecording, routing_shape
+from moeserve.expert_service.signatures import AnnotatingLauncher
+from moeserve.expert_service.step_recording import RecordingLauncher
 from moeserve.kv_budget import KvBudget
 from moeserve.kv_pool import KVPool
 from moeserve.model_runner import ModelRunner
 from moeserve.models.families import build_spec
 from moeserve.models.hf_config import load_config
-from moeserve.models.weights import load_decoder
+from moeserve.models.spec import DecoderSpec
+from moeserve.models.weights import dispatch_here, load_decoder
+from moeserve.plan import StepPlan, StepResult
 from moeserve.request import Request, SamplingParams
 from moeserve.scheduler import Scheduler
+from moeserve.startup import tapped
 from moeserve.step_loop import OverlappedSteps, PlainSteps, StepLoop
 from radix_cache import PrefixCache
 from tests.support.tiny_models import save
@@ -37,24 +50,109 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return directory
 
 
+@dataclass
+class Served:
+    """What came of serving, and what was recorded of it. annotations: by request and position."""
+
+    tokens: list[list[int]]
+    recording: ExpertRecording | None
+    annotations: dict[tuple[str, int], bytes]
+
+    def routing(self) -> dict[tuple[int, int], tuple[int, list[object]]]:
+        """By request and place among its tokens: the token and its experts in all layers but the last."""
+        assert self.recording is not None
+        assert self.recording.trace is not None
+        trace = self.recording.trace.trace()
+        assert trace is not None
+        found: dict[tuple[int, int], tuple[int, list[object]]] = {}
+        places = Counter[int]()
+        for row, request in enumerate(trace.requests.tolist()):
+            found[request, places[request]] = int(trace.token_ids[row]), np.sort(trace.ids[:, row]).tolist()
+            places[request] += 1
+        return found
+
+
+class Annotations:
+    """An executor that keeps the annotations of results."""
+
+    def __init__(self, executor: LaunchingExecutor) -> None:
+        self._executor = executor
+        self.found: dict[tuple[str, int], bytes] = {}
+        self.check = executor.check
+
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        return self._keep(plans, self._executor.run(plans))
+
+    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
+        wait = self._executor.launch(plans)
+        return lambda: self._keep(plans, wait())
+
+    def _keep(self, plans: Sequence[StepPlan], results: list[StepResult]) -> list[StepResult]:
+        for chunk, result in zip(plans[0].chunks, results[0].chunks, strict=True):
+            if result.annotation is not None:
+                self.found[chunk.request_id, chunk.start + len(chunk.token_ids)] = result.annotation
+        return results
+
+
+class Unlaunched:
+    """A CPU's runner as one that launches."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.run = runner.run
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        raise NotImplementedError
+
+
 @pytest.fixture(scope="module")
-def cpu_tokens(model_dir: Path) -> list[list[int]]:
+def on_cpu(model_dir: Path) -> Served:
     spec = build_spec(load_config(model_dir))
-    decoder = load_decoder(model_dir, spec, max_model_len=MAX_LEN)
-    pool = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
-    return serve(ModelRunner(decoder, pool), GREEDY, overlapped=False)
+    tap = tap_of(spec)
+    dispatch_of = dispatch_here if tap is None else tap.around(dispatch_here)
+    decoder = load_decoder(model_dir, spec, max_model_len=MAX_LEN, dispatch_of=dispatch_of)
+    runner: Runner = ModelRunner(decoder, KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32))
+    return serve(Unlaunched(tapped(runner, tap)), spec, GREEDY, overlapped=False)
+
+
+@pytest.fixture(scope="module")
+def alone(model_dir: Path, device: torch.device) -> Served:
+    """Every step in a batch of its own, waited for."""
+    return serve(make(model_dir, device, enforce_eager=True), spec_of(model_dir), GREEDY, overlapped=False)
+
+
+@pytest.fixture(scope="module")
+def ahead(model_dir: Path, device: torch.device) -> Served:
+    """Decodes in lasting batches, which are padded, planned before the tokens are known."""
+    return serve(make(model_dir, device, enforce_eager=False), spec_of(model_dir), GREEDY, overlapped=True)
+
+
+def spec_of(model_dir: Path) -> DecoderSpec:
+    return build_spec(load_config(model_dir))
+
+
+def tap_of(spec: DecoderSpec) -> RoutingTap | None:
+    return None if spec.moe is None else RoutingTap(spec.moe_layers, spec.moe.num_experts)
 
 
 def make(model_dir: Path, device: torch.device, *, enforce_eager: bool) -> GpuModelRunner:
-    spec = build_spec(load_config(model_dir))
+    spec = spec_of(model_dir)
     settings = GpuSettings(BLOCK_SIZE, 4, 16, MAX_LEN, None, 0.9, enforce_eager)
+    tap = tap_of(spec)
     decoder = build_gpu_decoder(
-        model_dir, spec, dtype=torch.float32, device=device, max_tokens=16, max_model_len=MAX_LEN
+        model_dir, spec, dtype=torch.float32, device=device, max_tokens=16, max_model_len=MAX_LEN, tap=tap
     )
-    return make_runner(decoder, KvBudget(NUM_BLOCKS, MAX_LEN), settings)
+    return make_runner(decoder, KvBudget(NUM_BLOCKS, MAX_LEN), settings, tap=tap)
 
 
-def serve(runner: GpuModelRunner | ModelRunner, sampling: list[SamplingParams], *, overlapped: bool) -> list[list[int]]:
+def serve(runner: LaunchingRunner, spec: DecoderSpec, sampling: list[SamplingParams], *, overlapped: bool) -> Served:
+    recording, shape = None, routing_shape(spec)
+    if shape is not None:
+        runner = AnnotatingLauncher(runner, shape, BLOCK_SIZE, keeps_routing=True)
+        statistics = RoutingStatistics(StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k))
+        recording = ExpertRecording(shape, RoutingRecorder(statistics), "")
+        recording.start_trace(with_token_ids=True)
+    annotations = Annotations(LocalLauncher(runner))
+    executor: LaunchingExecutor = annotations if recording is None else RecordingLauncher(annotations, recording)
     scheduler = Scheduler(
         [PrefixCache(NUM_BLOCKS, BLOCK_SIZE)],
         max_num_seqs=4,
@@ -63,10 +161,7 @@ def serve(runner: GpuModelRunner | ModelRunner, sampling: list[SamplingParams], 
         max_model_len=MAX_LEN,
         run_ahead=overlapped,
     )
-    steps: StepLoop = PlainSteps(scheduler, LocalExecutor(runner))
-    if overlapped:
-        assert isinstance(runner, GpuModelRunner)
-        steps = OverlappedSteps(scheduler, LocalLauncher(runner))
+    steps: StepLoop = OverlappedSteps(scheduler, executor) if overlapped else PlainSteps(scheduler, executor)
     for number, (prompt, own) in enumerate(zip(PROMPTS, sampling, strict=True)):
         scheduler.add(Request(f"{number}", array("i", prompt), own))
     tokens: list[list[int]] = [[] for _ in PROMPTS]
@@ -76,14 +171,34 @@ def serve(runner: GpuModelRunner | ModelRunner, sampling: list[SamplingParams], 
             if output.token_id is not None:
                 tokens[int(output.request.request_id)].append(output.token_id)
     scheduler.check_idle()
-    return tokens
+    return Served(tokens, recording, annotations.found)
 
 
 def test_both_loops_and_both_kinds_of_batches_give_the_tokens_of_the_cpu(
-    model_dir: Path, cpu_tokens: list[list[int]], device: torch.device
+    on_cpu: Served, alone: Served, ahead: Served
 ) -> None:
-    assert serve(make(model_dir, device, enforce_eager=True), GREEDY, overlapped=False) == cpu_tokens
-    assert serve(make(model_dir, device, enforce_eager=False), GREEDY, overlapped=True) == cpu_tokens
+    assert alone.tokens == on_cpu.tokens
+    assert ahead.tokens == on_cpu.tokens
+
+
+def test_what_gates_choose_is_recorded_of_the_same_tokens_as_on_a_cpu(
+    on_cpu: Served, alone: Served, ahead: Served
+) -> None:
+    """Not of rows that pad a batch, and with the tokens that were not known when the step was planned."""
+    if on_cpu.recording is None:
+        assert ahead.recording is None
+        return
+    routing = on_cpu.routing()
+    assert len(routing) > sum(map(len, on_cpu.tokens))
+    assert {token for token, _ in routing.values()} >= set(on_cpu.tokens[0][:-1])
+    load = on_cpu.recording.statistics().load()
+    for served in (alone, ahead):
+        assert served.recording is not None
+        assert served.routing() == routing
+        np.testing.assert_allclose(served.recording.statistics().load(), load, rtol=1e-3)
+    assert on_cpu.annotations
+    assert alone.annotations == on_cpu.annotations
+    assert ahead.annotations.keys() >= {place for place in on_cpu.annotations if place[1] <= len(PROMPTS[0])}
 
 
 def test_draws_biases_penalties_and_log_probabilities(model_dir: Path, device: torch.device) -> None:
@@ -95,7 +210,8 @@ def test_draws_biases_penalties_and_log_probabilities(model_dir: Path, device: t
         SamplingParams(max_tokens=2, temperature=0.0, logit_bias={77: 1000.0}, prompt_logprobs=1),
         SamplingParams(max_tokens=2, temperature=0.0, repetition_penalty=1e6, logit_bias={41: 50.0}),
     ]
-    drawn = serve(runner, wishes, overlapped=False)
+    spec = spec_of(model_dir)
+    drawn = serve(runner, spec, wishes, overlapped=False).tokens
     assert drawn[1] == [77, 77]
     assert drawn[2][1] != drawn[2][0] == 41
-    assert serve(runner, wishes, overlapped=True) == drawn
+    assert serve(runner, spec, wishes, overlapped=True).tokens == drawn

@@ -23,13 +23,15 @@ if not torch.cuda.is_available():
 
 from experts.collectives import Collectives
 from experts.placement.choice import choose_placement
+from experts.routing.step_routing import NOT_COMPUTED, unpack
 from moeserve.cuda.gpu_model import GpuSettings
+from moeserve.expert_service.recording import routing_shape
 from moeserve.kv_budget import KvBudget
 from moeserve.kv_pool import kv_block_bytes
 from moeserve.model_loading import ModelPlan
 from moeserve.models.families import build_spec
 from moeserve.models.hf_config import load_config
-from moeserve.plan import StepPlan, StepResult
+from moeserve.plan import StepPlan, StepResult, wanted_logits
 from moeserve.ranks.gpu_member import GpuMember
 from moeserve.request import Request, SamplingParams
 from moeserve.scheduler import Scheduler
@@ -59,7 +61,7 @@ def make_member(rank: int, num_ranks: int, folder: Path, rendezvous: Path, shape
         statistics=None,
     )
     memory = NUM_BLOCKS * kv_block_bytes(spec.kv_layers, BLOCK_SIZE, torch.float32)
-    settings = GpuSettings(BLOCK_SIZE, 4, 8, MAX_LEN, memory, 0.9, False)
+    settings = GpuSettings(BLOCK_SIZE, 4, 8, MAX_LEN, memory, 0.9, False, hears_gates=True)
     plan = ModelPlan(spec, torch.float32, KvBudget(0, 0), 0, placement)
     return GpuMember(folder, plan, settings, collectives, shape=shape, timeout=120)
 
@@ -98,9 +100,24 @@ def serve(member: GpuMember) -> list[list[int]]:
 def run(member: GpuMember, plans: list[StepPlan]) -> list[StepResult]:
     member.experts.begin_step([plan.num_tokens for plan in plans], [plan.num_logit_rows for plan in plans])
     own = member.runner.run(plans[member.collectives.rank])
+    if plans[member.collectives.rank].chunks:
+        check_routing(member, plans[member.collectives.rank], own)
     results: list[StepResult] = [own] * len(plans)
     torch.distributed.all_gather_object(results, own)
     return results
+
+
+def check_routing(member: GpuMember, plan: StepPlan, result: StepResult) -> None:
+    """Every row of this rank chose distinct experts in each layer that computed it."""
+    shape = routing_shape(member.model.spec)
+    assert shape is not None
+    assert result.routing is not None
+    ids = unpack(bytes(result.routing), shape, plan.num_tokens, wanted_logits(plan.chunks)[0])
+    computed = ids[ids[..., 0] != NOT_COMPUTED]
+    assert len(computed)
+    assert computed.min() >= 0
+    assert computed.max() < shape.num_experts
+    assert all(len(set(row)) == shape.top_k for row in computed.tolist())
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.decode_graphs import DecodeSteps
 from moeserve.cuda.expert_kernels import expert_configs
 from moeserve.cuda.launch_variants import StepLimits, StepShape
+from moeserve.cuda.routing import HeardDecoder
 from moeserve.cuda.runner import GpuModelRunner
 from moeserve.cuda.step_arrays import capture_sizes
 from moeserve.cuda.warm_up import blank_arrays, launch_all_variants, launch_variants
@@ -121,12 +122,13 @@ def keys_of(folder: Path, *, eager: bool) -> tuple[set[str], set[str]]:
     limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, dtype, CPU)
     batches = StepBatches(limits, MAX_SEQS)
     variants = launch_variants(limits, configs, StepLimits(MAX_TOKENS, MAX_SEQS, MAX_LEN))
-    decode = None if eager else DecodeSteps(decoder, pool.layers, limits, capture_sizes(MAX_SEQS))
+    heard = HeardDecoder(decoder, pool.layers)
+    decode = None if eager else DecodeSteps(heard, limits, capture_sizes(MAX_SEQS))
     with launch_keys() as started:
         launch_all_variants(decoder, pool.layers, batches, variants, BLOCK_SIZE)
         for size in capture_sizes(MAX_SEQS) if decode is not None else ():
             decode.run(blank_arrays(StepShape(size, (), size), BLOCK_SIZE, spec.vocab_size), None)
-    runner = GpuModelRunner(decoder, pool, batches, decode=decode)
+    runner = GpuModelRunner(heard, pool, batches, decode=decode)
     with launch_keys() as served:
         for plan in plans(random.Random(5)):
             runner.launch(plan)

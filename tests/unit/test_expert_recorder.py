@@ -13,9 +13,9 @@ from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from experts.routing.step_routing import NOT_COMPUTED, RoutingShape, unpack
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.expert_service.recording import ExpertRecording, open_recording, routing_shape
-from moeserve.expert_service.step_recording import RecordingExecutor, TappedRunner
+from moeserve.expert_service.step_recording import RecordingExecutor, RecordingLauncher, TappedRunner
 from moeserve.models.families import build_spec
-from moeserve.plan import Chunk, StepPlan, StepResult
+from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
 from moeserve.request import SamplingParams
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
@@ -112,6 +112,38 @@ def test_the_routing_of_all_ranks_is_counted_with_its_tokens():
         found = statistics.first_experts(token_id)
         assert found is not None
         assert sorted(np.flatnonzero(found)) == sorted(chosen)
+
+
+def test_tokens_that_a_step_was_planned_without_are_those_that_the_one_before_drew():
+    class Launching(Ranks):
+        def launch(self, plans):
+            (plan,) = plans
+            drawn = {1: [None, 7, 9], 2: [3, 4]}[plan.step]
+            heard = as_heard(routing(plan.num_tokens, plan.step), [plan.num_tokens - 2, plan.num_tokens - 1])
+            return lambda: [StepResult(plan.step, [ChunkResult(token) for token in drawn], heard)]
+
+    recording = ExpertRecording(SHAPE, RoutingRecorder(RoutingStatistics(SPEC)), "key")
+    heard: list[list[int]] = []
+    recording.listeners = [Hearing(heard)]
+    executor = RecordingLauncher(Launching([]), recording)
+    first = StepPlan(1, [chunk([4, 5], draws=False), chunk([6], draws=True), chunk([8], draws=True)])
+    second = StepPlan(2, [chunk([0], draws=True), chunk([0], draws=True)])
+    second.chunks[0].drawn_by, second.chunks[1].drawn_by = 1, 0
+    waits = [executor.launch([plan]) for plan in (first, second)]
+    assert [wait()[0].step for wait in waits] == [1, 2]
+    recording.gather()
+    assert heard == [[4, 5, 6, 8], [9, 7]]
+
+
+class Hearing:
+    """A listener that keeps the tokens it is told of."""
+
+    def __init__(self, heard: list[list[int]]) -> None:
+        self._heard = heard
+
+    def add(self, ids, token_ids):
+        assert ids.shape[1] == len(token_ids)
+        self._heard.append(list(token_ids))
 
 
 def test_a_runner_with_a_tap_gives_what_was_heard_in_that_step():

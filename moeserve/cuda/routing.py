@@ -1,0 +1,68 @@
+"""What the gates of a step chose, on its way from the device: copied without waiting, read with the step's result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from experts.routing_tap import RoutingTap
+from moeserve.cuda.decoder import GpuBatch, GpuDecoder, KvPools
+from moeserve.cuda.sampler import to_host
+
+
+@dataclass(frozen=True, slots=True)
+class StepRouting:
+    """ids: [R, k], of one layer after the other. In a padded batch each layer has `num_padded` rows, of which the first
+    `num_rows` are the step's; otherwise all are, and both are 0."""
+
+    ids: Tensor
+    num_padded: int = 0
+    num_rows: int = 0
+
+    def __bytes__(self) -> bytes:
+        """See `experts.routing.step_routing.unpack`. Only of ids at home."""
+        ids = self.ids
+        if self.num_padded:
+            ids = ids.view(-1, self.num_padded, ids.shape[1])[:, : self.num_rows]
+        data: bytes = ids.numpy().tobytes()
+        return data
+
+    def at_home(self) -> StepRouting:
+        """A copy that arrives in the order of the stream: read it after an event behind it."""
+        return StepRouting(to_host(self.ids), self.num_padded, self.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a forward leaves on the device. logits: [S, vocab] of the wanted rows. routing: None if nobody listens."""
+
+    logits: Tensor
+    routing: StepRouting | None = None
+
+    def of_first(self, num_rows: int) -> Computed:
+        """Of a batch of decodes that is padded from a row on."""
+        routing = self.routing
+        if routing is not None:
+            routing = StepRouting(routing.ids, self.logits.shape[0], num_rows)
+        return Computed(self.logits[:num_rows], routing)
+
+
+class HeardDecoder:
+    """A decoder over its KV memory, and what hears its gates, if something does."""
+
+    def __init__(self, decoder: GpuDecoder, kv_pools: KvPools, tap: RoutingTap | None = None) -> None:
+        self._decoder, self._kv_pools, self._tap = decoder, kv_pools, tap
+
+    def __call__(self, batch: GpuBatch) -> Computed:
+        """See `GpuDecoder.forward`. A graph can record it: replayed, it writes the same tensors anew."""
+        if self._tap is None:
+            return Computed(self._decoder.forward(batch, self._kv_pools))
+        self._tap.begin()
+        logits = self._decoder.forward(batch, self._kv_pools)
+        ids = self._tap.take().joined()
+        return Computed(logits, None if ids is None else StepRouting(ids))
+
+    def serve_others(self) -> Tensor:
+        """See `GpuDecoder.serve_others`."""
+        return self._decoder.serve_others()
