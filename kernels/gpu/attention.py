@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention_config import PrefillConfig, head_blocks, power_of_two, prefill_config
+from kernels.gpu.attention_arguments import AttentionArguments, score_scales
+from kernels.gpu.attention_config import PrefillConfig, power_of_two, prefill_config
 from kernels.gpu.attention_prefill import prefill_kernel
 from kernels.gpu.attention_split import reduce_kernel, split_kernel
 from kernels.gpu.attention_work import SplitWork
@@ -22,7 +23,6 @@ from kernels.gpu.attention_work import SplitWork
 _BLOCK_PARTS = 64
 _REDUCE_DIM = 64
 _MANY_ROWS = 2048
-_LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,14 @@ def split_attention(
     Rows that belong to no sequence stay as they are. Launches two kernels and waits for nothing, so a graph can hold
     it. Overwrites `partials`.
     """
-    shape = _Shape(q, keys_pool, values_pool, block_size)
+    shape = AttentionArguments(q, keys_pool, values_pool, block_size)
     config, tokens = work.config, work.tokens_per_tile
     if tokens > 1 and tokens * shape.group > config.rows:
         raise ValueError(f"{tokens} tokens of {shape.group} heads do not fit {config.rows} rows")
     if partials.logsumexps.numel() < work.capacity * tokens * shape.num_heads:
         raise ValueError("the scratch is too small for this work list")
     out = shape.output(q, out)
-    score_scale, cap_scale = _score_scales(scale * key_scale, soft_cap)
+    score_scale, cap_scale = score_scales(scale * key_scale, soft_cap)
     head_groups = -(-shape.group // config.rows)
     one_query = query_starts is None
     starts = seq_lens if query_starts is None else query_starts
@@ -130,9 +130,25 @@ def split_attention(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    block_dim = min(_REDUCE_DIM, max(16, power_of_two(shape.value_dim)))
     if num_tokens is None:
         num_tokens = seq_lens.shape[0] if one_query else q.shape[0]
+    _reduce(partials, seq_lens, query_starts, work, shape, num_tokens, sinks, value_scale, out)
+    return out
+
+
+def _reduce(
+    partials: Partials,
+    seq_lens: Tensor,
+    query_starts: Tensor | None,
+    work: SplitWork,
+    shape: AttentionArguments,
+    num_tokens: int,
+    sinks: Tensor | None,
+    value_scale: float,
+    out: Tensor,
+) -> None:
+    """Writes the tokens whose contexts were split."""
+    block_dim = min(_REDUCE_DIM, max(16, power_of_two(shape.value_dim)))
     # Where there are many tokens most have one part: fewer programs then start only to return.
     many = work.max_seqs * shape.num_heads >= _MANY_ROWS
     heads_per_program = math.gcd(shape.num_heads, 8) if many else 1
@@ -140,10 +156,10 @@ def split_attention(
         partials.parts,
         partials.logsumexps,
         seq_lens,
-        starts,
+        seq_lens if query_starts is None else query_starts,
         work.offsets,
         work.chunk,
-        q if sinks is None else sinks,
+        out if sinks is None else sinks,
         out,
         seq_lens.shape[0],
         work.window or 0,
@@ -152,15 +168,14 @@ def split_attention(
         out.stride(1),
         HEADS=shape.num_heads,
         HEADS_PER_PROGRAM=heads_per_program,
-        TOKENS=tokens,
-        ONE_QUERY=one_query,
+        TOKENS=work.tokens_per_tile,
+        ONE_QUERY=query_starts is None,
         VALUE_DIM=shape.value_dim,
         BLOCK_DIM=block_dim,
         BLOCK_PARTS=_BLOCK_PARTS,
         HAS_SINKS=sinks is not None,
         num_warps=4,
     )
-    return out
 
 
 def prefill_attention(
@@ -187,11 +202,11 @@ def prefill_attention(
     q [T, H, Dk] holds the tokens query_starts[s] ... query_starts[s + 1] (int32 [S + 1]) of sequence s, the last ones
     of its seq_lens[s] positions. `max_query_len` only chooses tiles. The rest as in `split_attention`.
     """
-    shape = _Shape(q, keys_pool, values_pool, block_size)
+    shape = AttentionArguments(q, keys_pool, values_pool, block_size)
     if config is None:
         config = prefill_config(shape.key_dim, shape.value_dim, block_size, q.dtype, keys_pool.dtype, max_query_len)
     out = shape.output(q, out)
-    score_scale, cap_scale = _score_scales(scale * key_scale, soft_cap)
+    score_scale, cap_scale = score_scales(scale * key_scale, soft_cap)
     num_seqs = seq_lens.shape[0]
     prefill_kernel[(shape.num_heads, q.shape[0] // config.rows + num_seqs)](
         q,
@@ -289,60 +304,3 @@ def paged_attention(
                 **settings,
             )
     return out
-
-
-class _Shape:
-    """What the launches need to know of the tensors' shapes; refuses those that the kernels would misread."""
-
-    __slots__ = ("_values_in_keys", "block_size", "group", "key_dim", "kv_heads", "num_heads", "value_dim")
-
-    def __init__(self, q: Tensor, keys_pool: Tensor, values_pool: Tensor, block_size: int) -> None:
-        self.num_heads, self.key_dim = q.shape[1:]
-        self.kv_heads, self.value_dim, self.block_size = keys_pool.shape[0], values_pool.shape[2], block_size
-        self.group = self.num_heads // self.kv_heads
-        if self.group * self.kv_heads != self.num_heads or keys_pool.shape[2] != self.key_dim:
-            raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(keys_pool.shape)}")
-        if any(tensor.stride(2) != 1 for tensor in (q, keys_pool, values_pool)):
-            raise ValueError("the elements of a head must lie side by side")
-        if block_size & (block_size - 1) or block_size < 1:
-            raise ValueError(f"the block size {block_size} is not a power of two")
-        if max(keys_pool.stride(1), values_pool.stride(1)) >= 1 << 24:
-            raise ValueError("slots lie too far apart")
-        self._values_in_keys = (
-            keys_pool.data_ptr() == values_pool.data_ptr()
-            and keys_pool.stride() == values_pool.stride()
-            and head_blocks(self.key_dim, self.value_dim).key == self.value_dim
-        )
-
-    def output(self, q: Tensor, out: Tensor | None) -> Tensor:
-        if out is None:
-            return q.new_empty((q.shape[0], self.num_heads, self.value_dim))
-        if out.shape != (q.shape[0], self.num_heads, self.value_dim) or out.stride(2) != 1:
-            raise ValueError(f"an output of shape {tuple(out.shape)} does not fit queries {tuple(q.shape)}")
-        return out
-
-    @staticmethod
-    def strides(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, out: Tensor) -> tuple[int, ...]:
-        """In the order of the kernels' arguments."""
-        pools = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
-        return q.stride(0), q.stride(1), *pools, table.stride(0), out.stride(0), out.stride(1)
-
-    def constants(self, tile: int) -> dict[str, int | bool]:
-        blocks = head_blocks(self.key_dim, self.value_dim)
-        return {
-            "KEY_DIM": self.key_dim,
-            "VALUE_DIM": self.value_dim,
-            "BLOCK_KEY": blocks.key,
-            "BLOCK_TAIL": blocks.tail,
-            "BLOCK_VALUE": blocks.value,
-            "BLOCK_SIZE": self.block_size,
-            "TILE": tile,
-            "VALUES_IN_KEYS": self._values_in_keys,
-        }
-
-
-def _score_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """What dots are multiplied by, and the soft cap, in the base-2 domain of the kernels (see `attend`)."""
-    if soft_cap is None:
-        return scale * _LOG2_E, 0.0
-    return scale * 2.0 * _LOG2_E / soft_cap, soft_cap * _LOG2_E

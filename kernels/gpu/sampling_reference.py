@@ -43,7 +43,7 @@ def sample_reference(
 def filter_thresholds_reference(
     logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """See `kernels.gpu.sampling.filter_thresholds`."""
+    """See `kernels.gpu.sampling_filters.filter_thresholds`."""
     thresholds = torch.full((len(logits),), -torch.inf, device=logits.device)
     filters = zip(temperatures.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
     for row, (temperature, k, p, share) in enumerate(filters):

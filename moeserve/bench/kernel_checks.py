@@ -14,7 +14,8 @@ from kernels.gpu.moe_experts import device_of, moe_experts_reference
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv
 from kernels.gpu.rope_kv_reference import norm_rope_write_kv_reference
-from kernels.gpu.sampling import filter_thresholds, greedy, sample
+from kernels.gpu.sampling import greedy, sample
+from kernels.gpu.sampling_filters import filter_thresholds
 from kernels.gpu.sampling_reference import filter_thresholds_reference, sample_reference
 from kernels.specs import Activation
 from moeserve.bench.kernel_cases_attention import AttentionCase, prepare

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels.gpu.sampling import filter_thresholds, greedy, sample
+from kernels.gpu.sampling import greedy, sample
+from kernels.gpu.sampling_filters import filter_thresholds
 from kernels.gpu.sampling_reference import filter_thresholds_reference, gumbel_noise, philox, sample_reference
 
 

@@ -1,0 +1,68 @@
+"""What the attention kernels are launched with, out of the tensors that a caller has."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from kernels.gpu.attention_config import head_blocks
+
+_LOG2_E = math.log2(math.e)
+
+
+class AttentionArguments:
+    """What the launches need to know of the tensors' shapes; refuses those that the kernels would misread."""
+
+    __slots__ = ("_values_in_keys", "block_size", "group", "key_dim", "kv_heads", "num_heads", "value_dim")
+
+    def __init__(self, q: Tensor, keys_pool: Tensor, values_pool: Tensor, block_size: int) -> None:
+        self.num_heads, self.key_dim = q.shape[1:]
+        self.kv_heads, self.value_dim, self.block_size = keys_pool.shape[0], values_pool.shape[2], block_size
+        self.group = self.num_heads // self.kv_heads
+        if self.group * self.kv_heads != self.num_heads or keys_pool.shape[2] != self.key_dim:
+            raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(keys_pool.shape)}")
+        if any(tensor.stride(2) != 1 for tensor in (q, keys_pool, values_pool)):
+            raise ValueError("the elements of a head must lie side by side")
+        if block_size & (block_size - 1) or block_size < 1:
+            raise ValueError(f"the block size {block_size} is not a power of two")
+        if max(keys_pool.stride(1), values_pool.stride(1)) >= 1 << 24:
+            raise ValueError("slots lie too far apart")
+        self._values_in_keys = (
+            keys_pool.data_ptr() == values_pool.data_ptr()
+            and keys_pool.stride() == values_pool.stride()
+            and head_blocks(self.key_dim, self.value_dim).key == self.value_dim
+        )
+
+    def output(self, q: Tensor, out: Tensor | None) -> Tensor:
+        if out is None:
+            return q.new_empty((q.shape[0], self.num_heads, self.value_dim))
+        if out.shape != (q.shape[0], self.num_heads, self.value_dim) or out.stride(2) != 1:
+            raise ValueError(f"an output of shape {tuple(out.shape)} does not fit queries {tuple(q.shape)}")
+        return out
+
+    @staticmethod
+    def strides(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, out: Tensor) -> tuple[int, ...]:
+        """In the order of the kernels' arguments."""
+        pools = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
+        return q.stride(0), q.stride(1), *pools, table.stride(0), out.stride(0), out.stride(1)
+
+    def constants(self, tile: int) -> dict[str, int | bool]:
+        blocks = head_blocks(self.key_dim, self.value_dim)
+        return {
+            "KEY_DIM": self.key_dim,
+            "VALUE_DIM": self.value_dim,
+            "BLOCK_KEY": blocks.key,
+            "BLOCK_TAIL": blocks.tail,
+            "BLOCK_VALUE": blocks.value,
+            "BLOCK_SIZE": self.block_size,
+            "TILE": tile,
+            "VALUES_IN_KEYS": self._values_in_keys,
+        }
+
+
+def score_scales(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """What dots are multiplied by, and the soft cap, in the base-2 domain of the kernels (see `attend`)."""
+    if soft_cap is None:
+        return scale * _LOG2_E, 0.0
+    return scale * 2.0 * _LOG2_E / soft_cap, soft_cap * _LOG2_E
