@@ -132,11 +132,20 @@ class Outputs(Message):
     outputs: list[Output]
 
 
+class RecallCounters(Message):
+    """Of `experts.prediction.recall.SourceRecall`: a sample of the steps."""
+
+    source: str
+    distance: int
+    num_chosen: int
+    num_recalled: int
+
+
 class PrefetchCounters(Message):
     """Prefetches, since the start. num_late: experts that were wanted while their prefetch was under way.
 
     num_foreseeable, num_foreseen: experts that layers needed for which some had been named 1, 2, 3 layers ahead, and
-    how many of them were among these.
+    how many of them were among these. recall: of each source by itself.
     """
 
     predictor_seconds: float
@@ -148,6 +157,7 @@ class PrefetchCounters(Message):
     cancelled_bytes: int
     num_foreseeable: list[int] = []
     num_foreseen: list[int] = []
+    recall: list[RecallCounters] = []
 
 
 class ExpertMemoryCounters(Message):

@@ -14,6 +14,7 @@ from experts.memory.slot_arena import Slots
 from experts.memory.stats import ExpertMemoryStats
 from experts.memory.store import ExpertTier
 from experts.memory.transfers import Transfer
+from experts.prediction.recall import RecallSample
 
 _SMOOTHING = 0.01
 
@@ -66,6 +67,7 @@ class ExpertMemory:
         """tier_of(layer, expert): the name, one of `tiers`, under which misses of an expert are counted."""
         self.stall_seconds = 0.0
         self.predictor_seconds = 0.0
+        self.recall = RecallSample()
         self._control = control
         self._arena = arena
         self._tier = tier
@@ -171,6 +173,7 @@ class ExpertMemory:
                 misses_by_tier=dict(self._misses),
                 num_in_flight=self._control.num_in_flight,
                 resident=[layer.resident() for layer in self._control.layers],
+                recall=self.recall.counts(),
             )
 
     def forget_counts(self) -> None:
@@ -179,6 +182,7 @@ class ExpertMemory:
             self._control.forget_counts()
             self._misses = dict.fromkeys(self._misses, 0)
             self.stall_seconds = self.predictor_seconds = 0.0
+        self.recall.forget()
 
     def close(self) -> None:
         """Ends the copying thread and lets go of the tier."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from experts.prediction.combined import CombinedSource
 from experts.prediction.history_sources import ActivationMatrixSource, SignatureSource
 from experts.prediction.predictor import Source, StepPredictor, Tap
+from experts.prediction.recall import CountedSteps, RankedSource, RecallSample
 from experts.prediction.route_source import RouteSource
 from experts.prediction.sources import AffinitySource, GateSource, LearntAffinity, PopularitySource
+from experts.routing.statistics import StatisticsSpec
 
 _SOURCES: dict[str, Callable[[LearntAffinity], Source]] = {
     "popularity": PopularitySource,
@@ -22,6 +24,8 @@ _SOURCES: dict[str, Callable[[LearntAffinity], Source]] = {
     ),
 }
 SOURCE_NAMES = tuple(_SOURCES)
+# What several sources together are called where their recall is told.
+COMBINED = "combined"
 
 
 def source_names(choice: str) -> list[str]:
@@ -40,13 +44,24 @@ def taps_of(choice: str) -> frozenset[Tap]:
     return frozenset(tap for tap in Tap if f"gate-{tap.value}" in source_names(choice))
 
 
-def make_predictor(choice: str, learnt: LearntAffinity) -> tuple[StepPredictor, dict[str, Source]]:
+def make_predictor(
+    choice: str, learnt: LearntAffinity, recall: RecallSample | None = None
+) -> tuple[StepPredictor, dict[str, Source]]:
     """The predictor of a choice, and its sources by name.
 
     Probabilities are calibrated online, also those of a single source. Statistics are learnt by whoever owns them;
-    `learnt.step_done` is the caller's to call.
+    `learnt.step_done` is the caller's to call. recall: counts what each source and, of several, `COMBINED` ranks first.
     """
     spec = learnt.statistics.spec
     sources = {name: _SOURCES[name](learnt) for name in source_names(choice)}
-    combined = CombinedSource(list(sources.values()), spec.num_layers, spec.max_distance)
-    return StepPredictor(combined, spec.num_experts), sources
+
+    if recall is None:
+        return StepPredictor(_combined(sources, spec), spec.num_experts), sources
+    whole = _combined({name: RankedSource(name, source, recall) for name, source in sources.items()}, spec)
+    if len(sources) > 1:
+        whole = RankedSource(COMBINED, whole, recall)
+    return StepPredictor(CountedSteps(whole, recall), spec.num_experts), sources
+
+
+def _combined(sources: Mapping[str, Source], spec: StatisticsSpec) -> Source:
+    return CombinedSource(list(sources.values()), spec.num_layers, spec.max_distance)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from experts.prediction.choice import make_predictor, taps_of
 from experts.prediction.predictor import StepPredictor
+from experts.prediction.recall import num_recalled
 from experts.prediction.sources import LearntAffinity
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from experts.routing.traces import RoutingTrace
@@ -108,10 +109,9 @@ class _Score:
     confirmed: int = 0
 
     def add(self, probabilities: NDArray[np.float32], chosen: NDArray[np.uint16]) -> None:
-        likeliest = np.argpartition(-probabilities, len(chosen) - 1)[: len(chosen)]
         expected = np.flatnonzero(probabilities >= 0.5)
         self.num_chosen += len(chosen)
-        self.recalled += int(np.isin(chosen, likeliest).sum())
+        self.recalled += num_recalled(probabilities[None], chosen[None])
         self.num_expected += len(expected)
         self.confirmed += int(np.isin(expected, chosen).sum())
 

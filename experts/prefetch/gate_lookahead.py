@@ -37,6 +37,9 @@ class GateLookahead:
         self._preview = preview
         self._planner = LookaheadPlanner(control, preview.tap, top_k, preview.max_distance, experts_here=experts_here)
         self._judge = judge
+        # What is told of are rows of other ranks too, and not the same ones in each layer.
+        self._recall = None if experts_here is not None else memory.recall
+        self._chosen: dict[int, Ids] = {}
         self._is_on = True
         self._distance = 1
 
@@ -49,6 +52,8 @@ class GateLookahead:
         self._distance = self._planner.distance(self._memory.loads_per_layer())
 
     def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        if self._is_on and self._recall is not None and self._recall.is_counting:
+            self._chosen[layer] = expert_ids.cpu().numpy()
         if self._preview.tap is Tap.EARLY:
             self._look(layer, x)
 
@@ -57,6 +62,9 @@ class GateLookahead:
             self._look(layer, residual)
 
     def end_step(self, ended_requests: Iterable[int]) -> None:
+        if self._is_on and self._recall is not None:
+            self._recall.end_step(self._chosen)
+            self._chosen.clear()
         if self._judge is not None:
             self._judge.end_step()
 
@@ -66,4 +74,6 @@ class GateLookahead:
         started = time.perf_counter()
         logits = self._preview(layer, self._distance, state).float().cpu().numpy()
         self._memory.decide(lambda _: self._planner.ask(layer, self._distance, logits))
+        if self._recall is not None:
+            self._recall.rank(f"gate-{self._preview.tap.value}", layer, self._distance, logits)
         self._memory.predictor_seconds += time.perf_counter() - started

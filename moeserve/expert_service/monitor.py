@@ -14,7 +14,7 @@ from experts.placement.metrics import balancedness
 from experts.placement.placement import Placement
 from experts.placement.rebalance import RebalanceStats
 from moeserve.expert_service.recording import ExpertRecording
-from moeserve.messages import ExpertMemoryCounters, ExpertStats, PrefetchCounters, RebalanceCounters
+from moeserve.messages import ExpertMemoryCounters, ExpertStats, PrefetchCounters, RebalanceCounters, RecallCounters
 
 
 class ExpertCommandError(Exception):
@@ -115,7 +115,10 @@ class ExpertMonitor:
         if sources.strategy is not None:
             described["strategy"] = sources.strategy()
         if sources.memory is not None:
-            described["residency"] = {"resident": [of_rank.resident for of_rank in sources.memory()]}
+            ranks = sources.memory()
+            described["residency"] = {"resident": [of_rank.resident for of_rank in ranks]}
+            if sources.prefetches:
+                described["recall"] = [_recall(of_rank) for of_rank in ranks]
         if recording is not None:
             described |= self._describe_recording(recording, placement)
         return described
@@ -189,6 +192,7 @@ def _memory_counters(stats: ExpertMemoryStats, prefetches: bool) -> ExpertMemory
         cancelled_bytes=counters.cancelled_bytes,
         num_foreseeable=list(counters.num_foreseeable),
         num_foreseen=list(counters.num_foreseen),
+        recall=[RecallCounters(**asdict(count)) for count in stats.recall],
     )
     return ExpertMemoryCounters(
         stall_seconds=stats.stall_seconds,
@@ -199,6 +203,23 @@ def _memory_counters(stats: ExpertMemoryStats, prefetches: bool) -> ExpertMemory
         demand_bytes=counters.demand_bytes,
         prefetch=prefetch if prefetches else None,
     )
+
+
+def _recall(stats: ExpertMemoryStats) -> dict[str, Any]:
+    """The share of what was needed that had been asked for, 1, 2, 3 layers ahead, and that each source had ranked among
+    its first k, by distance; None where nothing was asked for."""
+    counters = stats.counters
+    sources: dict[str, dict[str, float]] = {}
+    for count in stats.recall:
+        recall = round(count.num_recalled / max(count.num_chosen, 1), 4)
+        sources.setdefault(count.source, {})[str(count.distance)] = recall
+    return {
+        "asked_for": [
+            round(foreseen / foreseeable, 4) if foreseeable else None
+            for foreseen, foreseeable in zip(counters.num_foreseen, counters.num_foreseeable, strict=True)
+        ],
+        "sources": sources,
+    }
 
 
 def _balance_of_experts(load: np.typing.NDArray[np.float32]) -> list[float]:

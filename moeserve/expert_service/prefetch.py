@@ -121,7 +121,7 @@ def _learning_prefetcher(
     assert model.moe is not None
     spec = StatisticsSpec(len(experts.layers), model.moe.num_experts, model.moe.gate.top_k, max_distance=_HISTORY)
     learnt = LearntAffinity(RoutingStatistics(spec))
-    predictor, sources = make_predictor(choice, learnt)
+    predictor, sources = make_predictor(choice, learnt, experts.memory.recall)
     rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
     rules = PrefetchRules(max_distance=_MAX_DISTANCE)
     planner = PrefetchPlanner(predictor, experts.control, experts.memory.slot_bytes, rules, rated or None)

@@ -125,6 +125,28 @@ def _prefetch(ranks: Sequence[PrefetchCounters]) -> Iterator[Metric]:
         "Of the foreseeable experts, those that had been named: their ratio is the recall of predictions",
         [rank.num_foreseen for rank in ranks],
     )
+    yield from _recall(ranks)
+
+
+def _recall(ranks: Sequence[PrefetchCounters]) -> Iterator[Metric]:
+    labels = ["rank", "source", "distance"]
+    ranked = CounterMetricFamily(
+        "moeserve_expert_ranked_choices",
+        "Experts chosen in layers that a source had ranked so many layers before, of a sample of the steps",
+        labels=labels,
+    )
+    recalled = CounterMetricFamily(
+        "moeserve_expert_recalled_choices",
+        "Of the ranked choices, those among the source's first k: their ratio is its recall",
+        labels=labels,
+    )
+    for number, rank in enumerate(ranks):
+        for count in rank.recall:
+            values = [str(number), count.source, str(count.distance)]
+            ranked.add_metric(values, count.num_chosen)
+            recalled.add_metric(values, count.num_recalled)
+    yield ranked
+    yield recalled
 
 
 def _rebalancing(rebalancing: RebalanceCounters) -> Iterator[Metric]:

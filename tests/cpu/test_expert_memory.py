@@ -15,6 +15,7 @@ from experts.errors import ExpertStoreError
 from experts.memory.eviction import POLICIES
 from experts.memory.expert_file import PAGE_BYTES, round_to_page
 from experts.moe_layer import MoeLayer
+from experts.prediction.recall import RecallSample
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from experts.routing.statistics_file import save_statistics
 from kernels.moe_gemm import moe_experts
@@ -84,20 +85,21 @@ def config_for(directory: Path, num_slots: int, store: Path, **changes: object) 
 
 
 @pytest.mark.parametrize(
-    ("case", "num_slots", "prefetch"),
+    ("case", "num_slots", "prefetch", "sources"),
     [
-        ("mixtral", 2, "off"),
-        ("gpt_oss", 4, "gate"),
-        ("qwen3_moe", 5, "signature+affinity"),
-        ("glm4_moe", 3, "gate-early+popularity"),
+        ("mixtral", 2, "off", set()),
+        ("gpt_oss", 4, "gate", {"gate-early"}),
+        ("qwen3_moe", 5, "signature+affinity", {"signature", "affinity", "combined"}),
+        ("glm4_moe", 3, "gate-early+popularity", {"gate-early", "popularity", "combined"}),
     ],
 )
 def test_random_eviction_and_prefetches_change_no_bit(
-    case: str, num_slots: int, prefetch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, num_slots: int, prefetch: str, sources: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_dir = tmp_path / "model"
     save(case, model_dir)
     monkeypatch.setitem(POLICIES, "lfru", RandomEviction)
+    monkeypatch.setattr(RecallSample, "is_counting", True)
     llm = LLM(model_dir, config_for(model_dir, num_slots, tmp_path / "store", expert_prefetch=prefetch))
     for found, expected in zip(generate(llm), generate(LLM(model_dir, BASE)), strict=True):
         assert found.token_ids == expected.token_ids
@@ -111,6 +113,8 @@ def test_random_eviction_and_prefetches_change_no_bit(
     assert stats.counters.demand_bytes == stats.counters.num_misses * slot_bytes(model_dir)
     assert (stats.counters.prefetch_bytes > 0) == (prefetch != "off")
     assert (stats.predictor_seconds > 0) == (prefetch != "off")
+    assert {count.source for count in stats.recall} == sources
+    assert all(0 <= count.num_recalled <= count.num_chosen > 0 for count in stats.recall)
     assert stats.misses_by_tier == {"disk": stats.counters.num_misses}
     assert all(len(layer) <= num_slots for layer in stats.resident)
     assert stats.stall_seconds > 0

@@ -11,6 +11,7 @@ from experts.memory.residency_control import ResidencyCounters
 from experts.memory.stats import ExpertMemoryStats
 from experts.placement.placement import Placement, contiguous
 from experts.placement.rebalance import RebalanceStats
+from experts.prediction.recall import SourceRecall
 from experts.routing.recorder import RoutingRecorder
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from experts.routing.step_routing import RoutingShape
@@ -21,7 +22,7 @@ from moeserve.expert_service.monitor import ExpertCommandError, ExpertFacts, Exp
 from moeserve.expert_service.recording import ExpertRecording
 from moeserve.expert_service.strategy import expert_strategy
 from moeserve.frontend.expert_metrics import expert_metrics
-from moeserve.messages import ExpertMemoryCounters, ExpertStats, PrefetchCounters
+from moeserve.messages import ExpertMemoryCounters, ExpertStats, PrefetchCounters, RecallCounters
 
 FACTS = ExpertFacts((1, 2), 4, 1, 2)
 IDS = np.array([[[0], [1], [1], [2]], [[3], [3], [3], [3]]], np.int16)
@@ -192,6 +193,7 @@ def test_bytes_read_ahead_and_what_was_foreseen_have_plain_labels():
         cancelled_bytes=1,
         num_foreseeable=[8, 4, 0],
         num_foreseen=[6, 1, 0],
+        recall=[RecallCounters(source="affinity", distance=2, num_chosen=50, num_recalled=30)],
     )
     memory = ExpertMemoryCounters(
         stall_seconds=0.0,
@@ -208,6 +210,29 @@ def test_bytes_read_ahead_and_what_was_foreseen_have_plain_labels():
         assert f"moeserve_expert_prefetch_bytes_total {{'rank': '0', 'outcome': '{outcome}'}} {num_bytes}\n" in text
     assert "moeserve_expert_foreseen_total {'rank': '0', 'distance': '2'} 1\n" in text
     assert "moeserve_expert_foreseeable_total {'rank': '0', 'distance': '1'} 8\n" in text
+    labels = {"rank": "0", "source": "affinity", "distance": "2"}
+    assert f"moeserve_expert_ranked_choices_total {labels} 50\n" in text
+    assert f"moeserve_expert_recalled_choices_total {labels} 30\n" in text
+
+
+def test_recall_is_told_in_all_and_by_source_where_there_are_prefetches(tmp_path: Path):
+    counters = ResidencyCounters(num_foreseeable=(8, 4, 0), num_foreseen=(6, 1, 0))
+    recall = [
+        SourceRecall("affinity", 1, 40, 10),
+        SourceRecall("affinity", 2, 40, 9),
+        SourceRecall("gate-early", 1, 4, 3),
+    ]
+    of_rank = ExpertMemoryStats(counters, 0.5, 0.25, {"disk": 2}, 0, [[0]], recall)
+    operator = ExpertMonitor(FACTS, None, ExpertSources(memory=lambda: [of_rank], prefetches=True), tmp_path)
+    assert operator.command("experts", {})["recall"] == [
+        {
+            "asked_for": [0.75, 0.25, None],
+            "sources": {"affinity": {"1": 0.25, "2": 0.225}, "gate-early": {"1": 0.75}},
+        }
+    ]
+    assert samples(operator.stats())["moeserve_expert_recalled_choices_total", "0", "affinity", "2"] == 9
+    silent = ExpertMonitor(FACTS, None, ExpertSources(memory=lambda: [of_rank]), tmp_path)
+    assert "recall" not in silent.command("experts", {})
 
 
 def test_the_strategy_says_whether_prefetching_is_on():
