@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from moeserve.config import ConfigError, ServeConfig
+
+if TYPE_CHECKING:
+    import torch
 
 # A prompt's chunk costs a GPU hardly more than a decode step: both read all experts.
 _USUAL_TOKENS = {"cpu": 256, "cuda": 4096}
@@ -38,6 +42,13 @@ def cuda_absence() -> str | None:
     except ImportError:
         return "Triton is not installed"
     return None
+
+
+def current_gpu() -> torch.device:
+    """The GPU that this process has made the current one."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _unsupported(config: ServeConfig) -> str | None:

@@ -12,7 +12,7 @@ from experts.memory.peer_memory import LentMemory
 from experts.memory.stats import ExpertMemoryStats
 from experts.placement.placement import Placement
 from moeserve.config import ServeConfig
-from moeserve.device import choose_device, cuda_absence
+from moeserve.device import choose_device, cuda_absence, current_gpu
 from moeserve.executor import Runner
 from moeserve.expert_service.placement import plan_placement
 from moeserve.expert_service.rebalancing import Migrator
@@ -89,16 +89,18 @@ def make_member(context: RunContext, meeting: Meeting, rank: int, plan: ModelPla
 
 
 def _make_gpu_member(context: RunContext, meeting: Meeting, rank: int, plan: ModelPlan, report: Report) -> RankMember:
-    import torch
-
     from moeserve.gpu_service import gpu_settings, loading_progress
     from moeserve.ranks.gpu_member import GpuMember
 
     config = context.config
     timeout = collective_timeout(config)
-    device = torch.device("cuda", torch.cuda.current_device())
     collectives = Collectives(
-        rank, config.expert_parallel_size, meeting.collectives, timeout, interface=meeting.interface, device=device
+        rank,
+        config.expert_parallel_size,
+        meeting.collectives,
+        timeout,
+        interface=meeting.interface,
+        device=current_gpu(),
     )
     return GpuMember(
         Path(context.model_dir),

@@ -1,0 +1,72 @@
+"""`--device cuda` with two ranks as a user starts it; the devices are CPUs under Triton's interpreter, over gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.test_expert_parallel import ranks_of
+from tests.support.service import ROOT, Service, is_alive, service, wait_until
+from tests.support.tiny_model import write_model_dir
+from tests.support.tiny_models import save
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="made for the interpreter")
+PROMPTS = [[3, 14, 15, 9, 26, 5], [27, 18], [3, 14, 15, 9, 26, 7, 8]]
+LIMITS = ("--max-model-len", "32", "--max-num-batched-tokens", "8", "--max-num-seqs", "4", "--block-size", "4")
+SMALL = (*LIMITS, "--dtype", "float32", "--kv-cache-memory", "64KiB")
+RANKS = ("--device", "cuda", "--expert-parallel-size", "2", "--engine-timeout", "20", "--dispatch", "alltoall")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("m")
+    write_model_dir(folder)
+    save("qwen3_moe", folder)
+    return folder
+
+
+def complete(running: Service, prompt: list[int]) -> str:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    answer = running.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def complete_all(running: Service) -> list[str]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda prompt: complete(running, prompt), PROMPTS))
+
+
+@pytest.fixture
+def expected(model: Path, tmp_path: Path) -> Iterator[list[str]]:
+    """What one rank on the CPU says."""
+    (tmp_path / "one").mkdir()
+    with service(model, tmp_path / "one", *SMALL) as one:
+        yield complete_all(one)
+
+
+def test_two_ranks_say_what_a_cpu_says_and_a_killed_one_is_named(
+    model: Path, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
+    (tmp_path / "two").mkdir()
+    with service(model, tmp_path / "two", *SMALL, *RANKS) as two:
+        pids = ranks_of(two)
+        assert len(pids) == 2
+        assert complete_all(two) == expected
+        assert two.http.get("/v1/experts").json()["strategy"]["dispatch"] == "alltoall"
+        started = time.monotonic()
+        os.kill(pids[1], signal.SIGKILL)
+        assert two.end(10) == 1
+        assert time.monotonic() - started < 10
+        assert f"Rank 1 (process {pids[1]})" in two.errors.read_text()
+        assert two.leaves_nothing()
+        wait_until(lambda: not any(map(is_alive, pids)), timeout=2)

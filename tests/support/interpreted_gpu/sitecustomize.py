@@ -1,0 +1,23 @@
+"""Python loads it at its start where PYTHONPATH names this folder: from then on there is "a GPU" for every rank.
+
+It is a CPU whose kernels run in Triton's interpreter, and gloo carries what NCCL would.
+"""
+
+import os
+
+import moeserve.device
+
+os.environ |= {"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def interpreted():
+    import torch
+
+    from kernels.gpu.interpreter import mend_interpreter
+
+    mend_interpreter()
+    return torch.device("cpu")
+
+
+moeserve.device.cuda_absence = lambda: None
+moeserve.device.current_gpu = interpreted
