@@ -1,8 +1,9 @@
 """What Triton would compile while serving, counted by the keys of its cache without compiling or launching anything.
 
-`python -m tests.support.launch_keys CASE...` (names of `tiny_models`) prints, for every case and way of decoding, how
+`python -m tests.support.launch_keys CASE...` (names of `tiny_models`) prints, for every case and way of serving, how
 many keys starting up reaches and, one per line, the kernels that serving steps of all kinds reach besides. It has to
-run in a process of its own, without TRITON_INTERPRET. Whatever a kernel would have written stays as it is.
+run in a process of its own, without TRITON_INTERPRET. Whatever a kernel would have written stays as it is; what the
+gates choose is drawn at random.
 """
 
 import contextlib
@@ -17,10 +18,19 @@ import torch
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+import moeserve.cuda.parts
+from experts.memory.expert_file import round_to_page
 from moeserve.cuda.batches import AttentionLimits, StepBatches
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.decode_graphs import DecodeSteps
 from moeserve.cuda.expert_kernels import expert_configs
+from moeserve.cuda.expert_memory import (
+    GpuExpertSettings,
+    GpuResidentModel,
+    open_gpu_experts,
+    plan_gpu_residency,
+    slot_layout,
+)
 from moeserve.cuda.launch_variants import StepLimits, StepShape
 from moeserve.cuda.routing import HeardDecoder
 from moeserve.cuda.runner import GpuModelRunner
@@ -29,12 +39,14 @@ from moeserve.cuda.warm_up import blank_arrays, launch_all_variants, launch_vari
 from moeserve.kv_pool import KVPool
 from moeserve.models.families import build_spec
 from moeserve.models.hf_config import load_config
+from moeserve.models.progress import silent
+from moeserve.models.spec import DecoderSpec
 from moeserve.plan import Chunk, ChunkExtras, StepPlan
 from moeserve.request import SamplingParams
 from tests.support.compile_only import AbsentGpu
 from tests.support.tiny_models import save
 
-CPU = torch.device("cpu")
+CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS, MAX_TOKENS = 16, 64, 256, 70, 1100
 # Lengths around every threshold, and some that no power of two divides.
 LENGTHS = (1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 100, 127, 128, 200, 255)
@@ -102,21 +114,61 @@ def main(cases: list[str]) -> None:
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
             save(case, Path(folder))
-            for eager in (False, True):
-                started, served = keys_of(Path(folder), eager=eager)
-                print(f"{case} {'eager' if eager else 'graphs'}: {len(started)} at start")
+            spec = build_spec(load_config(Path(folder)))
+            for way in ("graphs", "eager") if spec.moe is None else ("graphs", "eager", "slots"):
+                experts = open_experts(Path(folder), spec) if way == "slots" else None
+                started, served = keys_of(Path(folder), spec, experts, eager=way != "graphs")
+                if experts is not None:
+                    assert experts.memory.stats().counters.num_evictions
+                    experts.memory.close()
+                print(f"{case} {way}: {len(started)} at start")
                 for key in sorted(served - started):
                     print(f"NEW {key}")
 
 
+def open_experts(folder: Path, spec: DecoderSpec) -> GpuResidentModel:
+    """Half of the experts have a slot, or as many as a token may choose."""
+    assert spec.moe is not None
+    num_slots = max(spec.moe.num_experts // 2, spec.moe.gate.top_k)
+    size = num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE).num_bytes)
+    plan = plan_gpu_residency(spec, DTYPE, size)
+    assert plan is not None
+    settings = GpuExpertSettings(size, 2**30, "lru", None, None)
+    configs = expert_configs(spec, DTYPE, CPU)
+    return open_gpu_experts(folder, spec, plan, settings, DTYPE, CPU, MAX_TOKENS, silent, configs)
+
+
+@contextlib.contextmanager
+def gates_at_random() -> Iterator[None]:
+    """No gate computes anything here, but the host looks at what it chose."""
+    plain = moeserve.cuda.parts.select_experts
+
+    def select(logits, *args, **kwargs):
+        ids, weights = plain(logits, *args, **kwargs)
+        return ids.copy_(torch.rand(logits.shape).argsort(1)[:, : ids.shape[1]]), weights
+
+    moeserve.cuda.parts.select_experts = select
+    try:
+        yield
+    finally:
+        moeserve.cuda.parts.select_experts = plain
+
+
 @torch.inference_mode()
-def keys_of(folder: Path, *, eager: bool) -> tuple[set[str], set[str]]:
-    """The keys of starting up and those of serving."""
-    spec = build_spec(load_config(folder))
-    dtype = torch.bfloat16
-    configs = expert_configs(spec, dtype, CPU)
+def keys_of(
+    folder: Path, spec: DecoderSpec, experts: GpuResidentModel | None, *, eager: bool
+) -> tuple[set[str], set[str]]:
+    """The keys of starting up and those of serving. experts: of which not all have a slot."""
+    dtype, configs = DTYPE, expert_configs(spec, DTYPE, CPU)
     decoder = build_gpu_decoder(
-        folder, spec, dtype=dtype, device=CPU, max_tokens=MAX_TOKENS, max_model_len=MAX_LEN, configs=configs
+        folder,
+        spec,
+        dtype=dtype,
+        device=CPU,
+        max_tokens=MAX_TOKENS,
+        max_model_len=MAX_LEN,
+        configs=configs,
+        experts=experts,
     )
     pool = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, dtype, CPU)
     limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, dtype, CPU)
@@ -124,12 +176,12 @@ def keys_of(folder: Path, *, eager: bool) -> tuple[set[str], set[str]]:
     variants = launch_variants(limits, configs, StepLimits(MAX_TOKENS, MAX_SEQS, MAX_LEN))
     heard = HeardDecoder(decoder, pool.layers)
     decode = None if eager else DecodeSteps(heard, limits, capture_sizes(MAX_SEQS))
-    with launch_keys() as started:
+    with gates_at_random(), launch_keys() as started:
         launch_all_variants(decoder, pool.layers, batches, variants, BLOCK_SIZE)
         for size in capture_sizes(MAX_SEQS) if decode is not None else ():
             decode.run(blank_arrays(StepShape(size, (), size), BLOCK_SIZE, spec.vocab_size), None)
     runner = GpuModelRunner(heard, pool, batches, decode=decode)
-    with launch_keys() as served:
+    with gates_at_random(), launch_keys() as served:
         for plan in plans(random.Random(5)):
             runner.launch(plan)
     return started, served
