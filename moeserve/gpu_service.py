@@ -11,7 +11,7 @@ import torch
 from moeserve.config import ServeConfig
 from moeserve.cuda.expert_memory import GpuExpertSettings
 from moeserve.cuda.gpu_model import GpuModel, GpuSettings, load_gpu_model
-from moeserve.device import step_budget
+from moeserve.device import current_gpu, step_budget
 from moeserve.executor import LaunchingRunner, LocalLauncher
 from moeserve.expert_service.fitted_gates import find_fitted_gates
 from moeserve.expert_service.monitor import ExpertSources
@@ -43,7 +43,7 @@ def run_on_gpu(context: RunContext, report: Report, stop: threading.Event) -> No
     recording = open_recording(config, directory, spec)
     dtype = gpu_dtype(config)
     settings = gpu_settings(config, _expert_settings(directory, spec, config))
-    loaded = load_gpu_model(directory, spec, dtype, settings, loading_progress(report), torch.device("cuda", 0))
+    loaded = load_gpu_model(directory, spec, dtype, settings, loading_progress(report), current_gpu())
     defaults = load_generation_defaults(directory)
     model = ServedModel(spec, defaults, loaded.kv, dtype, loaded.weights_bytes, loaded.kv_bytes, "cuda")
     runner, sources = _with_prefetches(loaded, directory, config, records=recording is not None)

@@ -87,7 +87,7 @@ def load_gpu_model(
         configs=configs,
         tap=tap,
     )
-    weights_bytes = torch.cuda.memory_allocated(device)
+    weights_bytes = allocated_bytes(device)
     block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, dtype)
     compute_largest_step(decoder, settings)
     memory = settings.kv_cache_memory or free_for_kv(device, settings)
@@ -183,6 +183,11 @@ def compute_largest_step(decoder: GpuDecoder, settings: GpuSettings, begin_step:
     logits = launch_blank_step(decoder, pool.layers, batches, shape, size, begin_step)
     # Sampling widens the logits once more.
     logits.float().softmax(-1)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What tensors take of a device's memory; 0 of a CPU under the interpreter."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def free_for_kv(device: torch.device, settings: GpuSettings) -> int:

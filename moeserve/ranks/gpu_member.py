@@ -19,7 +19,14 @@ from kernels.gpu.moe_experts import TritonMoe
 from kernels.gpu.moe_weights import GpuExperts
 from moeserve.cuda.expert_kernels import expert_configs, model_moe
 from moeserve.cuda.expert_warm_up import launch_expert_variants
-from moeserve.cuda.gpu_model import GpuSettings, compute_largest_step, free_for_kv, gate_tap, make_runner
+from moeserve.cuda.gpu_model import (
+    GpuSettings,
+    allocated_bytes,
+    compute_largest_step,
+    free_for_kv,
+    gate_tap,
+    make_runner,
+)
 from moeserve.cuda.launch_variants import StepShape
 from moeserve.cuda.weights import load_gpu_decoder
 from moeserve.expert_service.links import CountedRunner
@@ -91,7 +98,7 @@ class GpuMember:
             max_model_len=settings.max_model_len,
             progress=progress,
         )
-        self._weights_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        self._weights_bytes = allocated_bytes(device)
 
     def meet_peers(self, lent: Sequence[object]) -> None:
         """No memory is lent."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from moeserve.models.hf_config import load_config
 from moeserve.models.spec import DecoderSpec
 from moeserve.models.weights import load_decoder
 from moeserve.plan import ChunkResult, StepPlan
+from tests.support.fitted_gates import some_gates
 from tests.support.gpu_experts import (
     DTYPE,
     MAX_LEN,
@@ -89,19 +89,6 @@ def test_memory_that_is_enough_or_too_little_is_told_at_once(spec: DecoderSpec) 
     assert plan_gpu_residency(spec, DTYPE, 2**30) is None
     with pytest.raises(ConfigError, match="need 3 each: give at least"):
         plan_gpu_residency(spec, DTYPE, 1)
-
-
-def some_gates(spec: DecoderSpec) -> FittedGates:
-    """Of both taps and two distances, fitted to nothing."""
-    assert spec.moe is not None
-    generator, num_layers = np.random.default_rng(4), len(spec.moe_layers)
-    shape = (spec.moe.num_experts, spec.hidden_size + 1)
-    maps = {
-        (tap, distance): generator.standard_normal((num_layers - distance, *shape)).astype(np.float16)
-        for tap in Tap
-        for distance in (1, 2)
-    }
-    return FittedGates(maps, 1)
 
 
 class HeardPreviews:

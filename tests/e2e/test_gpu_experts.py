@@ -1,0 +1,72 @@
+"""`--device cuda` with less memory than the experts take, over HTTP; the device is a CPU under Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from experts.memory.expert_file import round_to_page
+from experts.routing.trace_file import load_trace
+from moeserve.cuda.expert_memory import slot_layout
+from moeserve.expert_service.fitted_gates import keep_fitted_gates
+from moeserve.models.families import build_spec
+from moeserve.models.hf_config import load_config
+from tests.support.fitted_gates import some_gates
+from tests.support.service import ROOT, Service, service
+from tests.support.tiny_model import write_model_dir
+from tests.support.tiny_models import save
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="made for the interpreter")
+LIMITS = ("--max-model-len", "32", "--max-num-batched-tokens", "8", "--max-num-seqs", "4", "--block-size", "4")
+SMALL = (*LIMITS, "--dtype", "float32", "--kv-cache-memory", "64KiB")
+# The last one finds the first one's prefix in the cache.
+PROMPTS = [[3, 14, 15, 9, 26, 5], [27, 18], [3, 14, 15, 9, 26, 7]]
+
+
+def complete_all(running: Service) -> tuple[list[str], int]:
+    """The texts, and how many tokens were computed for them."""
+    texts, num_computed = [], 0
+    for prompt in PROMPTS:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+        answer = running.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        texts.append(answer.json()["choices"][0]["text"])
+        usage = answer.json()["usage"]
+        num_computed += usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] + 2
+    return texts, num_computed
+
+
+def test_a_gpu_with_few_slots_says_what_a_cpu_says_and_tells_what_its_gates_chose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "m"
+    model.mkdir()
+    write_model_dir(model)
+    save("qwen3_moe", model)
+    spec = build_spec(load_config(model))
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+    keep_fitted_gates(model, some_gates(spec))
+    (tmp_path / "cpu").mkdir()
+    with service(model, tmp_path / "cpu", *SMALL) as on_cpu:
+        expected, _ = complete_all(on_cpu)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
+    size = 4 * len(spec.moe_layers) * round_to_page(slot_layout(spec, torch.float32).num_bytes)
+    (tmp_path / "gpu").mkdir()
+    bounded = ("--device", "cuda", "--expert-memory", str(size), "--expert-prefetch", "fitted")
+    with service(model, tmp_path / "gpu", *SMALL, *bounded) as on_gpu:
+        assert on_gpu.http.post("/v1/experts/trace", json={"action": "start"}).json()["status"] == "recording"
+        texts, num_computed = complete_all(on_gpu)
+        assert texts == expected
+        told = on_gpu.http.get("/v1/experts").json()
+        assert told["strategy"] == {"eviction": "lfru", "prefetch": {"source": "fitted", "is_on": True}}
+        assert told["recording"]["tokens"] == num_computed
+        assert sum(told["load"][0]) == pytest.approx(num_computed * told["top_k"], rel=0.01)
+        assert [len(layer) for layer in told["residency"]["resident"][0]] == [4] * len(spec.moe_layers)
+        (tmp_path / "trace").write_bytes(on_gpu.http.post("/v1/experts/trace", json={"action": "stop"}).content)
+        on_gpu.process.terminate()
+        assert on_gpu.end() == 0
+    trace = load_trace(tmp_path / "trace")
+    assert len(trace.requests) == num_computed
+    assert sorted(set(trace.requests.tolist())) == [0, 1, 2]
