@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from launcher.errors import LaunchError
-from moeserve.config import ConfigError, ServeConfig
+from moeserve.config import ConfigError, ServeConfig, refuse_changed
+from moeserve.device import refuse_gpu_settings
 from moeserve.expert_service.settings import check_expert_memory
 from moeserve.ranks.keys import load_keys
 from moeserve.ranks.network import is_own, resolve
@@ -23,7 +23,6 @@ _FOR_EXPERT_MEMORY = (
     "expert_prefetch",
     "expert_store_bandwidth",
 )
-_FOR_A_GPU = ("gpu_memory_utilization", "enforce_eager")
 
 
 def check_machine() -> None:
@@ -37,11 +36,11 @@ def check_machine() -> None:
 def check_settings(config: ServeConfig) -> None:
     """Raises ConfigError for settings that contradict each other."""
     if config.expert_parallel_size == 1:
-        _refuse(config, _FOR_SEVERAL_RANKS, "--expert-parallel-size of at least 2")
+        refuse_changed(config, _FOR_SEVERAL_RANKS, "--expert-parallel-size of at least 2")
     if config.expert_memory is None:
-        _refuse(config, _FOR_EXPERT_MEMORY, "--expert-memory: without it all experts are in memory")
+        refuse_changed(config, _FOR_EXPERT_MEMORY, "--expert-memory: without it all experts are in memory")
     if config.device != "cuda":
-        _refuse(config, _FOR_A_GPU, "--device cuda")
+        refuse_gpu_settings(config, "--device cuda")
     check_expert_memory(config)
     if config.rebalance_interval and not config.record_experts:
         raise ConfigError("--rebalance-interval needs --record-experts: it goes by what tokens choose.")
@@ -50,15 +49,6 @@ def check_settings(config: ServeConfig) -> None:
             f"--engine-timeout {config.engine_timeout:g} is too short to tell which of several ranks hangs: "
             f"use at least {_SHORTEST_TIMEOUT_OF_RANKS:g}."
         )
-
-
-def _refuse(config: ServeConfig, names: Sequence[str], needed: str) -> None:
-    """Raises ConfigError if one of the settings is not at its default: nothing is accepted and ignored."""
-    for name in names:
-        value = getattr(config, name)
-        if value != getattr(ServeConfig, name):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} {value} needs {needed}.")
 
 
 def check_nodes(config: ServeConfig) -> None:

@@ -7,6 +7,7 @@ of `settings`. Sizes are bytes; wherever text is read, `512MiB` and `2GB` are un
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,12 @@ class ServeConfig:
         "Weights and activations; auto is float32 on a CPU and bfloat16 on a GPU.",
         group="Model",
         choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    expert_quantization: str = setting(
+        "none",
+        "How the weights of the experts are kept on a GPU, rounded while they are loaded: none is --dtype.",
+        group="Model",
+        choices=("none", "int8", "fp8", "int4"),
     )
     threads: int = setting(
         0, "Threads of each rank; 0 shares out all cores this process may use.", group="Model", minimum=0
@@ -112,6 +119,12 @@ class ServeConfig:
         group="Memory and scheduling",
         kind="size",
         minimum=1,
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "How keys and values are kept on a GPU; auto is --dtype.",
+        group="Memory and scheduling",
+        choices=("auto", "fp8_e4m3"),
     )
     gpu_memory_utilization: float = setting(
         0.9,
@@ -208,6 +221,15 @@ class ServeConfig:
     log_format: str = setting(
         "auto", "Log lines for people or machines.", group="Operation", choices=("auto", "console", "json")
     )
+
+
+def refuse_changed(config: ServeConfig, names: Sequence[str], needed: str) -> None:
+    """Raises ConfigError if one of the settings is not at its default: nothing is accepted and ignored."""
+    for name in names:
+        value = getattr(config, name)
+        if value != getattr(ServeConfig, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {value} needs {needed}.")
 
 
 def parse_size(text: str | int) -> int:

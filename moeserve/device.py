@@ -5,38 +5,51 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from moeserve.config import ConfigError, ServeConfig
+from moeserve.config import ConfigError, ServeConfig, refuse_changed
 
 if TYPE_CHECKING:
     import torch
 
+# Settings that only a GPU honours.
+_OF_A_GPU = ("gpu_memory_utilization", "enforce_eager", "expert_quantization", "kv_cache_dtype")
 # A prompt's chunk costs a GPU hardly more than a decode step: both read all experts.
 _USUAL_TOKENS = {"cpu": 256, "cuda": 4096}
 
 
-def choose_device(config: ServeConfig, cuda_absence: Callable[[], str | None]) -> str:
-    """`cpu` or `cuda`. `cuda_absence()` says why no GPU can be used here, None if one can; it is asked only if need be.
+def choose_device(config: ServeConfig, cuda_absence: Callable[[bool], str | None]) -> str:
+    """`cpu` or `cuda`. `cuda_absence(needs_fp8)` says why no GPU can be used here, None if one can, and is asked only
+    if need be.
 
     `auto` is the CPU: the path over a GPU has run in Triton's interpreter alone, so nobody gets it unasked. Raises
     ConfigError where `--device cuda` cannot be had.
     """
     if config.device != "cuda":
         return "cpu"
-    obstacle = cuda_absence() or _unsupported(config)
+    obstacle = cuda_absence(needs_fp8(config)) or _unsupported(config)
     if obstacle is not None:
         raise ConfigError(f"--device cuda: {obstacle}.")
     return "cuda"
 
 
-def cuda_absence() -> str | None:
+def refuse_gpu_settings(config: ServeConfig, needed: str) -> None:
+    """Raises ConfigError where what does not run on a GPU is given a setting for one. needed: what it would take."""
+    refuse_changed(config, _OF_A_GPU, needed)
+
+
+def needs_fp8(config: ServeConfig) -> bool:
+    """Whether kernels read fp8 e4m3."""
+    return config.kv_cache_dtype == "fp8_e4m3" or config.expert_quantization == "fp8"
+
+
+def cuda_absence(needs_fp8: bool) -> str | None:
     """Why CUDA kernels cannot run in this process; None if they can."""
     import torch
 
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
-    major, minor = torch.cuda.get_device_capability()
-    if major < 8:
-        return f"compute capability {major}.{minor} is below 8.0"
+    obstacle = incapability(torch.cuda.get_device_capability(), needs_fp8)
+    if obstacle is not None:
+        return obstacle
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -51,12 +64,29 @@ def current_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def incapability(capability: tuple[int, int], needs_fp8: bool) -> str | None:
+    """Why a GPU of this compute capability does not do; None if it does."""
+    major, minor = capability
+    if capability < (8, 0):
+        return f"compute capability {major}.{minor} is below 8.0"
+    if needs_fp8 and capability < (8, 9):
+        return f"compute capability {major}.{minor} is below 8.9, which fp8 needs"
+    return None
+
+
 def _unsupported(config: ServeConfig) -> str | None:
     if config.expert_parallel_size > 1:
         if config.expert_memory is not None:
             return "--expert-memory works with one rank on a GPU; with several all experts are in GPU memory"
         if config.rebalance_interval:
             return "--rebalance-interval works on CPUs only; --placement places experts at the start"
+    for name in ("expert_quantization", "kv_cache_dtype"):
+        if getattr(config, name) != getattr(ServeConfig, name):
+            flag = f"--{name.replace('_', '-')}"
+            if config.dtype == "float32":
+                return f"{flag} is for 16 bits: use --dtype bfloat16 or float16"
+            if config.expert_parallel_size > 1:
+                return f"{flag} works with one rank"
     if config.block_size & (config.block_size - 1):
         return f"--block-size {config.block_size} is not a power of two"
     return None

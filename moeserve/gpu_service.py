@@ -9,6 +9,7 @@ import structlog
 import torch
 
 from moeserve.config import ServeConfig
+from moeserve.cuda.attention_kernels import kv_dtype_of
 from moeserve.cuda.expert_memory import GpuExpertSettings
 from moeserve.cuda.gpu_model import GpuModel, GpuSettings, load_gpu_model
 from moeserve.device import current_gpu, step_budget
@@ -71,6 +72,8 @@ def gpu_settings(config: ServeConfig, experts: GpuExpertSettings | None = None) 
         config.enforce_eager,
         experts,
         hears_gates=config.record_experts,
+        kv_dtype=kv_dtype_of(config.kv_cache_dtype),
+        expert_quantization=config.expert_quantization,
     )
 
 

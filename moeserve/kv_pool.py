@@ -44,7 +44,9 @@ class KVPool:
         for pools in self.layers:
             for pool in pools:
                 if pool is not None:
-                    pool.view(pool.shape[0], self.num_blocks, -1).index_fill_(1, ids, 0)
+                    # torch fills no fp8 by index.
+                    numbers = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
+                    numbers.view(pool.shape[0], self.num_blocks, -1).index_fill_(1, ids, 0)
 
 
 def kv_block_bytes(layers: Sequence[KvLayerSpec], block_size: int, dtype: torch.dtype) -> int:

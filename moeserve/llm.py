@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moeserve.config import ConfigError, ServeConfig
+from moeserve.device import refuse_gpu_settings
 from moeserve.executor import LocalExecutor
 from moeserve.expert_service.signatures import signature_merger
 from moeserve.model_loading import load_model, plan_model
@@ -33,11 +34,14 @@ class LLM:
     def __init__(self, model_dir: str | Path, config: ServeConfig | None = None) -> None:
         """Loads the model; `experts` is the memory of its experts, None where all are there for good.
 
-        Raises ModelError or ConfigError for what cannot be served, several ranks included.
+        Raises ModelError or ConfigError for what cannot be served, several ranks and GPUs included.
         """
         config = config or ServeConfig()
         if config.expert_parallel_size > 1:
             raise ConfigError("LLM runs one rank: expert_parallel_size is for a service.")
+        if config.device == "cuda":
+            raise ConfigError("LLM runs on a CPU: device cuda is for a service.")
+        refuse_gpu_settings(config, "a service on a GPU: LLM runs on a CPU")
         plan = plan_model(Path(model_dir), config)
         tap = signature_tap(plan, config)
         model = load_model(Path(model_dir), config, lambda _: None, plan=plan, tap=tap)

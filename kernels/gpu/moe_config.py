@@ -30,6 +30,21 @@ _MAX_ACCUMULATORS_PER_THREAD = 128
 
 
 @dataclass(frozen=True, slots=True)
+class WeightStorage:
+    """How weights are stored. group_size: values along K that share a scale, for int4, else 0."""
+
+    format: WeightFormat
+    group_size: int = 0
+
+    def name(self) -> str:
+        return f"{self.format}-g{self.group_size}" if self.group_size else self.format
+
+    @property
+    def is_quantised(self) -> bool:
+        return WEIGHT_BITS[self.format] < 16
+
+
+@dataclass(frozen=True, slots=True)
 class MoeShape:
     """Sizes of one layer's experts: E experts of width I over hidden size H, k per token. Weights as stored.
 

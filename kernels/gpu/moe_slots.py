@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.gpu.moe_config import WeightFormat
+from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.moe_experts import TritonMoe, combine_products
-from kernels.gpu.moe_weights import FORMAT_OF, GpuExperts, StoredMatrix, quantise_fp8, quantise_int4, quantise_int8
+from kernels.gpu.moe_weights import FORMAT_OF, GpuExperts, StoredMatrix, store_weights
 from kernels.packed_experts import ExpertPacking, ExpertShape
 from kernels.specs import Activation
 
@@ -25,14 +25,13 @@ _ALIGNMENT = 16
 class SlotLayout(ExpertPacking):
     """Experts of a shape as the GPU kernels read them.
 
-    weights: the stored format, default the shape's weight dtype. group_size: for int4.
+    storage: of the weights, default the shape's weight dtype.
     """
 
-    def __init__(self, shape: ExpertShape, *, weights: WeightFormat | None = None, group_size: int = 0) -> None:
-        self._weights = weights or FORMAT_OF[shape.weight_dtype]
-        self._group_size = group_size
+    def __init__(self, shape: ExpertShape, storage: WeightStorage | None = None) -> None:
+        self.storage = storage or WeightStorage(FORMAT_OF[shape.weight_dtype])
         self._shape = shape
-        self.name = f"gpu-{self._weights}" + (f"-g{group_size}" if group_size else "")
+        self.name = f"gpu-{self.storage.name()}"
         sizes = ((2 * shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
         self._probes = [self._stored(torch.zeros((1, *size), dtype=shape.weight_dtype), size[0]) for size in sizes]
         fields = [field for probe in self._probes for field in (probe.values, probe.scale, probe.bias)]
@@ -43,13 +42,7 @@ class SlotLayout(ExpertPacking):
         if bias is None and self._shape.has_bias:
             bias = torch.zeros(num_rows, dtype=self._shape.weight_dtype)
         bias = None if bias is None else bias.to(self._shape.weight_dtype)[None]
-        if self._weights == "int8":
-            return quantise_int8(weights, bias)
-        if self._weights == "fp8":
-            return quantise_fp8(weights, bias)
-        if self._weights == "int4":
-            return quantise_int4(weights, self._group_size, bias)
-        return StoredMatrix(weights.to(self._shape.weight_dtype).contiguous(), bias=bias)
+        return store_weights(weights.to(self._shape.weight_dtype).contiguous(), self.storage, bias)
 
     def pack(
         self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None

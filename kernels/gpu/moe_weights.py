@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.gpu.moe_config import MoeShape, WeightFormat
+from kernels.gpu.moe_config import MoeShape, WeightFormat, WeightStorage
 
 _FP8 = torch.float8_e4m3fn
 FORMAT_OF: dict[torch.dtype, WeightFormat] = {
@@ -68,6 +68,13 @@ class StoredMatrix:
     def group_size(self) -> int:
         """Values along K that share a scale; 0 unless int4."""
         return self.depth // self.scale.shape[1] if self.format == "int4" and self.scale is not None else 0
+
+    def copy_slot(self, slot: int, source: StoredMatrix) -> None:
+        """Overwrites a slot with the first one of `source`, stored in the same way, on any device."""
+        fields = (self.values, self.scale, self.bias)
+        for target, new in zip(fields, (source.values, source.scale, source.bias), strict=True):
+            if target is not None and new is not None:
+                target[slot].copy_(new[0])
 
     def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
         """Values, scale and bias as kernel arguments; an absent one is never read."""
@@ -132,6 +139,32 @@ class GpuExperts:
         return MoeShape(self.num_experts, up.num_rows // 2, up.depth, top_k, up.format, up.group_size)
 
 
+def store_weights(weights: Tensor, storage: WeightStorage, bias: Tensor | None = None) -> StoredMatrix:
+    """weights [S, N, K] and bias [S, N] as `storage` says. What is plain is stored as it is.
+
+    The same bits on every device. Raises ValueError for groups that do not cut the rows.
+    """
+    if storage.format == "int8":
+        return quantise_int8(weights, bias)
+    if storage.format == "fp8":
+        return quantise_fp8(weights, bias)
+    if storage.format == "int4":
+        return quantise_int4(weights, storage.group_size, bias)
+    if FORMAT_OF[weights.dtype] != storage.format:
+        raise ValueError(f"{weights.dtype} weights are not {storage.format}")
+    return StoredMatrix(weights, bias=bias)
+
+
+def empty_weights(probe: StoredMatrix, num_slots: int, device: torch.device) -> StoredMatrix:
+    """A matrix of `num_slots` slots as those of `probe`, with whatever lies in the memory that it takes."""
+
+    def empty(field: Tensor) -> Tensor:
+        return torch.empty((num_slots, *field.shape[1:]), dtype=field.dtype, device=device)
+
+    scale = None if probe.scale is None else empty(probe.scale)
+    return StoredMatrix(empty(probe.values), scale, None if probe.bias is None else empty(probe.bias))
+
+
 def quantise_int8(weights: Tensor, bias: Tensor | None = None) -> StoredMatrix:
     """weights [S, N, K], any float dtype -> int8 per output channel."""
     wide = weights.float()
@@ -172,4 +205,6 @@ def unpack_int4(packed: Tensor, group_size: int) -> Tensor:
 
 def _scale_of(values: Tensor, limit: float) -> Tensor:
     # A channel of zeros keeps a scale that does not divide by zero.
-    return values.abs().amax(-1).clamp_(min=torch.finfo(torch.float32).tiny * limit) / limit
+    largest = values.abs().amax(-1).clamp_(min=torch.finfo(torch.float32).tiny * limit)
+    # By a tensor: a GPU would multiply by the reciprocal of a number, and round otherwise than a CPU.
+    return largest / torch.full_like(largest, limit)

@@ -43,7 +43,8 @@ def norm_rope_write_kv(
     any layout with contiguous channels.
 
     In this order: clip to [-clip, clip] (q, k and v), per-head RMS norm with q_weight and k_weight [D], rotation. With
-    k_scale and v_scale [KV] fp32 pools are fp8 e4m3 and hold values divided by the scale, clamped to the largest fp8.
+    k_scale and v_scale [KV] fp32 pools hold values divided by the scale. Pools of fp8 e4m3 hold them clamped to the
+    largest fp8.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, half = k.shape[1], cos.shape[1]

@@ -39,7 +39,9 @@ def norm_rope_write_kv_reference(
     if v is not None and values_pool is not None:
         writes.append((v.double() if clip is None else v.double().clamp(-clip, clip), values_pool, v_scale))
     for new, pool, scale in writes:
-        stored = new if scale is None else (new / scale.double()[:, None]).clamp(-448.0, 448.0)
+        stored = new if scale is None else new / scale.double()[:, None]
+        if pool.dtype == torch.float8_e4m3fn:
+            stored = stored.clamp(-448.0, 448.0)
         pool[:, slots[kept]] = stored[kept].transpose(0, 1).float().to(pool.dtype)
     return q_out
 

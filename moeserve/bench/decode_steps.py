@@ -13,7 +13,7 @@ import torch
 from kernels.gpu.tuning import MoeConfigs
 from moeserve.bench.random_model import qwen3_moe_spec, random_decoder
 from moeserve.cuda.decoder import GpuDecoder
-from moeserve.cuda.expert_kernels import expert_configs
+from moeserve.cuda.expert_kernels import expert_configs, expert_storage
 from moeserve.cuda.gpu_model import GpuSettings, make_runner
 from moeserve.cuda.runner import GpuModelRunner
 from moeserve.executor import LocalLauncher
@@ -68,7 +68,7 @@ def measure(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     max_len = max(max_model_len(load, limits) for load in loads)
     spec = qwen3_moe_spec(**sizes, max_position=max_len)
-    configs = expert_configs(spec, dtype, device)
+    configs = expert_configs(spec, expert_storage(spec, dtype), device)
     with torch.inference_mode():
         decoder = random_decoder(
             spec, dtype, device, max_tokens=limits.max_batched_tokens, max_model_len=max_len, configs=configs

@@ -10,8 +10,13 @@ from moeserve.cuda.expert_kernels import platform_of, tuned_folder
 from moeserve.models.spec import DecoderSpec, MlaSpec
 
 
-def attention_shape(spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> AttentionShape:
-    """With keys and values stored as `dtype`. Latent attention has one KV head, whose values are part of its keys."""
+def attention_shape(
+    spec: DecoderSpec, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> AttentionShape:
+    """With keys and values stored as `kv_dtype`, default `dtype`.
+
+    Latent attention has one KV head, whose values are part of its keys.
+    """
     attention = spec.attention
     if isinstance(attention, MlaSpec):
         heads, kv_heads, value_dim = attention.num_heads, 1, attention.kv_lora_rank
@@ -19,10 +24,14 @@ def attention_shape(spec: DecoderSpec, block_size: int, dtype: torch.dtype) -> A
     else:
         heads, kv_heads, key_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
         value_dim = key_dim
-    return AttentionShape(heads, kv_heads, key_dim, value_dim, block_size, dtype, dtype)
+    return AttentionShape(heads, kv_heads, key_dim, value_dim, block_size, dtype, kv_dtype or dtype)
 
 
-def tuned_attention(spec: DecoderSpec, block_size: int, dtype: torch.dtype, device: torch.device) -> AttentionConfigs:
+def kv_dtype_of(name: str) -> torch.dtype | None:
+    """What `--kv-cache-dtype` says of keys and values; None for the dtype of the activations."""
+    return torch.float8_e4m3fn if name == "fp8_e4m3" else None
+
+
+def tuned_attention(shape: AttentionShape, device: torch.device) -> AttentionConfigs:
     """The user's tuned files before those of the package."""
-    shape = attention_shape(spec, block_size, dtype)
     return AttentionConfigs.find(shape, platform_of(device), (tuned_folder(), PACKAGED))

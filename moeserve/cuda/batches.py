@@ -33,7 +33,10 @@ Works = dict[int | None, SplitWork]
 
 @dataclass(frozen=True, slots=True)
 class AttentionLimits:
-    """What attention scratch is sized for. tuned: measured configurations, None for those of the table."""
+    """What attention scratch is sized for. tuned: measured configurations, None for those of the table.
+
+    kv_dtype: of the pools, default that of the activations.
+    """
 
     spec: DecoderSpec
     block_size: int
@@ -41,10 +44,11 @@ class AttentionLimits:
     dtype: torch.dtype
     device: torch.device
     tuned: AttentionConfigs | None = None
+    kv_dtype: torch.dtype | None = None
 
     @property
     def shape(self) -> AttentionShape:
-        return attention_shape(self.spec, self.block_size, self.dtype)
+        return attention_shape(self.spec, self.block_size, self.dtype, self.kv_dtype)
 
     @property
     def table_width(self) -> int:

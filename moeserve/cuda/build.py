@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from experts.routing_tap import RoutingTap
+from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.tuning import MoeConfigs
 from moeserve.cuda.decoder import GpuDecoder
-from moeserve.cuda.expert_kernels import model_moe
+from moeserve.cuda.expert_kernels import expert_storage, model_moe
 from moeserve.cuda.expert_memory import GpuResidentModel
 from moeserve.cuda.parts import GpuDispatch
 from moeserve.cuda.weights import load_gpu_decoder
@@ -30,15 +31,17 @@ def build_gpu_decoder(
     progress: Progress | None = None,
     configs: MoeConfigs | None = None,
     tap: RoutingTap | None = None,
+    storage: WeightStorage | None = None,
 ) -> GpuDecoder:
     """The model in `directory` on `device`, with expert scratch for steps of up to `max_tokens` tokens.
 
     experts: those of which only some are in the device's memory; None to load all. configs: of the experts' kernels,
-    see `expert_configs`. tap: hears what the gates choose.
+    see `expert_configs`. tap: hears what the gates choose. storage: of the experts' weights, default `dtype`.
     """
     moe = None
+    storage = storage or expert_storage(spec, dtype)
     if spec.moe is not None and experts is None:
-        moe = model_moe(spec, device, dtype, max_tokens, configs=configs)
+        moe = model_moe(spec, storage, device, dtype, max_tokens, configs=configs)
 
     def dispatch_of(layer: int) -> GpuDispatch:
         if experts is not None:
@@ -52,6 +55,7 @@ def build_gpu_decoder(
         dtype=dtype,
         device=device,
         dispatch_of=dispatch_of if tap is None else tap.around(dispatch_of),
+        storage=storage,
         owned_experts=None if experts is None else _none,
         max_model_len=max_model_len,
         progress=progress,

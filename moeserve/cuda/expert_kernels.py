@@ -7,12 +7,17 @@ from pathlib import Path
 import torch
 import triton
 
-from kernels.gpu.moe_config import MoeShape
+from kernels.gpu.moe_config import MoeShape, WeightFormat, WeightStorage
 from kernels.gpu.moe_experts import MoeWorkspace, TritonMoe, device_of
 from kernels.gpu.moe_weights import FORMAT_OF
 from kernels.gpu.tuning import PACKAGED, MoeConfigs, Platform
+from moeserve.config import ConfigError
 from moeserve.models.cache_folder import cache_root
 from moeserve.models.spec import DecoderSpec
+
+_QUANTISED: dict[str, WeightFormat] = {"int8": "int8", "fp8": "fp8", "int4": "int4"}
+# Of values that share an int4 scale, the first that the model's sizes allow.
+_GROUP_SIZES = (128, 64, 32)
 
 
 def tuned_folder() -> Path:
@@ -55,24 +60,45 @@ def triton_moe(
     return TritonMoe(configs or moe_configs(shape, device), workspace, device_of(device).num_multiprocessors)
 
 
-def expert_configs(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> MoeConfigs | None:
+def expert_storage(spec: DecoderSpec, dtype: torch.dtype, quantization: str = "none") -> WeightStorage:
+    """How a model's experts are kept: in `dtype`, or as `--expert-quantization` says.
+
+    Raises ConfigError for a model that has no experts to quantise or whose sizes no group divides.
+    """
+    if quantization == "none":
+        return WeightStorage(FORMAT_OF[dtype])
+    flag = f"--expert-quantization {quantization}"
+    if spec.moe is None:
+        raise ConfigError(f"{flag}: a {spec.model_type} model has no experts.")
+    if quantization != "int4":
+        return WeightStorage(_QUANTISED[quantization])
+    sizes = (spec.hidden_size, spec.moe.intermediate_size)
+    group = next((group for group in _GROUP_SIZES if not any(size % group for size in sizes)), None)
+    if group is None:
+        raise ConfigError(f"{flag}: groups of {_GROUP_SIZES[-1]} values divide {sizes[0]} and {sizes[1]} not evenly.")
+    return WeightStorage("int4", group)
+
+
+def expert_configs(spec: DecoderSpec, storage: WeightStorage, device: torch.device) -> MoeConfigs | None:
     """How the model's experts are computed by number of tokens; None for a model without any."""
-    return None if spec.moe is None else moe_configs(_moe_shape(spec, dtype), device)
+    return None if spec.moe is None else moe_configs(_moe_shape(spec, storage), device)
 
 
 def model_moe(
     spec: DecoderSpec,
+    storage: WeightStorage,
     device: torch.device,
     dtype: torch.dtype,
     max_tokens: int,
     num_slots: int | None = None,
     configs: MoeConfigs | None = None,
 ) -> TritonMoe:
-    """`triton_moe` for a model whose experts are kept and computed in `dtype`."""
-    return triton_moe(_moe_shape(spec, dtype), device, dtype, max_tokens, num_slots, configs)
+    """`triton_moe` for a model whose experts are kept in `storage` and computed in `dtype`."""
+    return triton_moe(_moe_shape(spec, storage), device, dtype, max_tokens, num_slots, configs)
 
 
-def _moe_shape(spec: DecoderSpec, dtype: torch.dtype) -> MoeShape:
+def _moe_shape(spec: DecoderSpec, storage: WeightStorage) -> MoeShape:
     moe = spec.moe
     assert moe is not None
-    return MoeShape(moe.num_experts, moe.intermediate_size, spec.hidden_size, moe.gate.top_k, FORMAT_OF[dtype])
+    sizes = (moe.num_experts, moe.intermediate_size, spec.hidden_size, moe.gate.top_k)
+    return MoeShape(*sizes, storage.format, storage.group_size)

@@ -13,10 +13,11 @@ from experts.memory.device_slots import DeviceSlots
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.host_tier import HostTier
 from experts.memory.store import DiskTier, ExpertTier, SlowedTier
+from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.moe_slots import SlotExperts, SlotLayout
 from kernels.gpu.tuning import MoeConfigs
 from kernels.packed_experts import ExpertShape
-from moeserve.cuda.expert_kernels import model_moe
+from moeserve.cuda.expert_kernels import expert_storage, model_moe
 from moeserve.cuda.resident_experts import GpuResidentExperts
 from moeserve.expert_service.resident_model import ResidentModel, resident_model
 from moeserve.expert_service.slot_plan import SlotPlan, experts_of, plan_slots
@@ -56,21 +57,24 @@ class GpuResidencyPlan:
 GpuResidentModel = ResidentModel[GpuResidentExperts]
 
 
-def plan_gpu_residency(spec: DecoderSpec, dtype: torch.dtype, num_bytes: int) -> GpuResidencyPlan | None:
-    """The slots that `num_bytes` pay for; None if all experts fit.
+def plan_gpu_residency(
+    spec: DecoderSpec, dtype: torch.dtype, num_bytes: int, storage: WeightStorage | None = None
+) -> GpuResidencyPlan | None:
+    """The slots that `num_bytes` pay for, with weights kept in `storage` (default `dtype`); None if all experts fit.
 
     Raises ConfigError for a model without experts, and where a layer could not hold the experts of one token.
     """
     moe = experts_of(spec)
-    layout = slot_layout(spec, dtype)
+    layout = slot_layout(spec, dtype, storage)
     slots = plan_slots(num_bytes, layout.num_bytes, [moe.num_experts] * len(spec.moe_layers), moe.gate.top_k)
     return None if slots is None else GpuResidencyPlan(layout, slots)
 
 
-def slot_layout(spec: DecoderSpec, dtype: torch.dtype) -> SlotLayout:
-    """How the experts of a model that computes in `dtype` lie in slots."""
+def slot_layout(spec: DecoderSpec, dtype: torch.dtype, storage: WeightStorage | None = None) -> SlotLayout:
+    """How the experts of a model that computes in `dtype` lie in slots. storage: of the weights, default `dtype`."""
     assert spec.moe is not None
-    return SlotLayout(ExpertShape(spec.hidden_size, spec.moe.intermediate_size, dtype, dtype, spec.moe.expert_bias))
+    shape = ExpertShape(spec.hidden_size, spec.moe.intermediate_size, dtype, dtype, spec.moe.expert_bias)
+    return SlotLayout(shape, storage or expert_storage(spec, dtype))
 
 
 def open_gpu_experts(
@@ -98,7 +102,7 @@ def open_gpu_experts(
         tier = SlowedTier(tier, settings.bandwidth)
     num_slots = plan.slots.num_slots
     slots = DeviceSlots(num_slots, plan.layout.num_bytes, device)
-    moe = model_moe(spec, device, dtype, max_tokens, max(num_slots), configs)
+    moe = model_moe(spec, plan.layout.storage, device, dtype, max_tokens, max(num_slots), configs)
 
     def layer_of(memory: ExpertMemory, number: int) -> GpuResidentExperts:
         experts = SlotExperts(plan.layout, slots.of_layer(number), num_experts, moe)

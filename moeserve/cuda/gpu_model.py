@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 
 from experts.routing_tap import RoutingTap
+from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.tuning import MoeConfigs
-from moeserve.cuda.attention_kernels import tuned_attention
+from moeserve.cuda.attention_kernels import attention_shape, tuned_attention
 from moeserve.cuda.batches import AttentionLimits, StepBatches
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.decode_graphs import DecodeSteps
 from moeserve.cuda.decoder import GpuDecoder
-from moeserve.cuda.expert_kernels import expert_configs
+from moeserve.cuda.expert_kernels import expert_configs, expert_storage
 from moeserve.cuda.expert_memory import (
     GpuExpertSettings,
     GpuResidentModel,
@@ -35,7 +36,11 @@ from moeserve.models.tensor_reader import Progress
 
 @dataclass(frozen=True, slots=True)
 class GpuSettings:
-    """What the service's settings say of a GPU. hears_gates: whether results tell what the gates chose."""
+    """What the service's settings say of a GPU.
+
+    kv_dtype: of the KV blocks, None for the model's. expert_quantization: see `expert_storage`.
+    hears_gates: whether results tell what the gates chose.
+    """
 
     block_size: int
     max_num_seqs: int
@@ -46,6 +51,8 @@ class GpuSettings:
     enforce_eager: bool
     experts: GpuExpertSettings | None = None
     hears_gates: bool = False
+    kv_dtype: torch.dtype | None = None
+    expert_quantization: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +76,9 @@ def load_gpu_model(
     device: torch.device,
 ) -> GpuModel:
     """Loads the model and takes its KV memory. Raises ModelError or ConfigError for what does not fit."""
-    configs = expert_configs(spec, dtype, device)
-    experts = _open_experts(directory, spec, dtype, settings, progress, device, configs)
+    storage = expert_storage(spec, dtype, settings.expert_quantization)
+    configs = expert_configs(spec, storage, device)
+    experts = _open_experts(directory, spec, dtype, settings, progress, device, configs, storage)
     if experts is not None:
         # The host decides in every layer which experts to load, so no step can be captured.
         settings = replace(settings, enforce_eager=True)
@@ -86,9 +94,11 @@ def load_gpu_model(
         progress=progress,
         configs=configs,
         tap=tap,
+        storage=storage,
     )
     weights_bytes = allocated_bytes(device)
-    block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, dtype)
+    block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, settings.kv_dtype or dtype)
+    forget_peak(device)
     compute_largest_step(decoder, settings)
     memory = settings.kv_cache_memory or free_for_kv(device, settings)
     kv = share_kv(
@@ -112,10 +122,11 @@ def _open_experts(
     progress: Progress,
     device: torch.device,
     configs: MoeConfigs | None,
+    storage: WeightStorage,
 ) -> GpuResidentModel | None:
     if settings.experts is None:
         return None
-    plan = plan_gpu_residency(spec, dtype, settings.experts.num_bytes)
+    plan = plan_gpu_residency(spec, dtype, settings.experts.num_bytes, storage)
     if plan is None:
         return None
     return open_gpu_experts(
@@ -152,10 +163,11 @@ def make_runner(
     configs: of the decoder's experts. begin_step: told of the steps that are launched here. wait: for a step.
     tap: what hears the decoder's gates.
     """
-    pool = KVPool(decoder.spec.kv_layers, kv.num_blocks, settings.block_size, decoder.dtype, decoder.device)
     spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
-    tuned = tuned_attention(spec, size, dtype, device)
-    limits = AttentionLimits(spec, size, kv.max_model_len, dtype, device, tuned)
+    kv_dtype = settings.kv_dtype or dtype
+    pool = KVPool(spec.kv_layers, kv.num_blocks, size, kv_dtype, device)
+    tuned = tuned_attention(attention_shape(spec, size, dtype, kv_dtype), device)
+    limits = AttentionLimits(spec, size, kv.max_model_len, dtype, device, tuned, kv_dtype)
     batches = StepBatches(limits, settings.max_num_seqs)
     if decoder.device.type == "cuda":
         steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, kv.max_model_len)
@@ -176,8 +188,9 @@ def compute_largest_step(decoder: GpuDecoder, settings: GpuSettings, begin_step:
     spec, size = decoder.spec, settings.block_size
     length = min(settings.max_num_batched_tokens, decoder.max_model_len)
     count = max(1, settings.max_num_batched_tokens // length)
-    limits = AttentionLimits(spec, size, decoder.max_model_len, decoder.dtype, decoder.device)
-    pool = KVPool(spec.kv_layers, 1, size, decoder.dtype, decoder.device)
+    dtype, device, kv_dtype = decoder.dtype, decoder.device, settings.kv_dtype or decoder.dtype
+    limits = AttentionLimits(spec, size, decoder.max_model_len, dtype, device, kv_dtype=kv_dtype)
+    pool = KVPool(spec.kv_layers, 1, size, kv_dtype, device)
     shape = StepShape(0, (length,) * count, min(settings.max_num_seqs, length * count))
     batches = StepBatches(limits, settings.max_num_seqs)
     logits = launch_blank_step(decoder, pool.layers, batches, shape, size, begin_step)
@@ -188,6 +201,12 @@ def compute_largest_step(decoder: GpuDecoder, settings: GpuSettings, begin_step:
 def allocated_bytes(device: torch.device) -> int:
     """What tensors take of a device's memory; 0 of a CPU under the interpreter."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def forget_peak(device: torch.device) -> None:
+    """What loading took for a moment, as for quantising, is free again and does not count as used in a step."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def free_for_kv(device: torch.device, settings: GpuSettings) -> int:

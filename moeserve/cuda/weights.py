@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
+from kernels.gpu.moe_config import WeightStorage
+from kernels.gpu.moe_weights import GpuExperts, empty_weights, store_weights
 from moeserve.cuda.attention import GpuGqa, GpuMla
 from moeserve.cuda.decoder import GpuDecoder, GpuLayer
 from moeserve.cuda.parts import GpuDispatch, GpuMlp, GpuMoe, GpuNorm, Projection
@@ -27,6 +28,7 @@ def load_gpu_decoder(
     dtype: torch.dtype,
     device: torch.device,
     dispatch_of: Callable[[int], GpuDispatch],
+    storage: WeightStorage,
     owned_experts: OwnedExperts | None = None,
     max_model_len: int | None = None,
     progress: Progress | None = None,
@@ -34,13 +36,13 @@ def load_gpu_decoder(
     """Load the safetensors checkpoint in ``directory`` as ``dtype`` onto ``device``.
 
     dispatch_of(layer): computes a layer's experts. owned_experts(layer): those to load, all if None.
-    progress(done_bytes, total_bytes). Raises CheckpointError for what is missing or of another shape, before memory is
-    taken.
+    storage: how their weights are kept. progress(done_bytes, total_bytes). Raises CheckpointError for what
+    is missing or of another shape, before memory is taken.
     """
     index = read_index(directory)
     plan = plan_weights(spec, index, owned_experts)
     with TensorReader(index, plan.num_bytes, quantization=spec.quantization, progress=progress) as reader:
-        parts = _GpuParts(spec, reader, dtype, device, dispatch_of)
+        parts = _GpuParts(spec, reader, dtype, device, dispatch_of, storage)
         loader = LayerLoader[GpuNorm, GpuGqa | GpuMla, GpuMlp | GpuMoe, GpuLayer](
             spec, parts, norm=GpuNorm, gqa=GpuGqa, mla=GpuMla, layer=GpuLayer
         )
@@ -66,8 +68,9 @@ class _GpuParts:
         dtype: torch.dtype,
         device: torch.device,
         dispatch_of: Callable[[int], GpuDispatch],
+        storage: WeightStorage,
     ) -> None:
-        self._spec, self._reader = spec, reader
+        self._spec, self._reader, self._storage = spec, reader, storage
         self._dtype, self._device, self._dispatch_of = dtype, device, dispatch_of
 
     def tensor(self, stored: StoredTensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -105,17 +108,23 @@ class _GpuParts:
         )
 
     def _experts(self, plan: ExpertsPlan) -> GpuExperts:
+        """Quantised on the device, one expert at a time."""
         reader = ExpertReader(self._spec, plan, self._reader, self._dtype)
-        shape, count = reader.shape, len(reader.owned)
-
-        def empty(*sizes: int) -> Tensor:
-            return torch.empty((count, *sizes), dtype=self._dtype, device=self._device)
-
-        gate_up = empty(2 * shape.intermediate_size, shape.hidden_size)
-        down = empty(shape.hidden_size, shape.intermediate_size)
-        biases = (empty(gate_up.shape[1]), empty(down.shape[1])) if shape.has_bias else (None, None)
+        count, shape = len(reader.owned), reader.shape
+        sizes = ((2 * shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
+        probes = [torch.zeros((1, *size), dtype=self._dtype) for size in sizes]
+        biases = [torch.zeros((1, size[0]), dtype=self._dtype) if shape.has_bias else None for size in sizes]
+        stored = [
+            empty_weights(store_weights(probe, self._storage, bias), count, self._device)
+            for probe, bias in zip(probes, biases, strict=True)
+        ]
         for place in range(count):
-            for target, source in zip((gate_up, down, *biases), reader.read_matrices(place), strict=True):
-                if target is not None and source is not None:
-                    target[place].copy_(source)
-        return GpuExperts(StoredMatrix(gate_up, bias=biases[0]), StoredMatrix(down, bias=biases[1]))
+            gate_up, down, *of_both = reader.read_matrices(place)
+            for target, weights, bias in zip(stored, (gate_up, down), of_both, strict=True):
+                of_one = None if bias is None else self._moved(bias)
+                target.copy_slot(place, store_weights(self._moved(weights), self._storage, of_one))
+        return GpuExperts(stored[0], stored[1])
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """On the device, in the decoder's dtype, as the only one of a batch."""
+        return tensor.to(self._device, self._dtype)[None]

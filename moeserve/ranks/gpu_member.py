@@ -17,7 +17,7 @@ from experts.dispatch import Compute, ExpertParallel
 from kernels.activation import Activation
 from kernels.gpu.moe_experts import TritonMoe
 from kernels.gpu.moe_weights import GpuExperts
-from moeserve.cuda.expert_kernels import expert_configs, model_moe
+from moeserve.cuda.expert_kernels import expert_configs, expert_storage, model_moe
 from moeserve.cuda.expert_warm_up import launch_expert_variants
 from moeserve.cuda.gpu_model import (
     GpuSettings,
@@ -74,10 +74,11 @@ class GpuMember:
         self.collectives = collectives
         self.dispatch_shape: str | None = None
         owned = owned_experts(spec, plan.placement, collectives.rank)
-        self._configs = expert_configs(spec, plan.dtype, device)
+        storage = expert_storage(spec, plan.dtype)
+        self._configs = expert_configs(spec, storage, device)
         num_slots = max(len(owned(layer)) for layer in spec.moe_layers)
         self._max_rows = settings.max_num_batched_tokens
-        moe = model_moe(spec, device, plan.dtype, self._max_rows, num_slots, self._configs)
+        moe = model_moe(spec, storage, device, plan.dtype, self._max_rows, num_slots, self._configs)
         self._compute = in_pieces(moe, self._max_rows)
         self.experts = ExpertParallel(
             collectives,
@@ -94,6 +95,7 @@ class GpuMember:
             dtype=plan.dtype,
             device=device,
             dispatch_of=self.experts.dispatch_of if tap is None else tap.around(self.experts.dispatch_of),
+            storage=storage,
             owned_experts=owned,
             max_model_len=settings.max_model_len,
             progress=progress,

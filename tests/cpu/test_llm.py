@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeserve.config import ServeConfig
+from moeserve.config import ConfigError, ServeConfig
 from moeserve.llm import LLM, Completion
 from moeserve.request import FinishReason, SamplingParams
 from moeserve.scheduler import Scheduler
@@ -46,6 +46,19 @@ def alone(model_dir: Path, prompts: list[list[int]], samplings: list[SamplingPar
     """Every prompt computed by itself in one chunk, without a cache."""
     llm = LLM(model_dir, replace(BASE, enable_prefix_caching=False))
     return [llm.generate([prompt], sampling)[0] for prompt, sampling in zip(prompts, samplings, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"expert_quantization": "int8"}, "^--expert-quantization int8 needs a service on a GPU"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "^--kv-cache-dtype fp8_e4m3 needs a service on a GPU"),
+        ({"device": "cuda"}, "device cuda is for a service"),
+    ],
+)
+def test_what_only_a_gpu_honours_is_refused(settings: dict[str, str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        LLM("unread", replace(BASE, **settings))  # type: ignore[arg-type]
 
 
 def test_greedy_tokens_equal_those_of_transformers(model_dir: Path, prompts: list[list[int]]) -> None:

@@ -155,7 +155,7 @@ def test_the_command_writes_where_serving_looks(monkeypatch, tmp_path):
     (path,) = (tmp_path / "tuned").iterdir()
     assert result.output == f"Wrote {path}\n"
     spec = build_spec(load_config(tmp_path / "model"))
-    tuned = attention_kernels.tuned_attention(spec, 16, BF16, CPU)
+    tuned = attention_kernels.tuned_attention(attention_kernels.attention_shape(spec, 16, BF16), CPU)
     limits = AttentionLimits(spec, 16, 64, BF16, CPU, tuned)
     assert limits.prefill(100) == own["prefill"][0]
     assert {work.config for work in limits.works(2).values()} == {own["decode"][0]}

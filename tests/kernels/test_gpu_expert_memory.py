@@ -85,6 +85,19 @@ def test_fewer_slots_than_experts_change_no_bit(
         experts.memory.close()
 
 
+@pytest.mark.parametrize(("quantization", "host_bytes"), [("int4", 2**30), ("fp8", 0)], ids=["host", "disk"])
+def test_quantised_experts_in_fewer_slots_give_the_bits_of_all_quantised_when_loaded(
+    model_dir: Path, spec: DecoderSpec, device: torch.device, tmp_path: Path, quantization: str, host_bytes: int
+) -> None:
+    expected = generate(model_dir, spec, device, None, quantization=quantization)
+    experts = open_experts(model_dir, spec, device, 3, host_bytes, tmp_path, quantization)
+    try:
+        assert generate(model_dir, spec, device, experts, quantization=quantization) == expected
+        assert experts.memory.stats().counters.num_evictions > 0
+    finally:
+        experts.memory.close()
+
+
 def test_memory_that_is_enough_or_too_little_is_told_at_once(spec: DecoderSpec) -> None:
     assert plan_gpu_residency(spec, DTYPE, 2**30) is None
     with pytest.raises(ConfigError, match="need 3 each: give at least"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.gpu.moe_config import MoeConfig, Tile
+from kernels.gpu.moe_config import MoeConfig, Tile, WeightStorage
 from kernels.gpu.moe_experts import MoeWorkspace, TritonMoe, moe_experts_reference
 from kernels.gpu.moe_slots import SlotExperts, SlotLayout
 from kernels.packed_experts import ExpertShape
@@ -18,7 +18,7 @@ SLOT_BYTES = 20480
 
 def layout_of(weights=None, has_bias=True):
     shape = ExpertShape(HIDDEN, WIDTH, torch.float16, torch.float16, has_bias)
-    return SlotLayout(shape, weights=weights, group_size=32 if weights == "int4" else 0)
+    return SlotLayout(shape, None if weights is None else WeightStorage(weights, 32 if weights == "int4" else 0))
 
 
 def slots_of(layout, device, variant="tiled", num_slots=NUM_EXPERTS):

@@ -127,6 +127,18 @@ def test_fp8_pools_hold_scaled_values_and_clamp_what_is_too_large(device):
     assert float(actual[1].max()) == 448.0
 
 
+def test_fp8_pools_without_scales_clamp_what_is_too_large(device):
+    case = Case(device, torch.bfloat16, 4, 4, 2, 16, 16, pool_dtype=torch.float8_e4m3fn)
+    case.k.mul_(300)
+    case.v.mul_(300)
+    actual = case.run(norm_rope_write_kv, interleaved=True)
+    expected = case.run(norm_rope_write_kv_reference, interleaved=True)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert not ours.isnan().any()
+        torch.testing.assert_close(ours, theirs, rtol=0.13, atol=1e-2)
+    assert float(actual[1].max()) == float(actual[2].max()) == 448.0
+
+
 def test_a_token_has_the_same_bits_in_any_batch(device):
     case = Case(device, torch.bfloat16, 4, 6, 2, 32, 32)
     options = {"interleaved": False, "eps": 1e-6, "q_weight": case.weights[0], "k_weight": case.weights[1]}

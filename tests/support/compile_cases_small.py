@@ -13,7 +13,7 @@ BF16 = torch.bfloat16
 def rope(interleaved=False, rotary=128, **pool):
     q, k, v = torch.empty(2, 40, 128, dtype=BF16).split([32, 4, 4], 1)
     pools = [torch.empty(4, 64, 128, dtype=pool.get("dtype", BF16)) for _ in range(2)]
-    scales = {"k_scale": torch.ones(4), "v_scale": torch.ones(4)} if "dtype" in pool else {}
+    scales = {"k_scale": torch.ones(4), "v_scale": torch.ones(4)} if pool.get("scaled") else {}
     angles = torch.empty(2, rotary // 2)
     weight = torch.empty(128, dtype=BF16)
     slots = torch.zeros(2, dtype=torch.int64)
@@ -32,6 +32,7 @@ def calls():
     yield "rope", rope()
     yield "rope interleaved partial", rope(interleaved=True, rotary=64)
     yield "rope fp8", rope(dtype=torch.float8_e4m3fn)
+    yield "rope fp8 scaled", rope(dtype=torch.float8_e4m3fn, scaled=True)
     logits = torch.empty(2, 151936)
     yield "greedy", lambda: greedy(logits)
     yield "greedy bf16", lambda: greedy(logits.to(BF16))

@@ -11,6 +11,7 @@ import torch
 from experts.memory.expert_file import round_to_page
 from experts.prefetch.fitted_gates import FittedGates
 from moeserve.cuda.build import build_gpu_decoder
+from moeserve.cuda.expert_kernels import expert_storage
 from moeserve.cuda.expert_memory import (
     GpuExpertSettings,
     GpuResidentModel,
@@ -64,10 +65,18 @@ def generate(
     experts: GpuResidentModel | None,
     prefetch: str = "off",
     fitted: FittedGates | None = None,
+    quantization: str = "none",
 ) -> list[list[ChunkResult]]:
     """The results of a step of prompts and some steps of decodes."""
     decoder = build_gpu_decoder(
-        model_dir, spec, dtype=DTYPE, device=device, max_tokens=MAX_TOKENS, max_model_len=MAX_LEN, experts=experts
+        model_dir,
+        spec,
+        dtype=DTYPE,
+        device=device,
+        max_tokens=MAX_TOKENS,
+        max_model_len=MAX_LEN,
+        experts=experts,
+        storage=expert_storage(spec, DTYPE, quantization),
     )
     runner: LaunchingRunner = make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS)
     if experts is not None and (listener := start_prefetching(prefetch, experts, decoder, fitted=fitted)) is not None:
@@ -80,11 +89,18 @@ def generate(
 
 
 def open_experts(
-    model_dir: Path, spec: DecoderSpec, device: torch.device, num_slots: int, host_bytes: int, store: Path
+    model_dir: Path,
+    spec: DecoderSpec,
+    device: torch.device,
+    num_slots: int,
+    host_bytes: int,
+    store: Path,
+    quantization: str = "none",
 ) -> GpuResidentModel:
     """Settings that pay for `num_slots` in each layer."""
-    size = num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE).num_bytes)
-    plan = plan_gpu_residency(spec, DTYPE, size)
+    storage = expert_storage(spec, DTYPE, quantization)
+    size = num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE, storage).num_bytes)
+    plan = plan_gpu_residency(spec, DTYPE, size, storage)
     assert plan is not None
     assert set(plan.slots.num_slots) == {num_slots}
     settings = GpuExpertSettings(size, host_bytes, "lru", store, None)

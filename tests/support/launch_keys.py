@@ -1,9 +1,10 @@
 """What Triton would compile while serving, counted by the keys of its cache without compiling or launching anything.
 
-`python -m tests.support.launch_keys CASE...` (names of `tiny_models`) prints, for every case and way of serving, how
-many keys starting up reaches and, one per line, the kernels that serving steps of all kinds reach besides. It has to
-run in a process of its own, without TRITON_INTERPRET. Whatever a kernel would have written stays as it is; what the
-gates choose is drawn at random.
+`python -m tests.support.launch_keys CASE...` prints, for every case and way of serving, how many keys starting up
+reaches and, one per line, the kernels that serving steps of all kinds reach besides. A case is a name of `tiny_models`,
+or NAME:QUANTIZATION:KV with the values of --expert-quantization and --kv-cache-dtype. It has to run in a process of its
+own, without TRITON_INTERPRET. Whatever a kernel would have written stays as it is; what the gates
+choose is drawn at random.
 """
 
 import contextlib
@@ -20,10 +21,12 @@ from triton.runtime.jit import JITFunction
 
 import moeserve.cuda.parts
 from experts.memory.expert_file import round_to_page
+from kernels.gpu.moe_config import WeightStorage
+from moeserve.cuda.attention_kernels import kv_dtype_of
 from moeserve.cuda.batches import AttentionLimits, StepBatches
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.decode_graphs import DecodeSteps
-from moeserve.cuda.expert_kernels import expert_configs
+from moeserve.cuda.expert_kernels import expert_configs, expert_storage
 from moeserve.cuda.expert_memory import (
     GpuExpertSettings,
     GpuResidentModel,
@@ -112,12 +115,14 @@ def chunk(generator: random.Random, length: int, sampling: SamplingParams | None
 
 def main(cases: list[str]) -> None:
     for case in cases:
+        name, quantization, kv = case.split(":") if ":" in case else (case, "none", "auto")
         with tempfile.TemporaryDirectory() as folder:
-            save(case, Path(folder))
+            save(name, Path(folder))
             spec = build_spec(load_config(Path(folder)))
+            storage = expert_storage(spec, DTYPE, quantization)
             for way in ("graphs", "eager") if spec.moe is None else ("graphs", "eager", "slots"):
-                experts = open_experts(Path(folder), spec) if way == "slots" else None
-                started, served = keys_of(Path(folder), spec, experts, eager=way != "graphs")
+                experts = open_experts(Path(folder), spec, storage) if way == "slots" else None
+                started, served = keys_of(Path(folder), spec, storage, kv_dtype_of(kv), experts, eager=way != "graphs")
                 if experts is not None:
                     assert experts.memory.stats().counters.num_evictions
                     experts.memory.close()
@@ -126,15 +131,15 @@ def main(cases: list[str]) -> None:
                     print(f"NEW {key}")
 
 
-def open_experts(folder: Path, spec: DecoderSpec) -> GpuResidentModel:
+def open_experts(folder: Path, spec: DecoderSpec, storage: WeightStorage) -> GpuResidentModel:
     """Half of the experts have a slot, or as many as a token may choose."""
     assert spec.moe is not None
     num_slots = max(spec.moe.num_experts // 2, spec.moe.gate.top_k)
-    size = num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE).num_bytes)
-    plan = plan_gpu_residency(spec, DTYPE, size)
+    size = num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE, storage).num_bytes)
+    plan = plan_gpu_residency(spec, DTYPE, size, storage)
     assert plan is not None
     settings = GpuExpertSettings(size, 2**30, "lru", None, None)
-    configs = expert_configs(spec, DTYPE, CPU)
+    configs = expert_configs(spec, storage, CPU)
     return open_gpu_experts(folder, spec, plan, settings, DTYPE, CPU, MAX_TOKENS, silent, configs)
 
 
@@ -156,10 +161,16 @@ def gates_at_random() -> Iterator[None]:
 
 @torch.inference_mode()
 def keys_of(
-    folder: Path, spec: DecoderSpec, experts: GpuResidentModel | None, *, eager: bool
+    folder: Path,
+    spec: DecoderSpec,
+    storage: WeightStorage,
+    kv_dtype: torch.dtype | None,
+    experts: GpuResidentModel | None,
+    *,
+    eager: bool,
 ) -> tuple[set[str], set[str]]:
     """The keys of starting up and those of serving. experts: of which not all have a slot."""
-    dtype, configs = DTYPE, expert_configs(spec, DTYPE, CPU)
+    dtype, configs = DTYPE, expert_configs(spec, storage, CPU)
     decoder = build_gpu_decoder(
         folder,
         spec,
@@ -169,9 +180,10 @@ def keys_of(
         max_model_len=MAX_LEN,
         configs=configs,
         experts=experts,
+        storage=storage,
     )
-    pool = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, dtype, CPU)
-    limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, dtype, CPU)
+    pool = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, CPU)
+    limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, dtype, CPU, kv_dtype=kv_dtype)
     batches = StepBatches(limits, MAX_SEQS)
     variants = launch_variants(limits, configs, StepLimits(MAX_TOKENS, MAX_SEQS, MAX_LEN))
     heard = HeardDecoder(decoder, pool.layers)

@@ -9,7 +9,7 @@ import pytest
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.cuda.memory import GRAPH_BYTES, kv_memory
 from moeserve.cuda.step_arrays import ExtendLimits, capture_sizes, padded_size, share_prompts, step_arrays
-from moeserve.device import choose_device, step_budget, too_few_gpus
+from moeserve.device import choose_device, incapability, step_budget, too_few_gpus
 from moeserve.plan import Chunk
 from moeserve.request import SamplingParams
 
@@ -88,9 +88,9 @@ def test_kv_gets_what_others_weights_steps_and_graphs_leave() -> None:
 
 
 def test_a_gpu_is_used_only_where_it_is_asked_for() -> None:
-    assert choose_device(ServeConfig(device="cuda"), lambda: None) == "cuda"
-    assert choose_device(ServeConfig(), lambda: None) == "cpu"
-    assert choose_device(ServeConfig(device="cpu"), lambda: None) == "cpu"
+    assert choose_device(ServeConfig(device="cuda"), lambda _: None) == "cuda"
+    assert choose_device(ServeConfig(), lambda _: None) == "cpu"
+    assert choose_device(ServeConfig(device="cpu"), lambda _: None) == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -100,18 +100,33 @@ def test_a_gpu_is_used_only_where_it_is_asked_for() -> None:
         ({"expert_parallel_size": 2, "expert_memory": 2**30}, None, "one rank on a GPU"),
         ({"expert_parallel_size": 2, "rebalance_interval": 100}, None, "CPUs only"),
         ({"block_size": 24}, None, "power of two"),
+        ({"expert_quantization": "int8", "dtype": "float32"}, None, "--expert-quantization is for 16 bits"),
+        ({"kv_cache_dtype": "fp8_e4m3", "dtype": "float32"}, None, "--kv-cache-dtype is for 16 bits"),
+        ({"kv_cache_dtype": "fp8_e4m3", "expert_parallel_size": 2}, None, "--kv-cache-dtype works with one rank"),
+        ({"expert_quantization": "int4", "expert_parallel_size": 2}, None, "--expert-quantization works with one rank"),
     ],
 )
 def test_a_gpu_asked_for_by_name_that_cannot_serve_is_refused(
-    settings: dict[str, int], absence: str | None, reason: str
+    settings: dict[str, object], absence: str | None, reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        choose_device(ServeConfig(device="cuda", **settings), lambda: absence)
+        choose_device(ServeConfig(device="cuda", **settings), lambda _: absence)
+
+
+def test_fp8_takes_a_newer_gpu_than_16_bits_do() -> None:
+    asked: list[bool] = []
+    for settings in ({"expert_quantization": "int8"}, {"expert_quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}):
+        choose_device(ServeConfig(device="cuda", **settings), asked.append)
+    assert asked == [False, True, True]
+    assert incapability((7, 5), False) == "compute capability 7.5 is below 8.0"
+    assert incapability((8, 6), False) is None
+    assert incapability((8, 6), True) == "compute capability 8.6 is below 8.9, which fp8 needs"
+    assert incapability((8, 9), True) is None
 
 
 def test_every_rank_of_a_machine_needs_a_gpu() -> None:
     config = ServeConfig(device="cuda", expert_parallel_size=8, nnodes=2)
-    assert choose_device(config, lambda: None) == "cuda"
+    assert choose_device(config, lambda _: None) == "cuda"
     assert too_few_gpus(config, 4) is None
     assert "4 ranks on a machine need a GPU each, and torch finds 3 here" in (too_few_gpus(config, 3) or "")
 

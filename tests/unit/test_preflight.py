@@ -20,6 +20,8 @@ from moeserve.config import ConfigError, ServeConfig
         ({"expert_store_dir": "store"}, "--expert-store-dir", "--expert-memory"),
         ({"expert_store_bandwidth": 1 << 30}, "--expert-store-bandwidth", "--expert-memory"),
         ({"enforce_eager": True}, "--enforce-eager", "--device cuda"),
+        ({"expert_quantization": "int4"}, "--expert-quantization", "--device cuda"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype", "--device cuda"),
         ({"gpu_memory_utilization": 0.5, "device": "cpu"}, "--gpu-memory-utilization", "--device cuda"),
     ],
 )
@@ -34,6 +36,7 @@ def test_a_setting_without_what_it_needs_is_refused(settings: dict[str, object],
         {},
         {"expert_memory": 1 << 30, "expert_policy": "lru", "expert_prefetch": "gate"},
         {"device": "cuda", "enforce_eager": True, "gpu_memory_utilization": 0.5},
+        {"device": "cuda", "expert_quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
         {"expert_parallel_size": 2, "dispatch": "alltoall"},
     ],
 )

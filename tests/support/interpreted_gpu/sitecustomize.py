@@ -19,5 +19,5 @@ def interpreted():
     return torch.device("cpu")
 
 
-moeserve.device.cuda_absence = lambda: None
+moeserve.device.cuda_absence = lambda needs_fp8: None
 moeserve.device.current_gpu = interpreted

@@ -1,0 +1,74 @@
+"""Logits of the GPU's decoder and of the CPU's for the same requests, through paged memory."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.attention_tuning import AttentionConfigs
+from moeserve.cuda.attention_kernels import attention_shape
+from moeserve.cuda.batches import AttentionLimits, StepBatches
+from moeserve.cuda.decoder import GpuDecoder
+from moeserve.cuda.step_arrays import step_arrays
+from moeserve.kv_pool import KVPool
+from moeserve.models.decoder import Decoder
+from moeserve.plan import Chunk
+from tests.support.paged_runner import PagedRunner
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_TOKENS = 4, 16, 32, 16
+LENGTHS = (9, 5)
+# A prompt, then prompts of both in chunks, then a decode beside a prompt, then both decode.
+STEPS = ([(0, 0, 5)], [(0, 5, 7), (1, 0, 3)], [(0, 7, 8), (1, 3, 4)], [(0, 8, 9), (1, 4, 5)])
+
+
+def two_requests() -> list[list[int]]:
+    """As long as `STEPS` go."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(1, 128, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def gpu_logits(decoder: GpuDecoder, requests: Sequence[list[int]], kv_dtype: torch.dtype | None = None) -> list[Tensor]:
+    """[len(tokens), vocab_size] of each request on the CPU, computed in `STEPS` over pools full of NaN."""
+    spec, dtype, device = decoder.spec, decoder.dtype, decoder.device
+    shape = attention_shape(spec, BLOCK_SIZE, dtype, kv_dtype)
+    # Prompts of five and three tokens are computed otherwise than those of one and two.
+    tuned = AttentionConfigs(shape, {"extend": replace(shape.extend(), max_query_len=2)})
+    limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, dtype, device, tuned, kv_dtype)
+    batches = StepBatches(limits, max_seqs=4)
+    pools = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, device)
+    for pair in pools.layers:
+        for pool in pair:
+            if pool is not None:
+                pool.copy_(torch.full(pool.shape, torch.nan))
+    blocks = list(range(NUM_BLOCKS))
+    random.Random(0).shuffle(blocks)
+    tables = [array("i", [blocks.pop() for _ in range(3)]) for _ in requests]
+    found = [torch.full((len(tokens), spec.vocab_size), torch.nan) for tokens in requests]
+    for step in STEPS:
+        chunks = [Chunk(str(r), array("i", requests[r][start:end]), start, tables[r], None) for r, start, end in step]
+        arrays = step_arrays(chunks, BLOCK_SIZE)
+        with torch.inference_mode():
+            batch = batches.make(arrays, range(arrays.num_rows), None)
+            logits = decoder.forward(batch, pools.layers).float().cpu()
+        row = 0
+        for request, start, end in step:
+            found[request][start:end] = logits[row : row + end - start]
+            row += end - start
+    return found
+
+
+def cpu_logits(decoder: Decoder, requests: Sequence[list[int]]) -> list[Tensor]:
+    """As `gpu_logits`, from the decoder on the CPU."""
+    runner = PagedRunner(decoder, requests, BLOCK_SIZE)
+    return [runner.step([(number, 0, len(tokens))]) for number, tokens in enumerate(requests)]
+
+
+def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference of two lists of logits, as a share of the largest logit; NaN where there is one."""
+    scale = max(1.0, *(logits.abs().max().item() for logits in expected))
+    return (torch.cat(list(found)) - torch.cat(list(expected))).abs().max().item() / scale
