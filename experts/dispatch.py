@@ -57,6 +57,7 @@ class ExpertParallel(Generic[Experts]):
         }
         self._exchange = self._exchanges["allgather"]
         self._placed_layer = {layer: number for number, layer in enumerate(moe_layers)}
+        self._last_placed = self._placed_layer.get(last_layer)
         self._placement = placement
         self._compute, self._local_of = compute, local_of
         ranks = range(placement.num_ranks)
@@ -78,6 +79,11 @@ class ExpertParallel(Generic[Experts]):
     def experts_here(self, layer: int) -> Collection[int]:
         """The experts of a layer that this rank holds now."""
         return self._here[layer]
+
+    def num_rows_elsewhere(self, layer: int) -> int:
+        """How many rows other ranks have in a layer of the placement, in this step."""
+        num_rows = self._num_logit_rows if layer == self._last_placed else self._num_rows
+        return sum(num_rows) - num_rows[self._collectives.rank]
 
     def arrivals(self, layer: int, ranks: tuple[Ranks, ...]) -> dict[int, int]:
         """The slots of this rank that another expert gets once the layer is placed so, and which.

@@ -11,6 +11,7 @@ import structlog
 import torch
 
 from experts.placement.placement import Placement
+from experts.prefetch.home_rows import HomeRows
 from experts.prefetch.prefix_listener import PrefixListener
 from experts.routing_tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
@@ -155,12 +156,13 @@ def load_model(
     tap: RoutingTap | None = None,
     experts: CpuResidentModel | None = None,
     experts_here: Callable[[int], Collection[int]] | None = None,
+    home_rows: HomeRows | None = None,
 ) -> LoadedModel:
     """Reads weights and takes KV memory, as planned or for a rank that is alone, which then warms up.
 
     owned, dispatch_of: see `load_decoder`. A rank of several warms up when all are loaded: they meet in each layer.
     tap: hears what the gates choose. experts: what a rank of several has opened where not all are in memory, of which
-    it holds `experts_here` of a layer.
+    it holds `experts_here` of a layer; home_rows: what tells of its rows, in `dispatch_of`.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -186,7 +188,7 @@ def load_model(
     if experts is not None:
         experts.memory.forget_counts()
         fitted = find_fitted_gates(directory)
-        prefetcher = start_prefetching(config.expert_prefetch, experts, decoder, experts_here, fitted)
+        prefetcher = start_prefetching(config.expert_prefetch, experts, decoder, experts_here, fitted, home_rows)
     return LoadedModel(
         spec,
         load_generation_defaults(directory),

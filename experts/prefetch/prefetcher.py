@@ -105,7 +105,7 @@ class Prefetcher:
         self._memory.predictor_seconds += time.perf_counter() - started
 
     def _hear_gates(self, tap: Tap, layer: int, state: Tensor) -> None:
-        if (preview := self._previews.get(tap)) is None:
+        if (preview := self._previews.get(tap)) is None or not len(state):
             return
         for distance in range(1, min(preview.max_distance, len(self._ids) - 1 - layer) + 1):
             logits = preview(layer, distance, state).float().cpu().numpy()

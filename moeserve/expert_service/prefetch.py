@@ -14,11 +14,13 @@ from experts.memory.expert_memory import ExpertMemory
 from experts.memory.residency_control import ResidencyControl
 from experts.prediction.choice import make_predictor, taps_of
 from experts.prediction.history_sources import SignatureSource
-from experts.prediction.predictor import Tap
+from experts.prediction.predictor import Predictor, Tap
+from experts.prediction.rank_predictor import RankPredictor
 from experts.prediction.sources import LearntAffinity
 from experts.prefetch.fitted_gates import FittedGates
 from experts.prefetch.gate_lookahead import GateLookahead
 from experts.prefetch.gate_preview import GatedBlock, GatePreview
+from experts.prefetch.home_rows import HomeRows, RankPrefetcher
 from experts.prefetch.judge import PrefetchJudge
 from experts.prefetch.planning import PrefetchPlanner, PrefetchRules
 from experts.prefetch.prefetcher import LayerListener, Prefetcher
@@ -79,12 +81,13 @@ def start_prefetching(
     decoder: GatedDecoder,
     experts_here: Callable[[int], Collection[int]] | None = None,
     fitted: FittedGates | None = None,
+    home_rows: HomeRows | None = None,
 ) -> PrefixListener | None:
     """Has the layers and the decoder tell a listener what they compute, who loads ahead. choice: `--expert-prefetch`.
 
-    experts_here: those of a layer that this rank of several holds now; predictors that learn are for one rank. fitted:
-    what `moeserve experts fit` found, which takes the place of the gates unless the choice is `gate`. Raises
-    ConfigError for a choice that needs fitted gates where there are none.
+    experts_here, home_rows: the experts of a layer that this rank of several holds now, and what tells of its rows, for
+    predictors that learn. fitted: what `moeserve experts fit` found, which takes the place of the gates unless the
+    choice is `gate`. Raises ConfigError for a choice that needs fitted gates where there are none.
     """
     if choice == "off" or decoder.spec.moe is None:
         return None
@@ -99,7 +102,17 @@ def start_prefetching(
         listener = GateLookahead(experts.memory, experts.control, preview, top_k, judge, experts_here)
     else:
         previews = [_preview(decoder, tap, fitted) for tap in taps_of(choice)]
-        listener, profiles = _learning_prefetcher(choice, experts, decoder.spec, previews)
+        learnt = _learnt(decoder.spec, len(experts.layers))
+        predictor, sources = make_predictor(choice, learnt, experts.memory.recall)
+        signature = sources.get("signature")
+        profiles = signature.profiles if isinstance(signature, SignatureSource) else None
+        if experts_here is None:
+            listener = _prefetcher(experts, predictor, learnt, previews)
+        else:
+            assert home_rows is not None
+            of_rank = RankPredictor(predictor, learnt, experts_here, home_rows.num_elsewhere)
+            listener = RankPrefetcher(experts.memory, _prefetcher(experts, of_rank, learnt, previews), of_rank)
+            home_rows.listener = listener
     warmth = PrefixWarmth(experts.control, decoder.spec.moe.num_experts, experts_here)
     around = PrefixListener(listener, experts.memory, warmth, profiles)
     for layer in experts.layers.values():
@@ -114,20 +127,20 @@ def _preview(decoder: GatedDecoder, tap: Tap, fitted: FittedGates | None) -> Gat
     return GatePreview(blocks, norms, min(_MAX_DISTANCE, len(blocks) - 1), tap, fitted)
 
 
-def _learning_prefetcher(
-    choice: str, experts: ResidentLayers, model: DecoderSpec, previews: Sequence[GatePreview]
-) -> tuple[Prefetcher, RequestProfiles | None]:
-    """And the profiles that its predictor goes by, if it does."""
+def _learnt(model: DecoderSpec, num_layers: int) -> LearntAffinity:
+    """What predictors learn from, nothing yet."""
     assert model.moe is not None
-    spec = StatisticsSpec(len(experts.layers), model.moe.num_experts, model.moe.gate.top_k, max_distance=_HISTORY)
-    learnt = LearntAffinity(RoutingStatistics(spec))
-    predictor, sources = make_predictor(choice, learnt, experts.memory.recall)
+    spec = StatisticsSpec(num_layers, model.moe.num_experts, model.moe.gate.top_k, max_distance=_HISTORY)
+    return LearntAffinity(RoutingStatistics(spec))
+
+
+def _prefetcher(
+    experts: ResidentLayers, predictor: Predictor, learnt: LearntAffinity, previews: Sequence[GatePreview]
+) -> Prefetcher:
     rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
     rules = PrefetchRules(max_distance=_MAX_DISTANCE)
     planner = PrefetchPlanner(predictor, experts.control, experts.memory.slot_bytes, rules, rated or None)
-    signature = sources.get("signature")
-    profiles = signature.profiles if isinstance(signature, SignatureSource) else None
-    return Prefetcher(experts.memory, predictor, planner, learnt, previews), profiles
+    return Prefetcher(experts.memory, predictor, planner, learnt, previews)
 
 
 class PrefetchingRunner:

@@ -20,8 +20,3 @@ def check_expert_memory(config: ServeConfig) -> None:
         source_names(config.expert_prefetch)
     except ValueError as error:
         raise ConfigError(f"--expert-prefetch: {error}.") from None
-    if config.expert_parallel_size > 1:
-        raise ConfigError(
-            f"--expert-prefetch {config.expert_prefetch} learns from tokens, which do not travel with rows to other "
-            "ranks: with --expert-parallel-size use off, gate, fitted or auto."
-        )

@@ -13,6 +13,7 @@ from experts.dispatch import ExpertParallel
 from experts.errors import ExpertStoreError
 from experts.memory.peer_memory import LentMemory
 from experts.memory.stats import ExpertMemoryStats
+from experts.prefetch.home_rows import HomeRows
 from experts.prefetch.prefix_listener import PrefixListener
 from kernels.moe_gemm import moe_experts_partial
 from moeserve.config import ServeConfig
@@ -21,6 +22,7 @@ from moeserve.expert_service.links import CountedRunner
 from moeserve.expert_service.migrator import make_migrator
 from moeserve.expert_service.residency import CpuResidentModel, local_of, open_experts
 from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, owned_experts
+from moeserve.models.weights import DispatchOf
 from moeserve.ranks.meeting import Meeting
 from moeserve.ranks.messages import RankError
 from moeserve.run_context import RunContext
@@ -54,6 +56,11 @@ class CpuMember:
             compute=moe_experts_partial,
             local_of=None if resident is None else partial(local_of, resident),
         )
+        home_rows: HomeRows | None = None
+        dispatch_of: DispatchOf = self.experts.dispatch_of
+        if resident is not None and config.expert_prefetch != "off":
+            home_rows = HomeRows(plan.spec.moe_layers, self.experts.num_rows_elsewhere)
+            dispatch_of = home_rows.around(dispatch_of)
         tap = routing_tap(plan.spec, config) or signature_tap(plan, config)
         owned = owned_experts(plan.spec, plan.placement, rank)
         self.model: LoadedModel = load_model(
@@ -62,10 +69,11 @@ class CpuMember:
             report,
             plan=plan,
             owned=owned,
-            dispatch_of=self.experts.dispatch_of,
+            dispatch_of=dispatch_of,
             tap=tap,
             experts=resident,
             experts_here=self.experts.experts_here,
+            home_rows=home_rows,
         )
         steps = rank_runner(self.model, tap, config, records=config.record_experts)
         self.runner = CountedRunner(steps, self.experts.sent)

@@ -41,6 +41,7 @@ WITH_TORCH = {
     "experts.prefetch.gate_fit",
     "experts.prefetch.gate_lookahead",
     "experts.prefetch.gate_preview",
+    "experts.prefetch.home_rows",
     "experts.prefetch.judge",
     "experts.prefetch.prefix_listener",
     "experts.prefetch.prefetcher",

@@ -17,6 +17,8 @@ from tests.support.service import Service, service, wait_until
 from tests.support.tiny_model import write_model_dir
 from tests.support.tiny_models import save
 
+LEARNING = "popularity+affinity+signature+gate-early"
+
 
 def bytes_for(model: Path, num_slots: int) -> int:
     """What so many slots in each layer take."""
@@ -24,9 +26,10 @@ def bytes_for(model: Path, num_slots: int) -> int:
     return num_slots * len(spec.moe_layers) * round_to_page(layout_in_store(model, spec, dtype).num_bytes)
 
 
-def of_ranks(running: Service, name: str, labels: str = "") -> list[float]:
-    """A metric of each rank, 0 where it is not exported yet."""
-    found = re.findall(rf'moeserve_expert_{name}{{rank="(\d)"{labels}}} (\S+)', running.http.get("/metrics").text)
+def of_ranks(running: Service, name: str, before: str = "", after: str = "") -> list[float]:
+    """A metric of each rank, 0 where it is not exported yet. before, after: labels beside `rank`, in their order."""
+    pattern = rf'moeserve_expert_{name}{{{before}rank="(\d)"{after}}} (\S+)'
+    found = re.findall(pattern, running.http.get("/metrics").text)
     return [float(dict(found).get(rank, 0)) for rank in "01"]
 
 
@@ -34,6 +37,7 @@ def of_ranks(running: Service, name: str, labels: str = "") -> list[float]:
     ("case", "num_slots", "settings"),
     [
         ("mixtral", 2, ["--dispatch", "alltoall", "--expert-prefetch", "gate", "--expert-peer-memory", "300KB"]),
+        ("mixtral", 2, ["--dispatch", "allgather", "--expert-prefetch", LEARNING, *RESTLESS]),
         pytest.param(
             "qwen3_moe",
             3,
@@ -55,12 +59,16 @@ def test_bounded_memory_on_two_ranks_changes_no_token(
     with service(model, tmp_path_factory.mktemp("some"), *TWO, *bounded) as some:
         assert [text for text, _ in complete_all(some)] == expected
         wait_until(lambda: min(of_ranks(some, "evictions_total")) > 10)
-        misses = {tier: of_ranks(some, "misses_total", f',tier="{tier}"') for tier in ("peer", "disk")}
+        misses = {tier: of_ranks(some, "misses_total", after=f',tier="{tier}"') for tier in ("peer", "disk")}
         assert min(misses["disk"]) > 10
         assert (min(misses["peer"]) > 0) == ("--expert-peer-memory" in settings)
         resident = some.http.get("/v1/experts").json()["residency"]["resident"]
         assert len(resident) == 2
         assert all(0 < len(layer) <= num_slots for of_rank in resident for layer in of_rank)
+        if LEARNING in settings:
+            wait_until(lambda: min(of_ranks(some, "prefetch_bytes_total", before='outcome="useful",')) > 0)
+            recall = some.http.get("/v1/experts").json()["recall"]
+            assert all(of_rank["sources"].keys() >= set(LEARNING.split("+")) for of_rank in recall)
         placed_anew = some.errors.read_text().count("layer_placed_anew")
         assert (placed_anew > 0) == ("--rebalance-interval" in settings)
         some.process.send_signal(signal.SIGTERM)

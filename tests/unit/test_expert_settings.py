@@ -11,8 +11,8 @@ def test_known_predictors_are_taken(choice):
     check_expert_memory(ServeConfig(expert_prefetch=choice))
 
 
-@pytest.mark.parametrize("choice", ["off", "auto", "gate"])
-def test_several_ranks_predict_by_gates(choice):
+@pytest.mark.parametrize("choice", ["off", "auto", "gate", "affinity", "signature+gate-early"])
+def test_several_ranks_predict_as_one_does(choice):
     check_expert_memory(ServeConfig(expert_memory=1, expert_parallel_size=2, expert_prefetch=choice))
 
 
@@ -24,7 +24,6 @@ def test_several_ranks_predict_by_gates(choice):
         ({"expert_prefetch": "off", "expert_policy": "affinity"}, "name some in"),
         ({"expert_policy": "static"}, "static needs --expert-statistics"),
         ({"expert_memory": 9, "expert_peer_memory": 9, "expert_parallel_size": 2, "nnodes": 2}, "one machine"),
-        ({"expert_prefetch": "gate-early", "expert_parallel_size": 2}, "learns from tokens"),
     ],
 )
 def test_what_contradicts_is_refused(settings, words):
