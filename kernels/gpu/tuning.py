@@ -143,14 +143,14 @@ def nearest(num_tokens: int, tuned: Mapping[int, MoeConfig]) -> MoeConfig:
 class MoeConfigs:
     """Chooses a layer's configuration by number of tokens: a measured one if there is one, else the heuristic's.
 
-    folders: where tuned files may lie, first come first served; they are looked at when first needed. What is used is
-    logged then, once.
+    shape: of the layer. folders: where tuned files may lie, first come first served; they are looked at when first
+    needed. What is used is logged then, once.
     """
 
     def __init__(
         self, shape: MoeShape, device: Device, platform: Platform, folders: Sequence[Path] = (PACKAGED,)
     ) -> None:
-        self._shape = shape
+        self.shape = shape
         self._device = device
         self._platform = platform
         self._folders = folders
@@ -166,7 +166,7 @@ class MoeConfigs:
             if self._tuned:
                 config = nearest(num_tokens, self._tuned)
             else:
-                config = heuristic_config(self._shape, num_tokens, self._device)
+                config = heuristic_config(self.shape, num_tokens, self._device)
             self._chosen[num_tokens] = config
         return config
 
@@ -175,13 +175,13 @@ class MoeConfigs:
 
         Numbers of tokens with the same one launch the same kernels.
         """
-        return self(num_tokens), num_tokens * self._shape.top_k > MAX_PAIRS_AT_ONCE
+        return self(num_tokens), num_tokens * self.shape.top_k > MAX_PAIRS_AT_ONCE
 
     def _read(self) -> dict[int, MoeConfig]:
         def read(path: Path) -> dict[int, MoeConfig]:
-            return read_tuned(path, self._shape, self._platform, self._device)
+            return read_tuned(path, self.shape, self._platform, self._device)
 
-        return first_file(self._folders, self._shape, self._platform, read) or {}
+        return first_file(self._folders, self.shape, self._platform, read) or {}
 
 
 def first_file(

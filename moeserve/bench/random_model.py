@@ -9,7 +9,7 @@ from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.gpu.tuning import MoeConfigs
 from moeserve.cuda.attention import GpuGqa
 from moeserve.cuda.decoder import GpuDecoder, GpuLayer
-from moeserve.cuda.expert_kernels import expert_storage, model_moe
+from moeserve.cuda.expert_kernels import expert_configs, expert_storage, triton_moe
 from moeserve.cuda.parts import GpuDispatch, GpuMoe, GpuNorm, Projection
 from moeserve.models.families import build_spec
 from moeserve.models.spec import AttentionSpec, DecoderSpec
@@ -66,7 +66,9 @@ def random_decoder(
     if not isinstance(attention, AttentionSpec) or moe is None or not all(spec.sparse_layers) or moe.shared is not None:
         raise ValueError("random weights are made for plain attention and experts in every layer")
     weights = _Weights(dtype, device, seed)
-    dispatch = model_moe(spec, expert_storage(spec, dtype), device, dtype, max_tokens, configs=configs)
+    configs = configs or expert_configs(spec, expert_storage(spec, dtype), device)
+    assert configs is not None
+    dispatch = triton_moe(configs, device, dtype, max_tokens)
     return GpuDecoder(
         spec,
         weights.matrix(spec.vocab_size, spec.hidden_size) * spec.hidden_size**0.5,

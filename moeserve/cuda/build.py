@@ -11,7 +11,7 @@ from experts.routing_tap import RoutingTap
 from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.tuning import MoeConfigs
 from moeserve.cuda.decoder import GpuDecoder
-from moeserve.cuda.expert_kernels import expert_storage, model_moe
+from moeserve.cuda.expert_kernels import expert_configs, expert_storage, triton_moe
 from moeserve.cuda.expert_memory import GpuResidentModel
 from moeserve.cuda.parts import GpuDispatch
 from moeserve.cuda.weights import load_gpu_decoder
@@ -38,10 +38,11 @@ def build_gpu_decoder(
     experts: those of which only some are in the device's memory; None to load all. configs: of the experts' kernels,
     see `expert_configs`. tap: hears what the gates choose. storage: of the experts' weights, default `dtype`.
     """
-    moe = None
     storage = storage or expert_storage(spec, dtype)
-    if spec.moe is not None and experts is None:
-        moe = model_moe(spec, storage, device, dtype, max_tokens, configs=configs)
+    configs = configs or expert_configs(spec, storage, device)
+    moe = None
+    if configs is not None and experts is None:
+        moe = triton_moe(configs, device, dtype, max_tokens)
 
     def dispatch_of(layer: int) -> GpuDispatch:
         if experts is not None:

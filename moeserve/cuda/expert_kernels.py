@@ -36,18 +36,13 @@ def moe_configs(shape: MoeShape, device: torch.device) -> MoeConfigs:
 
 
 def triton_moe(
-    shape: MoeShape,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_tokens: int,
-    num_slots: int | None = None,
-    configs: MoeConfigs | None = None,
+    configs: MoeConfigs, device: torch.device, dtype: torch.dtype, max_tokens: int, num_slots: int | None = None
 ) -> TritonMoe:
-    """The kernels of all layers of this shape on one stream, with scratch for steps of max_tokens rows.
+    """The kernels of all layers of the configurations' shape on one stream, with scratch for steps of max_tokens rows.
 
-    dtype: of the activations. num_slots: the most experts that a layer holds here, default all. configs: default
-    `moe_configs` of the shape.
+    dtype: of the activations. num_slots: the most experts that a layer holds here, default all.
     """
+    shape = configs.shape
     workspace = MoeWorkspace.allocate(
         max_tokens,
         shape.top_k,
@@ -57,7 +52,7 @@ def triton_moe(
         dtype,
         device,
     )
-    return TritonMoe(configs or moe_configs(shape, device), workspace, device_of(device).num_multiprocessors)
+    return TritonMoe(configs, workspace, device_of(device).num_multiprocessors)
 
 
 def expert_storage(spec: DecoderSpec, dtype: torch.dtype, quantization: str = "none") -> WeightStorage:
@@ -80,25 +75,9 @@ def expert_storage(spec: DecoderSpec, dtype: torch.dtype, quantization: str = "n
 
 
 def expert_configs(spec: DecoderSpec, storage: WeightStorage, device: torch.device) -> MoeConfigs | None:
-    """How the model's experts are computed by number of tokens; None for a model without any."""
-    return None if spec.moe is None else moe_configs(_moe_shape(spec, storage), device)
-
-
-def model_moe(
-    spec: DecoderSpec,
-    storage: WeightStorage,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_tokens: int,
-    num_slots: int | None = None,
-    configs: MoeConfigs | None = None,
-) -> TritonMoe:
-    """`triton_moe` for a model whose experts are kept in `storage` and computed in `dtype`."""
-    return triton_moe(_moe_shape(spec, storage), device, dtype, max_tokens, num_slots, configs)
-
-
-def _moe_shape(spec: DecoderSpec, storage: WeightStorage) -> MoeShape:
+    """How the model's experts, kept in `storage`, are computed by number of tokens; None for a model without any."""
     moe = spec.moe
-    assert moe is not None
+    if moe is None:
+        return None
     sizes = (moe.num_experts, moe.intermediate_size, spec.hidden_size, moe.gate.top_k)
-    return MoeShape(*sizes, storage.format, storage.group_size)
+    return moe_configs(MoeShape(*sizes, storage.format, storage.group_size), device)

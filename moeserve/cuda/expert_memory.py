@@ -17,7 +17,7 @@ from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.moe_slots import SlotExperts, SlotLayout
 from kernels.gpu.tuning import MoeConfigs
 from kernels.packed_experts import ExpertShape
-from moeserve.cuda.expert_kernels import expert_storage, model_moe
+from moeserve.cuda.expert_kernels import expert_configs, expert_storage, triton_moe
 from moeserve.cuda.resident_experts import GpuResidentExperts
 from moeserve.expert_service.resident_model import ResidentModel, resident_model
 from moeserve.expert_service.slot_plan import SlotPlan, experts_of, plan_slots
@@ -48,8 +48,10 @@ class GpuExpertSettings:
 
 @dataclass(frozen=True, slots=True)
 class GpuResidencyPlan:
-    """How experts lie in slots, and how many slots there are."""
+    """How the experts of a model that computes in `dtype` lie in slots, and how many slots there are."""
 
+    spec: DecoderSpec
+    dtype: torch.dtype
     layout: SlotLayout
     slots: SlotPlan
 
@@ -67,7 +69,7 @@ def plan_gpu_residency(
     moe = experts_of(spec)
     layout = slot_layout(spec, dtype, storage)
     slots = plan_slots(num_bytes, layout.num_bytes, [moe.num_experts] * len(spec.moe_layers), moe.gate.top_k)
-    return None if slots is None else GpuResidencyPlan(layout, slots)
+    return None if slots is None else GpuResidencyPlan(spec, dtype, layout, slots)
 
 
 def slot_layout(spec: DecoderSpec, dtype: torch.dtype, storage: WeightStorage | None = None) -> SlotLayout:
@@ -79,10 +81,8 @@ def slot_layout(spec: DecoderSpec, dtype: torch.dtype, storage: WeightStorage | 
 
 def open_gpu_experts(
     directory: Path,
-    spec: DecoderSpec,
     plan: GpuResidencyPlan,
     settings: GpuExpertSettings,
-    dtype: torch.dtype,
     device: torch.device,
     max_tokens: int,
     progress: Progress,
@@ -92,44 +92,38 @@ def open_gpu_experts(
 
     configs: of the experts' kernels, see `moeserve.cuda.expert_kernels.expert_configs`.
     """
-    assert spec.moe is not None
-    num_experts = spec.moe.num_experts
+    spec, layout, num_slots = plan.spec, plan.layout, plan.slots.num_slots
+    configs = configs or expert_configs(spec, layout.storage, device)
+    assert configs is not None
     try:
-        name, tier = _open_tier(directory, spec, plan, settings, dtype, device, progress)
+        name, tier = _open_tier(directory, plan, settings, device, progress)
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
     if settings.bandwidth is not None:
         tier = SlowedTier(tier, settings.bandwidth)
-    num_slots = plan.slots.num_slots
-    slots = DeviceSlots(num_slots, plan.layout.num_bytes, device)
-    moe = model_moe(spec, plan.layout.storage, device, dtype, max_tokens, max(num_slots), configs)
+    slots = DeviceSlots(num_slots, layout.num_bytes, device)
+    moe = triton_moe(configs, device, plan.dtype, max_tokens, max(num_slots))
 
     def layer_of(memory: ExpertMemory, number: int) -> GpuResidentExperts:
-        experts = SlotExperts(plan.layout, slots.of_layer(number), num_experts, moe)
+        experts = SlotExperts(layout, slots.of_layer(number), configs.shape.num_experts, moe)
         return GpuResidentExperts(memory, number, experts)
 
     return resident_model(spec, plan.slots, settings.policy, settings.load, slots, tier, layer_of, tier_name=name)
 
 
 def _open_tier(
-    directory: Path,
-    spec: DecoderSpec,
-    plan: GpuResidencyPlan,
-    settings: GpuExpertSettings,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress,
+    directory: Path, plan: GpuResidencyPlan, settings: GpuExpertSettings, device: torch.device, progress: Progress
 ) -> tuple[str, ExpertTier]:
-    assert spec.moe is not None
-    num_layers, num_experts = len(spec.moe_layers), spec.moe.num_experts
+    spec, layout, dtype = plan.spec, plan.layout, plan.dtype
+    num_layers, num_experts = len(spec.moe_layers), experts_of(spec).num_experts
     if num_layers * num_experts * plan.slots.slot_bytes > settings.host_bytes:
         # Building files takes packages that computing does not.
         from moeserve.models.expert_store import ensure_expert_store
 
-        store = ensure_expert_store(directory, spec, plan.layout, dtype, settings.store_dir, progress)
+        store = ensure_expert_store(directory, spec, layout, dtype, settings.store_dir, progress)
         return f"disk, {store.path}", DiskTier(store.path, store.source)
-    tier = HostTier(num_layers, num_experts, plan.layout.num_bytes, device)
-    packed = packed_experts(spec, plan.layout, dtype, read_index(directory), progress)
+    tier = HostTier(num_layers, num_experts, layout.num_bytes, device)
+    packed = packed_experts(spec, layout, dtype, read_index(directory), progress)
     for number, expert in enumerate(packed):
         tier.put(*divmod(number, num_experts), expert)
     return "host memory", tier

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from experts.routing_tap import RoutingTap
-from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.tuning import MoeConfigs
 from moeserve.cuda.attention_kernels import attention_shape, tuned_attention
 from moeserve.cuda.batches import AttentionLimits, StepBatches
@@ -78,8 +77,18 @@ def load_gpu_model(
     """Loads the model and takes its KV memory. Raises ModelError or ConfigError for what does not fit."""
     storage = expert_storage(spec, dtype, settings.expert_quantization)
     configs = expert_configs(spec, storage, device)
-    experts = _open_experts(directory, spec, dtype, settings, progress, device, configs, storage)
-    if experts is not None:
+    bounded, experts = settings.experts, None
+    plan = None if bounded is None else plan_gpu_residency(spec, dtype, bounded.num_bytes, storage)
+    if bounded is not None and plan is not None:
+        experts = open_gpu_experts(
+            directory,
+            plan,
+            bounded,
+            device,
+            settings.max_num_batched_tokens,
+            lambda _, done, total: progress(done, total),
+            configs,
+        )
         # The host decides in every layer which experts to load, so no step can be captured.
         settings = replace(settings, enforce_eager=True)
     tap = gate_tap(spec, settings, None if experts is None else settings.experts)
@@ -112,34 +121,6 @@ def load_gpu_model(
     if experts is not None:
         experts.memory.forget_counts()
     return GpuModel(runner, decoder, kv, weights_bytes, kv.num_blocks * block_bytes, experts)
-
-
-def _open_experts(
-    directory: Path,
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    settings: GpuSettings,
-    progress: Progress,
-    device: torch.device,
-    configs: MoeConfigs | None,
-    storage: WeightStorage,
-) -> GpuResidentModel | None:
-    if settings.experts is None:
-        return None
-    plan = plan_gpu_residency(spec, dtype, settings.experts.num_bytes, storage)
-    if plan is None:
-        return None
-    return open_gpu_experts(
-        directory,
-        spec,
-        plan,
-        settings.experts,
-        dtype,
-        device,
-        settings.max_num_batched_tokens,
-        lambda _, done, total: progress(done, total),
-        configs,
-    )
 
 
 def gate_tap(spec: DecoderSpec, settings: GpuSettings, memory: GpuExpertSettings | None = None) -> RoutingTap | None:

@@ -17,7 +17,7 @@ from experts.dispatch import Compute, ExpertParallel
 from kernels.activation import Activation
 from kernels.gpu.moe_experts import TritonMoe
 from kernels.gpu.moe_weights import GpuExperts
-from moeserve.cuda.expert_kernels import expert_configs, expert_storage, model_moe
+from moeserve.cuda.expert_kernels import expert_configs, expert_storage, triton_moe
 from moeserve.cuda.expert_warm_up import launch_expert_variants
 from moeserve.cuda.gpu_model import (
     GpuSettings,
@@ -75,10 +75,11 @@ class GpuMember:
         self.dispatch_shape: str | None = None
         owned = owned_experts(spec, plan.placement, collectives.rank)
         storage = expert_storage(spec, plan.dtype)
-        self._configs = expert_configs(spec, storage, device)
+        self._configs = configs = expert_configs(spec, storage, device)
+        assert configs is not None
         num_slots = max(len(owned(layer)) for layer in spec.moe_layers)
         self._max_rows = settings.max_num_batched_tokens
-        moe = model_moe(spec, storage, device, plan.dtype, self._max_rows, num_slots, self._configs)
+        moe = triton_moe(configs, device, plan.dtype, self._max_rows, num_slots)
         self._compute = in_pieces(moe, self._max_rows)
         self.experts = ExpertParallel(
             collectives,

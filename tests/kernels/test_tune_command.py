@@ -76,7 +76,7 @@ def test_a_file_that_cannot_be_written_is_one_sentence(monkeypatch, tmp_path):
 def test_the_parts_put_together_compute_a_layer(device):
     shape = MoeShape(4, 32, 64, 2, "bfloat16")
     case = make_case(shape, 5, device)
-    moe = expert_kernels.triton_moe(shape, device, torch.bfloat16, 8)
+    moe = expert_kernels.triton_moe(expert_kernels.moe_configs(shape, device), device, torch.bfloat16, 8)
     out = moe(case.x, case.expert_ids, case.expert_weights, case.experts, ACTIVATION).float()
     expected = moe_experts_reference(case.x, case.expert_ids, case.expert_weights, case.experts, ACTIVATION)
     assert (out - expected).norm() / expected.norm() < 1e-2

@@ -104,4 +104,4 @@ def open_experts(
     assert plan is not None
     assert set(plan.slots.num_slots) == {num_slots}
     settings = GpuExpertSettings(size, host_bytes, "lru", store, None)
-    return open_gpu_experts(model_dir, spec, plan, settings, DTYPE, device, MAX_TOKENS, silent)
+    return open_gpu_experts(model_dir, plan, settings, device, MAX_TOKENS, silent)

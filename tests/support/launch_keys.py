@@ -140,7 +140,7 @@ def open_experts(folder: Path, spec: DecoderSpec, storage: WeightStorage) -> Gpu
     assert plan is not None
     settings = GpuExpertSettings(size, 2**30, "lru", None, None)
     configs = expert_configs(spec, storage, CPU)
-    return open_gpu_experts(folder, spec, plan, settings, DTYPE, CPU, MAX_TOKENS, silent, configs)
+    return open_gpu_experts(folder, plan, settings, CPU, MAX_TOKENS, silent, configs)
 
 
 @contextlib.contextmanager
