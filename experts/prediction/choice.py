@@ -24,6 +24,8 @@ _SOURCES: dict[str, Callable[[LearntAffinity], Source]] = {
     ),
 }
 SOURCE_NAMES = tuple(_SOURCES)
+# Those that remember what a request did before.
+_FOLLOW_REQUESTS = frozenset({"signature", "activation-matrix"})
 # What several sources together are called where their recall is told.
 COMBINED = "combined"
 
@@ -44,6 +46,16 @@ def taps_of(choice: str) -> frozenset[Tap]:
     return frozenset(tap for tap in Tap if f"gate-{tap.value}" in source_names(choice))
 
 
+def follows_requests(choice: str) -> bool:
+    """Whether what is said of a token, after a layer, depends on the tokens before it, but for what all have learnt."""
+    return not _FOLLOW_REQUESTS.isdisjoint(source_names(choice))
+
+
+def make_source(choice: str, learnt: LearntAffinity) -> CombinedSource:
+    """The calibrated source behind the predictor of a choice."""
+    return _combined(_sources(choice, learnt), learnt.statistics.spec)
+
+
 def make_predictor(
     choice: str, learnt: LearntAffinity, recall: RecallSample | None = None
 ) -> tuple[StepPredictor, dict[str, Source]]:
@@ -53,15 +65,18 @@ def make_predictor(
     `learnt.step_done` is the caller's to call. recall: counts what each source and, of several, `COMBINED` ranks first.
     """
     spec = learnt.statistics.spec
-    sources = {name: _SOURCES[name](learnt) for name in source_names(choice)}
-
+    sources = _sources(choice, learnt)
     if recall is None:
         return StepPredictor(_combined(sources, spec), spec.num_experts), sources
-    whole = _combined({name: RankedSource(name, source, recall) for name, source in sources.items()}, spec)
+    whole: Source = _combined({name: RankedSource(name, source, recall) for name, source in sources.items()}, spec)
     if len(sources) > 1:
         whole = RankedSource(COMBINED, whole, recall)
     return StepPredictor(CountedSteps(whole, recall), spec.num_experts), sources
 
 
-def _combined(sources: Mapping[str, Source], spec: StatisticsSpec) -> Source:
+def _sources(choice: str, learnt: LearntAffinity) -> dict[str, Source]:
+    return {name: _SOURCES[name](learnt) for name in source_names(choice)}
+
+
+def _combined(sources: Mapping[str, Source], spec: StatisticsSpec) -> CombinedSource:
     return CombinedSource(list(sources.values()), spec.num_layers, spec.max_distance)

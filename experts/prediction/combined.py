@@ -7,7 +7,8 @@ the weights move by one Newton step on what the step showed (as in the online Ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,24 @@ _MEMORY = 0.999
 # What the first weights are worth, as so much curvature.
 _PRIOR = 1.0
 _MAX_ROWS_LEARNT = 8
+# A layer and a distance.
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """M pairs of a layer and a distance, [M] each. features: [T, M, E, F]. expected: [T, M, E], to be filled."""
+
+    layers: NDArray[np.int64]
+    distances: NDArray[np.int64]
+    features: Float
+    expected: Float
+
+    @classmethod
+    def of(cls, features: Mapping[Pair, Float]) -> _Asked:
+        layers, distances = np.array(list(features)).T
+        by_token = np.ascontiguousarray(np.stack(list(features.values()), axis=1))
+        return cls(layers, distances, by_token, np.empty(by_token.shape[:-1], np.float32))
 
 
 class CombinedSource:
@@ -36,13 +55,21 @@ class CombinedSource:
         self._curvature = np.broadcast_to(
             _PRIOR * np.eye(num_features), (num_layers + 1, max_distance + 1, num_features, num_features)
         ).copy()
-        self._pending: dict[tuple[int, int], Float] = {}
+        self._pending: dict[Pair, Float] = {}
 
     def weights(self, layer: int, distance: int) -> NDArray[np.float64]:
         """[sources + 1]: the weight of each source, and the constant."""
         return self._weights[layer, distance]
 
     def probabilities(self, step: ObservedStep, layer: int, distance: int) -> Float | None:
+        features = self.features(step, layer, distance)
+        if features is None:
+            return None
+        self._pending[layer, distance] = features
+        return _sigmoid(features @ self._weights[layer, distance].astype(np.float32))
+
+    def features(self, step: ObservedStep, layer: int, distance: int) -> Float | None:
+        """[T, E, sources + 1]: what is weighted for layer + distance. None where no source knows anything."""
         found = [source.probabilities(step, layer, distance) for source in self._sources]
         known = [rows for rows in found if rows is not None]
         if not known:
@@ -54,8 +81,29 @@ class CombinedSource:
         for place, rows in enumerate(found):
             if rows is not None:
                 features[..., place] = share * _log_odds(rows)
-        self._pending[layer, distance] = features
-        return _sigmoid(features @ self._weights[layer, distance].astype(np.float32))
+        return features
+
+    def one_by_one(self, moments: Sequence[Mapping[Pair, Float]], step: ObservedStep) -> list[dict[Pair, Float]]:
+        """What `probabilities` would have said of the T tokens of a step, had each been a step of its own; learns them.
+
+        Bit for bit, if no source says anything else of a token once it has learnt those before it in the step.
+
+        moments: `features` by layer and distance, for each moment that predictions are wanted at; the last knows most,
+        and is learnt from. step: complete. Returns [T, E] by moment, layer and distance.
+        """
+        asked = [_Asked.of(of_moment) for of_moment in moments if of_moment]
+        if asked:
+            last = asked[-1]
+            chosen = np.stack([step.ids[target] for target in (last.layers + last.distances).tolist()], axis=1)
+            for token in range(len(chosen)):
+                for each in asked:
+                    weights = self._weights[each.layers, each.distances].astype(np.float32)
+                    each.expected[token] = _sigmoid(np.matmul(each.features[token], weights[..., None])[..., 0])
+                self._newton_step(last.layers, last.distances, last.features[token, :, None], chosen[token, :, None])
+        for source in self._sources:
+            source.learn(step)
+        found = (each.expected.swapaxes(0, 1) for each in asked)
+        return [dict(zip(of_moment, next(found), strict=True)) if of_moment else {} for of_moment in moments]
 
     def learn(self, step: ObservedStep) -> None:
         pending = {key: features for key, features in self._pending.items() if sum(key) in step.ids}

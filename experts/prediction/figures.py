@@ -9,10 +9,10 @@ from math import nan
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.prediction.choice import make_predictor, taps_of
-from experts.prediction.predictor import StepPredictor
+from experts.prediction.choice import make_source, taps_of
 from experts.prediction.recall import num_recalled
 from experts.prediction.sources import LearntAffinity
+from experts.prediction.token_predictions import TokenPredictions, predict_tokens
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from experts.routing.traces import RoutingTrace
 from experts.simulation.replay import SimulationResult
@@ -78,9 +78,12 @@ def recall_figures(
             rows = slice(start, min(start + spec.max_rows_per_step, int(is_first.sum())))
             statistics.update(learning.ids[:, rows], learning.token_ids[rows])
         learnt = LearntAffinity(statistics, _REFRESH_STEPS)
-        predictor, _ = make_predictor(choice, learnt)
-        _replay(learning.select(~is_first), predictor, learnt, max_distance)
-        scores = _replay(held_out, predictor, learnt, max_distance)
+        source = make_source(choice, learnt)
+        scores = [_Score() for _ in range(max_distance)]
+        for trace, counts in ((learning.select(~is_first), False), (held_out, True)):
+            for predicted in predict_tokens(trace, choice, source, learnt, max_distance, (taps,)):
+                if counts:
+                    _count(scores, predicted, trace)
         for distance, score in enumerate(scores, start=1):
             recall = score.recalled / score.num_chosen if score.num_chosen else nan
             precision = score.confirmed / score.num_expected if score.num_expected else nan
@@ -109,40 +112,15 @@ class _Score:
     confirmed: int = 0
 
     def add(self, probabilities: NDArray[np.float32], chosen: NDArray[np.uint16]) -> None:
-        expected = np.flatnonzero(probabilities >= 0.5)
-        self.num_chosen += len(chosen)
-        self.recalled += num_recalled(probabilities[None], chosen[None])
-        self.num_expected += len(expected)
-        self.confirmed += int(np.isin(expected, chosen).sum())
+        """probabilities: [T, E]. chosen: [T, k]."""
+        self.num_chosen += chosen.size
+        self.recalled += num_recalled(probabilities, chosen)
+        is_expected = probabilities >= 0.5
+        self.num_expected += int(is_expected.sum())
+        self.confirmed += int(np.take_along_axis(is_expected, chosen.astype(np.int64), 1).sum())
 
 
-def _replay(trace: RoutingTrace, predictor: StepPredictor, learnt: LearntAffinity, max_distance: int) -> list[_Score]:
-    """By distance."""
-    scores = [_Score() for _ in range(max_distance)]
-    previous = None
-    for row, request in enumerate(trace.requests.tolist()):
-        if previous not in (None, request):
-            predictor.end([previous])
-        previous = request
-        one = slice(row, row + 1)
-        predictor.begin(trace.token_ids[one], trace.requests[one])
-        for layer in range(len(trace.ids)):
-            _observe(trace, one, layer, predictor, max_distance)
-            for distance in range(1, min(max_distance, len(trace.ids) - 1 - layer) + 1):
-                rows = predictor.token_probabilities(layer, distance)
-                if rows is not None:
-                    scores[distance - 1].add(rows[0], trace.ids[layer + distance, row])
-        learnt.statistics.update(trace.ids[:, one], trace.token_ids[one])
-        learnt.step_done()
-    if previous is not None:
-        predictor.end([previous])
-    return scores
-
-
-def _observe(trace: RoutingTrace, rows: slice, layer: int, predictor: StepPredictor, max_distance: int) -> None:
-    chosen = trace.ids[layer, rows]
-    predictor.observe(layer, chosen, np.full(chosen.shape, 1 / chosen.shape[1], np.float32))
-    for guesses in trace.guesses:
-        if layer + guesses.distance < len(trace.ids) and guesses.distance <= max_distance:
-            logits = guesses.logits[layer, rows].astype(np.float32)
-            predictor.observe_gate(guesses.tap, layer, guesses.distance, logits)
+def _count(scores: Sequence[_Score], predicted: TokenPredictions, trace: RoutingTrace) -> None:
+    """scores: by distance."""
+    for (layer, distance), rows in predicted.moments[-1].items():
+        scores[distance - 1].add(rows, trace.ids[layer + distance, predicted.rows])

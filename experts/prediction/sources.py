@@ -38,6 +38,11 @@ class LearntAffinity:
     def current(self) -> Affinity:
         return self._affinity
 
+    @property
+    def steps_until_refresh(self) -> int:
+        """`current` stays what it is until so many more steps are done."""
+        return self._due_in
+
     def step_done(self) -> None:
         self._due_in -= 1
         if self._due_in <= 0:
