@@ -28,7 +28,7 @@ _HISTORY = 6
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
     """residency: share of a layer's experts that its slots hold, at least a token's. predictor: as
-    `predictor_choice.make_predictor` takes it, None for demand loads alone. num_streams: requests at a time.
+    `experts.prediction.choice.make_predictor` takes it, None for demand loads alone. num_streams: requests at a time.
     """
 
     residency: float

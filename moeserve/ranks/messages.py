@@ -20,7 +20,7 @@ class RankError(Exception):
 class Joined(Message):
     """A rank's process is there, on a machine named `node`. `software` and `model_hash` must be those of rank 0.
 
-    Only where `machine` (`rank_network.machine_id`) is that of the receiver does `pid` mean something to it.
+    Only where `machine` (`moeserve.ranks.network.machine_id`) is that of the receiver does `pid` mean something to it.
     """
 
     rank: int

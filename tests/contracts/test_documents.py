@@ -31,6 +31,15 @@ def test_the_architecture_document_follows_modules_that_exist():
     assert [name for name in modules if not module_or_member_exists(name)] == []
 
 
+def test_docstrings_name_modules_and_members_that_exist():
+    missing = []
+    for package in ("launcher", "moeserve", "radix_cache", "experts", "kernels", "tests"):
+        for source in (ROOT / package).rglob("*.py"):
+            named = re.findall(r"`((?:launcher|moeserve|radix_cache|experts|kernels)(?:\.\w+)+)`", source.read_text())
+            missing += [(source.name, name) for name in named if not module_or_member_exists(name)]
+    assert missing == []
+
+
 def module_or_member_exists(dotted: str) -> bool:
     """Whether `a.b.c` is a module, a package, or a name written in module `a.b`."""
     path = ROOT.joinpath(*dotted.split("."))
