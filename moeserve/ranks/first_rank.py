@@ -121,7 +121,9 @@ def _serve(
         rebalancing=steps.stats if isinstance(steps, RebalancingExecutor) else None,
         memory=_memory_of_ranks(member, executor, config.expert_parallel_size),
         prefetches=member.prefetcher is not None,
-        strategy=lambda: expert_strategy(config, member.prefetcher, member.dispatch_shape),
+        strategy=lambda: expert_strategy(
+            config, member.prefetcher, member.dispatch_shape, all_fit=member.memory_stats() is None
+        ),
     )
     serve(context, member.model, links, report, stop, recording, sources)
     executor.close()

@@ -243,3 +243,8 @@ def test_the_strategy_says_whether_prefetching_is_on():
     assert expert_strategy(config, Resting()) == {"eviction": "lru", "prefetch": {"source": "auto", "is_on": False}}
     assert expert_strategy(config, None)["prefetch"] == {"source": "off", "is_on": False}
     assert expert_strategy(ServeConfig(), None, "alltoall") == {"placement": "contiguous", "dispatch": "alltoall"}
+
+
+def test_the_strategy_does_not_speak_of_evictions_where_all_experts_fit():
+    told = expert_strategy(ServeConfig(expert_memory=1 << 40), None, "allgather", all_fit=True)
+    assert told == {"placement": "contiguous", "dispatch": "allgather"}
