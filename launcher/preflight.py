@@ -42,6 +42,8 @@ def check_settings(config: ServeConfig) -> None:
     if config.device != "cuda":
         refuse_gpu_settings(config, "--device cuda")
     check_expert_memory(config)
+    if not config.rebalance_interval:
+        refuse_changed(config, ("rebalance_threshold",), "--rebalance-interval")
     if config.rebalance_interval and not config.record_experts:
         raise ConfigError("--rebalance-interval needs --record-experts: it goes by what tokens choose.")
     if config.expert_parallel_size > 1 and config.engine_timeout < _SHORTEST_TIMEOUT_OF_RANKS:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moeserve.config import ConfigError, ServeConfig
+from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
 from moeserve.executor import LocalExecutor
 from moeserve.expert_service.signatures import signature_merger
@@ -42,6 +42,7 @@ class LLM:
         if config.device == "cuda":
             raise ConfigError("LLM runs on a CPU: device cuda is for a service.")
         refuse_gpu_settings(config, "a service on a GPU: LLM runs on a CPU")
+        refuse_changed(config, ("expert_trace",), "a service: LLM records nothing")
         plan = plan_model(Path(model_dir), config)
         tap = signature_tap(plan, config)
         model = load_model(Path(model_dir), config, lambda _: None, plan=plan, tap=tap)

@@ -43,6 +43,16 @@ def read_statistics(directory: Path, config: ServeConfig) -> RoutingStatistics |
     return needed_statistics(directory, config, "")
 
 
+def goes_by_statistics(config: ServeConfig) -> bool:
+    """Whether anything is decided by what earlier runs have seen."""
+    return (
+        config.placement in LEARNT
+        or config.num_redundant_experts > 0
+        or config.expert_policy == "static"
+        or config.expert_peer_memory is not None
+    )
+
+
 def needed_statistics(directory: Path, config: ServeConfig, needed_by: str) -> RoutingStatistics:
     """What earlier runs of this model have seen. needed_by: the setting that asks for it.
 

@@ -19,7 +19,7 @@ from experts.routing.step_routing import RoutingShape
 from experts.routing.trace_file import save_trace
 from experts.routing.trace_recorder import TraceRecorder
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.expert_service.placement import statistics_key
+from moeserve.expert_service.placement import goes_by_statistics, statistics_key
 from moeserve.models.spec import DecoderSpec
 
 MAX_TRACE_BYTES = 64 * 2**20
@@ -123,6 +123,8 @@ def open_recording(config: ServeConfig, model_dir: Path, spec: DecoderSpec) -> E
     if not config.record_experts:
         if config.expert_trace is not None:
             raise ConfigError("--expert-trace needs --record-experts.")
+        if path is not None and not goes_by_statistics(config):
+            raise ConfigError("--expert-statistics needs --record-experts, or a setting that goes by the file.")
         return None
     trace_path = None if config.expert_trace is None else Path(config.expert_trace)
     for flag, file in (("--expert-statistics", path), ("--expert-trace", trace_path)):

@@ -19,6 +19,7 @@ from moeserve.config import ConfigError, ServeConfig
         ({"expert_prefetch": "gate"}, "--expert-prefetch", "--expert-memory"),
         ({"expert_store_dir": "store"}, "--expert-store-dir", "--expert-memory"),
         ({"expert_store_bandwidth": 1 << 30}, "--expert-store-bandwidth", "--expert-memory"),
+        ({"rebalance_threshold": 0.2, "expert_parallel_size": 2}, "--rebalance-threshold", "--rebalance-interval"),
         ({"enforce_eager": True}, "--enforce-eager", "--device cuda"),
         ({"expert_quantization": "int4"}, "--expert-quantization", "--device cuda"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype", "--device cuda"),
@@ -38,6 +39,7 @@ def test_a_setting_without_what_it_needs_is_refused(settings: dict[str, object],
         {"device": "cuda", "enforce_eager": True, "gpu_memory_utilization": 0.5},
         {"device": "cuda", "expert_quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"},
         {"expert_parallel_size": 2, "dispatch": "alltoall"},
+        {"expert_parallel_size": 2, "rebalance_interval": 8, "rebalance_threshold": 0.2},
     ],
 )
 def test_a_setting_with_what_it_needs_is_taken(settings: dict[str, object]) -> None:
