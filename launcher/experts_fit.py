@@ -31,13 +31,23 @@ def fit(model: Path, texts: tuple[Path, ...], max_tokens: int) -> None:
     from moeserve.expert_service.texts import half_of_topics
     from moeserve.models.errors import ModelError
 
-    contents = [path.read_text(encoding="utf-8") for path in texts] or half_of_topics(0)
+    contents = [_read(path) for path in texts] or half_of_topics(0)
     try:
         reader = TextReader(model)
     except ModelError as error:
         raise click.ClickException(str(error)) from None
     if not reader.num_gates:
         raise click.ClickException(f"The model in {model} has no experts.")
+    read = list(pieces(reader, contents, max_tokens))
+    if not read:
+        raise click.ClickException("There is no text to learn from.")
     with Console(stderr=True).status("reading"):
-        fitted = fit_gates(reader, pieces(reader, contents, max_tokens))
+        fitted = fit_gates(reader, read)
     click.echo(f"{keep_fitted_gates(model, fitted)}: fitted to {fitted.num_tokens} tokens")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise click.ClickException(f"{path} is no text in UTF-8.") from None

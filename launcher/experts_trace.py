@@ -30,6 +30,8 @@ def trace(
     The trace holds which experts each token of each request chose in each layer. What the texts were is left out
     unless --token-ids is given.
     """
+    if not file.parent.is_dir():
+        raise click.ClickException(f"{file}: there is no folder {file.parent}.")
     server = _Server(url.rstrip("/"), api_key)
     started = server.post({"action": "start", "max_tokens": max_tokens, "token_ids": token_ids})
     click.echo(f"recording up to {json.loads(started)['max_tokens']} tokens; Ctrl-C ends it", err=True)
