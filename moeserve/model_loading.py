@@ -28,6 +28,7 @@ from moeserve.kv_pool import KVPool, kv_block_bytes
 from moeserve.memory import available_bytes
 from moeserve.model_runner import ModelRunner
 from moeserve.models.checkpoint import read_index
+from moeserve.models.decoder import Decoder
 from moeserve.models.errors import ModelError
 from moeserve.models.families import build_spec
 from moeserve.models.generation_config import GenerationDefaults, load_generation_defaults
@@ -184,11 +185,6 @@ def load_model(
     runner = ModelRunner(decoder, KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype))
     if dispatch_of is None:
         runner.warm_up(step_budget(config))
-    prefetcher = None
-    if experts is not None:
-        experts.memory.forget_counts()
-        fitted = find_fitted_gates(directory)
-        prefetcher = start_prefetching(config.expert_prefetch, experts, decoder, experts_here, fitted, home_rows)
     return LoadedModel(
         spec,
         load_generation_defaults(directory),
@@ -200,8 +196,22 @@ def load_model(
         runner,
         decoder.experts,
         experts,
-        prefetcher,
+        None if experts is None else _load_ahead(directory, config, experts, decoder, experts_here, home_rows),
     )
+
+
+def _load_ahead(
+    directory: Path,
+    config: ServeConfig,
+    experts: CpuResidentModel,
+    decoder: Decoder,
+    experts_here: Callable[[int], Collection[int]] | None,
+    home_rows: HomeRows | None,
+) -> PrefixListener | None:
+    """What was loaded to warm up does not count."""
+    experts.memory.forget_counts()
+    fitted = find_fitted_gates(directory)
+    return start_prefetching(config.expert_prefetch, experts, decoder, experts_here, fitted, home_rows)
 
 
 def _warn_of_uncompiled_kernels() -> None:

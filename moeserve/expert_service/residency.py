@@ -129,18 +129,24 @@ def open_experts(
     def layer_of(memory: ExpertMemory, number: int) -> ResidentExperts:
         return ResidentExperts(memory, arena, number, _places(plan.layout, moe.num_experts))
 
+    _log_opened(config, plan, moe.num_experts, rank, store.path, disk.reads.description)
+    return resident_model(
+        spec, slots, config.expert_policy, load, arena, tier, layer_of, tier_name="disk", lent=lent, peers=peers
+    )
+
+
+def _log_opened(config: ServeConfig, plan: ResidencyPlan, num_experts: int, rank: int, path: Path, reads: str) -> None:
+    """reads: how the file at `path` is read."""
+    slots = plan.slots
     log.info(
         "expert_memory",
-        slots=f"{min(slots.num_slots)} of {moe.num_experts} per layer",
+        slots=f"{min(slots.num_slots)} of {num_experts} per layer",
         size=in_mib(slots.num_bytes),
         policy=config.expert_policy,
         **({"lent": f"{len(plan.lent[rank])} experts"} if plan.lent else {}),
-        store=str(store.path),
-        read=disk.reads.description,
+        store=str(path),
+        read=reads,
         **({"emulated_bytes_per_second": config.expert_store_bandwidth} if config.expert_store_bandwidth else {}),
-    )
-    return resident_model(
-        spec, slots, config.expert_policy, load, arena, tier, layer_of, tier_name="disk", lent=lent, peers=peers
     )
 
 
