@@ -17,7 +17,7 @@ from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from experts.routing.statistics_file import load_statistics, save_statistics
 from experts.routing.synthetic import SyntheticSpec, synthetic_trace
 from moeserve.expert_service.placement import statistics_key
-from tests.support.service import Service, is_alive, service, wait_until
+from tests.support.service import Service, descendants, is_alive, listening_addresses, service, wait_until
 from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
 from tests.support.tiny_model import write_model_dir
 from tests.support.tiny_models import save
@@ -153,6 +153,14 @@ def test_a_stopped_rank_is_found_out_and_named(running: Service, rank: int, is_b
     assert "hung" in said
     assert running.leaves_nothing()
     wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
+
+
+def test_on_one_node_nothing_listens_but_on_loopback(running: Service) -> None:
+    complete(running, prompts()[0])
+    found = listening_addresses({running.process.pid} | descendants(running.process.pid))
+    # HTTP, and each rank for the collectives.
+    assert found.pop("127.0.0.1") >= 3
+    assert not found
 
 
 def test_a_killed_supervisor_takes_the_ranks_with_it(running: Service) -> None:

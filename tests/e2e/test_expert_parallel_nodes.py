@@ -17,7 +17,7 @@ import httpx2
 import pytest
 
 from moeserve.ranks.keys import create_keys
-from tests.support.service import ROOT, Service, is_alive, service, wait_until
+from tests.support.service import ROOT, Service, descendants, is_alive, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPTS = [[5 + n, 9, 30 + n, 7, 41, 12, 11, 50, 3 + n] * 5 for n in range(6)]
@@ -38,11 +38,6 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def descendants(pid: int) -> set[int]:
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return set(children).union(*map(descendants, children))
 
 
 @pytest.fixture(scope="module")

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
+_LISTEN = "0A"  # Of the states in /proc/net/tcp.
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -89,6 +92,26 @@ def children_of(pid: int) -> dict[str, int]:
         command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
         pids["worker" if "launcher.worker" in command or "launcher.rank_group" in command else "frontend"] = int(child)
     return pids
+
+
+def descendants(pid: int) -> set[int]:
+    """Pids of all that a process has started, directly or not, by its main threads."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return set(children).union(*map(descendants, children))
+
+
+def listening_addresses(pids: Iterable[int]) -> dict[str, int]:
+    """How many TCP sockets of these processes listen, by address, of which some processes may share one."""
+    addresses = {}
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == _LISTEN:
+                words = bytes.fromhex(local.partition(":")[0])
+                network_order = b"".join(words[start : start + 4][::-1] for start in range(0, len(words), 4))
+                addresses[f"socket:[{inode}]"] = socket.inet_ntop(family, network_order)
+    held = {os.readlink(link) for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    return Counter(addresses[link] for link in held & addresses.keys())
 
 
 def is_alive(pid: int) -> bool:
