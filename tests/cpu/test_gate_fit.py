@@ -103,6 +103,15 @@ def test_fitted_gates_are_found_and_change_no_answer(
         expected.close()
 
 
+@pytest.mark.parametrize(("content", "words"), [(b"", "no text to learn from"), (b"caf\xe9", "no text in UTF-8")])
+def test_what_cannot_be_learnt_from_is_one_sentence(model: Path, tmp_path: Path, content: bytes, words: str) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(content)
+    result = CliRunner().invoke(main, ["experts", "fit", str(model), "--text", str(text)])
+    assert result.exit_code == 1
+    assert words in result.output
+
+
 def _slots(model: Path, per_layer: int) -> int:
     from moeserve.bench.experts.bounded_memory import slot_bytes
 

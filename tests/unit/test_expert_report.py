@@ -128,6 +128,7 @@ def test_what_the_server_refuses_is_told(tmp_path: Path, url: str) -> None:
     assert result.exit_code == 1
     assert "403: This route needs a key" in result.output
     assert "does not answer" in moeserve("experts", "trace", tmp_path / "t", "--url", "http://127.0.0.1:9").output
+    assert "there is no folder" in moeserve("experts", "trace", tmp_path / "no" / "t", "--url", url).output
 
 
 def test_a_folder_that_is_no_demo_is_left_alone(tmp_path: Path) -> None:
