@@ -96,6 +96,9 @@ def start_prefetching(
     listener: LayerListener
     profiles: RequestProfiles | None = None
     if choice in ("auto", "gate", "fitted"):
+        if len(decoder.spec.moe_layers) == 1:
+            log.info("no_expert_prefetch", reason="the model has one layer with experts: no gate comes after it")
+            return None
         preview = _preview(decoder, Tap.EARLY, None if choice == "gate" else fitted)
         judge = PrefetchJudge(experts.memory, PrefetchSwitch()) if choice == "auto" else None
         top_k = decoder.spec.moe.gate.top_k

@@ -26,7 +26,7 @@ from moeserve.model_loading import read_spec
 from moeserve.models.errors import ModelError
 from moeserve.models.expert_store import layout_in_store
 from moeserve.request import SamplingParams
-from tests.support.tiny_models import save
+from tests.support.tiny_models import CASES, save
 
 BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160, max_num_batched_tokens=64)
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, logprobs=3)
@@ -118,6 +118,19 @@ def test_random_eviction_and_prefetches_change_no_bit(
     assert stats.misses_by_tier == {"disk": stats.counters.num_misses}
     assert all(len(layer) <= num_slots for layer in stats.resident)
     assert stats.stall_seconds > 0
+
+
+@pytest.mark.parametrize("prefetch", ["auto", "gate-early+affinity"])
+def test_a_model_with_one_layer_of_experts_serves_from_slots(
+    prefetch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CASES, "one layer", ("Mixtral", {"num_local_experts": 8, "num_hidden_layers": 1}))
+    save("one layer", tmp_path / "model")
+    llm = LLM(tmp_path / "model", config_for(tmp_path / "model", 2, tmp_path / "store", expert_prefetch=prefetch))
+    for found, expected in zip(generate(llm), generate(LLM(tmp_path / "model", BASE)), strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == expected.logprobs
+    llm.close()
 
 
 @pytest.mark.parametrize("given", ["nothing", "enough"])
