@@ -106,7 +106,8 @@ def _cases(device: torch.device) -> Iterator[KernelCase]:
     from kernels.gpu.moe_config import MoeShape
     from kernels.gpu.moe_experts import device_of
     from kernels.gpu.tuning import MoeConfigs, Platform
-    from moeserve.bench.kernel_cases_attention import attention_cases, prepare
+    from moeserve.bench.kernel_attention import prepare
+    from moeserve.bench.kernel_cases_attention import attention_cases
     from moeserve.bench.kernel_cases_moe import combine_cases, moe_cases
     from moeserve.bench.kernel_cases_small import small_cases
     from moeserve.bench.kernel_peers_attention import attention_peers

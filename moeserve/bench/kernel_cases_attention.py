@@ -1,8 +1,4 @@
-"""Attention at the shapes by which kernels are compared, with random keys and values on the device that measures it.
-
-Case and bounds are plain numbers; `prepare` makes the tensors. Several sets of keys and values keep the L2 cache cold:
-successive runs are to take successive sets.
-"""
+"""The shapes by which attention is compared, and what each has to move and compute. Plain numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -10,22 +6,19 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from kernels.gpu.attention import Partials, prefill_attention, split_attention
-from kernels.gpu.attention_config import PrefillConfig, SplitConfig, split_config
-from kernels.gpu.attention_reference import paged_attention_reference
-from kernels.gpu.attention_work import SplitWork
+from kernels.gpu.attention_tuning import AttentionShape
 
-Kind = Literal["decode", "prefill"]
+# What computes it: a decode has one new token per sequence, an extend few, packed into tiles with the query heads of a
+# KV head, and a prefill as many as fill tiles of one head.
+Kind = Literal["decode", "extend", "prefill"]
 
 MAX_KV_BYTES = 20 * 10**9
-# Several times the L2 cache of today's GPUs.
-_COLD_BYTES = 512 * 2**20
-_MAX_SETS = 8
+_FP8 = torch.float8_e4m3fn
+_LATENT: dict[str, Any] = {"num_heads": 128, "kv_heads": 1, "key_dim": 576, "value_dim": 512, "latent": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +38,12 @@ class AttentionCase:
     kv_dtype: torch.dtype = torch.bfloat16
     dtype: torch.dtype = torch.bfloat16
     latent: bool = False
+
+    @property
+    def shape(self) -> AttentionShape:
+        """What configurations are chosen by."""
+        dims = (self.key_dim, self.value_dim)
+        return AttentionShape(self.num_heads, self.kv_heads, *dims, self.block_size, self.dtype, self.kv_dtype)
 
     @property
     def kv_bytes(self) -> int:
@@ -69,27 +68,26 @@ class AttentionCase:
 
 
 def attention_cases() -> list[AttentionCase]:
-    """Decode at several batch sizes and lengths, ragged, in fp8 and latent; prefill and extend. At most 20 GB of KV."""
+    """Decodes at several batch sizes and lengths, ragged, over fp8 and latent; short extends; prefills. At most 20 GB
+    of keys and values each."""
     cases = []
     for kv_heads in (4, 8):
         for batch in (1, 8, 64, 256):
             for length in (512, 4096, 32768):
-                cases.append(_decode(f"decode {batch} x {length}", [length] * batch, kv_heads=kv_heads))
-        cases.append(_decode("decode 64 ragged", ragged_lengths(64), kv_heads=kv_heads))
+                cases.append(_decode(f"{batch} x {length}", [length] * batch, kv_heads=kv_heads))
+        cases.append(_decode("64 ragged", ragged_lengths(64), kv_heads=kv_heads))
+        cases.append(_decode("64 x 4096 fp8", [4096] * 64, kv_heads=kv_heads, kv_dtype=_FP8))
+        for count in (4, 16):
+            cases.append(_extend(f"64 x {count} over 4096", [4096] * 64, [count] * 64, kv_heads=kv_heads))
         cases += _prefills(kv_heads)
-    cases.append(_decode("decode 64 x 4096 fp8", [4096] * 64, kv_dtype=torch.float8_e4m3fn))
-    cases.append(_decode("decode 64 x 4096 blocks of 16", [4096] * 64, block_size=16))
-    cases.append(
-        _decode(
-            "decode 64 x 4096 latent",
-            [4096] * 64,
-            num_heads=128,
-            kv_heads=1,
-            key_dim=576,
-            value_dim=512,
-            latent=True,
-        )
-    )
+    cases.append(_decode("1 x 32768 fp8", [32768], kv_dtype=_FP8))
+    cases.append(_decode("256 x 4096 fp8", [4096] * 256, kv_dtype=_FP8))
+    cases.append(_decode("64 x 4096 blocks of 16", [4096] * 64, block_size=16))
+    cases.append(_decode("64 x 4096 latent", [4096] * 64, **_LATENT))
+    cases.append(_decode("64 x 4096 latent fp8", [4096] * 64, **_LATENT, kv_dtype=_FP8))
+    cases.append(_extend("64 ragged", ragged_lengths(64), few_tokens(64)))
+    cases.append(_extend("64 x 8 over 4096 fp8", [4096] * 64, [8] * 64, kv_dtype=_FP8))
+    cases.append(_case("prefill", "1 x 4096 fp8", [4096], [4096], kv_dtype=_FP8))
     return [case for case in cases if case.kv_bytes <= MAX_KV_BYTES]
 
 
@@ -99,171 +97,33 @@ def ragged_lengths(batch: int, seed: int = 0) -> list[int]:
     return [min(32768, max(128, round(2048 * math.exp(draw.gauss(0, 1.2))))) for _ in range(batch)]
 
 
-def _decode(name: str, lengths: Sequence[int], **shape: object) -> AttentionCase:
+def few_tokens(batch: int, seed: int = 0) -> list[int]:
+    """Numbers of new tokens of short extends, 1 to 16, all as likely."""
+    draw = random.Random(seed)
+    return [draw.randint(1, 16) for _ in range(batch)]
+
+
+def _decode(name: str, lengths: Sequence[int], **shape: Any) -> AttentionCase:
+    return _case("decode", name, lengths, [1] * len(lengths), **shape)
+
+
+def _extend(name: str, prefixes: Sequence[int], counts: Sequence[int], **shape: Any) -> AttentionCase:
+    lengths = [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
+    return _case("extend", name, lengths, counts, **shape)
+
+
+def _case(kind: Kind, name: str, lengths: Sequence[int], counts: Sequence[int], **shape: Any) -> AttentionCase:
     heads = f"{shape.get('num_heads', 32)}/{shape.get('kv_heads', 4)} heads"
-    return AttentionCase(f"{name}, {heads}", "decode", tuple(lengths), (1,) * len(lengths), **shape)  # type: ignore[arg-type]
+    return AttentionCase(f"{kind} {name}, {heads}", kind, tuple(lengths), tuple(counts), **shape)
 
 
 def _prefills(kv_heads: int) -> list[AttentionCase]:
+    """The last continues a prompt: too many new tokens for an extend."""
     shapes = {
-        "prefill 1 x 1024": ([1024], [1024]),
-        "prefill 1 x 4096": ([4096], [4096]),
-        "prefill 1 x 16384": ([16384], [16384]),
-        "prefill 8 x 1024": ([1024] * 8, [1024] * 8),
-        "extend 512 over 8192": ([8192 + 512], [512]),
+        "1 x 1024": ([1024], [1024]),
+        "1 x 4096": ([4096], [4096]),
+        "1 x 16384": ([16384], [16384]),
+        "8 x 1024": ([1024] * 8, [1024] * 8),
+        "512 over 8192": ([8192 + 512], [512]),
     }
-    return [
-        AttentionCase(f"{name}, 32/{kv_heads} heads", "prefill", tuple(lengths), tuple(counts), kv_heads=kv_heads)
-        for name, (lengths, counts) in shapes.items()
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedAttention:
-    """A case's tensors: q [T, H, Dk], pools [KV, num_slots, D], one block table [S, blocks] per set of keys and values.
-
-    Blocks lie in random order. Slots behind the end of a sequence are NaN, as is block 0, which no sequence owns.
-    """
-
-    case: AttentionCase
-    q: Tensor
-    keys: Tensor
-    values: Tensor
-    tables: list[Tensor]
-    seq_lens: Tensor
-    query_starts: Tensor
-    work: SplitWork
-    partials: Partials
-    out: Tensor
-    prefill_config: PrefillConfig | None = None
-
-    @property
-    def num_sets(self) -> int:
-        return len(self.tables)
-
-    @property
-    def scale(self) -> float:
-        return 1.0 / math.sqrt(self.case.key_dim)
-
-    def run(self, index: int) -> Tensor:
-        """The whole attention over set `index % num_sets`, its work list as it stands; returns `out` [T, H, Dv]."""
-        where = (self.q, self.keys, self.values, self.tables[index % self.num_sets], self.seq_lens)
-        if self.case.kind == "decode":
-            return split_attention(
-                *where, self.work, self.partials, block_size=self.case.block_size, scale=self.scale, out=self.out
-            )
-        return prefill_attention(
-            *where,
-            self.query_starts,
-            block_size=self.case.block_size,
-            max_query_len=max(self.case.query_lens),
-            scale=self.scale,
-            out=self.out,
-            config=self.prefill_config,
-        )
-
-    def plan(self) -> None:
-        """Makes the work list of a decode: once per step, so outside of what a layer costs."""
-        if self.case.kind == "decode":
-            self.work.update(self.seq_lens)
-
-    def relative_error(self, index: int, num_tokens: int = 8) -> float:
-        """Of some tokens' outputs against the reference in fp32; NaN if one was not written. Runs the kernel."""
-        self.plan()
-        self.out.fill_(math.nan)
-        out = self.run(index)
-        table = self.tables[index % self.num_sets]
-        starts = self.query_starts.tolist()
-        places = sorted({round(i * (starts[-1] - 1) / max(1, num_tokens - 1)) for i in range(num_tokens)})
-        expected = []
-        for token in places:
-            seq = next(s for s in range(len(starts) - 1) if token < starts[s + 1])
-            visible = self.case.seq_lens[seq] - starts[seq + 1] + token + 1
-            expected.append(
-                paged_attention_reference(
-                    self.q[token : token + 1].float(),
-                    self.keys,
-                    self.values,
-                    table[seq : seq + 1],
-                    torch.tensor([visible]),
-                    block_size=self.case.block_size,
-                    scale=self.scale,
-                )
-            )
-        wanted = torch.cat(expected)
-        return float((out[places].float() - wanted).norm() / wanted.norm())
-
-
-def prepare(
-    case: AttentionCase,
-    device: torch.device,
-    num_sms: int,
-    *,
-    split: SplitConfig | None = None,
-    prefill: PrefillConfig | None = None,
-    fixed_chunk: int | None = None,
-    seed: int = 0,
-) -> PreparedAttention:
-    """Random tensors of a case and its work list. Without a configuration the table's is taken."""
-    generator = torch.Generator(device).manual_seed(seed)
-    num_sets = max(1, min(_MAX_SETS, -(-_COLD_BYTES // case.kv_bytes)))
-    counts = [-(-length // case.block_size) for length in case.seq_lens]
-    num_blocks = 1 + num_sets * sum(counts)
-    ids = 1 + torch.randperm(num_blocks - 1, device=device, generator=generator).to(torch.int32)
-    tables = []
-    for part in ids.view(num_sets, -1):
-        table = torch.zeros((len(counts), max(counts)), dtype=torch.int32, device=device)
-        for seq, own in enumerate(torch.split(part, counts)):
-            table[seq, : len(own)] = own
-        tables.append(table)
-    keys = _pool(case, num_blocks, case.key_dim, tables, generator)
-    values = keys[..., : case.value_dim] if case.latent else _pool(case, num_blocks, case.value_dim, tables, generator)
-    num_seqs, num_tokens = len(case.seq_lens), sum(case.query_lens)
-    config = split or split_config(
-        case.key_dim, case.value_dim, case.num_heads // case.kv_heads, case.block_size, case.dtype, case.kv_dtype
-    )
-    head_groups = -(-case.num_heads // case.kv_heads // config.rows)
-    work = SplitWork(
-        num_seqs,
-        num_seqs,
-        max(case.seq_lens),
-        case.kv_heads * head_groups,
-        config,
-        device,
-        num_sms=num_sms,
-        fixed_chunk=fixed_chunk,
-    )
-    q = torch.randn((num_tokens, case.num_heads, case.key_dim), device=device, generator=generator).to(case.dtype)
-    prepared = PreparedAttention(
-        case,
-        q,
-        keys,
-        values,
-        tables,
-        torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
-        torch.tensor([0, *case.query_lens], device=device).cumsum(0).to(torch.int32),
-        work,
-        Partials.allocate(work, case.num_heads, case.value_dim),
-        torch.empty((num_tokens, case.num_heads, case.value_dim), dtype=case.dtype, device=device),
-        prefill,
-    )
-    prepared.plan()
-    return prepared
-
-
-def _pool(case: AttentionCase, num_blocks: int, dim: int, tables: list[Tensor], generator: torch.Generator) -> Tensor:
-    """[KV, num_slots, dim] of random numbers, NaN where no sequence has a position."""
-    slots = num_blocks * case.block_size
-    pool = torch.empty((case.kv_heads, slots, dim), dtype=case.kv_dtype, device=generator.device)
-    for head in pool:
-        # In parts: fp32 numbers of a large pool would not fit beside it.
-        for part in torch.split(head, 1 << 20):
-            part.copy_(torch.randn(part.shape, device=generator.device, generator=generator))
-    pool[:, : case.block_size] = math.nan
-    for table in tables:
-        for seq, length in enumerate(case.seq_lens):
-            used = length % case.block_size
-            if used:
-                last = int(table[seq, length // case.block_size]) * case.block_size
-                pool[:, last + used : last + case.block_size] = math.nan
-    return pool
+    return [_case("prefill", name, *lengths, kv_heads=kv_heads) for name, lengths in shapes.items()]

@@ -18,7 +18,8 @@ from kernels.gpu.sampling import greedy, sample
 from kernels.gpu.sampling_filters import filter_thresholds
 from kernels.gpu.sampling_reference import filter_thresholds_reference, sample_reference
 from kernels.specs import Activation
-from moeserve.bench.kernel_cases_attention import AttentionCase, prepare
+from moeserve.bench.kernel_attention import prepare
+from moeserve.bench.kernel_cases_attention import AttentionCase, Kind
 from moeserve.bench.moe_case import make_case
 
 TOLERANCE = 1e-2
@@ -54,11 +55,7 @@ def checks(device: torch.device, num_sms: int) -> Iterator[Check]:
     yield Check("filters", float(((logits >= found[:, None]) != (logits >= expected[:, None])).any()))
     tokens, _ = sample(logits, ones, places, places)
     yield Check("draws", float((tokens != sample_reference(logits, ones, places, places)[0]).any()))
-    shape = {"num_heads": 4, "kv_heads": 2, "key_dim": 64, "value_dim": 64, "block_size": 16}
-    for case in (
-        AttentionCase("decode attention", "decode", (1, 17, 64, 130), (1, 1, 1, 1), **shape),  # type: ignore[arg-type]
-        AttentionCase("prefill attention", "prefill", (33, 70), (33, 5), **shape),  # type: ignore[arg-type]
-    ):
+    for case in _attention_cases():
         yield Check(case.name, prepare(case, device, num_sms).relative_error(0))
     moe = MoeShape(8, 48, 64, 2, "bfloat16")
     tokens_of_experts = make_case(moe, 9, device)
@@ -66,6 +63,19 @@ def checks(device: torch.device, num_sms: int) -> Iterator[Check]:
     inputs = (tokens_of_experts.x, tokens_of_experts.expert_ids, tokens_of_experts.expert_weights)
     expected = moe_experts_reference(*inputs, tokens_of_experts.experts, Activation())
     yield Check(f"experts, {config.variant}", _error(tokens_of_experts.run(config), expected.double()))
+
+
+def _attention_cases() -> Iterator[AttentionCase]:
+    """Every kind over keys and values of both widths."""
+    lengths: dict[Kind, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "decode": ((1, 17, 64, 130), (1, 1, 1, 1)),
+        "extend": ((20, 70, 130), (3, 16, 9)),
+        "prefill": ((33, 70), (33, 5)),
+    }
+    for kv_dtype, suffix in ((torch.bfloat16, ""), (torch.float8_e4m3fn, ", fp8 keys and values")):
+        for kind, (seq_lens, query_lens) in lengths.items():
+            name = f"{kind} attention{suffix}"
+            yield AttentionCase(name, kind, seq_lens, query_lens, 4, 2, 64, 64, 16, kv_dtype)
 
 
 def _rope_error(device: torch.device) -> float:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moeserve.bench.kernel_attention import PreparedAttention, scale_of
 from moeserve.bench.kernel_case import Call, Peers
-from moeserve.bench.kernel_cases_attention import PreparedAttention
 from moeserve.bench.moe_case import MoeCase
 
 NOT_INSTALLED = "not installed"
@@ -25,6 +25,7 @@ _SGLANG_DECODE = (
     "sglang.kernels.ops.attention.decode_attention",
     "sglang.srt.layers.attention.triton_ops.decode_attention",
 )
+_SGLANG_EXTEND = tuple(name.replace("decode", "extend") for name in _SGLANG_DECODE)
 _SGLANG_EXPERTS = (
     "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe",
     "sglang.srt.layers.moe.fused_moe_triton.fused_moe",
@@ -36,13 +37,15 @@ _SGLANG_SPLITS = 8
 
 
 def server_attention(prepared: PreparedAttention) -> Peers:
-    """vLLM's unified kernel and, for decode, SGLang's."""
-    peers = Peers()
-    if prepared.case.latent or prepared.case.kv_dtype != prepared.case.dtype:
+    """vLLM's unified kernel, and SGLang's: one for decodes, one for extends and prefills."""
+    peers, case = Peers(), prepared.case
+    if case.latent:
         return peers
     _add(peers, "vLLM Triton", _VLLM_ATTENTION, "unified_attention", partial(_vllm_calls, prepared))
-    if prepared.case.kind == "decode":
+    if case.kind == "decode":
         _add(peers, "SGLang Triton", _SGLANG_DECODE, "decode_attention_fwd", partial(_sglang_calls, prepared))
+    else:
+        _add(peers, "SGLang Triton", _SGLANG_EXTEND, "extend_attention_fwd", partial(_sglang_extend_calls, prepared))
     return peers
 
 
@@ -126,10 +129,14 @@ def _publish_sglang_settings() -> None:
 
 
 def _vllm_calls(prepared: PreparedAttention, kernel: Callable[..., Any]) -> list[Call]:
-    case, device = prepared.case, prepared.q.device
+    case, tensors, device = prepared.case, prepared.tensors, prepared.tensors.q.device
     shape = (case.kv_heads, -1, case.block_size)
-    keys = prepared.keys.view(*shape, case.key_dim).permute(1, 2, 0, 3)
-    values = prepared.values.view(*shape, case.value_dim).permute(1, 2, 0, 3)
+    keys = tensors.keys.view(*shape, case.key_dim).permute(1, 2, 0, 3)
+    values = tensors.values.view(*shape, case.value_dim).permute(1, 2, 0, 3)
+    # It reads scales where keys and values are fp8.
+    scales = None
+    if case.kv_dtype != case.dtype:
+        scales = torch.ones((len(case.seq_lens), case.kv_heads), device=device)
     options: dict[str, Any] = {}
     if "seq_threshold_3D" in inspect.signature(kernel).parameters:
         most = max(1, _VLLM_PROGRAMS // case.kv_heads)
@@ -145,64 +152,104 @@ def _vllm_calls(prepared: PreparedAttention, kernel: Callable[..., Any]) -> list
 
     def run(table: Tensor) -> Tensor:
         kernel(
-            q=prepared.q,
+            q=tensors.q,
             k=keys,
             v=values,
-            out=prepared.out,
-            cu_seqlens_q=prepared.query_starts,
+            out=tensors.out,
+            cu_seqlens_q=tensors.query_starts,
             max_seqlen_q=max(case.query_lens),
-            seqused_k=prepared.seq_lens,
+            seqused_k=tensors.seq_lens,
             max_seqlen_k=max(case.seq_lens),
-            softmax_scale=prepared.scale,
+            softmax_scale=scale_of(case),
             causal=True,
             window_size=(-1, -1),
             block_table=table,
             softcap=0.0,
             q_descale=None,
-            k_descale=None,
-            v_descale=None,
+            k_descale=scales,
+            v_descale=scales,
             **options,
         )
-        return prepared.out
+        return tensors.out
 
-    return [partial(run, table) for table in prepared.tables]
+    return [partial(run, table) for table in tensors.tables]
 
 
 def _sglang_calls(prepared: PreparedAttention, kernel: Callable[..., Any]) -> list[Call]:
-    case, device = prepared.case, prepared.q.device
+    case, tensors, device = prepared.case, prepared.tensors, prepared.tensors.q.device
     count = len(case.seq_lens)
     parts = (count, case.num_heads, _SGLANG_SPLITS)
     scratch = torch.empty((*parts, case.value_dim), dtype=torch.float32, device=device)
     sums = torch.empty(parts, dtype=torch.float32, device=device)
-    starts = torch.tensor([0, *case.seq_lens], device=device).cumsum(0).to(torch.int32)
     splits = torch.full((count,), _SGLANG_SPLITS, dtype=torch.int32, device=device)
     scales = [1.0, 1.0] if "k_scale" in inspect.signature(kernel).parameters else []
+    starts = _starts(case.seq_lens, device)
 
     def run(slots: Tensor) -> Tensor:
         kernel(
-            prepared.q,
-            prepared.keys.transpose(0, 1),
-            prepared.values.transpose(0, 1),
-            prepared.out,
+            tensors.q,
+            tensors.keys.transpose(0, 1),
+            tensors.values.transpose(0, 1),
+            tensors.out,
             starts,
             slots,
             scratch,
             sums,
             splits,
             _SGLANG_SPLITS,
-            prepared.scale,
+            scale_of(case),
             *scales,
         )
-        return prepared.out
+        return tensors.out
 
-    return [partial(run, _slots(prepared, table)) for table in prepared.tables]
+    return [partial(run, _slots(prepared, table, case.seq_lens)) for table in tensors.tables]
 
 
-def _slots(prepared: PreparedAttention, table: Tensor) -> Tensor:
-    """The slots of all sequences' positions, one sequence after the other."""
+def _sglang_extend_calls(prepared: PreparedAttention, kernel: Callable[..., Any]) -> list[Call]:
+    """It reads the prefix from the pools and the new tokens' keys and values from tensors of their own."""
+    case, tensors, device = prepared.case, prepared.tensors, prepared.tensors.q.device
+    prefixes = [length - count for length, count in zip(case.seq_lens, case.query_lens, strict=True)]
+    keys, values = tensors.keys.transpose(0, 1), tensors.values.transpose(0, 1)
+    scales = {"k_scale": 1.0, "v_scale": 1.0} if "k_scale" in inspect.signature(kernel).parameters else {}
+    shared: dict[str, Any] = {
+        "q_extend": tensors.q,
+        "o_extend": tensors.out,
+        "k_buffer": keys,
+        "v_buffer": values,
+        "qo_indptr": tensors.query_starts,
+        "kv_indptr": _starts(prefixes, device),
+        "custom_mask": None,
+        "is_causal": True,
+        "mask_indptr": None,
+        "max_len_extend": max(case.query_lens),
+        "sm_scale": scale_of(case),
+        **scales,
+    }
+
+    def run(new_keys: Tensor, new_values: Tensor, slots: Tensor) -> Tensor:
+        kernel(k_extend=new_keys, v_extend=new_values, kv_indices=slots, **shared)
+        return tensors.out
+
+    calls: list[Call] = []
+    for table in tensors.tables:
+        new = _slots(prepared, table, case.seq_lens, prefixes)
+        own = (keys[new].to(case.dtype), values[new].to(case.dtype))
+        calls.append(partial(run, *own, _slots(prepared, table, prefixes)))
+    return calls
+
+
+def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """[S + 1] int32: where each sequence's part begins."""
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+
+
+def _slots(
+    prepared: PreparedAttention, table: Tensor, ends: Sequence[int], begins: Sequence[int] | None = None
+) -> Tensor:
+    """The slots of the sequences' positions from `begins` (default 0) to `ends`, one sequence after the other."""
     size = prepared.case.block_size
     parts = []
-    for seq, length in enumerate(prepared.case.seq_lens):
-        positions = torch.arange(length, device=table.device)
+    for seq, (begin, end) in enumerate(zip(begins or [0] * len(ends), ends, strict=True)):
+        positions = torch.arange(begin, end, device=table.device)
         parts.append(table[seq].long()[positions // size] * size + positions % size)
     return torch.cat(parts)

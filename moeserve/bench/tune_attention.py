@@ -11,7 +11,8 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from kernels.gpu.attention_config import PrefillConfig, SplitConfig
 from kernels.gpu.attention_tuning import AnyConfig, AttentionShape, prefill_candidates, split_candidates
-from moeserve.bench.kernel_cases_attention import AttentionCase, Kind, PreparedAttention, prepare
+from moeserve.bench.kernel_attention import PreparedAttention, prepare
+from moeserve.bench.kernel_cases_attention import AttentionCase, Kind
 from moeserve.bench.tune_moe import Report, TimeUs, median_us
 
 # What is timed: sequences and their lengths.
@@ -33,12 +34,12 @@ def tune_attention(
     found: Found = {}
     of_decode, of_prefill = _case(shape, "decode", decode), _case(shape, "prefill", prefill)
     found["decode"] = _fastest(
-        [(split, partial(prepare, of_decode, device, num_sms, split=split)) for split in split_candidates(shape)],
+        [(split, partial(prepare, of_decode, device, num_sms, config=split)) for split in split_candidates(shape)],
         time_us,
     )
     report(f"decode of {decode[0]} x {decode[1]}: {found['decode'][1]:.1f} us")
     found["prefill"] = _fastest(
-        [(own, partial(prepare, of_prefill, device, num_sms, prefill=own)) for own in prefill_candidates(shape)],
+        [(own, partial(prepare, of_prefill, device, num_sms, config=own)) for own in prefill_candidates(shape)],
         time_us,
     )
     report(f"prefill of {prefill[0]} x {prefill[1]}: {found['prefill'][1]:.1f} us")

@@ -3,16 +3,13 @@
 import pytest
 import torch
 
-from kernels.gpu.attention_config import PrefillConfig, SplitConfig
-from moeserve.bench.kernel_cases_attention import (
-    MAX_KV_BYTES,
-    AttentionCase,
-    attention_cases,
-    prepare,
-    ragged_lengths,
-)
+from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
+from moeserve.bench.kernel_attention import prepare
+from moeserve.bench.kernel_cases_attention import MAX_KV_BYTES, AttentionCase, attention_cases, ragged_lengths
 
 SPLIT = SplitConfig(16, 16, 4, 2, min_chunk=16, programs_per_sm=1)
+CONFIGS = {"decode": SPLIT, "extend": ExtendConfig(SPLIT, 16), "prefill": PrefillConfig(16, 16, 4, 2)}
+FP8 = torch.float8_e4m3fn
 
 
 def test_bytes_and_operations_of_known_shapes():
@@ -25,9 +22,20 @@ def test_bytes_and_operations_of_known_shapes():
     assert cases["decode 64 x 4096 fp8, 32/4 heads"].kv_bytes == decode.kv_bytes // 2
     prefill = cases["prefill 1 x 16384, 32/4 heads"]
     assert prefill.num_flops == 4 * 32 * 128 * (16384 * 16385 // 2)
-    extend = cases["extend 512 over 8192, 32/8 heads"]
-    assert extend.num_flops == 4 * 32 * 128 * sum(range(8193, 8705))
+    assert cases["prefill 512 over 8192, 32/8 heads"].num_flops == 4 * 32 * 128 * sum(range(8193, 8705))
+    extend = cases["extend 64 x 16 over 4096, 32/4 heads"]
+    assert extend.num_bytes == 64 * 4112 * 2048 + 64 * 16 * 32 * 256 * 2
+    assert extend.num_flops == 64 * 4 * 32 * 128 * sum(range(4097, 4113))
+    assert cases["extend 64 x 8 over 4096 fp8, 32/4 heads"].kv_bytes == 64 * 4104 * 1024
     assert max(case.kv_bytes for case in cases.values()) <= MAX_KV_BYTES
+
+
+def test_serving_computes_the_extends_as_extends():
+    for case in attention_cases():
+        if case.kind == "extend":
+            assert 1 < max(case.query_lens) <= case.shape.extend().max_query_len
+        elif case.kind == "prefill":
+            assert min(case.query_lens) > case.shape.extend().max_query_len
 
 
 def test_ragged_lengths_are_spread_and_repeat():
@@ -43,16 +51,20 @@ def test_ragged_lengths_are_spread_and_repeat():
     [
         AttentionCase("decode", "decode", (40, 7, 64), (1, 1, 1), 4, 2, 32, 32, 16),
         AttentionCase("latent", "decode", (40, 7), (1, 1), 20, 1, 80, 64, 16, latent=True),
+        AttentionCase("decode fp8", "decode", (40, 7), (1, 1), 4, 2, 32, 32, 16, FP8),
+        AttentionCase("extend", "extend", (40, 7, 70), (5, 7, 9), 4, 2, 32, 32, 16),
         AttentionCase("prefill", "prefill", (20, 33), (20, 5), 4, 2, 32, 32, 16),
     ],
     ids=lambda case: case.name,
 )
 def test_a_prepared_case_computes_what_the_reference_does(case, device, monkeypatch):
-    monkeypatch.setattr("moeserve.bench.kernel_cases_attention._COLD_BYTES", 2 * case.kv_bytes)
-    prepared = prepare(case, device, 8, split=SPLIT, prefill=PrefillConfig(16, 16, 4, 2))
+    monkeypatch.setattr("moeserve.bench.kernel_attention._COLD_BYTES", 2 * case.kv_bytes)
+    prepared = prepare(case, device, 8, config=CONFIGS[case.kind])
     assert prepared.num_sets == 2
-    assert prepared.keys[:, :16].isnan().all()
+    assert prepared.tensors.keys[:, :16].isnan().all()
     for index in range(2):
         assert prepared.relative_error(index) < 8e-3
+        # Every token was written, not only those that were compared.
+        assert prepared.tensors.out.isfinite().all()
     # The other set has other numbers.
     assert not torch.equal(prepared.run(0).clone(), prepared.run(1))

@@ -118,7 +118,7 @@ def test_few_candidates_are_timed_and_all_of_them_fit(shape):
 
 def test_the_tuner_keeps_the_fastest_of_all_that_it_timed(monkeypatch):
     shape = AttentionShape(4, 2, 32, 32, 16, BF16, BF16)
-    monkeypatch.setattr("moeserve.bench.kernel_cases_attention._COLD_BYTES", 1)
+    monkeypatch.setattr("moeserve.bench.kernel_attention._COLD_BYTES", 1)
     for name in ("split_candidates", "prefill_candidates"):
         every = getattr(tune_attention_module, name)
         monkeypatch.setattr(tune_attention_module, name, lambda shape, every=every: every(shape)[:3])

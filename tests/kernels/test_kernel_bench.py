@@ -17,5 +17,5 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path, capsys):
 def test_interpreted_it_checks_every_family(tmp_path, capsys):
     assert run(interpret=True, out_dir=tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 9
+    assert len(lines) == 13
     assert all(line.startswith("ok ") for line in lines)

@@ -14,7 +14,8 @@ from kernels.gpu.moe_config import MoeConfig, MoeShape, Tile
 from kernels.gpu.moe_experts import moe_experts_reference
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.specs import Activation
-from moeserve.bench.kernel_cases_attention import AttentionCase, prepare
+from moeserve.bench.kernel_attention import prepare
+from moeserve.bench.kernel_cases_attention import AttentionCase
 from moeserve.bench.kernel_cases_moe import moe_cases
 from moeserve.bench.kernel_peers_attention import attention_peers, contiguous_inputs, flex, sdpa
 from moeserve.bench.kernel_peers_servers import NOT_INSTALLED, server_attention
@@ -24,11 +25,15 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
 CPU = torch.device("cpu")
 DECODE = AttentionCase("decode", "decode", (40, 40), (1, 1), 8, 4, 32, 32, 16)
 PREFILL = AttentionCase("prefill", "prefill", (24, 24), (24, 24), 4, 2, 32, 32, 16)
+CONTINUED = AttentionCase("continued prefill", "prefill", (40, 40), (24, 24), 4, 4, 32, 32, 16)
+EXTEND = AttentionCase("extend", "extend", (40, 40), (5, 5), 4, 4, 32, 32, 16)
+RAGGED = AttentionCase("ragged extend", "extend", (40, 22), (5, 3), 4, 2, 32, 32, 16)
+FP8 = AttentionCase("fp8 decode", "decode", (40, 24), (1, 1), 8, 4, 32, 32, 16, torch.float8_e4m3fn)
 TILE = Tile(32, 32, 1, 4, 2)
 
 
 def prepared_case(case, monkeypatch):
-    monkeypatch.setattr("moeserve.bench.kernel_cases_attention._COLD_BYTES", 2 * case.kv_bytes)
+    monkeypatch.setattr("moeserve.bench.kernel_attention._COLD_BYTES", 2 * case.kv_bytes)
     return prepare(case, CPU, 8)
 
 
@@ -36,10 +41,36 @@ def relative(actual, expected):
     return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
-@pytest.mark.parametrize("case", [DECODE, PREFILL], ids=lambda case: case.kind)
-def test_flex_attention_is_the_same_attention_as_sdpa(case):
-    inputs, causal = contiguous_inputs(case, CPU), case.kind == "prefill"
-    assert relative(flex(*inputs, causal), sdpa(SDPBackend.MATH, *inputs, causal)) < 1e-2
+@pytest.mark.parametrize("case", [DECODE, PREFILL, CONTINUED, EXTEND], ids=lambda case: case.name)
+def test_torchs_attention_is_ours(case):
+    """On torch's contiguous inputs, by the reference: each sequence is a block of its own."""
+    q, keys, values = contiguous_inputs(case, CPU)
+    causal = case.kind != "decode"
+    found = flex(q, keys, values, causal)
+    assert relative(found, sdpa(SDPBackend.MATH, q, keys, values, causal)) < 1e-2
+    length, count = case.seq_lens[0], case.query_lens[0]
+    rows = q.reshape(2, 1, -1, 32) if case.kind == "decode" else q.transpose(1, 2)
+    expected = paged_attention_reference(
+        rows.flatten(0, 1),
+        keys.transpose(0, 1).flatten(1, 2),
+        values.transpose(0, 1).flatten(1, 2),
+        torch.arange(2 * length).view(2, length),
+        torch.tensor(case.seq_lens),
+        torch.tensor([0, count, 2 * count]),
+        block_size=1,
+        scale=32**-0.5,
+    )
+    assert (
+        relative(found.transpose(1, 2).reshape(expected.shape) if causal else found.reshape(expected.shape), expected)
+        < 1e-2
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"), [(RAGGED, "equal lengths"), (FP8, "dtype")], ids=lambda value: str(value)[:9]
+)
+def test_what_torch_cannot_compute_is_told_of(case, reason, monkeypatch):
+    assert reason in attention_peers(prepared_case(case, monkeypatch)).absent["torch"]
 
 
 def test_peers_that_are_not_installed_or_refuse_are_named(monkeypatch):
@@ -64,6 +95,8 @@ def unified_attention(
     assert max_seqlen_k == int(seqused_k.max())
     assert causal
     assert scratch["softmax_segm_output"].shape[:2] == (seq_threshold_3D, q.shape[1])
+    if k.dtype != q.dtype:
+        assert k_descale.shape == v_descale.shape == (len(seqused_k), k.shape[2])
     pools = [pages.permute(2, 0, 1, 3).flatten(1, 2) for pages in (k, v)]
     out.copy_(
         paged_attention_reference(
@@ -82,6 +115,28 @@ def decode_attention_fwd(q, k_buffer, v_buffer, o, kv_indptr, kv_indices, *rest)
         keys, values = (buffer[slots].float().repeat_interleave(group, 1) for buffer in (k_buffer, v_buffer))
         weights = (torch.einsum("hd,shd->hs", q[row].float(), keys) * sm_scale).softmax(-1)
         o[row] = torch.einsum("hs,shd->hd", weights, values).to(o.dtype)
+
+
+def extend_attention_fwd(
+    q_extend, k_extend, v_extend, o_extend, k_buffer, v_buffer, qo_indptr, kv_indptr, kv_indices, custom_mask,
+    is_causal, mask_indptr, max_len_extend, k_scale, v_scale, sm_scale=None,
+):  # fmt: skip
+    """The same of new tokens: their keys and values beside the buffers, the slots of the prefixes alone."""
+    assert is_causal
+    assert custom_mask is mask_indptr is None
+    assert max_len_extend == int(qo_indptr.diff().max())
+    for seq in range(len(qo_indptr) - 1):
+        begin, end = int(qo_indptr[seq]), int(qo_indptr[seq + 1])
+        slots = kv_indices[kv_indptr[seq] : kv_indptr[seq + 1]]
+        keys, values = (
+            torch.cat([buffer[slots].to(own.dtype), own[begin:end]]).transpose(0, 1)
+            for buffer, own in ((k_buffer, k_extend), (v_buffer, v_extend))
+        )
+        length = keys.shape[1]
+        o_extend[begin:end] = paged_attention_reference(
+            q_extend[begin:end], keys, values, torch.arange(length)[None], torch.tensor([length]),
+            torch.tensor([0, end - begin]), block_size=1, scale=sm_scale,
+        )  # fmt: skip
 
 
 def vllm_experts(hidden_states, w1, w2, topk_weights, topk_ids):
@@ -140,18 +195,19 @@ def install(monkeypatch, path, *names, **named):
         setattr(module, name, value)
 
 
-@pytest.mark.parametrize("case", [DECODE, PREFILL], ids=lambda case: case.kind)
+@pytest.mark.parametrize("case", [DECODE, PREFILL, CONTINUED, RAGGED, FP8], ids=lambda case: case.name)
 def test_other_servers_kernels_get_our_memory_in_their_terms(case, monkeypatch):
     install(monkeypatch, "vllm.v1.attention.ops.triton_unified_attention", unified_attention)
     install(monkeypatch, "sglang.srt.layers.attention.triton_ops.decode_attention", decode_attention_fwd)
+    install(monkeypatch, "sglang.srt.layers.attention.triton_ops.extend_attention", extend_attention_fwd)
     prepared = prepared_case(case, monkeypatch)
     peers = server_attention(prepared)
-    assert set(peers.calls) == ({"vLLM Triton", "SGLang Triton"} if case.kind == "decode" else {"vLLM Triton"})
+    assert set(peers.calls) == {"vLLM Triton", "SGLang Triton"}
     assert peers.absent == {}
     for index in range(2):
         ours = prepared.run(index).clone()
         for calls in peers.calls.values():
-            prepared.out.fill_(torch.nan)
+            prepared.tensors.out.fill_(torch.nan)
             assert relative(calls[index](), ours) < 1e-2
 
 
