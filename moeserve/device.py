@@ -85,8 +85,6 @@ def _unsupported(config: ServeConfig) -> str | None:
             flag = f"--{name.replace('_', '-')}"
             if config.dtype == "float32":
                 return f"{flag} is for 16 bits: use --dtype bfloat16 or float16"
-            if config.expert_parallel_size > 1:
-                return f"{flag} works with one rank"
     if config.block_size & (config.block_size - 1):
         return f"--block-size {config.block_size} is not a power of two"
     return None

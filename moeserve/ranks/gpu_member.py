@@ -23,6 +23,7 @@ from moeserve.cuda.gpu_model import (
     GpuSettings,
     allocated_bytes,
     compute_largest_step,
+    forget_peak,
     free_for_kv,
     gate_tap,
     make_runner,
@@ -74,7 +75,7 @@ class GpuMember:
         self.collectives = collectives
         self.dispatch_shape: str | None = None
         owned = owned_experts(spec, plan.placement, collectives.rank)
-        storage = expert_storage(spec, plan.dtype)
+        storage = expert_storage(spec, plan.dtype, settings.expert_quantization)
         self._configs = configs = expert_configs(spec, storage, device)
         assert configs is not None
         num_slots = max(len(owned(layer)) for layer in spec.moe_layers)
@@ -102,6 +103,7 @@ class GpuMember:
             progress=progress,
         )
         self._weights_bytes = allocated_bytes(device)
+        forget_peak(device)
 
     def meet_peers(self, lent: Sequence[object]) -> None:
         """No memory is lent."""
@@ -117,7 +119,7 @@ class GpuMember:
         self._choose_shape()
         compute_largest_step(self._decoder, settings, self._begin_alike)
         memory = settings.kv_cache_memory or free_for_kv(self.collectives.device, settings)
-        block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, dtype)
+        block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, settings.kv_dtype or dtype)
         kv = share_kv(
             self.collectives.agree_on_least(memory),
             block_bytes=block_bytes,

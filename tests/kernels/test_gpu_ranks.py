@@ -5,31 +5,43 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from array import array
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from moeserve.cuda.gpu_model import load_gpu_model
 from moeserve.executor import LocalExecutor
+from moeserve.kv_budget import KvBudget
 from moeserve.kv_pool import KVPool
 from moeserve.model_runner import ModelRunner
-from moeserve.models.families import build_spec
-from moeserve.models.hf_config import load_config
 from moeserve.models.weights import load_decoder
-from moeserve.request import Request, SamplingParams
-from moeserve.scheduler import Scheduler
-from moeserve.step_loop import PlainSteps
-from radix_cache import PrefixCache
+from tests.support.checkpoints import spec_of
+from tests.support.rank_requests import MAX_LEN, RankCase, Said, serve
 from tests.support.tiny_models import save
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks here are for the interpreter")
 ROOT = Path(__file__).resolve().parents[2]
-ARRIVED = [[3, 14, 15, 92, 65, 35, 89, 79, 32], [27, 18], [3, 14, 15, 92, 65, 35, 89, 7], [41, 42, 43, 44, 45, 46]]
+# As many requests, and tokens for each, as are enough for both ranks to compute at once.
+FEW = {"num_requests": 2, "max_tokens": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"model": "qwen3_moe"},
+    "gathered": {"model": "glm4_moe", "shape": "allgather"},
+    "fp8-kv": {"model": "qwen3_moe", "kv_cache_dtype": "fp8_e4m3", **FEW},
+    "int4": {"model": "qwen3_moe", "shape": "allgather", "expert_quantization": "int4", **FEW},
+}
+REPLICAS: dict[str, dict[str, Any]] = {
+    "gathered": {"model": "qwen3_moe", "shape": "allgather", "redundant": 4},
+    "sent": {"model": "glm4_moe", "redundant": 4},
+}
 
 
-def tokens_of_ranks(folder: Path, num_ranks: int, rendezvous: Path, shape: str, redundant: int) -> list[list[int]]:
-    """What every rank says, all the same."""
-    arguments = [str(num_ranks), str(folder), str(rendezvous), shape, str(redundant)]
+def said_by_ranks(cases: Mapping[str, Mapping[str, Any]], folder: Path) -> dict[str, Said]:
+    """What both ranks say in each case. folder: of the models, by name."""
+    asked = [{**case, "model": str(folder / case["model"])} for case in cases.values()]
+    arguments = ["2", str(folder / f"meeting-{len(cases)}"), json.dumps(asked)]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.support.gpu_rank", str(rank), *arguments],
@@ -38,49 +50,71 @@ def tokens_of_ranks(folder: Path, num_ranks: int, rendezvous: Path, shape: str, 
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(num_ranks)
+        for rank in range(2)
     ]
     said = []
     for rank in ranks:
         out, errors = rank.communicate(timeout=280)
         assert rank.returncode == 0, errors[-3000:]
         said.append(json.loads(out.splitlines()[-1]))
-    assert all(tokens == said[0] for tokens in said)
-    return said[0]
+    assert said[0] == said[1]
+    return dict(zip(cases, said[0], strict=True))
 
 
-def tokens_of_cpu(folder: Path) -> list[list[int]]:
-    spec = build_spec(load_config(folder))
-    runner = ModelRunner(load_decoder(folder, spec, max_model_len=32), KVPool(spec.kv_layers, 24, 4, torch.float32))
-    scheduler = Scheduler(
-        [PrefixCache(24, 4)], max_num_seqs=4, max_num_batched_tokens=8, max_num_queued_reqs=9, max_model_len=32
+def tokens_of(said: Said) -> list[list[int]]:
+    return [[token for token, _ in request] for request in said]
+
+
+def logprobs_of(said: Said) -> list[float]:
+    return [logprob for request in said for _, logprob in request]
+
+
+def said_on_cpu(folder: Path) -> Said:
+    spec = spec_of(folder)
+    runner = ModelRunner(
+        load_decoder(folder, spec, max_model_len=MAX_LEN), KVPool(spec.kv_layers, 24, 4, torch.float32)
     )
-    for number, prompt in enumerate(ARRIVED):
-        scheduler.add(Request(f"{number}", array("i", prompt), SamplingParams(max_tokens=3, temperature=0.0)))
-    tokens: list[list[int]] = [[] for _ in ARRIVED]
-    steps = PlainSteps(scheduler, LocalExecutor(runner))
-    while (outputs := steps.advance()) is not None:
-        for output in outputs:
-            if output.token_id is not None:
-                tokens[int(output.request.request_id)].append(output.token_id)
-    return tokens
+    return serve(RankCase(str(folder)), KvBudget(24, MAX_LEN), 1, LocalExecutor(runner).run)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks here are for the interpreter")
-@pytest.mark.parametrize(
-    ("case", "shape", "redundant"),
-    [
-        ("qwen3_moe", "alltoall", 0),
-        ("glm4_moe", "allgather", 0),
-        pytest.param("qwen3_moe", "allgather", 4, marks=pytest.mark.long),
-        pytest.param("glm4_moe", "alltoall", 4, marks=pytest.mark.long),
-    ],
-)
-def test_two_ranks_give_the_tokens_of_one_and_of_the_cpu(tmp_path: Path, case: str, shape: str, redundant: int) -> None:
-    folder = tmp_path / case
-    folder.mkdir()
-    save(case, folder)
-    expected = tokens_of_cpu(folder)
-    assert tokens_of_ranks(folder, 2, tmp_path / "two", shape, redundant) == expected
-    if shape == "alltoall":
-        assert tokens_of_ranks(folder, 1, tmp_path / "one", shape, 0) == expected
+def said_by_one_gpu(case: Mapping[str, Any], folder: Path, device: torch.device) -> Said:
+    asked = RankCase(**{**case, "model": str(folder / case["model"])})
+    spec = spec_of(Path(asked.model))
+    one = load_gpu_model(Path(asked.model), spec, torch.float32, asked.settings(spec), lambda done, total: None, device)
+    return serve(asked, one.kv, 1, LocalExecutor(one.runner).run)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("qwen3_moe", "glm4_moe"):
+        (folder / name).mkdir()
+        save(name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def of_two(models: Path) -> dict[str, Said]:
+    return said_by_ranks(CASES, models)
+
+
+def test_two_ranks_give_the_tokens_of_the_cpu(models: Path, of_two: dict[str, Said]) -> None:
+    for name in ("plain", "gathered"):
+        assert tokens_of(of_two[name]) == tokens_of(said_on_cpu(models / CASES[name]["model"]))
+
+
+@pytest.mark.parametrize("name", ["fp8-kv", "int4"])
+def test_two_ranks_quantise_as_one_gpu_does(
+    name: str, of_two: dict[str, Said], models: Path, device: torch.device
+) -> None:
+    found, expected = of_two[name], said_by_one_gpu(CASES[name], models, device)
+    assert tokens_of(found) == tokens_of(expected)
+    assert logprobs_of(found) == pytest.approx(logprobs_of(expected), abs=1e-5)
+    # What is rounded shows.
+    assert abs(of_two["plain"][0][0][1] - found[0][0][1]) > 1e-3
+
+
+@pytest.mark.long
+def test_replicas_change_no_token(models: Path) -> None:
+    for name, said in said_by_ranks(REPLICAS, models).items():
+        assert tokens_of(said) == tokens_of(said_on_cpu(models / REPLICAS[name]["model"]))

@@ -1,0 +1,95 @@
+"""Requests that several ranks on GPUs are asked, and the engine's loop over whatever computes them.
+
+Prompts come one after the other, so that at first one rank has nothing to do; the third finds the first's prefix.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from moeserve.cuda.attention_kernels import kv_dtype_of
+from moeserve.cuda.gpu_model import GpuSettings
+from moeserve.kv_budget import KvBudget
+from moeserve.kv_pool import kv_block_bytes
+from moeserve.models.spec import DecoderSpec
+from moeserve.plan import StepPlan, StepResult
+from moeserve.request import Request, SamplingParams
+from moeserve.scheduler import Scheduler
+from radix_cache import PrefixCache
+
+MAX_LEN, NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 32, 24, 4, 4, 8
+ARRIVALS = {
+    0: [[3, 14, 15, 92, 65, 35, 89, 79, 32]],
+    2: [[27, 18], [3, 14, 15, 92, 65, 35, 89, 7]],
+    4: [[41, 42, 43, 44, 45, 46]],
+}
+# Of each request: its tokens, each with its log probability.
+Said = list[list[tuple[int, float]]]
+Run = Callable[[list[StepPlan]], list[StepResult]]
+
+
+@dataclass(frozen=True)
+class RankCase:
+    """model: its folder. shape: of dispatch. redundant: replicas of experts. The others as the settings of serving.
+
+    num_requests, max_tokens: how many arrive, and how much each is told.
+    """
+
+    model: str
+    shape: str = "alltoall"
+    redundant: int = 0
+    expert_quantization: str = "none"
+    kv_cache_dtype: str = "auto"
+    num_requests: int = sum(map(len, ARRIVALS.values()))
+    max_tokens: int = 3
+
+    def settings(self, spec: DecoderSpec) -> GpuSettings:
+        kv_dtype = kv_dtype_of(self.kv_cache_dtype)
+        memory = NUM_BLOCKS * kv_block_bytes(spec.kv_layers, BLOCK_SIZE, kv_dtype or torch.float32)
+        return GpuSettings(
+            BLOCK_SIZE,
+            MAX_SEQS,
+            MAX_TOKENS,
+            MAX_LEN,
+            memory,
+            0.9,
+            enforce_eager=True,
+            hears_gates=True,
+            kv_dtype=kv_dtype,
+            expert_quantization=self.expert_quantization,
+        )
+
+
+def serve(case: RankCase, kv: KvBudget, num_ranks: int, run: Run) -> Said:
+    """What the requests are told by ranks with this much memory each. run: computes the plans of all."""
+    scheduler = Scheduler(
+        [PrefixCache(kv.num_blocks, BLOCK_SIZE) for _ in range(num_ranks)],
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_num_queued_reqs=9,
+        max_model_len=MAX_LEN,
+    )
+    sampling = SamplingParams(max_tokens=case.max_tokens, temperature=0.0, logprobs=0)
+    said: Said = []
+    idle_steps = 0
+    for step in range(100):
+        for prompt in ARRIVALS.get(step, ())[: case.num_requests - len(said)]:
+            scheduler.add(Request(f"{len(said)}", array("i", prompt), sampling))
+            said.append([])
+        plans = scheduler.schedule()
+        if plans is None:
+            if step > max(ARRIVALS):
+                break
+            continue
+        idle_steps += any(not plan.chunks for plan in plans)
+        for output in scheduler.commit(plans, run(plans)):
+            assert output.error is None
+            if output.token_id is not None and output.logprobs is not None:
+                said[int(output.request.request_id)].append((output.token_id, output.logprobs.logprob))
+    scheduler.check_idle()
+    assert num_ranks == 1 or idle_steps > 0
+    return said
