@@ -151,6 +151,22 @@ def split_candidates(shape: AttentionShape) -> list[SplitConfig]:
     return [own, *(config for config in others if config != own and shape.fits(config))][:MAX_CANDIDATES]
 
 
+def extend_candidates(shape: AttentionShape) -> list[ExtendConfig]:
+    """The same for short extends; none where the table packs none."""
+    own = shape.extend()
+    if not own.max_query_len:
+        return []
+    others = [
+        replace(own.split, rows=rows, tile=tile, num_warps=num_warps, num_stages=num_stages)
+        for tile, num_stages, num_warps, rows in product(
+            (64, 32, 128), (3, 2, 4), (4, 8), (own.split.rows, own.split.rows // 2)
+        )
+        if tile <= max(shape.block_size, 64)
+    ]
+    fitting = [own.split, *(split for split in others if split != own.split and shape.fits(split))]
+    return [replace(own, split=split) for split in fitting[:MAX_CANDIDATES]]
+
+
 def prefill_candidates(shape: AttentionShape) -> list[PrefillConfig]:
     """The same for long prompts."""
     own = shape.prefill(SHORT_QUERIES + 1)

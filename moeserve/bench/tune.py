@@ -8,7 +8,7 @@ from typing import get_args
 import click
 
 from kernels.gpu.moe_config import WeightFormat
-from moeserve.bench.tune_kernels import BLOCK_SIZE, GROUP_SIZE, Sizes, TuneError, parse_sizes
+from moeserve.bench.tune_kernels import BLOCK_SIZE, GROUP_SIZE, KV_CACHE_DTYPES, Sizes, TuneError, parse_sizes
 from moeserve.bench.tune_kernels import tune as tune_kernels
 
 
@@ -38,6 +38,12 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> Siz
     "--block-size", type=click.IntRange(min=1), default=BLOCK_SIZE, help="Tokens per KV block, for a MODEL's attention."
 )
 @click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(KV_CACHE_DTYPES),
+    default=KV_CACHE_DTYPES[0],
+    help="How keys and values are stored, for a MODEL's attention; auto: as the activations are.",
+)
+@click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), help="File for the experts.  [default: in the cache]"
 )
 def tune(
@@ -46,6 +52,7 @@ def tune(
     weights: WeightFormat,
     group_size: int,
     block_size: int,
+    kv_cache_dtype: str,
     out: Path | None,
 ) -> None:
     """Measure the kernels of MODEL's attention and experts on this GPU and keep the fastest configurations for serving.
@@ -55,6 +62,6 @@ def tune(
     if (model is None) == (sizes is None):
         raise click.UsageError("Give either a MODEL or --shape.")
     try:
-        tune_kernels(model, sizes, weights, group_size, block_size, out)
+        tune_kernels(model, sizes, weights, group_size, block_size, kv_cache_dtype, out)
     except TuneError as error:
         raise click.ClickException(str(error)) from error

@@ -1,23 +1,45 @@
-"""Times the candidates of decode and prefill attention for one shape on the GPU and keeps the fastest of each."""
+"""Times candidates of decodes, short extends and prefills for one shape on the GPU and keeps the fastest of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from kernels.gpu.attention_config import PrefillConfig, SplitConfig
-from kernels.gpu.attention_tuning import AnyConfig, AttentionShape, prefill_candidates, split_candidates
-from moeserve.bench.kernel_attention import PreparedAttention, prepare
+from kernels.gpu.attention_config import SHORT_QUERIES, ExtendConfig
+from kernels.gpu.attention_tuning import (
+    AnyConfig,
+    AttentionShape,
+    extend_candidates,
+    prefill_candidates,
+    split_candidates,
+)
+from moeserve.bench.kernel_attention import prepare
 from moeserve.bench.kernel_cases_attention import AttentionCase, Kind
 from moeserve.bench.tune_moe import Report, TimeUs, median_us
 
-# What is timed: sequences and their lengths.
-DECODE, PREFILL = (64, 4096), (2, 4096)
 Found = dict[str, tuple[AnyConfig, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences with as many positions cached and as many new tokens each."""
+
+    num_seqs: int
+    num_cached: int
+    num_new: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """What is timed of each kind."""
+
+    decode: Batch = Batch(64, 4095, 1)
+    extend: Batch = Batch(64, 4096, 8)
+    prefill: Batch = Batch(2, 0, 4096)
 
 
 def tune_attention(
@@ -27,32 +49,73 @@ def tune_attention(
     *,
     time_us: TimeUs = median_us,
     report: Report = lambda line: None,
-    decode: tuple[int, int] = DECODE,
-    prefill: tuple[int, int] = PREFILL,
+    batches: Batches | None = None,
 ) -> Found:
-    """The fastest configurations by name ("decode", "prefill"), each with its time. Takes memory for one case."""
-    found: Found = {}
-    of_decode, of_prefill = _case(shape, "decode", decode), _case(shape, "prefill", prefill)
-    found["decode"] = _fastest(
-        [(split, partial(prepare, of_decode, device, num_sms, config=split)) for split in split_candidates(shape)],
-        time_us,
-    )
-    report(f"decode of {decode[0]} x {decode[1]}: {found['decode'][1]:.1f} us")
-    found["prefill"] = _fastest(
-        [(own, partial(prepare, of_prefill, device, num_sms, config=own)) for own in prefill_candidates(shape)],
-        time_us,
-    )
-    report(f"prefill of {prefill[0]} x {prefill[1]}: {found['prefill'][1]:.1f} us")
+    """The fastest configurations by name, each with its time: "decode", "prefill" and, where the table packs any
+    extends, "extend". Takes memory for one batch. Raises RuntimeError where nothing runs.
+
+    Which extends are packed is measured too: up to the most new tokens with which that is faster than a prefill.
+    """
+    batches = batches or Batches()
+    tuner = _Tuner(shape, device, num_sms, time_us, report)
+    found: Found = {"decode": tuner.fastest("decode", batches.decode, split_candidates(shape))}
+    packings = extend_candidates(shape)
+    if packings:
+        config, time = tuner.fastest("extend", batches.extend, packings)
+        assert isinstance(config, ExtendConfig)
+        found["extend"] = replace(config, max_query_len=tuner.longest_packed(config, batches.extend)), time
+    found["prefill"] = tuner.fastest("prefill", batches.prefill, prefill_candidates(shape))
     return found
 
 
-def _case(shape: AttentionShape, kind: Kind, size: tuple[int, int]) -> AttentionCase:
-    batch, length = size
+class _Tuner:
+    """Times configurations of one shape on one device."""
+
+    def __init__(
+        self, shape: AttentionShape, device: torch.device, num_sms: int, time_us: TimeUs, report: Report
+    ) -> None:
+        self._shape, self._device, self._num_sms = shape, device, num_sms
+        self._time_us, self._report = time_us, report
+
+    def fastest(self, kind: Kind, batch: Batch, configs: Sequence[AnyConfig]) -> tuple[AnyConfig, float]:
+        """Those that do not run are skipped, since what fits is only known to the compiler."""
+        timed: list[tuple[float, AnyConfig]] = []
+        for config in configs:
+            try:
+                timed.append((self._time(kind, batch, config), config))
+            except (OutOfResources, PTXASError):
+                continue
+        if not timed:
+            raise RuntimeError(f"no candidate of {kind} attention runs on this device")
+        time, config = min(timed, key=lambda entry: entry[0])
+        self._report(f"{kind} of {batch.num_new} tokens over {batch.num_cached} x {batch.num_seqs}: {time:.1f} us")
+        return config, time
+
+    def longest_packed(self, config: ExtendConfig, batch: Batch) -> int:
+        """The most new tokens, by powers of two, up to which packing them beats a prefill; 0 if it never does."""
+        longest, num_new = 0, 2
+        while num_new <= SHORT_QUERIES:
+            of_length = replace(batch, num_new=num_new)
+            packed = self._time("extend", of_length, config)
+            prefilled = self._time("prefill", of_length, self._shape.prefill(num_new))
+            self._report(f"{num_new} new tokens: packed {packed:.1f} us, as a prefill {prefilled:.1f} us")
+            if packed >= prefilled:
+                break
+            longest, num_new = num_new, 2 * num_new
+        return longest
+
+    def _time(self, kind: Kind, batch: Batch, config: AnyConfig) -> float:
+        prepared, sets = prepare(_case(self._shape, kind, batch), self._device, self._num_sms, config=config), count()
+        # Every run takes other keys and values, so that the cache is cold.
+        return self._time_us(lambda: prepared.run(next(sets)))
+
+
+def _case(shape: AttentionShape, kind: Kind, batch: Batch) -> AttentionCase:
     return AttentionCase(
-        f"{kind} {batch} x {length}",
         kind,
-        (length,) * batch,
-        (1 if kind == "decode" else length,) * batch,
+        kind,
+        (batch.num_cached + batch.num_new,) * batch.num_seqs,
+        (batch.num_new,) * batch.num_seqs,
         shape.num_heads,
         shape.kv_heads,
         shape.key_dim,
@@ -62,21 +125,3 @@ def _case(shape: AttentionShape, kind: Kind, size: tuple[int, int]) -> Attention
         shape.dtype,
         latent=shape.kv_heads == 1 and shape.key_dim > shape.value_dim,
     )
-
-
-def _fastest(
-    candidates: list[tuple[SplitConfig | PrefillConfig, Callable[[], PreparedAttention]]], time_us: TimeUs
-) -> tuple[SplitConfig | PrefillConfig, float]:
-    """Those that do not run are skipped, since what fits is only known to the compiler."""
-    timed: list[tuple[float, SplitConfig | PrefillConfig]] = []
-    for config, make in candidates:
-        prepared, sets = make(), count()
-        try:
-            # Every run takes other keys and values, so that the cache is cold.
-            timed.append((time_us(lambda prepared=prepared, sets=sets: prepared.run(next(sets))), config))  # type: ignore[misc]
-        except (OutOfResources, PTXASError):
-            continue
-    if not timed:
-        raise RuntimeError("no candidate of attention runs on this device")
-    time, config = min(timed, key=lambda entry: entry[0])
-    return config, time

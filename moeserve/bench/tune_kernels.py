@@ -19,6 +19,8 @@ from moeserve.models.errors import ModelError
 from moeserve.models.spec import DecoderSpec
 
 BLOCK_SIZE, GROUP_SIZE = 16, 128
+# As `moeserve serve` calls them; what they stand for is `moeserve.cuda.attention_kernels.kv_dtype_of`.
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 Sizes = tuple[int, int, int, int]
 _SHAPE = re.compile(r"(\d+),(\d+),(\d+),(\d+)")
 
@@ -35,12 +37,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weights", choices=get_args(WeightFormat), default="bfloat16")
     parser.add_argument("--group-size", type=int, default=GROUP_SIZE)
     parser.add_argument("--block-size", type=int, default=BLOCK_SIZE)
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default=KV_CACHE_DTYPES[0])
     parser.add_argument("--out", type=Path, help="file for the experts")
     options = parser.parse_args(arguments)
     if (options.model is None) == (options.shape is None):
         parser.error("give either a model or --shape")
     try:
-        tune(options.model, options.shape, options.weights, options.group_size, options.block_size, options.out)
+        tune(
+            options.model,
+            options.shape,
+            options.weights,
+            options.group_size,
+            options.block_size,
+            options.kv_cache_dtype,
+            options.out,
+        )
     except TuneError as error:
         print(error, file=sys.stderr)
         return 1
@@ -59,9 +70,18 @@ def parse_sizes(text: str) -> Sizes:
 
 
 def tune(
-    model: str | None, sizes: Sizes | None, weights: WeightFormat, group_size: int, block_size: int, out: Path | None
+    model: str | None,
+    sizes: Sizes | None,
+    weights: WeightFormat,
+    group_size: int,
+    block_size: int,
+    kv_cache_dtype: str,
+    out: Path | None,
 ) -> None:
-    """Tunes the attention and experts of `model`, or experts of `sizes`. Prints what it does. Raises TuneError."""
+    """Tunes the attention and experts of `model`, or experts of `sizes`. Prints what it does. Raises TuneError.
+
+    kv_cache_dtype: one of `KV_CACHE_DTYPES`.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -75,7 +95,7 @@ def tune(
     if spec is not None:
         if block_size & (block_size - 1):
             raise TuneError(f"The block size {block_size} is not a power of two.")
-        _tune_attention(spec, block_size, weights)
+        _tune_attention(spec, block_size, weights, kv_cache_dtype)
     if sizes is not None:
         experts, width, hidden, top_k = sizes
         _tune_experts(MoeShape(experts, width, hidden, top_k, weights, group), out)
@@ -103,21 +123,27 @@ def _folder_of(model: str) -> Path:
     return resolve_model(model)
 
 
-def _tune_attention(spec: DecoderSpec, block_size: int, weights: WeightFormat) -> None:
+def _tune_attention(spec: DecoderSpec, block_size: int, weights: WeightFormat, kv_cache_dtype: str) -> None:
     """For activations as wide as the weights, and for bfloat16 where weights are quantised."""
     import torch
 
     from kernels.gpu.attention_tuning import write_attention
     from kernels.gpu.tuning import file_name
     from moeserve.bench.tune_attention import tune_attention
-    from moeserve.cuda.attention_kernels import attention_shape
+    from moeserve.cuda.attention_kernels import attention_shape, kv_dtype_of
     from moeserve.cuda.expert_kernels import platform_of, tuned_folder
 
     device = torch.device("cuda")
-    dtypes = {"float32": torch.float32, "float16": torch.float16}
-    shape, platform = attention_shape(spec, block_size, dtypes.get(weights, torch.bfloat16)), platform_of(device)
+    dtypes: dict[WeightFormat, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
+    dtype, kv_dtype = dtypes.get(weights, torch.bfloat16), kv_dtype_of(kv_cache_dtype)
+    if kv_dtype is not None and dtype == torch.float32:
+        raise TuneError(f"Nothing is served in float32 over keys and values in {kv_cache_dtype}.")
+    shape, platform = attention_shape(spec, block_size, dtype, kv_dtype), platform_of(device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    found = tune_attention(shape, device, num_sms, report=print)
+    try:
+        found = tune_attention(shape, device, num_sms, report=print)
+    except RuntimeError as error:
+        raise TuneError(f"Attention cannot be tuned: {error}.") from error
     path = tuned_folder() / file_name(shape, platform)
     with _written(path):
         write_attention(path, shape, platform, found)

@@ -1,6 +1,7 @@
 """Measured configurations of attention: what is timed, what is written, what serving takes of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,14 @@ from kernels.gpu.attention_tuning import (
     MAX_CANDIDATES,
     AttentionConfigs,
     AttentionShape,
+    extend_candidates,
     prefill_candidates,
     read_attention,
     split_candidates,
     write_attention,
 )
 from kernels.gpu.tuning import Platform, TuningError, file_name
-from moeserve.bench.tune_attention import tune_attention
+from moeserve.bench.tune_attention import Batch, Batches, tune_attention
 from moeserve.cuda.batches import AttentionLimits
 from moeserve.models.families import build_spec
 from moeserve.models.hf_config import load_config
@@ -108,7 +110,10 @@ def test_extends_are_packed_while_that_halves_the_rows(shape, tokens_per_tile, m
     "shape", [SHAPE, AttentionShape(128, 1, 576, 512, 64, BF16, BF16), AttentionShape(8, 2, 64, 64, 16, BF16, BF16)]
 )
 def test_few_candidates_are_timed_and_all_of_them_fit(shape):
-    for candidates in (split_candidates(shape), prefill_candidates(shape)):
+    extends = extend_candidates(shape)
+    assert extends[0] == shape.extend()
+    assert {config.max_query_len for config in extends} == {shape.extend().max_query_len}
+    for candidates in (split_candidates(shape), [config.split for config in extends], prefill_candidates(shape)):
         assert 1 < len(candidates) <= MAX_CANDIDATES
         assert len(set(candidates)) == len(candidates)
         assert all(shape.fits(config) for config in candidates)
@@ -116,29 +121,83 @@ def test_few_candidates_are_timed_and_all_of_them_fit(shape):
     assert prefill_candidates(shape)[0] == shape.prefill(65)
 
 
-def test_the_tuner_keeps_the_fastest_of_all_that_it_timed(monkeypatch):
-    shape = AttentionShape(4, 2, 32, 32, 16, BF16, BF16)
+def three_candidates(monkeypatch):
+    """Of each kind, on one set of keys and values."""
     monkeypatch.setattr("moeserve.bench.kernel_attention._COLD_BYTES", 1)
-    for name in ("split_candidates", "prefill_candidates"):
+    for name in ("split_candidates", "extend_candidates", "prefill_candidates"):
         every = getattr(tune_attention_module, name)
         monkeypatch.setattr(tune_attention_module, name, lambda shape, every=every: every(shape)[:3])
+
+
+SMALL = AttentionShape(4, 2, 32, 32, 16, BF16, BF16)
+SMALL_BATCHES = Batches(Batch(2, 39, 1), Batch(2, 40, 3), Batch(1, 0, 20))
+
+
+@pytest.mark.parametrize("shape", [SMALL, replace(SMALL, kv_dtype=torch.float8_e4m3fn)], ids=["bf16", "fp8"])
+def test_the_tuner_keeps_the_fastest_of_all_that_it_timed(shape, monkeypatch):
+    three_candidates(monkeypatch)
     outputs = []
 
     def time_us(call):
         outputs.append(call().float().clone())
-        return 10.0 - len(outputs)
+        return 100.0 - len(outputs)
 
-    found = tune_attention(shape, CPU, 4, time_us=time_us, decode=(2, 40), prefill=(1, 20))
-    assert len(outputs) == 6
-    assert found["decode"] == (split_candidates(shape)[2], 7.0)
-    assert found["prefill"] == (prefill_candidates(shape)[2], 4.0)
-    # All candidates compute the same attention.
-    for first in (0, 3):
-        for other in outputs[first + 1 : first + 3]:
-            torch.testing.assert_close(other, outputs[first], rtol=2e-2, atol=2e-2)
+    found = tune_attention(shape, CPU, 4, time_us=time_us, batches=SMALL_BATCHES)
+    # Three of each kind, and an extend of two tokens both ways, of which the latter was the faster.
+    assert len(outputs) == 11
+    assert found["decode"] == (split_candidates(shape)[2], 97.0)
+    assert found["extend"] == (replace(extend_candidates(shape)[2], max_query_len=0), 94.0)
+    assert found["prefill"] == (prefill_candidates(shape)[2], 89.0)
+    # All candidates compute the same attention, and so do packing and prefill.
+    for same in (outputs[:3], outputs[3:6], outputs[6:8], outputs[8:]):
+        for other in same[1:]:
+            torch.testing.assert_close(other, same[0], rtol=2e-2, atol=2e-2)
 
 
-def test_the_command_writes_where_serving_looks(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("prefill_us", "longest"), [(5.0, 0), (20.0, 8), (1000.0, 64)])
+def test_extends_are_packed_up_to_where_a_prefill_was_faster(prefill_us, longest, monkeypatch):
+    """With times of one microsecond per token of each sequence, and one time for every prefill."""
+
+    class Prepared:
+        def __init__(self, case):
+            self.case = case
+
+        def run(self, index):
+            return prefill_us if self.case.kind == "prefill" else 2.0 * self.case.query_lens[0] + 2
+
+    three_candidates(monkeypatch)
+    monkeypatch.setattr(tune_attention_module, "prepare", lambda case, *args, config: Prepared(case))
+    config, time = tune_attention(SMALL, CPU, 4, time_us=lambda call: call(), batches=SMALL_BATCHES)["extend"]
+    assert (config.max_query_len, time) == (longest, 8.0)
+
+
+def test_what_the_table_does_not_pack_is_not_tuned(monkeypatch):
+    three_candidates(monkeypatch)
+    shape = AttentionShape(4, 4, 256, 256, 64, torch.float32, torch.float32)
+    monkeypatch.setattr(tune_attention_module, "prepare", lambda *args, config: None)
+    found = tune_attention(shape, CPU, 4, time_us=lambda call: 1.0)
+    assert set(found) == {"decode", "prefill"}
+
+
+def test_a_file_without_extends_leaves_them_to_the_table(tmp_path):
+    """As files were before extends were tuned."""
+    path = write(tmp_path, found={"decode": OWN["decode"], "prefill": OWN["prefill"]})
+    configs = AttentionConfigs(SHAPE, read_attention(path, SHAPE, PLATFORM))
+    assert configs.split() == OWN["decode"][0]
+    assert configs.extend() == SHAPE.extend()
+
+
+def test_keys_and_values_of_another_width_have_a_file_of_their_own(tmp_path):
+    write(tmp_path)
+    fp8 = replace(SHAPE, kv_dtype=torch.float8_e4m3fn)
+    assert file_name(fp8, PLATFORM) != file_name(SHAPE, PLATFORM)
+    assert AttentionConfigs.find(fp8, PLATFORM, (tmp_path,)).split() == fp8.split()
+    with pytest.raises(TuningError, match="float8_e4m3fn"):
+        read_attention(tmp_path / file_name(SHAPE, PLATFORM), fp8, PLATFORM)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_the_command_writes_where_serving_looks(kv_cache_dtype, monkeypatch, tmp_path):
     pytest.importorskip("msgspec", reason="finding a model by name needs the whole service")
     save("llama", tmp_path / "model")
     platform = expert_kernels.platform_of(CPU)
@@ -148,17 +207,33 @@ def test_the_command_writes_where_serving_looks(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Gpu", (), {"multi_processor_count": 132}))
     monkeypatch.setattr(expert_kernels, "platform_of", lambda device: platform)
     monkeypatch.setattr(attention_kernels, "platform_of", lambda device: platform)
-    own = {"decode": (SplitConfig(16, 16, 8, 2), 7.0), "prefill": (PrefillConfig(64, 16, 4, 2), 90.0)}
+    own = {
+        "decode": (SplitConfig(16, 16, 8, 2), 7.0),
+        "extend": (ExtendConfig(SplitConfig(32, 16, 4, 2), 8), 9.0),
+        "prefill": (PrefillConfig(64, 16, 4, 2), 90.0),
+    }
     monkeypatch.setattr(tune_attention_module, "tune_attention", lambda *args, **options: own)
-    result = invoke("tune", str(tmp_path / "model"), "--block-size", "16")
+    result = invoke("tune", str(tmp_path / "model"), "--block-size", "16", "--kv-cache-dtype", kv_cache_dtype)
     assert result.exit_code == 0, result.output
     (path,) = (tmp_path / "tuned").iterdir()
     assert result.output == f"Wrote {path}\n"
     spec = build_spec(load_config(tmp_path / "model"))
-    tuned = attention_kernels.tuned_attention(attention_kernels.attention_shape(spec, 16, BF16), CPU)
-    limits = AttentionLimits(spec, 16, 64, BF16, CPU, tuned)
+    kv_dtype = attention_kernels.kv_dtype_of(kv_cache_dtype)
+    tuned = attention_kernels.tuned_attention(attention_kernels.attention_shape(spec, 16, BF16, kv_dtype), CPU)
+    limits = AttentionLimits(spec, 16, 64, BF16, CPU, tuned, kv_dtype)
     assert limits.prefill(100) == own["prefill"][0]
     assert {work.config for work in limits.works(2).values()} == {own["decode"][0]}
+    assert {work.config for work in limits.extend_works(2).values()} == {own["extend"][0].split}
+    assert limits.extends(2).max_query_len == 8
+
+
+def test_fp8_keys_under_float32_are_refused_in_one_sentence(monkeypatch, tmp_path):
+    pytest.importorskip("msgspec", reason="finding a model by name needs the whole service")
+    save("llama", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    result = invoke("tune", str(tmp_path), "--weights", "float32", "--kv-cache-dtype", "fp8_e4m3")
+    assert result.exit_code == 1
+    assert result.output == "Error: Nothing is served in float32 over keys and values in fp8_e4m3.\n"
 
 
 def test_a_block_size_that_is_no_power_of_two_is_one_sentence(monkeypatch, tmp_path):
