@@ -93,11 +93,11 @@ class LayerResidency:
 
     def resident(self) -> list[int]:
         """The experts that are ready, in ascending order."""
-        return sorted(expert for expert in self.contents() if expert >= 0)
+        return sorted([slot.expert for slot in self._slots if slot.state is SlotState.READY])
 
     def loading(self) -> list[int]:
         """The experts that are on their way into a slot, in ascending order."""
-        return sorted(slot.expert for slot in self._slots if slot.state is SlotState.LOADING)
+        return sorted([slot.expert for slot in self._slots if slot.state is SlotState.LOADING])
 
     def access(self, experts: Iterable[int]) -> Access:
         """Decides one event at once: what is there, what is missing, who makes room. Members are never victims.
@@ -112,26 +112,23 @@ class LayerResidency:
         self._policy.touch(members)
         for slot in self._slots:
             slot.awaited = False
-        of_state: dict[SlotState, list[int]] = {state: [] for state in SlotState}
+        ready: list[int] = []
+        loading: list[int] = []
+        missing: list[int] = []
         used_prefetches = []
         for expert in members:
-            of_state[self.state_of(expert)].append(expert)
             number = self._slot_of.get(expert)
-            if number is not None:
-                slot = self._slots[number]
-                slot.references = 1
-                if slot.unused:
-                    used_prefetches.append(expert)
-                    slot.unused = False
-        missing = of_state[SlotState.EMPTY]
+            if number is None:
+                missing.append(expert)
+                continue
+            slot = self._slots[number]
+            slot.references = 1
+            (ready if slot.state is SlotState.READY else loading).append(expert)
+            if slot.unused:
+                used_prefetches.append(expert)
+                slot.unused = False
         self._waiting.extend(missing)
-        return Access(
-            tuple(of_state[SlotState.READY]),
-            tuple(of_state[SlotState.LOADING]),
-            tuple(missing),
-            self._place_waiting(),
-            tuple(used_prefetches),
-        )
+        return Access(tuple(ready), tuple(loading), tuple(missing), self._place_waiting(), tuple(used_prefetches))
 
     def release(self, experts: Sequence[int]) -> tuple[Load, ...]:
         """Members of the event are computed and may be evicted; returns the loads for which there is room now."""

@@ -51,6 +51,11 @@ def follows_requests(choice: str) -> bool:
     return not _FOLLOW_REQUESTS.isdisjoint(source_names(choice))
 
 
+def only_gates(choice: str) -> bool:
+    """Whether nothing is said before a gate was heard, and nothing but what gates say."""
+    return all(name.startswith("gate-") for name in source_names(choice))
+
+
 def make_source(choice: str, learnt: LearntAffinity) -> CombinedSource:
     """The calibrated source behind the predictor of a choice."""
     return _combined(_sources(choice, learnt), learnt.statistics.spec)

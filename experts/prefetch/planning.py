@@ -83,25 +83,27 @@ class PrefetchPlanner:
 
         loads_per_layer: how many experts the link can bring while one layer is computed, as measured.
         """
-        taken = self._take(layer, expected, loads_per_layer)
-        for distance, scores in enumerate(expected, start=1):
-            if not scores.any():
+        # There are few experts and many looks at one of them: lists are faster than arrays.
+        by_distance: list[list[float]] = [scores.tolist() for scores in expected]
+        taken = self._take(layer, by_distance, loads_per_layer)
+        for distance, scores in enumerate(by_distance, start=1):
+            if not any(scores):
                 continue
             target = layer + distance
             wanted = [candidate.expert for candidate in taken if candidate.distance == distance]
             named = wanted + self._kept(self._control.layers[target], scores, wanted)
-            named.sort(key=lambda expert: -float(scores[expert]))
+            named.sort(key=scores.__getitem__, reverse=True)
             if self._rated is not None:
-                self._rated[target].rate(scores.tolist())
+                self._rated[target].rate(scores)
             self._control.predict(target, named, Priority.NEXT_LAYER if distance == 1 else Priority.SPECULATIVE)
 
-    def _kept(self, residency: LayerResidency, scores: Float, wanted: list[int]) -> list[int]:
+    def _kept(self, residency: LayerResidency, scores: list[float], wanted: list[int]) -> list[int]:
         """Who may not make room for `wanted`, and whose copy goes on."""
-        least = min((float(scores[expert]) for expert in wanted), default=1.0) - self.rules.margin
+        least = min((scores[expert] for expert in wanted), default=1.0) - self.rules.margin
         ready = [expert for expert in residency.resident() if scores[expert] > least]
         return ready + [expert for expert in residency.loading() if scores[expert] >= self.rules.keep_probability]
 
-    def _take(self, layer: int, scores: list[Float], loads_per_layer: float) -> list[_Candidate]:
+    def _take(self, layer: int, scores: list[list[float]], loads_per_layer: float) -> list[_Candidate]:
         """The absent experts to ask for."""
         candidates = []
         for distance, of_layer in enumerate(scores, start=1):
@@ -121,21 +123,21 @@ class PrefetchPlanner:
                 taken.append(candidate)
         return taken
 
-    def _candidates(self, residency: LayerResidency, scores: Float, distance: int) -> list[_Candidate]:
+    def _candidates(self, residency: LayerResidency, scores: list[float], distance: int) -> list[_Candidate]:
         """Absent experts worth a copy, and those that are being copied, which take time on the link as well."""
-        ready = residency.resident()
+        begun = [expert for expert in residency.loading() if scores[expert] >= self.rules.keep_probability]
+        found = [_Candidate(scores[expert], distance, expert, begun=True) for expert in begun]
+        likeliest = max(scores)
         needed = self.rules.min_probability
+        if likeliest < needed:
+            return found
+        ready = residency.resident()
         if len(ready) == residency.num_slots:
-            needed = max(needed, float(scores[ready].min()) + self.rules.margin)
-        begun = residency.loading()
-        found = [
-            _Candidate(float(scores[expert]), distance, expert, begun=True)
-            for expert in begun
-            if scores[expert] >= self.rules.keep_probability
-        ]
-        absent = np.flatnonzero(scores >= needed).tolist()
+            needed = max(needed, min(scores[expert] for expert in ready) + self.rules.margin)
+        if likeliest < needed:
+            return found
         return found + [
-            _Candidate(float(scores[expert]), distance, expert, begun=False)
-            for expert in absent
-            if residency.slot_of(expert) is None
+            _Candidate(probability, distance, expert, begun=False)
+            for expert, probability in enumerate(scores)
+            if probability >= needed and residency.slot_of(expert) is None
         ]

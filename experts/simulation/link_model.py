@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from experts.memory.residency_control import ResidencyControl
 from experts.memory.transfers import Transfer
@@ -45,7 +46,7 @@ class SimulatedCopier:
     def run_until(self, time: float) -> None:
         """Copies until `time`; a chunk that is not over by then goes on afterwards."""
         while self._start() and self._chunk_end <= time:
-            self._end_chunk()
+            self._end_chunks(time)
         self.now = max(self.now, time)
 
     def run_until_true(self, condition: Callable[[], bool]) -> None:
@@ -53,32 +54,41 @@ class SimulatedCopier:
         while not condition():
             if not self._start():
                 raise RuntimeError("the computation waits for an expert that nobody loads")
-            self._end_chunk()
+            self._end_chunks(inf)
 
     def _start(self) -> bool:
         """Whether something is being copied from now on."""
         if self._transfer is None:
             self._transfer = self._control.next_transfer()
             if self._transfer is not None:
-                self._chunk_end = self.now + self._link.latency + self._chunk_seconds(self._transfer)
+                self._chunk_end = (
+                    self.now + self._link.latency + self._chunk_seconds(self._expert_bytes - self._transfer.num_moved)
+                )
         return self._transfer is not None
 
-    def _end_chunk(self) -> None:
+    def _end_chunks(self, time: float) -> None:
+        """The chunk that ends by `time`, and those after it that do, as long as they are of the same transfer.
+
+        Whether it has to stop is asked once: until it ends nobody tells the control anything else.
+        """
         transfer = self._transfer
         assert transfer is not None
-        self.now = max(self.now, self._chunk_end)
-        self._control.moved(transfer, self._next_bytes(transfer))
-        if transfer.num_moved == self._expert_bytes:
+        must_stop = self._control.must_stop(transfer)
+        num_left = self._expert_bytes - transfer.num_moved
+        num_before = num_left
+        while self._chunk_end <= time:
+            self.now = max(self.now, self._chunk_end)
+            num_left -= min(self._link.chunk_bytes, num_left)
+            if must_stop or not num_left:
+                break
+            self._chunk_end = self.now + self._chunk_seconds(num_left)
+        self._control.moved(transfer, num_before - num_left)
+        if not num_left:
             self._control.finish(transfer)
             self._transfer = None
-        elif self._control.must_stop(transfer):
+        elif must_stop:
             self._control.stop(transfer)
             self._transfer = None
-        else:
-            self._chunk_end = self.now + self._chunk_seconds(transfer)
 
-    def _next_bytes(self, transfer: Transfer) -> int:
-        return min(self._link.chunk_bytes, self._expert_bytes - transfer.num_moved)
-
-    def _chunk_seconds(self, transfer: Transfer) -> float:
-        return self._next_bytes(transfer) / self._link.bytes_per_second
+    def _chunk_seconds(self, num_left: int) -> float:
+        return min(self._link.chunk_bytes, num_left) / self._link.bytes_per_second

@@ -154,30 +154,31 @@ class Simulation:
 
     def step(self, trace: RoutingTrace, rows: NDArray[np.int64]) -> None:
         """Computes these rows [T] of the trace together."""
+        # A slice is several times faster than an index.
+        part = slice(int(rows[0]), int(rows[0]) + 1) if len(rows) == 1 else rows
+        ids = trace.ids[:, part]
+        weights = np.full(ids.shape[1:], 1 / ids.shape[2], np.float32)
         if self._predictor is not None:
-            self._predictor.begin(trace.token_ids[rows], trace.requests[rows])
+            self._predictor.begin(trace.token_ids[part], trace.requests[part])
             self._plan(BEFORE)
         if self._warmth is not None:
-            self._warmth.begin_step(trace.requests[rows].tolist(), may_ask=True)
-        for layer in range(len(trace.ids)):
+            self._warmth.begin_step(trace.requests[part].tolist(), may_ask=True)
+        for layer, event in enumerate(sorted(set(of_layer)) for of_layer in ids.reshape(len(ids), -1).tolist()):
             self._compute(self._timing.attention)
-            chosen = trace.ids[layer, rows]
-            event = np.unique(chosen).tolist()
             self._control.access(layer, event)
             if self._predictor is not None:
-                weights = np.full(chosen.shape, 1 / chosen.shape[1], np.float32)
-                self._predictor.observe(layer, chosen, weights)
-                self._hear_gates(trace, rows, layer, Tap.EARLY)
+                self._predictor.observe(layer, ids[layer], weights)
+                self._hear_gates(trace, part, layer, Tap.EARLY)
                 self._plan(layer)
             if self._warmth is not None:
                 self._warmth.observed(layer, event)
             self._compute_experts(layer, event)
-            if self._predictor is not None and self._hear_gates(trace, rows, layer, Tap.LATE):
+            if self._predictor is not None and self._hear_gates(trace, part, layer, Tap.LATE):
                 self._plan(layer)
         if self._warmth is not None:
             self._warmth.end_step(())
         if self._learnt is not None:
-            self._learnt.statistics.update(trace.ids[:, rows], trace.token_ids[rows])
+            self._learnt.statistics.update(ids, trace.token_ids[part])
             self._learnt.step_done()
 
     def end(self, requests: Iterable[int]) -> None:
@@ -194,11 +195,12 @@ class Simulation:
             return [expert for expert in remaining if residency.state_of(expert) is SlotState.READY]
 
         while remaining:
-            if not ready():
+            computed = ready()
+            if not computed:
                 self._copier.run_until_true(lambda: bool(ready()))
                 self._stall += self._copier.now - self._now
                 self._now = self._copier.now
-            computed = ready()
+                computed = ready()
             self._compute(self._timing.experts * len(computed) / len(event))
             self._control.release(layer, computed)
             remaining = [expert for expert in remaining if expert not in computed]
@@ -214,7 +216,7 @@ class Simulation:
             self._compute(self._timing.prediction)
             self._planner.request(layer, expected, self._loads_per_layer)
 
-    def _hear_gates(self, trace: RoutingTrace, rows: NDArray[np.int64], layer: int, tap: Tap) -> bool:
+    def _hear_gates(self, trace: RoutingTrace, rows: NDArray[np.int64] | slice, layer: int, tap: Tap) -> bool:
         """Whether there are guesses of this tap, and it is wanted."""
         assert self._predictor is not None
         if tap not in self._taps:

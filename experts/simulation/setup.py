@@ -11,11 +11,13 @@ from experts.memory.eviction import POLICIES, Affinity, EvictionPolicy, Static
 from experts.memory.eviction import POLICY_NAMES as SERVED
 from experts.memory.residency_control import ResidencyControl
 from experts.prediction.choice import make_predictor, taps_of
+from experts.prediction.predictor import Predictor
 from experts.prediction.sources import LearntAffinity
 from experts.prefetch.planning import PrefetchPlanner, PrefetchRules
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from experts.routing.traces import RoutingTrace
 from experts.simulation.belady import Belady
+from experts.simulation.foretold import Foretold, ForetoldPredictor
 from experts.simulation.link_model import LinkModel
 from experts.simulation.replay import LayerTiming, Simulation, SimulationResult, steps_of
 
@@ -60,25 +62,28 @@ def link_for(beta: float, expert_bytes: int, timing: LayerTiming, num_chunks: in
     return LinkModel(expert_bytes / (beta * timing.total), chunk_bytes=max(expert_bytes // num_chunks, 1))
 
 
-def simulate(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup) -> SimulationResult:
+def simulate(
+    learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup, foretold: Foretold | None = None
+) -> SimulationResult:
     """What the held-out requests took. Slots and predictors are warm from the others, and go on learning.
 
     Each token is predicted before it is learnt. The policies `static` (from the load of `learning`) and `belady` (from
     the future) are told what no others know.
+
+    foretold: what the setup's predictor says of `learning` and `held_out`, if it was computed before.
     """
-    spec = StatisticsSpec(len(learning.ids), learning.num_experts, learning.ids.shape[2], max_distance=_HISTORY)
-    learnt = LearntAffinity(RoutingStatistics(spec), _REFRESH_STEPS)
+    num_layers, _, top_k = learning.ids.shape
     policies = _policies(learning, held_out, setup)
     control = ResidencyControl(
-        [setup.num_slots(spec.num_experts, spec.top_k)] * spec.num_layers,
-        spec.num_experts,
+        [setup.num_slots(learning.num_experts, top_k)] * num_layers,
+        learning.num_experts,
         setup.expert_bytes,
         policies.__getitem__,
     )
     if setup.predictor is None:
         simulation = Simulation(control, setup.expert_bytes, setup.link, setup.timing)
     else:
-        predictor, _ = make_predictor(setup.predictor, learnt)
+        predictor, learnt = _predictor(learning, setup.predictor, setup.rules.max_distance, foretold)
         rated = [policy for policy in policies if isinstance(policy, Affinity)]
         planner = PrefetchPlanner(predictor, control, setup.expert_bytes, setup.rules, rated or None)
         simulation = Simulation(
@@ -86,6 +91,19 @@ def simulate(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSe
         )
     simulation.replay(learning, setup.num_streams)
     return simulation.replay(held_out, setup.num_streams)
+
+
+def _predictor(
+    trace: RoutingTrace, choice: str, max_distance: int, foretold: Foretold | None
+) -> tuple[Predictor, LearntAffinity | None]:
+    """And what it learns from, if it still has to."""
+    if foretold is not None:
+        if (foretold.choice, foretold.max_distance) != (choice, max_distance):
+            raise ValueError(f"{foretold.choice} was foretold, and {choice} is to be simulated")
+        return ForetoldPredictor(foretold), None
+    spec = StatisticsSpec(len(trace.ids), trace.num_experts, trace.ids.shape[2], max_distance=_HISTORY)
+    learnt = LearntAffinity(RoutingStatistics(spec), _REFRESH_STEPS)
+    return make_predictor(choice, learnt)[0], learnt
 
 
 def _policies(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup) -> list[EvictionPolicy]:

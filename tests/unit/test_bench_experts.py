@@ -146,10 +146,11 @@ def test_recall_by_predictor_distance_and_control():
 
 
 def test_stall_is_saved_and_an_oracle_saves_more():
-    found = stall.saved(guessed_trace(), 1.0, 200, 0)
-    assert 0.2 < found["stall saved"] < found["with an oracle for the gate"]
-    assert abs(found["uniform control"]) < 0.1
-    assert 0 <= found["bytes moved for nothing"] < 0.3
+    found = stall.saved(guessed_trace(), (1.0, 2.0), 200, 0)
+    assert 0.2 < found[1.0, "stall saved"] < found[1.0, "with an oracle for the gate"]
+    assert abs(found[1.0, "uniform control"]) < 0.1
+    assert 0 <= found[1.0, "bytes moved for nothing"] < 0.3
+    assert found[2.0, "stall saved"] < found[1.0, "stall saved"]
 
 
 def test_a_signature_saves_stall_behind_a_cached_prefix_and_another_one_does_not():

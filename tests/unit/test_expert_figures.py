@@ -11,6 +11,7 @@ from experts.prediction.predictor import Tap
 from experts.prefetch.planning import PrefetchRules
 from experts.routing.synthetic import SyntheticSpec, synthetic_trace
 from experts.routing.traces import GateGuesses, shuffled_control, uniform_control
+from experts.simulation.foretold import Foretold
 from experts.simulation.replay import LayerTiming
 from experts.simulation.setup import POLICY_NAMES, SimulationSetup, link_for, simulate
 
@@ -101,6 +102,23 @@ def test_streams_share_what_a_step_needs():
     together = simulate(learning, held_out, setup_of(num_streams=5))
     assert together.num_steps == alone.num_steps / 5
     assert together.exposed_stall < alone.exposed_stall
+
+
+def test_what_was_foretold_once_simulates_as_what_is_predicted_meanwhile():
+    trace = coupled()
+    late = [replace(guesses, tap=Tap.LATE, logits=-guesses.logits) for guesses in trace.guesses]
+    learning, held_out = replace(trace, guesses=(*trace.guesses, *late)).split()
+    for choice in ("gate-early", "gate-early+gate-late"):
+        foretold = Foretold((learning, held_out), choice, PrefetchRules().max_distance)
+        for beta in (0.5, 2.0):
+            setup = setup_of(beta, predictor=choice)
+            assert simulate(learning, held_out, setup, foretold) == simulate(learning, held_out, setup)
+    with pytest.raises(ValueError, match="is to be simulated"):
+        simulate(learning, held_out, setup_of(predictor="gate-early"), foretold)
+    with pytest.raises(ValueError, match="each was foretold by itself"):
+        simulate(learning, held_out, setup_of(predictor=choice, num_streams=2), foretold)
+    with pytest.raises(ValueError, match="before the first layer"):
+        Foretold((learning, held_out), "affinity", 3)
 
 
 def test_a_setup_that_cannot_be_is_refused():

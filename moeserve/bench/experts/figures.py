@@ -5,15 +5,17 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import sqrt
 from statistics import fmean, stdev
+from typing import TypeVar
 
 # Student's t at 97.5 % by degrees of freedom; beyond them the normal distribution is near enough.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09)
 _NORMAL = 1.96
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 class Sense(Enum):
@@ -92,7 +94,7 @@ def half_width(values: Sequence[float]) -> float | None:
     return t * stdev(values) / sqrt(len(values))
 
 
-def over_seeds(seeds: Sequence[int], measure: Callable[[int], dict[str, float]]) -> dict[str, tuple[float, ...]]:
+def over_seeds(seeds: Sequence[int], measure: Callable[[int], dict[_Name, float]]) -> dict[_Name, tuple[float, ...]]:
     """The values by name, of all seeds in order."""
     found = [measure(seed) for seed in seeds]
     return {name: tuple(of_seed[name] for of_seed in found) for name in found[0]}

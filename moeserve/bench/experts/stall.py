@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
-from experts.prediction.figures import StallFigure, stall_figure
+from experts.prediction.figures import StallFigure
 from experts.prediction.predictor import Tap
 from experts.prefetch.planning import PrefetchRules
 from experts.routing.traces import GateGuesses, RoutingTrace
-from experts.simulation.replay import LayerTiming
-from experts.simulation.setup import SimulationSetup, link_for
+from experts.simulation.foretold import Foretold
+from experts.simulation.replay import LayerTiming, SimulationResult
+from experts.simulation.setup import SimulationSetup, link_for, simulate
 from moeserve.bench.experts.controls import halves, with_controls
 from moeserve.bench.experts.figures import Figure, at_least, at_most, over_seeds, within
 from moeserve.bench.experts.measuring import Amount
-from moeserve.bench.experts.recording import BUILDS, FITTED, recorded_trace
+from moeserve.bench.experts.recording import BUILDS, FITTED, Build, recorded_trace
 from moeserve.simulation.runs import first_requests
 
 # Gates fitted to other texts. Where a load takes no longer than a layer, a late look is in time, and little that is not
@@ -37,26 +37,35 @@ _SAVED, _WASTED, _NOTHING = "stall saved", "bytes moved for nothing", within(0.0
 def measure(amount: Amount, progress: Callable[[str], None]) -> Iterator[Figure]:
     for build in BUILDS:
         trace = recorded_trace(build, amount, progress, FITTED)
+
+        def of_seed(seed: int, build: Build = build, trace: RoutingTrace = trace) -> dict[tuple[float, str], float]:
+            progress(f"{build.name}, seed {seed}")
+            return saved(trace, _BETAS, amount.of(1000, 120), seed)
+
+        values = over_seeds(amount.seeds, of_seed)
         for beta in _BETAS:
-            progress(f"{build.name}, beta {beta:g}")
-            values = over_seeds(amount.seeds, partial(saved, trace, beta, amount.of(1000, 120)))
-            for name, of_name in values.items():
-                yield _figure(f"{build.name}, beta {beta:g}", name, of_name)
+            for (of_beta, name), of_name in values.items():
+                if of_beta == beta:
+                    yield _figure(f"{build.name}, beta {beta:g}", name, of_name)
 
 
-def saved(trace: RoutingTrace, beta: float, max_tokens: int, seed: int) -> dict[str, float]:
-    """On held-out requests: stall saved, wasted bytes, what an oracle saves by the same plans, and the controls."""
+def saved(trace: RoutingTrace, betas: Sequence[float], max_tokens: int, seed: int) -> dict[tuple[float, str], float]:
+    """By beta, on held-out requests: stall saved, bytes wasted, what an oracle saves by these plans, the controls."""
     found = {}
     for control, routing in with_controls(trace, seed):
         learning, held_out = (first_requests(half, max_tokens // 2) for half in halves(routing, seed))
-        figure = _simulated(learning, held_out, beta)
-        if control:
-            found[f"{control} control"] = figure.stall_saved
-        else:
-            found[_SAVED] = figure.stall_saved
-            found[_WASTED] = figure.prefetching.wasted_share
-            found["with an oracle for the gate"] = _simulated(
-                all_knowing(learning), all_knowing(held_out), beta
+        requests = _Requests(learning, held_out)
+        oracle = None if control else _Requests(all_knowing(learning), all_knowing(held_out))
+        for beta in betas:
+            on_demand = requests.on_demand(beta)
+            figure = StallFigure(beta, on_demand, requests.prefetching(beta))
+            if oracle is None:
+                found[beta, f"{control} control"] = figure.stall_saved
+                continue
+            found[beta, _SAVED] = figure.stall_saved
+            found[beta, _WASTED] = figure.prefetching.wasted_share
+            found[beta, "with an oracle for the gate"] = StallFigure(
+                beta, on_demand, oracle.prefetching(beta)
             ).stall_saved
     return found
 
@@ -71,11 +80,28 @@ def all_knowing(trace: RoutingTrace) -> RoutingTrace:
     return replace(trace, guesses=tuple(guesses))
 
 
-def _simulated(learning: RoutingTrace, held_out: RoutingTrace, beta: float) -> StallFigure:
+class _Requests:
+    """To learn from, and held out; what their gates say is computed once for all links."""
+
+    def __init__(self, learning: RoutingTrace, held_out: RoutingTrace) -> None:
+        self._learning = learning
+        self._held_out = held_out
+        self._foretold: dict[str, Foretold] = {}
+
+    def on_demand(self, beta: float) -> SimulationResult:
+        return simulate(self._learning, self._held_out, _setup(beta))
+
+    def prefetching(self, beta: float) -> SimulationResult:
+        choice, rules = _FAST if beta <= 1 else _SLOW
+        if choice not in self._foretold:
+            self._foretold[choice] = Foretold((self._learning, self._held_out), choice, rules.max_distance)
+        setup = replace(_setup(beta), predictor=choice, rules=rules)
+        return simulate(self._learning, self._held_out, setup, self._foretold[choice])
+
+
+def _setup(beta: float) -> SimulationSetup:
     link = link_for(beta, _EXPERT_BYTES, _TIMING)
-    predictor, rules = _FAST if beta <= 1 else _SLOW
-    setup = SimulationSetup(_RESIDENCY, "lfru", link, _TIMING, _EXPERT_BYTES, predictor=predictor, rules=rules)
-    return stall_figure(learning, held_out, setup)
+    return SimulationSetup(_RESIDENCY, "lfru", link, _TIMING, _EXPERT_BYTES)
 
 
 def _figure(case: str, name: str, values: tuple[float, ...]) -> Figure:
