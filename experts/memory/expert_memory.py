@@ -113,7 +113,7 @@ class ExpertMemory:
         self._arena.after_use(layer)
         with self._changed:
             self._control.release(layer, experts)
-            self._changed.notify_all()
+            self._wake_copier()
 
     def turns(self, layer: int, experts: Collection[int]) -> Iterator[list[int]]:
         """The event's `experts` in turns as they come: each turn is released when the next one is asked for."""
@@ -134,7 +134,7 @@ class ExpertMemory:
         """
         with self._changed:
             decision(self._pace.loads_per_layer)
-            self._changed.notify_all()
+            self._wake_copier()
 
     def loads_per_layer(self) -> float:
         """How many experts the link brings while one layer is computed, as measured."""
@@ -191,6 +191,11 @@ class ExpertMemory:
             self._changed.notify_all()
         self._copier.join()
         self._tier.close()
+
+    def _wake_copier(self) -> None:
+        """If there is work for it: waking for nothing, it would hold the interpreter against the computation."""
+        if self._control.has_waiting:
+            self._changed.notify_all()
 
     def _check(self) -> None:
         if self._error is not None:

@@ -85,6 +85,11 @@ class ResidencyControl:
         """Transfers that somebody copies."""
         return self._queue.num_active
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there is something to copy that nobody copies yet."""
+        return self._queue.has_waiting
+
     def access(self, layer: int, experts: Iterable[int]) -> Access:
         """One event: see `LayerResidency.access`. Missing experts are queued as demand loads, prefetches of wanted
         ones are promoted, and what else was predicted for this event is cancelled."""

@@ -71,6 +71,11 @@ class TransferQueue:
         idle = [transfer for transfer in self._transfers.values() if not transfer.active]
         return iter(sorted(idle, key=lambda transfer: (transfer.priority, transfer.due, transfer.rank)))
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether somebody should copy."""
+        return any(not transfer.active for transfer in self._transfers.values())
+
     def has_waiting_before(self, priority: Priority) -> bool:
         """Whether one of higher priority waits."""
         return any(transfer.priority < priority and not transfer.active for transfer in self._transfers.values())

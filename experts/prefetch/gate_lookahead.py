@@ -16,7 +16,7 @@ from experts.prefetch.lookahead_planning import LookaheadPlanner
 
 
 class GateLookahead:
-    """Looks one distance ahead, so that each layer is predicted once per step: as far as a load takes, and one layer.
+    """Predicts each layer once per step, some layers before: as many as a load takes, and a little more.
 
     No probabilities, no learning: on a CPU every microsecond between two layers counts. The calls are those of
     `experts.prefetch.prefetcher.Prefetcher`; what is asked for is decided by a `LookaheadPlanner`.
@@ -41,7 +41,7 @@ class GateLookahead:
         self._recall = None if experts_here is not None else memory.recall
         self._chosen: dict[int, Ids] = {}
         self._is_on = True
-        self._distance = 1
+        self._reach = 1
 
     @property
     def is_on(self) -> bool:
@@ -49,7 +49,7 @@ class GateLookahead:
 
     def begin_step(self, token_ids: Ids, requests: Ids) -> None:
         self._is_on = self._judge is None or self._judge.begin_step()
-        self._distance = self._planner.distance(self._memory.loads_per_layer())
+        self._reach = self._planner.reach(self._memory.loads_per_layer())
 
     def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
         if self._is_on and self._recall is not None and self._recall.is_counting:
@@ -69,11 +69,13 @@ class GateLookahead:
             self._judge.end_step()
 
     def _look(self, layer: int, state: Tensor) -> None:
-        if not self._is_on or not self._planner.looks(layer, self._distance):
+        distances = self._planner.distances(layer, self._reach) if self._is_on else ()
+        if not distances:
             return
         started = time.perf_counter()
-        logits = self._preview(layer, self._distance, state).float().cpu().numpy()
-        self._memory.decide(lambda _: self._planner.ask(layer, self._distance, logits))
+        logits = self._preview.ahead(layer, distances, state).float().cpu().numpy()
+        self._memory.decide(lambda _: self._planner.ask(layer, distances, logits))
         if self._recall is not None:
-            self._recall.rank(f"gate-{self._preview.tap.value}", layer, self._distance, logits)
+            for distance, of_distance in zip(distances, logits, strict=True):
+                self._recall.rank(f"gate-{self._preview.tap.value}", layer, distance, of_distance)
         self._memory.predictor_seconds += time.perf_counter() - started

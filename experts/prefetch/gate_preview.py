@@ -61,8 +61,15 @@ class GatePreview:
 
     def __call__(self, layer: int, distance: int, state: Tensor) -> Tensor:
         """state [T, H] -> [T, E], the larger the likelier. The layer at that distance must exist."""
+        return self.ahead(layer, range(distance, distance + 1), state)[0]
+
+    def ahead(self, layer: int, distances: range, state: Tensor) -> Tensor:
+        """state [T, H] -> [D, T, E] for layers at consecutive distances, all of which must exist.
+
+        Fitted gates say what they say of all distances in one product.
+        """
         x = state if self.tap is Tap.EARLY else unit_norm(state)
-        return self._judges[layer][distance - 1](x)
+        return self._judges[layer](distances, x)
 
 
 def unit_norm(residual: Tensor) -> Tensor:
@@ -93,28 +100,44 @@ def plain_maps(
     return found
 
 
-def _gates(
-    layers: Sequence[GatedBlock], norms: Sequence[Tensor], layer: int, max_distance: int, tap: Tap
-) -> list[Callable[[Tensor], Tensor]]:
-    def judge(distance: int) -> Callable[[Tensor], Tensor]:
-        scale, later = scale_between(norms, layer, distance, tap), layers[layer + distance]
-        return lambda x: later.preview(x * scale)
-
-    return [judge(distance) for distance in range(1, min(max_distance, len(layers) - 1 - layer) + 1)]
+# Asked for distances and a state [T, H], says [D, T, E].
+_Judge = Callable[[range, Tensor], Tensor]
 
 
-def _maps(
-    fitted: FittedGates, tap: Tap, max_distance: int, num_layers: int, norms: Sequence[Tensor]
-) -> list[list[Callable[[Tensor], Tensor]]]:
+def _gates(layers: Sequence[GatedBlock], norms: Sequence[Tensor], layer: int, max_distance: int, tap: Tap) -> _Judge:
+    last = min(max_distance, len(layers) - 1 - layer)
+    scales = [scale_between(norms, layer, distance, tap) for distance in range(1, last + 1)]
+
+    def judge(distances: range, x: Tensor) -> Tensor:
+        return torch.stack([layers[layer + distance].preview(x * scales[distance - 1]) for distance in distances])
+
+    return judge
+
+
+def _maps(fitted: FittedGates, tap: Tap, max_distance: int, num_layers: int, norms: Sequence[Tensor]) -> list[_Judge]:
     hidden_size = len(norms[0])
-    found: list[list[Callable[[Tensor], Tensor]]] = [[] for _ in range(num_layers)]
+    of_layer: list[list[Tensor]] = [[] for _ in range(num_layers)]
     for distance in range(1, min(max_distance, num_layers - 1) + 1):
         maps = fitted.maps.get((tap, distance))
         if maps is None or maps.shape[0] != num_layers - distance or maps.shape[2] != hidden_size + 1:
             raise ValueError(f"the fitted gates are not of this model and tap {tap.value!r} at distance {distance}")
-        for layer, of_layer in enumerate(torch.from_numpy(maps).to(norms[0])):
-            found[layer].append(pack_linear(of_layer[:, :-1], of_layer[:, -1]))
-    return found
+        for layer, found in enumerate(torch.from_numpy(maps).to(norms[0])):
+            of_layer[layer].append(found)
+    return [_stacked(found) for found in of_layer]
+
+
+def _stacked(maps: Sequence[Tensor]) -> _Judge:
+    """maps: of a layer, [E, H + 1] for each distance; none of the last layer, which nobody asks."""
+    if not maps:
+        return lambda distances, x: x.new_empty((0, len(x), 0))
+    together = torch.cat(list(maps))
+    product = pack_linear(together[:, :-1], together[:, -1])
+
+    def judge(distances: range, x: Tensor) -> Tensor:
+        of_all = product(x).view(len(x), len(maps), -1)
+        return of_all[:, distances.start - 1 : distances.stop - 1].transpose(0, 1)
+
+    return judge
 
 
 def _ratio(wanted: Tensor, given: Tensor) -> Tensor:

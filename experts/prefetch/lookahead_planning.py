@@ -1,4 +1,4 @@
-"""What is asked for when the gate of a later layer is believed as it is, at one distance. Pure."""
+"""What is asked for when the gates of later layers are believed as they are. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from experts.prediction.predictor import Float, StepPredictor, Tap
 class LookaheadPlanner:
     """Asks for the k experts that each token's preview ranks first, those that most tokens want before the others.
 
-    `ask` is the decision. `expect` and `request` are the calls of `experts.prefetch.planning.PrefetchPlanner`, for a
-    simulation, which hears gates through a predictor.
+    Every second layer looks, at two layers each, so that each layer is predicted once for half as many looks; the first
+    one looks at all that are near. `ask` is the decision. `expect` and `request` are the calls of
+    `experts.prefetch.planning.PrefetchPlanner`, for a simulation, which hears gates through a predictor.
     """
 
     __slots__ = ("_control", "_experts_here", "_max_distance", "_predictor", "_tap", "_top_k")
@@ -41,22 +42,30 @@ class LookaheadPlanner:
         self._max_distance = max_distance
         self._predictor = predictor
 
-    def distance(self, loads_per_layer: float) -> int:
-        """How far a step looks: as many layers as a load takes, and one."""
-        return min(ceil(1 / loads_per_layer) + 1, self._max_distance)
+    def reach(self, loads_per_layer: float) -> int:
+        """How far a step looks: as many layers as a load takes, one, and the one that does not look itself."""
+        return min(ceil(1 / loads_per_layer) + 2, self._max_distance)
 
-    def looks(self, layer: int, distance: int) -> bool:
-        """Whether there is a layer to look at."""
-        return layer + distance < len(self._control.layers)
+    def distances(self, layer: int, reach: int) -> range:
+        """How far ahead the layers are that `layer` looks at, without a gap; empty if it does not look."""
+        between = min(reach, 2)
+        if layer % between:
+            return range(0)
+        nearest = 1 if layer == 0 else reach - between + 1
+        return range(nearest, min(reach, len(self._control.layers) - 1 - layer) + 1)
 
-    def ask(self, layer: int, distance: int, logits: NDArray[np.floating]) -> None:
-        """logits: [T, E], of the gate at layer + distance. The caller holds whatever lock guards the control."""
-        chosen = np.argpartition(-logits, self._top_k - 1, axis=1)[:, : self._top_k]
-        wanted = [expert for expert, _ in Counter(chosen.ravel().tolist()).most_common()]
-        if self._experts_here is not None:
-            here = self._experts_here(layer + distance)
-            wanted = [expert for expert in wanted if expert in here]
-        self._control.predict(layer + distance, wanted, Priority.NEXT_LAYER)
+    def ask(self, layer: int, distances: range, logits: NDArray[np.floating]) -> None:
+        """logits: [D, T, E], of the gates at layer + each of the D distances. The caller holds whatever lock guards the
+        control."""
+        chosen = np.argpartition(-logits, self._top_k - 1, axis=2)[:, :, : self._top_k]
+        num_tokens = logits.shape[1]
+        for distance, wanted in zip(distances, chosen.reshape(len(chosen), -1).tolist(), strict=True):
+            if num_tokens > 1:
+                wanted = [expert for expert, _ in Counter(wanted).most_common()]
+            if self._experts_here is not None:
+                here = self._experts_here(layer + distance)
+                wanted = [expert for expert in wanted if expert in here]
+            self._control.predict(layer + distance, wanted, Priority.NEXT_LAYER)
 
     def expect(self, layer: int) -> list[Float]:
         """Nothing: the gates are looked at when it is known how far."""
@@ -64,7 +73,7 @@ class LookaheadPlanner:
 
     def request(self, layer: int, expected: list[Float], loads_per_layer: float) -> None:
         assert self._predictor is not None
-        distance = self.distance(loads_per_layer)
-        logits = self._predictor.gate(self._tap, layer, distance)
-        if logits is not None and self.looks(layer, distance):
-            self.ask(layer, distance, logits)
+        for distance in self.distances(layer, self.reach(loads_per_layer)):
+            logits = self._predictor.gate(self._tap, layer, distance)
+            if logits is not None:
+                self.ask(layer, range(distance, distance + 1), logits[None])

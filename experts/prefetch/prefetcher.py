@@ -107,8 +107,11 @@ class Prefetcher:
     def _hear_gates(self, tap: Tap, layer: int, state: Tensor) -> None:
         if (preview := self._previews.get(tap)) is None or not len(state):
             return
-        for distance in range(1, min(preview.max_distance, len(self._ids) - 1 - layer) + 1):
-            logits = preview(layer, distance, state).float().cpu().numpy()
+        distances = range(1, min(preview.max_distance, len(self._ids) - 1 - layer) + 1)
+        if not distances:
+            return
+        of_all = preview.ahead(layer, distances, state).float().cpu().numpy()
+        for distance, logits in zip(distances, of_all, strict=True):
             self._predictor.observe_gate(tap, layer, distance, logits)
 
     def _plan(self, layer: int) -> None:

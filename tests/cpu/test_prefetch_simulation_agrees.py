@@ -22,37 +22,41 @@ from experts.simulation.link_model import LinkModel
 from experts.simulation.replay import LayerTiming, Simulation, steps_of
 from tests.cpu.test_expert_simulation_agrees import EXPERT_BYTES, OwnNumbers, control_of
 
-TOP_K, DISTANCE = 2, 2
+TOP_K, REACH = 2, 2
 
 
 def guessed_trace() -> RoutingTrace:
-    """Gates that are often wrong, two layers ahead."""
+    """Gates that are often wrong, one and two layers ahead."""
     trace = synthetic_trace(SyntheticSpec(5, 10, TOP_K, popularity=0.6), 6, 20, 1)
-    logits = np.random.default_rng(0).standard_normal((5 - DISTANCE, trace.ids.shape[1], 10))
-    truth = trace.ids[DISTANCE:].astype(np.int64)
-    np.put_along_axis(logits, truth, np.take_along_axis(logits, truth, 2) + 1.5, 2)
-    guesses = GateGuesses(Tap.EARLY, DISTANCE, logits.astype(np.float16))
-    return RoutingTrace(10, trace.ids, trace.requests, trace.token_ids, trace.families, (guesses,))
+    rng = np.random.default_rng(0)
+    guesses = []
+    for distance in range(1, REACH + 1):
+        logits = rng.standard_normal((5 - distance, trace.ids.shape[1], 10))
+        truth = trace.ids[distance:].astype(np.int64)
+        np.put_along_axis(logits, truth, np.take_along_axis(logits, truth, 2) + 1.5, 2)
+        guesses.append(GateGuesses(Tap.EARLY, distance, logits.astype(np.float16)))
+    return RoutingTrace(10, trace.ids, trace.requests, trace.token_ids, trace.families, tuple(guesses))
 
 
 def planner_of(control: ResidencyControl, predictor: StepPredictor | None = None) -> LookaheadPlanner:
-    return LookaheadPlanner(control, Tap.EARLY, TOP_K, DISTANCE, predictor)
+    return LookaheadPlanner(control, Tap.EARLY, TOP_K, REACH, predictor)
 
 
 def counted_by_the_memory(control: ResidencyControl, num_slots: int, trace: RoutingTrace) -> ResidencyCounters:
     memory = ExpertMemory(control, SlotArena([num_slots] * len(trace.ids), EXPERT_BYTES), OwnNumbers())
     planner = planner_of(control)
 
-    def ask(layer: int, logits: np.ndarray) -> None:
-        memory.decide(lambda _: planner.ask(layer, DISTANCE, logits))
+    def ask(layer: int, distances: range, logits: np.ndarray) -> None:
+        memory.decide(lambda _: planner.ask(layer, distances, logits))
 
     try:
         for rows in steps_of(trace, 2):
             for layer in range(len(trace.ids)):
                 event = np.unique(trace.ids[layer, rows]).tolist()
                 memory.access(layer, event)
-                if planner.looks(layer, DISTANCE):
-                    ask(layer, trace.guesses[0].logits[layer, rows])
+                if distances := planner.distances(layer, REACH):
+                    of_all = [trace.guesses[distance - 1].logits[layer, rows] for distance in distances]
+                    ask(layer, distances, np.stack(of_all))
                 for _ in memory.turns(layer, event):
                     """The experts are computed."""
                 with memory._changed:
@@ -67,8 +71,8 @@ def counted_by_the_memory(control: ResidencyControl, num_slots: int, trace: Rout
 def test_all_that_is_asked_for_arrives(policy: str) -> None:
     trace, num_slots = guessed_trace(), 5
     control = control_of(policy, num_slots, trace)
-    predictor = StepPredictor(CombinedSource([GateSource(Tap.EARLY, TOP_K)], 5, DISTANCE), 10)
-    # A load takes next to no time, and the plan looks one layer further than that: two ahead.
+    predictor = StepPredictor(CombinedSource([GateSource(Tap.EARLY, TOP_K)], 5, REACH), 10)
+    # However short a load takes, the plan looks as far as it can: two layers ahead.
     simulation = Simulation(
         control,
         EXPERT_BYTES,

@@ -6,7 +6,8 @@ import pytest
 from experts.memory.eviction import Affinity, lru
 from experts.memory.residency import SlotState
 from experts.memory.residency_control import ResidencyControl
-from experts.prediction.predictor import BEFORE
+from experts.prediction.predictor import BEFORE, Tap
+from experts.prefetch.lookahead_planning import LookaheadPlanner
 from experts.prefetch.planning import PrefetchPlanner, PrefetchRules
 
 EXPERT_BYTES = 100
@@ -116,3 +117,12 @@ def test_the_affinity_policy_gets_the_scores():
     planner = PrefetchPlanner(Table([0.3, 0.2], [0.1, 0.6]), control, EXPERT_BYTES, PrefetchRules(), policies)
     planner.request(BEFORE, planner.expect(BEFORE), 1.0)
     assert [policy.worth(1)[0] for policy in policies] == pytest.approx([0.2, 0.6])
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("reach", [1, 2, 3])
+def test_every_layer_but_the_first_is_looked_at_once_within_reach(num_layers, reach):
+    planner = LookaheadPlanner(control_of(num_layers), Tap.EARLY, 2, reach)
+    looks = [(layer, distance) for layer in range(num_layers) for distance in planner.distances(layer, reach)]
+    assert sorted(layer + distance for layer, distance in looks) == list(range(1, num_layers))
+    assert all(1 <= distance <= reach for _, distance in looks)
