@@ -28,9 +28,11 @@ FRONTEND_MODULE = "launcher.frontend_main"
 
 @dataclass(frozen=True, kw_only=True)
 class Grace:
-    """Seconds that children get: to tell clients of a failure, to end after a drain, to end at once, to answer HTTP."""
+    """Seconds that children get: to tell clients of a failure, to end after that, to end after a drain, to end at once,
+    to answer HTTP."""
 
-    after_failure: float = 2.0
+    telling: float = 1.0
+    after_failure: float = 3.0
     after_drain: float = 5.0
     at_once: float = 1.5
     http_ready: float = 30.0
@@ -258,7 +260,7 @@ class Supervisor:
             if self._exit_code in (None, 0):
                 self._fail(self._why_stuck or self._why_failed or f"The model process {child.end()}.")
             # The frontend has seen it too and is telling its clients, if it can have any.
-            patience = self._grace.after_failure if self._ready else 0.0
+            patience = self._grace.telling if self._ready else 0.0
             self._later(patience, self._frontend, signal.SIGTERM)
             self._later(patience + self._grace.after_failure, self._frontend, signal.SIGKILL)
 

@@ -39,7 +39,7 @@ def main() -> int:
                 stopping=lambda: say("stopping"),
                 failed=lambda sentence: say("failed", sentence),
             ),
-            grace=replace(Grace(), after_failure=0.3, at_once=0.3),
+            grace=replace(Grace(), telling=0.3, after_failure=0.3, at_once=0.3),
             worker_module="tests.support.supervised.worker",
             frontend_module="tests.support.supervised.frontend",
         )
