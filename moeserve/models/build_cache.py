@@ -28,13 +28,14 @@ def ensure_built(
     bytes_needed: int,
     progress: Progress | None = None,
     refuse_damaged: str | None = None,
+    advice: str = "set MOESERVE_CACHE to a folder that can be",
 ) -> Path:
     """Return `target`, complete and verified; runs `build(folder, progress)` first if it is missing or broken.
 
     builder: name and version of what `build` makes; a folder made by another one is rebuilt. bytes_needed: disk
     space to demand before building. refuse_damaged: a file of the folder; while it is there, a folder that is broken is
-    not rebuilt but refused. Raises ModelError for that, when the cache cannot be written or the disk is too small, and
-    whatever `build` raises; the temporary folder is removed.
+    not rebuilt but refused. advice: what to do where the folder cannot be written. Raises ModelError for both and where
+    the disk is too small, and whatever `build` raises; the temporary folder is removed.
     """
     report = progress or silent
     if _why_bad(target, builder, report) is None:
@@ -51,8 +52,7 @@ def ensure_built(
                 _build(target, builder, build, report)
     except OSError as error:
         raise ModelError(
-            f"The model cache {target.parent} cannot be written ({error.strerror or error}): "
-            "set MOESERVE_CACHE to a folder that can be."
+            f"The folder {target.parent} cannot be written ({error.strerror or error}): {advice}."
         ) from error
     return target
 

@@ -78,6 +78,7 @@ def ensure_expert_store(
         bytes_needed=(num_layers * num_experts + 1) * round_to_page(packing.num_bytes),
         progress=progress,
         refuse_damaged=_FILE_NAME,
+        advice="name a folder that can be in --expert-store-dir",
     )
     return ExpertStore(folder / _FILE_NAME, source)
 
