@@ -8,14 +8,13 @@ budget.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experts.memory.eviction import Affinity
-from experts.memory.residency import LayerResidency
 from experts.memory.residency_control import ResidencyControl
 from experts.memory.transfers import Priority
 from experts.prediction.predictor import Predictor
@@ -40,11 +39,19 @@ class PrefetchRules:
 
 
 @dataclass(slots=True)
-class _Candidate:
-    probability: float
-    distance: int
-    expert: int
-    begun: bool
+class _Target:
+    """A layer ahead. scores: of all experts; lists, since there are few and each is looked at several times.
+
+    ready: resident. begun: on their way, and likely enough to go on. absent: worth a copy. wanted: of these, those to
+    ask for, the likeliest first.
+    """
+
+    layer: int
+    scores: list[float]
+    ready: list[int]
+    begun: list[int]
+    absent: list[int]
+    wanted: list[int] = field(default_factory=list)
 
 
 class PrefetchPlanner:
@@ -83,61 +90,55 @@ class PrefetchPlanner:
 
         loads_per_layer: how many experts the link can bring while one layer is computed, as measured.
         """
-        # There are few experts and many looks at one of them: lists are faster than arrays.
-        by_distance: list[list[float]] = [scores.tolist() for scores in expected]
-        taken = self._take(layer, by_distance, loads_per_layer)
-        for distance, scores in enumerate(by_distance, start=1):
-            if not any(scores):
+        ahead = [self._look(layer + distance, scores.tolist()) for distance, scores in enumerate(expected, start=1)]
+        self._take(ahead, loads_per_layer)
+        for distance, target in enumerate(ahead, start=1):
+            if not any(target.scores):
                 continue
-            target = layer + distance
-            wanted = [candidate.expert for candidate in taken if candidate.distance == distance]
-            named = wanted + self._kept(self._control.layers[target], scores, wanted)
-            named.sort(key=scores.__getitem__, reverse=True)
+            # Who may not make room for `wanted`, and whose copy goes on.
+            least = min((target.scores[expert] for expert in target.wanted), default=1.0) - self.rules.margin
+            kept = [expert for expert in target.ready if target.scores[expert] > least]
+            named = target.wanted + kept + target.begun
+            named.sort(key=target.scores.__getitem__, reverse=True)
             if self._rated is not None:
-                self._rated[target].rate(scores)
-            self._control.predict(target, named, Priority.NEXT_LAYER if distance == 1 else Priority.SPECULATIVE)
+                self._rated[target.layer].rate(target.scores)
+            priority = Priority.NEXT_LAYER if distance == 1 else Priority.SPECULATIVE
+            self._control.predict(target.layer, named, priority)
 
-    def _kept(self, residency: LayerResidency, scores: list[float], wanted: list[int]) -> list[int]:
-        """Who may not make room for `wanted`, and whose copy goes on."""
-        least = min((scores[expert] for expert in wanted), default=1.0) - self.rules.margin
-        ready = [expert for expert in residency.resident() if scores[expert] > least]
-        return ready + [expert for expert in residency.loading() if scores[expert] >= self.rules.keep_probability]
-
-    def _take(self, layer: int, scores: list[list[float]], loads_per_layer: float) -> list[_Candidate]:
-        """The absent experts to ask for."""
-        candidates = []
-        for distance, of_layer in enumerate(scores, start=1):
-            candidates += self._candidates(self._control.layers[layer + distance], of_layer, distance)
-        candidates.sort(key=lambda candidate: (not candidate.begun, -candidate.probability))
-        room = [ceil(distance * loads_per_layer) for distance in range(1, len(scores) + 1)]
-        budget = None if self.rules.max_bytes is None else self.rules.max_bytes // self._expert_bytes
-        taken: list[_Candidate] = []
-        for candidate in candidates:
-            if min(room[candidate.distance - 1 :]) < 1 and not candidate.begun:
-                continue
-            if not candidate.begun and budget is not None and len(taken) >= budget:
-                break
-            for place in range(candidate.distance - 1, len(room)):
-                room[place] -= 1
-            if not candidate.begun:
-                taken.append(candidate)
-        return taken
-
-    def _candidates(self, residency: LayerResidency, scores: list[float], distance: int) -> list[_Candidate]:
-        """Absent experts worth a copy, and those that are being copied, which take time on the link as well."""
-        begun = [expert for expert in residency.loading() if scores[expert] >= self.rules.keep_probability]
-        found = [_Candidate(scores[expert], distance, expert, begun=True) for expert in begun]
-        likeliest = max(scores)
-        needed = self.rules.min_probability
-        if likeliest < needed:
-            return found
+    def _look(self, layer: int, scores: list[float]) -> _Target:
+        residency = self._control.layers[layer]
         ready = residency.resident()
+        begun = [expert for expert in residency.loading() if scores[expert] >= self.rules.keep_probability]
+        needed = self.rules.min_probability
         if len(ready) == residency.num_slots:
             needed = max(needed, min(scores[expert] for expert in ready) + self.rules.margin)
-        if likeliest < needed:
-            return found
-        return found + [
-            _Candidate(probability, distance, expert, begun=False)
-            for expert, probability in enumerate(scores)
-            if probability >= needed and residency.slot_of(expert) is None
+        absent = []
+        if max(scores) >= needed:
+            absent = [
+                expert
+                for expert, probability in enumerate(scores)
+                if probability >= needed and residency.slot_of(expert) is None
+            ]
+        return _Target(layer, scores, ready, begun, absent)
+
+    def _take(self, ahead: list[_Target], loads_per_layer: float) -> None:
+        """Fills `wanted`, nearest layer first in `ahead`."""
+        room = [ceil(distance * loads_per_layer) for distance in range(1, len(ahead) + 1)]
+        for place, target in enumerate(ahead):
+            # They take time on the link as well.
+            for later in range(place, len(ahead)):
+                room[later] -= len(target.begun)
+        candidates = [
+            (-target.scores[expert], place, expert) for place, target in enumerate(ahead) for expert in target.absent
         ]
+        budget = None if self.rules.max_bytes is None else self.rules.max_bytes // self._expert_bytes
+        num_taken = 0
+        for _, place, expert in sorted(candidates):
+            if min(room[place:]) < 1:
+                continue
+            if budget is not None and num_taken >= budget:
+                break
+            for later in range(place, len(room)):
+                room[later] -= 1
+            ahead[place].wanted.append(expert)
+            num_taken += 1

@@ -76,12 +76,14 @@ class SimulatedCopier:
         must_stop = self._control.must_stop(transfer)
         num_left = self._expert_bytes - transfer.num_moved
         num_before = num_left
-        while self._chunk_end <= time:
-            self.now = max(self.now, self._chunk_end)
+        now, chunk_end = self.now, self._chunk_end
+        while chunk_end <= time:
+            now = max(now, chunk_end)
             num_left -= min(self._link.chunk_bytes, num_left)
             if must_stop or not num_left:
                 break
-            self._chunk_end = self.now + self._chunk_seconds(num_left)
+            chunk_end = now + self._chunk_seconds(num_left)
+        self.now, self._chunk_end = now, chunk_end
         self._control.moved(transfer, num_before - num_left)
         if not num_left:
             self._control.finish(transfer)
