@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,14 +156,13 @@ def load_model(
     dispatch_of: DispatchOf | None = None,
     tap: RoutingTap | None = None,
     experts: CpuResidentModel | None = None,
-    experts_here: Callable[[int], Collection[int]] | None = None,
     home_rows: HomeRows | None = None,
 ) -> LoadedModel:
     """Reads weights and takes KV memory, as planned or for a rank that is alone, which then warms up.
 
     owned, dispatch_of: see `load_decoder`. A rank of several warms up when all are loaded: they meet in each layer.
-    tap: hears what the gates choose. experts: what a rank of several has opened where not all are in memory, of which
-    it holds `experts_here` of a layer; home_rows: what tells of its rows, in `dispatch_of`.
+    tap: hears what the gates choose. experts: what a rank of several has opened where not all are in memory.
+    home_rows: what tells of its rows, in `dispatch_of`.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -196,7 +195,7 @@ def load_model(
         runner,
         decoder.experts,
         experts,
-        None if experts is None else _load_ahead(directory, config, experts, decoder, experts_here, home_rows),
+        None if experts is None else _load_ahead(directory, config, experts, decoder, home_rows),
     )
 
 
@@ -205,13 +204,12 @@ def _load_ahead(
     config: ServeConfig,
     experts: CpuResidentModel,
     decoder: Decoder,
-    experts_here: Callable[[int], Collection[int]] | None,
     home_rows: HomeRows | None,
 ) -> PrefixListener | None:
     """What was loaded to warm up does not count."""
     experts.memory.forget_counts()
     fitted = find_fitted_gates(directory)
-    return start_prefetching(config.expert_prefetch, experts, decoder, experts_here, fitted, home_rows)
+    return start_prefetching(config.expert_prefetch, experts, decoder, home_rows, fitted)
 
 
 def _warn_of_uncompiled_kernels() -> None:

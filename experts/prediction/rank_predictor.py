@@ -1,23 +1,37 @@
 """What one rank of several needs: experts for its own rows, and for those that come from other ranks. Pure.
 
 Of the rows at home on a rank everything is known, as if there were no other. Of the others it sees in each layer which
-of its experts they come for, but neither their tokens nor where they go besides; they are expected to choose what such
-rows have chosen so far.
+of its experts they come for, but neither their tokens nor where they go besides. Those that come are expected to choose
+what a later gate says of them, if gates are asked; those that stay away, what such rows have chosen so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.prediction.predictor import Float, Ids, Predictor, Tap
-from experts.prediction.sources import LearntAffinity
+from experts.prediction.predictor import BEFORE, Float, Ids, Predictor, Tap
+from experts.prediction.sources import GateSource, LearntAffinity
 from experts.routing.statistics import StatisticsSpec
 
+# In a layer that computes more rows than these, those of others count by what such rows chose so far alone.
+_MAX_ROWS_JUDGED = 64
 # What rows are expected to choose is known as if so many had been seen to choose what rows at home do.
 _PRIOR_ROWS = 8.0
+
+
+class RankShare(Protocol):
+    """A rank's part in each layer with experts (`experts.dispatch.ExpertParallel`).
+
+    experts_here: those that this rank holds now. num_rows_elsewhere: how many rows other ranks have, in this step.
+    """
+
+    def experts_here(self, layer: int) -> Collection[int]: ...
+
+    def num_rows_elsewhere(self, layer: int) -> int: ...
 
 
 class VisitorShares:
@@ -52,18 +66,22 @@ class VisitorShares:
 class RankPredictor:
     """A `Predictor` that follows the rows at home and expects no expert that is not here.
 
-    `visited` is to be called once for each layer, after its `observe`.
+    In each layer `visited` is to be called once, and any `observe_gate_of_computed`, before `observe`.
     """
 
     __slots__ = (
-        "_experts_here",
+        "_computed",
+        "_gate",
+        "_gates_of_computed",
+        "_gates_of_home",
         "_has_rows",
         "_here",
         "_home",
+        "_layer",
         "_learnt",
         "_num_experts",
-        "_num_visitors",
         "_own",
+        "_share",
         "_shares",
     )
 
@@ -71,50 +89,62 @@ class RankPredictor:
         self,
         own: Predictor,
         learnt: LearntAffinity,
-        experts_here: Callable[[int], Collection[int]],
-        num_visitors: Callable[[int], int],
+        share: RankShare,
     ) -> None:
-        """own: of rows at home, which learns from `learnt`. experts_here: those of a layer that this rank holds now.
-        num_visitors: how many rows other ranks have in a layer of the step that runs."""
+        """own: of rows at home, which learns from `learnt`. share: of this rank in the step that runs."""
         spec: StatisticsSpec = learnt.statistics.spec
         self._own = own
         self._learnt = learnt
-        self._experts_here = experts_here
-        self._num_visitors = num_visitors
+        self._share = share
         self._num_experts = spec.num_experts
         self._shares = VisitorShares(spec.num_layers, spec.num_experts)
-        # By layer what `experts_here` said last, and the same as [E].
+        # By layer what `share.experts_here` said last, and the same as [E].
         self._here: dict[int, tuple[Collection[int], NDArray[np.bool_]]] = {}
+        self._gate = GateSource(Tap.EARLY, spec.top_k)
         self._has_rows = False
-        self._home: NDArray[np.integer] = np.empty((0, spec.top_k), np.int64)
+        # The layer whose `visited` came last, what rows chose there, and what gates say of them by distance.
+        self._layer = BEFORE
+        self._home: Ids = np.empty((0, spec.top_k), np.int64)
+        self._computed = self._home
+        self._gates_of_home: dict[int, Float] = {}
+        self._gates_of_computed: dict[int, Float] = {}
 
     def begin(self, token_ids: Ids, requests: Ids) -> None:
+        self._forget_layer(BEFORE)
         self._has_rows = bool(len(token_ids))
         if self._has_rows:
             self._own.begin(token_ids, requests)
 
+    def visited(self, layer: int, home: Ids, computed: Ids) -> None:
+        """The gate of a layer chose. home: [T, k], for the rows at home. computed: [M, k], for the rows that come for
+        experts here, those at home among them; -1 for experts elsewhere."""
+        self._forget_layer(layer)
+        self._home, self._computed = home, computed
+        # Rows at home are served here wherever they can be.
+        chosen = self._count(computed) - self._count(home)
+        self._shares.add(layer, self._share.num_rows_elsewhere(layer), chosen, self._is_here(layer))
+
+    def wants_gates_of_computed(self) -> bool:
+        """Whether rows of others have come, and not so many that all are alike."""
+        return self._num_come() > 0 and len(self._computed) <= _MAX_ROWS_JUDGED
+
+    def observe_gate_of_computed(self, layer: int, distance: int, logits: Float) -> None:
+        """As `observe_gate` of the tap `EARLY`, of the rows that are computed here: [M, E]."""
+        self._gates_of_computed[distance] = logits
+
     def observe(self, layer: int, expert_ids: Ids, weights: Float) -> None:
-        self._home = expert_ids
         if self._has_rows:
             self._own.observe(layer, expert_ids, weights)
 
     def observe_gate(self, tap: Tap, layer: int, distance: int, logits: Float) -> None:
+        if tap is Tap.EARLY:
+            self._gates_of_home[distance] = logits
         if self._has_rows:
             self._own.observe_gate(tap, layer, distance, logits)
 
-    def visited(self, layer: int, expert_ids: Ids) -> None:
-        """What the rows chose that are computed here, those at home among them: [M, k], -1 for experts elsewhere."""
-        here = self._is_here(layer)
-        # Rows at home are served here wherever they can be.
-        chosen = self._count(expert_ids) - self._count(self._home)
-        self._shares.add(layer, self._num_visitors(layer), chosen, here)
-
     def predict(self, layer: int, distance: int) -> Float:
         target = layer + distance
-        spared: Float = np.ones(self._num_experts, np.float32)
-        if num_visitors := self._num_visitors(target):
-            shares = self._shares.of(target, self._learnt.current.popularity()[target])
-            spared = (1 - np.minimum(shares, 1)) ** np.float32(num_visitors)
+        spared = self._spared_by_visitors(layer, distance)
         if self._has_rows:
             spared = spared * (1 - self._own.predict(layer, distance))
         return np.where(self._is_here(target), 1 - spared, np.float32(0))
@@ -122,13 +152,54 @@ class RankPredictor:
     def end(self, requests: Iterable[int]) -> None:
         self._own.end(requests)
 
+    def _forget_layer(self, layer: int) -> None:
+        """`layer` is the one that is seen from now on."""
+        self._layer = layer
+        self._gates_of_home.clear()
+        self._gates_of_computed.clear()
+
+    def _spared_by_visitors(self, layer: int, distance: int) -> Float:
+        """[E]: the probability that no row of other ranks comes for the expert at layer + distance."""
+        target = layer + distance
+        num_unseen = self._share.num_rows_elsewhere(target)
+        spared: Float = np.ones(self._num_experts, np.float32)
+        if num_unseen and layer == self._layer and distance in self._gates_of_computed:
+            spared = self._spared_by_those_come(layer, distance)
+            num_unseen = max(0, num_unseen - self._num_come())
+        if num_unseen:
+            shares = self._shares.of(target, self._learnt.current.popularity()[target])
+            spared *= (1 - np.minimum(shares, 1)) ** num_unseen
+        return spared
+
+    def _spared_by_those_come(self, layer: int, distance: int) -> Float:
+        """By those of other ranks whose rows are computed here: by all that are, less those at home among them."""
+        spared = self._log_spared(self._gates_of_computed[distance])
+        if distance in self._gates_of_home:
+            spared -= self._log_spared(self._gates_of_home[distance][self._stays(layer)])
+        return np.exp(np.minimum(spared, 0))
+
+    def _log_spared(self, logits: Float) -> Float:
+        """[E]: the logarithm of the probability that no row chooses the expert. logits: [T, E]."""
+        chosen = self._gate.of_logits(logits)
+        found: Float = np.log1p(-np.minimum(chosen, np.float32(1 - 1e-6))).sum(axis=0)
+        return found
+
+    def _stays(self, layer: int) -> NDArray[np.bool_]:
+        """[T]: which rows at home chose an expert here."""
+        is_here: NDArray[np.bool_] = self._is_here(layer)[self._home]
+        return np.logical_or.reduce(is_here, axis=1)
+
+    def _num_come(self) -> int:
+        """How many rows of other ranks are computed here in the layer visited last."""
+        return len(self._computed) - int(self._stays(self._layer).sum()) if len(self._computed) else 0
+
     def _count(self, expert_ids: Ids) -> NDArray[np.int64]:
         """[E]: how many rows chose each expert."""
         return np.bincount(expert_ids.ravel() + 1, minlength=self._num_experts + 1)[1:]
 
     def _is_here(self, layer: int) -> NDArray[np.bool_]:
         """[E]. Layers are placed anew between steps."""
-        experts = self._experts_here(layer)
+        experts = self._share.experts_here(layer)
         known = self._here.get(layer)
         if known is None or known[0] is not experts:
             is_here = np.zeros(self._num_experts, np.bool_)

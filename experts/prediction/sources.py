@@ -166,8 +166,10 @@ class GateSource:
 
     def probabilities(self, step: ObservedStep, layer: int, distance: int) -> Float | None:
         logits = step.gates.get((self._tap, layer, distance))
-        if logits is None:
-            return None
+        return None if logits is None else self.of_logits(logits)
+
+    def of_logits(self, logits: Float) -> Float:
+        """[T, E] of a gate's logits [T, E]."""
         logits = logits.astype(np.float32, copy=False)
         found: Float = 1 / (1 + np.exp(-self._slope * gate_margin(logits, self._top_k)))
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,12 +20,15 @@ from experts.prediction.sources import LearntAffinity
 from experts.prefetch.fitted_gates import FittedGates
 from experts.prefetch.gate_lookahead import GateLookahead
 from experts.prefetch.gate_preview import GatedBlock, GatePreview
-from experts.prefetch.home_rows import HomeRows, RankPrefetcher
+from experts.prefetch.gates_ahead import GatesAhead
+from experts.prefetch.home_recall import HomeRecall
+from experts.prefetch.home_rows import HomeRows
 from experts.prefetch.judge import PrefetchJudge
 from experts.prefetch.planning import PrefetchPlanner, PrefetchRules
 from experts.prefetch.prefetcher import LayerListener, Prefetcher
 from experts.prefetch.prefix_listener import PrefixListener
 from experts.prefetch.prefix_warmth import PrefixWarmth
+from experts.prefetch.rank_prefetcher import RankPrefetcher
 from experts.prefetch.switch import PrefetchSwitch
 from experts.routing.request_profiles import RequestProfiles
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
@@ -79,15 +82,14 @@ def start_prefetching(
     choice: str,
     experts: ResidentLayers,
     decoder: GatedDecoder,
-    experts_here: Callable[[int], Collection[int]] | None = None,
-    fitted: FittedGates | None = None,
     home_rows: HomeRows | None = None,
+    fitted: FittedGates | None = None,
 ) -> PrefixListener | None:
     """Has the layers and the decoder tell a listener what they compute, who loads ahead. choice: `--expert-prefetch`.
 
-    experts_here, home_rows: the experts of a layer that this rank of several holds now, and what tells of its rows, for
-    predictors that learn. fitted: what `moeserve experts fit` found, which takes the place of the gates unless the
-    choice is `gate`. Raises ConfigError for a choice that needs fitted gates where there are none.
+    home_rows: of a rank of several, on their way to all experts. fitted: what `moeserve experts fit` found, which takes
+    the place of the gates unless the choice is `gate`. Raises ConfigError for a choice that needs fitted gates where
+    there are none.
     """
     if choice == "off" or decoder.spec.moe is None:
         return None
@@ -101,23 +103,14 @@ def start_prefetching(
             return None
         preview = _preview(decoder, Tap.EARLY, None if choice == "gate" else fitted)
         judge = PrefetchJudge(experts.memory, PrefetchSwitch()) if choice == "auto" else None
-        top_k = decoder.spec.moe.gate.top_k
-        listener = GateLookahead(experts.memory, experts.control, preview, top_k, judge, experts_here)
+        listener = _believing_gates(experts, preview, decoder.spec.moe.gate.top_k, judge, home_rows)
     else:
-        previews = [_preview(decoder, tap, fitted) for tap in taps_of(choice)]
-        learnt = _learnt(decoder.spec, len(experts.layers))
-        predictor, sources = make_predictor(choice, learnt, experts.memory.recall)
-        signature = sources.get("signature")
-        profiles = signature.profiles if isinstance(signature, SignatureSource) else None
-        if experts_here is None:
-            listener = _prefetcher(experts, predictor, learnt, previews)
-        else:
-            assert home_rows is not None
-            of_rank = RankPredictor(predictor, learnt, experts_here, home_rows.num_elsewhere)
-            listener = RankPrefetcher(experts.memory, _prefetcher(experts, of_rank, learnt, previews), of_rank)
-            home_rows.listener = listener
-    warmth = PrefixWarmth(experts.control, decoder.spec.moe.num_experts, experts_here)
-    around = PrefixListener(listener, experts.memory, warmth, profiles)
+        previews = {tap: _preview(decoder, tap, fitted) for tap in taps_of(choice)}
+        listener, profiles = _learning(choice, experts, decoder.spec, previews, home_rows)
+    here = None if home_rows is None else home_rows.share.experts_here
+    around = PrefixListener(
+        listener, experts.memory, PrefixWarmth(experts.control, decoder.spec.moe.num_experts, here), profiles
+    )
     for layer in experts.layers.values():
         layer.prefetcher = around
     decoder.after_layer = around.after_layer
@@ -130,20 +123,54 @@ def _preview(decoder: GatedDecoder, tap: Tap, fitted: FittedGates | None) -> Gat
     return GatePreview(blocks, norms, min(_MAX_DISTANCE, len(blocks) - 1), tap, fitted)
 
 
-def _learnt(model: DecoderSpec, num_layers: int) -> LearntAffinity:
-    """What predictors learn from, nothing yet."""
+def _believing_gates(
+    experts: ResidentLayers,
+    preview: GatePreview,
+    top_k: int,
+    judge: PrefetchJudge | None,
+    home_rows: HomeRows | None,
+) -> LayerListener:
+    memory, control = experts.memory, experts.control
+    if home_rows is None:
+        return GateLookahead(memory, control, preview, top_k, judge)
+    lookahead = GateLookahead(memory, control, preview, top_k, judge, home_rows.share.experts_here)
+    counted = HomeRecall(lookahead, GatesAhead(preview, len(experts.layers)), memory.recall)
+    home_rows.listener = counted
+    return counted
+
+
+def _learning(
+    choice: str,
+    experts: ResidentLayers,
+    model: DecoderSpec,
+    previews: Mapping[Tap, GatePreview],
+    home_rows: HomeRows | None,
+) -> tuple[LayerListener, RequestProfiles | None]:
+    """And the profiles that its predictor goes by, if it does."""
     assert model.moe is not None
+    num_layers = len(experts.layers)
     spec = StatisticsSpec(num_layers, model.moe.num_experts, model.moe.gate.top_k, max_distance=_HISTORY)
-    return LearntAffinity(RoutingStatistics(spec))
+    learnt = LearntAffinity(RoutingStatistics(spec))
+    predictor, sources = make_predictor(choice, learnt, experts.memory.recall)
+    signature = sources.get("signature")
+    profiles = signature.profiles if isinstance(signature, SignatureSource) else None
+    if home_rows is None:
+        return _prefetcher(experts, predictor, learnt, previews), profiles
+    of_rank = RankPredictor(predictor, learnt, home_rows.share)
+    early = previews.get(Tap.EARLY)
+    gates = None if early is None else GatesAhead(early, num_layers)
+    prefetcher = _prefetcher(experts, of_rank, learnt, previews)
+    home_rows.listener = listener = RankPrefetcher(experts.memory, prefetcher, of_rank, gates)
+    return listener, profiles
 
 
 def _prefetcher(
-    experts: ResidentLayers, predictor: Predictor, learnt: LearntAffinity, previews: Sequence[GatePreview]
+    experts: ResidentLayers, predictor: Predictor, learnt: LearntAffinity, previews: Mapping[Tap, GatePreview]
 ) -> Prefetcher:
     rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
     rules = PrefetchRules(max_distance=_MAX_DISTANCE)
     planner = PrefetchPlanner(predictor, experts.control, experts.memory.slot_bytes, rules, rated or None)
-    return Prefetcher(experts.memory, predictor, planner, learnt, previews)
+    return Prefetcher(experts.memory, predictor, planner, learnt, [*previews.values()])
 
 
 class PrefetchingRunner:

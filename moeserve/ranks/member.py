@@ -59,7 +59,7 @@ class CpuMember:
         home_rows: HomeRows | None = None
         dispatch_of: DispatchOf = self.experts.dispatch_of
         if resident is not None and config.expert_prefetch != "off":
-            home_rows = HomeRows(plan.spec.moe_layers, self.experts.num_rows_elsewhere)
+            home_rows = HomeRows(plan.spec.moe_layers, self.experts)
             dispatch_of = home_rows.around(dispatch_of)
         tap = routing_tap(plan.spec, config) or signature_tap(plan, config)
         owned = owned_experts(plan.spec, plan.placement, rank)
@@ -72,7 +72,6 @@ class CpuMember:
             dispatch_of=dispatch_of,
             tap=tap,
             experts=resident,
-            experts_here=self.experts.experts_here,
             home_rows=home_rows,
         )
         steps = rank_runner(self.model, tap, config, records=config.record_experts)

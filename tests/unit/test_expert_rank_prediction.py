@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experts.prediction.choice import make_predictor
-from experts.prediction.predictor import BEFORE
+from experts.prediction.predictor import BEFORE, Tap
 from experts.prediction.rank_predictor import RankPredictor, VisitorShares
 from experts.prediction.recall import RecallSample
 from experts.prediction.sources import LearntAffinity
@@ -39,21 +39,35 @@ class Home:
 
 
 class Rank:
-    """A predictor of a rank, and what it asks."""
+    """A predictor of a rank, its part in each layer, and what it asks."""
 
     def __init__(self, own):
         self.here = [frozenset({0, 1}), frozenset({0, 1})]
         self.num_visitors = 0
-        learnt = LearntAffinity(RoutingStatistics(SPEC))
-        self.predictor = RankPredictor(own, learnt, lambda layer: self.here[layer], lambda _: self.num_visitors)
+        self.predictor = RankPredictor(own, LearntAffinity(RoutingStatistics(SPEC)), self)
 
-    def step(self, home, computed, layer=0):
-        """A step whose rows at home chose `home` and whose rows computed here came for `computed`, in one layer."""
-        num_rows = len(home)
-        self.predictor.begin(np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64))
-        ids = np.array(home, np.int64).reshape(num_rows, 1)
-        self.predictor.observe(layer, ids, np.ones((num_rows, 1), np.float32))
-        self.predictor.visited(layer, np.array(computed, np.int64).reshape(len(computed), 1))
+    def experts_here(self, layer):
+        return self.here[layer]
+
+    def num_rows_elsewhere(self, layer):
+        return self.num_visitors
+
+    def step(self, home, computed):
+        """A step that has computed its first layer: what rows at home chose, and what those computed here came for."""
+        tokens = np.zeros(len(home), np.int64)
+        self.predictor.begin(tokens, tokens)
+        self.predictor.visited(0, column(home), column(computed))
+        self.predictor.observe(0, column(home), np.ones((len(home), 1), np.float32))
+
+
+def column(experts):
+    """[T, 1]"""
+    return np.array(experts, np.int64).reshape(-1, 1)
+
+
+def logits_for(*experts):
+    """[T, E] of gates that are sure."""
+    return np.eye(SPEC.num_experts, dtype=np.float32)[list(experts)]
 
 
 def test_nothing_is_expected_of_experts_that_are_elsewhere():
@@ -104,21 +118,49 @@ def test_a_rank_without_rows_predicts_for_those_of_others_alone():
     assert own.ended == [3]
 
 
+def test_rows_that_come_are_expected_to_choose_what_gates_say_of_them():
+    rank = Rank(Home([0, 0, 0, 0]))
+    rank.num_visitors = 1
+    # Of two rows at home one is computed here; the row of the other rank goes on to expert 1.
+    rank.step([0, 3], [0, 0])
+    assert rank.predictor.wants_gates_of_computed()
+    rank.predictor.observe_gate_of_computed(0, 1, logits_for(0, 1))
+    rank.predictor.observe_gate(Tap.EARLY, 0, 1, logits_for(0, 3))
+    found = rank.predictor.predict(0, 1)
+    assert found[1] > 0.9
+    assert found[0] < 0.1
+    rank.step([0, 3], [0, 0])
+    assert rank.predictor.predict(0, 1)[1] < 0.5
+
+
+def test_rows_that_stay_away_count_by_what_such_rows_chose_whatever_gates_say_of_the_others():
+    rank = Rank(Home([0, 0, 0, 0]))
+    rank.num_visitors = 2
+    rank.step([], [0])
+    rank.predictor.observe_gate_of_computed(0, 1, logits_for(1))
+    # One of four experts, as nothing is known of that layer yet.
+    assert rank.predictor.predict(0, 1) == pytest.approx([0.25, 1, 0, 0], abs=0.01)
+
+
+@pytest.mark.parametrize(("home", "computed"), [([1], [1]), ([2], []), ([], list(range(2)) * 40)])
+def test_gates_are_not_asked_of_nobody_and_not_of_crowds(home, computed):
+    rank = Rank(Home([0, 0, 0, 0]))
+    rank.num_visitors = 200
+    rank.step(home, computed)
+    assert not rank.predictor.wants_gates_of_computed()
+
+
 @pytest.mark.parametrize("choice", ["popularity+affinity+routes+signature+activation-matrix+gate-early", "routes"])
 def test_every_source_bears_steps_with_rows_and_without(choice):
     learnt = LearntAffinity(RoutingStatistics(SPEC))
     recall = RecallSample(interval=1)
     own, _ = make_predictor(choice, learnt, recall)
-    predictor = RankPredictor(own, learnt, lambda _: frozenset({0, 3}), lambda _: 1)
+    rank = Rank(own)
     for requests in ([7], [], [], [7, 8], []):
-        tokens = np.array(requests, np.int64)
-        predictor.begin(tokens, tokens)
-        assert np.all(predictor.predict(BEFORE, 2)[1:3] == 0)
-        for layer in range(2):
-            ids = np.zeros((len(requests), 1), np.int64)
-            predictor.observe(layer, ids, np.ones(ids.shape, np.float32))
-            predictor.visited(layer, ids)
-        predictor.end([])
+        rank.step(len(requests) * [0], [0, 1])
+        assert np.all(rank.predictor.predict(0, 1)[2:] == 0)
+        assert np.all(rank.predictor.predict(BEFORE, 1)[2:] == 0)
+        rank.predictor.end([])
     # Three rows chose one expert each; steps without rows count for nothing.
     assert {count.num_chosen for count in recall.counts()} == {3}
 

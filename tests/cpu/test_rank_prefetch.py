@@ -1,0 +1,140 @@
+"""What a rank of several hears of its own rows and of others, on their way to the experts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from experts.memory.expert_memory import ExpertMemory
+from experts.prediction.predictor import Tap
+from experts.prediction.rank_predictor import RankPredictor, RankShare
+from experts.prediction.recall import RecallSample
+from experts.prefetch.gate_preview import GatePreview
+from experts.prefetch.gates_ahead import GatesAhead
+from experts.prefetch.home_recall import HomeRecall
+from experts.prefetch.home_rows import HomeRows
+from experts.prefetch.prefetcher import LayerListener, Prefetcher
+from experts.prefetch.rank_prefetcher import RankPrefetcher
+from kernels.activation import Activation
+
+NUM_EXPERTS, TOP_K = 4, 2
+NONE = cast(Any, None)
+
+
+class Heard:
+    """Writes down every call that it gets, and what the arguments hold."""
+
+    is_on = True
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append((name, *map(_plain, arguments)))
+
+    def wants_gates_of_computed(self) -> bool:
+        return True
+
+
+class Gate:
+    """Says of a state [T, E] that it is the logits."""
+
+    def preview(self, x: Tensor) -> Tensor:
+        return x
+
+
+def _plain(argument: Any) -> Any:
+    return argument.tolist() if isinstance(argument, Tensor | np.ndarray) else argument
+
+
+def gates(num_layers: int) -> GatesAhead:
+    ones = [torch.ones(NUM_EXPERTS)] * num_layers
+    return GatesAhead(GatePreview([Gate()] * num_layers, ones, 3, Tap.EARLY), num_layers)
+
+
+def step(num_rows: int) -> tuple[Any, Any]:
+    return np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+
+
+def test_own_rows_are_told_once_the_loads_have_begun_and_also_where_nobody_comes() -> None:
+    prefetcher, predictor = Heard(), Heard()
+    memory = cast(ExpertMemory, SimpleNamespace(predictor_seconds=0.0))
+    listener = RankPrefetcher(memory, cast(Prefetcher, prefetcher), cast(RankPredictor, predictor), gates(2))
+    rows = HomeRows([1, 3], cast(RankShare, None))
+    order: list[str] = []
+
+    def travel(layer: int) -> Any:
+        def dispatch(x: Tensor, ids: Tensor, weights: Tensor, _: object, __: object) -> Tensor:
+            order.append(f"travel {layer}, told {len(prefetcher.calls)}")
+            if layer == 1:
+                listener.observe(0, torch.eye(NUM_EXPERTS)[:1], torch.tensor([[2, -1]]), torch.ones(1, 2))
+            return x
+
+        return dispatch
+
+    dispatch_of = rows.around(travel)
+    x, ids, weights = torch.zeros(1, NUM_EXPERTS), torch.tensor([[2, 3]]), torch.ones(1, 2)
+    dispatch_of(1)(x, ids, weights, NONE, Activation())
+    rows.listener = listener
+    # To warm up, steps are computed that nobody has begun.
+    dispatch_of(1)(x, ids, weights, NONE, Activation())
+    assert prefetcher.calls == predictor.calls == []
+    listener.begin_step(*step(1))
+    for layer in (1, 3):
+        dispatch_of(layer)(x, ids, weights, NONE, Activation())
+    listener.end_step([])
+    assert order[2:] == ["travel 1, told 1", "travel 3, told 2"]
+    assert predictor.calls == [
+        ("visited", 0, [[2, 3]], [[2, -1]]),
+        ("observe_gate_of_computed", 0, 1, [[1, 0, 0, 0]]),
+        ("visited", 1, [[2, 3]], []),
+    ]
+    assert [call[:2] for call in prefetcher.calls] == [
+        ("begin_step", [0]),
+        ("observe", 0),
+        ("observe", 1),
+        ("end_step", []),
+    ]
+    assert prefetcher.calls[1][2:] == ([[0, 0, 0, 0]], [[2, 3]], [[1, 1]])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 20])
+def test_gates_are_judged_by_the_rows_at_home(num_rows: int) -> None:
+    recall = RecallSample(interval=2)
+    inner = Heard()
+    listener = HomeRecall(cast(LayerListener, inner), gates(3), recall)
+    rows = torch.eye(NUM_EXPERTS)[torch.tensor([1, 2] * 10)[:num_rows]] + 0.1 * torch.eye(NUM_EXPERTS)[0]
+    right, wrong = rows.topk(TOP_K).indices, (-rows).topk(TOP_K).indices
+    weights = torch.ones(right.shape)
+    for _ in range(2):
+        listener.begin_step(*step(num_rows))
+        for layer, chosen in enumerate((wrong, right, wrong)):
+            listener.chose(layer, rows, chosen, weights)
+            listener.observe(layer, rows, chosen, weights)
+        listener.end_step([])
+        listener.begin_step(*step(0))
+        listener.end_step([])
+    counted = {(count.source, count.distance): count for count in recall.counts()}
+    assert set(counted) == {("gate-early", 1), ("gate-early", 2)}
+    judged = len(range(0, num_rows, -(-num_rows // 8))) * TOP_K
+    assert counted["gate-early", 1].num_chosen == 2 * judged
+    assert counted["gate-early", 1].num_recalled == judged
+    assert (counted["gate-early", 2].num_chosen, counted["gate-early", 2].num_recalled) == (judged, 0)
+    assert [call[0] for call in inner.calls].count("observe") == 6
+
+
+def test_rows_that_a_layer_leaves_out_are_not_judged() -> None:
+    recall = RecallSample(interval=1)
+    listener = HomeRecall(cast(LayerListener, Heard()), gates(2), recall)
+    rows = torch.rand(16, NUM_EXPERTS)
+    listener.begin_step(*step(16))
+    for layer, count in enumerate((16, 8)):
+        chosen = rows[:count].topk(TOP_K).indices
+        listener.chose(layer, rows[:count], chosen, torch.ones(chosen.shape))
+    listener.end_step([])
+    assert recall.counts() == []
