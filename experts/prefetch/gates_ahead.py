@@ -19,7 +19,8 @@ class GatesAhead:
 
     def __call__(self, layer: int, state: Tensor) -> list[tuple[int, NDArray[np.float32]]]:
         """Distances and logits [T, E], of a state [T, H] at the layer, T > 0."""
-        last = min(self._preview.max_distance, self._num_layers - 1 - layer)
-        return [
-            (distance, self._preview(layer, distance, state).float().cpu().numpy()) for distance in range(1, last + 1)
-        ]
+        distances = range(1, min(self._preview.max_distance, self._num_layers - 1 - layer) + 1)
+        if not distances:
+            return []
+        of_all = self._preview.ahead(layer, distances, state).float().cpu().numpy()
+        return list(zip(distances, of_all, strict=True))

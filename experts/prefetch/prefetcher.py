@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch import Tensor
 from experts.memory.expert_memory import ExpertMemory
 from experts.prediction.predictor import BEFORE, Ids, Predictor, Tap
 from experts.prediction.sources import LearntAffinity
-from experts.prefetch.gate_preview import GatePreview
+from experts.prefetch.gates_ahead import GatesAhead
 from experts.prefetch.planning import PrefetchPlanner
 from experts.routing.recorder import RoutingRecorder
 from experts.routing.step_routing import NOT_COMPUTED
@@ -49,16 +49,16 @@ class Prefetcher:
         predictor: Predictor,
         planner: PrefetchPlanner,
         learnt: LearntAffinity,
-        previews: Sequence[GatePreview],
+        gates: Mapping[Tap, GatesAhead],
     ) -> None:
         """planner: asks this predictor and tells the control of this memory. learnt: what the predictor learns from.
-        previews: of each tap that the predictor listens to."""
+        gates: of each tap that the predictor listens to."""
         self._memory = memory
         self._predictor = predictor
         self._planner = planner
         self._learnt = learnt
         self._recorder = RoutingRecorder(learnt.statistics)
-        self._previews = {preview.tap: preview for preview in previews}
+        self._gates = gates
         self._token_ids: NDArray[np.int64] = np.empty(0, np.int64)
         self._ids: NDArray[np.int16] = np.empty((0, 0, 0), np.int16)
 
@@ -89,7 +89,7 @@ class Prefetcher:
 
     def after_layer(self, layer: int, residual: Tensor) -> None:
         """A layer is computed, residual [T, H]: the last look before the next one. Not called for the last layer."""
-        if Tap.LATE not in self._previews:
+        if Tap.LATE not in self._gates:
             return
         started = time.perf_counter()
         self._hear_gates(Tap.LATE, layer, residual)
@@ -105,14 +105,9 @@ class Prefetcher:
         self._memory.predictor_seconds += time.perf_counter() - started
 
     def _hear_gates(self, tap: Tap, layer: int, state: Tensor) -> None:
-        if (preview := self._previews.get(tap)) is None or not len(state):
-            return
-        distances = range(1, min(preview.max_distance, len(self._ids) - 1 - layer) + 1)
-        if not distances:
-            return
-        of_all = preview.ahead(layer, distances, state).float().cpu().numpy()
-        for distance, logits in zip(distances, of_all, strict=True):
-            self._predictor.observe_gate(tap, layer, distance, logits)
+        if tap in self._gates and len(state):
+            for distance, logits in self._gates[tap](layer, state):
+                self._predictor.observe_gate(tap, layer, distance, logits)
 
     def _plan(self, layer: int) -> None:
         expected = self._planner.expect(layer)

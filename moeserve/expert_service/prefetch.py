@@ -105,8 +105,9 @@ def start_prefetching(
         judge = PrefetchJudge(experts.memory, PrefetchSwitch()) if choice == "auto" else None
         listener = _believing_gates(experts, preview, decoder.spec.moe.gate.top_k, judge, home_rows)
     else:
-        previews = {tap: _preview(decoder, tap, fitted) for tap in taps_of(choice)}
-        listener, profiles = _learning(choice, experts, decoder.spec, previews, home_rows)
+        num_layers = len(experts.layers)
+        gates = {tap: GatesAhead(_preview(decoder, tap, fitted), num_layers) for tap in taps_of(choice)}
+        listener, profiles = _learning(choice, experts, decoder.spec, gates, home_rows)
     here = None if home_rows is None else home_rows.share.experts_here
     around = PrefixListener(
         listener, experts.memory, PrefixWarmth(experts.control, decoder.spec.moe.num_experts, here), profiles
@@ -143,34 +144,31 @@ def _learning(
     choice: str,
     experts: ResidentLayers,
     model: DecoderSpec,
-    previews: Mapping[Tap, GatePreview],
+    gates: Mapping[Tap, GatesAhead],
     home_rows: HomeRows | None,
 ) -> tuple[LayerListener, RequestProfiles | None]:
     """And the profiles that its predictor goes by, if it does."""
     assert model.moe is not None
-    num_layers = len(experts.layers)
-    spec = StatisticsSpec(num_layers, model.moe.num_experts, model.moe.gate.top_k, max_distance=_HISTORY)
+    spec = StatisticsSpec(len(experts.layers), model.moe.num_experts, model.moe.gate.top_k, max_distance=_HISTORY)
     learnt = LearntAffinity(RoutingStatistics(spec))
     predictor, sources = make_predictor(choice, learnt, experts.memory.recall)
     signature = sources.get("signature")
     profiles = signature.profiles if isinstance(signature, SignatureSource) else None
     if home_rows is None:
-        return _prefetcher(experts, predictor, learnt, previews), profiles
+        return _prefetcher(experts, predictor, learnt, gates), profiles
     of_rank = RankPredictor(predictor, learnt, home_rows.share)
-    early = previews.get(Tap.EARLY)
-    gates = None if early is None else GatesAhead(early, num_layers)
-    prefetcher = _prefetcher(experts, of_rank, learnt, previews)
-    home_rows.listener = listener = RankPrefetcher(experts.memory, prefetcher, of_rank, gates)
+    prefetcher = _prefetcher(experts, of_rank, learnt, gates)
+    home_rows.listener = listener = RankPrefetcher(experts.memory, prefetcher, of_rank, gates.get(Tap.EARLY))
     return listener, profiles
 
 
 def _prefetcher(
-    experts: ResidentLayers, predictor: Predictor, learnt: LearntAffinity, previews: Mapping[Tap, GatePreview]
+    experts: ResidentLayers, predictor: Predictor, learnt: LearntAffinity, gates: Mapping[Tap, GatesAhead]
 ) -> Prefetcher:
     rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
     rules = PrefetchRules(max_distance=_MAX_DISTANCE)
     planner = PrefetchPlanner(predictor, experts.control, experts.memory.slot_bytes, rules, rated or None)
-    return Prefetcher(experts.memory, predictor, planner, learnt, [*previews.values()])
+    return Prefetcher(experts.memory, predictor, planner, learnt, gates)
 
 
 class PrefetchingRunner:
