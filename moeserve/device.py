@@ -76,8 +76,8 @@ def incapability(capability: tuple[int, int], needs_fp8: bool) -> str | None:
 
 def _unsupported(config: ServeConfig) -> str | None:
     if config.expert_parallel_size > 1:
-        if config.expert_memory is not None:
-            return "--expert-memory works with one rank on a GPU; with several all experts are in GPU memory"
+        if config.expert_peer_memory is not None:
+            return "--expert-peer-memory works on CPUs only; each rank keeps its experts in its own host memory"
         if config.rebalance_interval:
             return "--rebalance-interval works on CPUs only; --placement places experts at the start"
     for name in ("expert_quantization", "kv_cache_dtype"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import structlog
 import torch
 
 from moeserve.config import ServeConfig
@@ -14,12 +13,11 @@ from moeserve.cuda.expert_memory import GpuExpertSettings
 from moeserve.cuda.gpu_model import GpuModel, GpuSettings, load_gpu_model
 from moeserve.device import current_gpu, step_budget
 from moeserve.executor import LaunchingRunner, LocalLauncher
-from moeserve.expert_service.fitted_gates import find_fitted_gates
+from moeserve.expert_service.gpu_prefetch import with_prefetches
 from moeserve.expert_service.monitor import ExpertSources
 from moeserve.expert_service.placement import measured_load
-from moeserve.expert_service.prefetch import PrefetchingLauncher, start_prefetching
-from moeserve.expert_service.recording import open_recording, routing_shape
-from moeserve.expert_service.signatures import AnnotatingLauncher, signs_prefixes
+from moeserve.expert_service.recording import open_recording
+from moeserve.expert_service.signatures import signs_prefixes
 from moeserve.expert_service.strategy import expert_strategy
 from moeserve.memory import available_bytes
 from moeserve.model_loading import Report, ServedModel
@@ -31,8 +29,6 @@ from moeserve.models.tensor_reader import Progress
 from moeserve.run_context import RunContext
 from moeserve.serving import serve
 
-log = structlog.get_logger(__name__)
-
 # Of the host memory that is free, all experts of a model may take so much before they are read from disk instead.
 _SHARE_FOR_EXPERTS = 0.8
 
@@ -43,11 +39,11 @@ def run_on_gpu(context: RunContext, report: Report, stop: threading.Event) -> No
     spec = build_spec(load_config(directory))
     recording = open_recording(config, directory, spec)
     dtype = gpu_dtype(config)
-    settings = gpu_settings(config, _expert_settings(directory, spec, config))
+    settings = gpu_settings(config, expert_settings(directory, spec, config))
     loaded = load_gpu_model(directory, spec, dtype, settings, loading_progress(report), current_gpu())
     defaults = load_generation_defaults(directory)
     model = ServedModel(spec, defaults, loaded.kv, dtype, loaded.weights_bytes, loaded.kv_bytes, "cuda")
-    runner, sources = _with_prefetches(loaded, directory, config, records=recording is not None)
+    runner, sources = _listened(loaded, directory, config, settings)
     try:
         serve(context, model, LocalLauncher(runner), report, stop, recording, sources)
     finally:
@@ -84,39 +80,34 @@ def loading_progress(report: Report) -> Progress:
     )
 
 
-def _expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) -> GpuExpertSettings | None:
+def expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) -> GpuExpertSettings | None:
+    """What the settings say of experts that are not all in a GPU's memory: of the host memory that is free now, each
+    rank of this machine may take its share. None where `--expert-memory` is not given. Raises ConfigError."""
     if config.expert_memory is None:
         return None
+    num_here = config.expert_parallel_size // config.nnodes
     return GpuExpertSettings(
         config.expert_memory,
-        int(_SHARE_FOR_EXPERTS * available_bytes()),
+        int(_SHARE_FOR_EXPERTS * available_bytes() / num_here),
         config.expert_policy,
         None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser(),
         config.expert_store_bandwidth,
         measured_load(directory, config, (len(spec.moe_layers), 0 if spec.moe is None else spec.moe.num_experts)),
+        config.expert_prefetch,
         signs_prefixes(config),
     )
 
 
-def _with_prefetches(
-    loaded: GpuModel, directory: Path, config: ServeConfig, *, records: bool
+def _listened(
+    loaded: GpuModel, directory: Path, config: ServeConfig, settings: GpuSettings
 ) -> tuple[LaunchingRunner, ExpertSources]:
-    """What computes steps, and whom to ask about the experts. records: whether results carry the routing."""
+    """What computes steps, and whom to ask about the experts."""
     experts = loaded.experts
     if experts is None:
         return loaded.runner, ExpertSources()
-    log.info("expert_memory", slots=min(experts.slots.num_slots), others_in=experts.tier, policy=config.expert_policy)
-    fitted = find_fitted_gates(directory)
-    listener = start_prefetching(config.expert_prefetch, experts, loaded.decoder, fitted=fitted)
-    sources = ExpertSources(
+    runner, listener = with_prefetches(loaded.runner, loaded.decoder, experts, directory, settings)
+    return runner, ExpertSources(
         memory=lambda: [experts.memory.stats()],
         prefetches=listener is not None,
         strategy=lambda: expert_strategy(config, listener),
     )
-    if listener is None:
-        return loaded.runner, sources
-    runner = PrefetchingLauncher(loaded.runner, listener)
-    shape = routing_shape(loaded.decoder.spec)
-    if shape is None or not signs_prefixes(config):
-        return runner, sources
-    return AnnotatingLauncher(runner, shape, config.block_size, keeps_routing=records), sources

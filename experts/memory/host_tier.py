@@ -1,8 +1,9 @@
-"""All experts in page-locked host memory, from which a GPU copies them by itself."""
+"""Experts in page-locked host memory, from which a GPU copies them by itself."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,14 +13,18 @@ from experts.memory.expert_file import round_to_page
 
 
 class HostTier:
-    """A tier (`experts.memory.store.ExpertTier`) that a device reads where it lies. `put` every expert before use."""
+    """A tier (`experts.memory.store.ExpertTier`) that a device reads where it lies. `put` every expert before use.
 
-    def __init__(self, num_layers: int, num_experts: int, expert_bytes: int, device: torch.device) -> None:
-        """Takes the memory, locked for `device`. Raises ExpertStoreError."""
+    experts: (layer, expert) of all that it has, layer after layer.
+    """
+
+    def __init__(self, held: Sequence[Sequence[int]], expert_bytes: int, device: torch.device) -> None:
+        """Takes the memory, locked for `device`, of the experts held[layer]. Raises ExpertStoreError."""
         size = round_to_page(expert_bytes)
-        self._num_experts = num_experts
+        self.experts = [(layer, expert) for layer, experts in enumerate(held) for expert in experts]
         self._expert_bytes = expert_bytes
-        self._memory = page_locked(num_layers * num_experts * size, device).view(-1, size)
+        memory = page_locked(len(self.experts) * size, device).view(-1, size)
+        self._memory = dict(zip(self.experts, memory, strict=True))
 
     def put(self, layer: int, expert: int, packed: Tensor) -> None:
         """packed: uint8 [expert_bytes]."""
@@ -35,7 +40,7 @@ class HostTier:
         """The memory stays locked until the process ends."""
 
     def _of(self, layer: int, expert: int) -> Tensor:
-        return self._memory[layer * self._num_experts + expert]
+        return self._memory[layer, expert]
 
 
 def page_locked(num_bytes: int, device: torch.device) -> Tensor:

@@ -55,6 +55,14 @@ def triton_moe(
     return TritonMoe(configs, workspace, device_of(device).num_multiprocessors)
 
 
+def rows_at_once(num_rows: int, max_rows: int) -> int:
+    """How many of arrived rows are computed together, with scratch for `max_rows`: all ranks may send theirs at once.
+
+    All parts begin at multiples of 16 bytes, as kernels are compiled for.
+    """
+    return num_rows if num_rows <= max_rows else max(1, max_rows - max_rows % 4)
+
+
 def expert_storage(spec: DecoderSpec, dtype: torch.dtype, quantization: str = "none") -> WeightStorage:
     """How a model's experts are kept: in `dtype`, or as `--expert-quantization` says.
 

@@ -26,15 +26,18 @@ from moeserve.models.errors import ModelError
 from moeserve.models.packing import packed_experts
 from moeserve.models.progress import Progress
 from moeserve.models.spec import DecoderSpec
+from moeserve.models.weight_plan import OwnedExperts
 
 
 @dataclass(frozen=True, slots=True)
 class GpuExpertSettings:
     """What the service's settings say of experts on a GPU.
 
-    num_bytes: of the slots. host_bytes: the host memory that all experts may take; beyond it they are read from disk.
-    bandwidth: of an emulated link, in bytes per second. load: [L, E], for a policy that goes by it. signs_prefixes:
-    whether results tell what the gates chose, of which signatures of cached prefixes are made.
+    num_bytes: of the slots. host_bytes: the host memory that the experts of this GPU may take; beyond it they are read
+    from disk.
+    bandwidth: of an emulated link, in bytes per second. load: [L, E], for a policy that goes by it. prefetch: see
+    `moeserve.expert_service.prefetch.start_prefetching`. signs_prefixes: whether results tell what the gates chose, of
+    which signatures of cached prefixes are made.
     """
 
     num_bytes: int
@@ -43,33 +46,45 @@ class GpuExpertSettings:
     store_dir: Path | None
     bandwidth: int | None
     load: Sequence[Sequence[float]] | None = None
+    prefetch: str = "off"
     signs_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GpuResidencyPlan:
-    """How the experts of a model that computes in `dtype` lie in slots, and how many slots there are."""
+    """How the experts of a model that computes in `dtype` lie in slots, and how many slots there are.
+
+    held: the experts of each sparse layer that are computed here, of several ranks.
+    """
 
     spec: DecoderSpec
     dtype: torch.dtype
     layout: SlotLayout
     slots: SlotPlan
+    held: Sequence[Sequence[int]]
 
 
 GpuResidentModel = ResidentModel[GpuResidentExperts]
 
 
 def plan_gpu_residency(
-    spec: DecoderSpec, dtype: torch.dtype, num_bytes: int, storage: WeightStorage | None = None
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    num_bytes: int,
+    storage: WeightStorage | None = None,
+    owned: OwnedExperts | None = None,
 ) -> GpuResidencyPlan | None:
     """The slots that `num_bytes` pay for, with weights kept in `storage` (default `dtype`); None if all experts fit.
 
-    Raises ConfigError for a model without experts, and where a layer could not hold the experts of one token.
+    owned: those of a layer of the decoder that this rank of several holds. Raises ConfigError for a model without
+    experts, and where a layer could not hold the experts of one token.
     """
     moe = experts_of(spec)
     layout = slot_layout(spec, dtype, storage)
-    slots = plan_slots(num_bytes, layout.num_bytes, [moe.num_experts] * len(spec.moe_layers), moe.gate.top_k)
-    return None if slots is None else GpuResidencyPlan(spec, dtype, layout, slots)
+    held = [range(moe.num_experts) if owned is None else owned(layer) for layer in spec.moe_layers]
+    counts = [len(experts) for experts in held]
+    slots = plan_slots(num_bytes, layout.num_bytes, counts, moe.gate.top_k, several_ranks=owned is not None)
+    return None if slots is None else GpuResidencyPlan(spec, dtype, layout, slots, held)
 
 
 def slot_layout(spec: DecoderSpec, dtype: torch.dtype, storage: WeightStorage | None = None) -> SlotLayout:
@@ -88,7 +103,7 @@ def open_gpu_experts(
     progress: Progress,
     configs: MoeConfigs | None = None,
 ) -> GpuResidentModel:
-    """Puts all experts where they are copied from, and takes the memory of the slots. Raises ModelError.
+    """Puts the experts of the plan where they are copied from, and takes the memory of the slots. Raises ModelError.
 
     configs: of the experts' kernels, see `moeserve.cuda.expert_kernels.expert_configs`.
     """
@@ -106,7 +121,7 @@ def open_gpu_experts(
 
     def layer_of(memory: ExpertMemory, number: int) -> GpuResidentExperts:
         experts = SlotExperts(layout, slots.of_layer(number), configs.shape.num_experts, moe)
-        return GpuResidentExperts(memory, number, experts)
+        return GpuResidentExperts(memory, number, experts, max_tokens)
 
     return resident_model(spec, plan.slots, settings.policy, settings.load, slots, tier, layer_of, tier_name=name)
 
@@ -115,15 +130,15 @@ def _open_tier(
     directory: Path, plan: GpuResidencyPlan, settings: GpuExpertSettings, device: torch.device, progress: Progress
 ) -> tuple[str, ExpertTier]:
     spec, layout, dtype = plan.spec, plan.layout, plan.dtype
-    num_layers, num_experts = len(spec.moe_layers), experts_of(spec).num_experts
-    if num_layers * num_experts * plan.slots.slot_bytes > settings.host_bytes:
+    if sum(map(len, plan.held)) * plan.slots.slot_bytes > settings.host_bytes:
         # Building files takes packages that computing does not.
         from moeserve.models.expert_store import ensure_expert_store
 
         store = ensure_expert_store(directory, spec, layout, dtype, settings.store_dir, progress)
         return f"disk, {store.path}", DiskTier(store.path, store.source)
-    tier = HostTier(num_layers, num_experts, layout.num_bytes, device)
-    packed = packed_experts(spec, layout, dtype, read_index(directory), progress)
-    for number, expert in enumerate(packed):
-        tier.put(*divmod(number, num_experts), expert)
+    tier = HostTier(plan.held, layout.num_bytes, device)
+    of_layer = dict(zip(spec.moe_layers, plan.held, strict=True))
+    packed = packed_experts(spec, layout, dtype, read_index(directory), progress, of_layer.__getitem__)
+    for place, expert in zip(tier.experts, packed, strict=True):
+        tier.put(*place, expert)
     return "host memory", tier

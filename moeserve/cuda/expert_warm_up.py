@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ def launch_expert_variants(
     moe: MoeSpec,
     variant: Choice,
     max_rows: int,
+    ids: Sequence[int],
 ) -> None:
-    """Every variant that up to `max_rows` rows are computed with, once. experts: of some layer, in slots."""
+    """Every variant that up to `max_rows` rows are computed with, once. experts: of some layer, which goes by `ids`."""
     smallest = {variant(num_rows): num_rows for num_rows in range(max_rows, 0, -1)}
     for num_rows in smallest.values():
         x = torch.zeros((num_rows, decoder.spec.hidden_size), dtype=decoder.dtype, device=decoder.device)
-        slots = torch.arange(num_rows * moe.gate.top_k, device=decoder.device).remainder(experts.gate_up.num_slots)
-        slots = slots.view(num_rows, -1)
-        compute(x, slots, torch.zeros(slots.shape, device=decoder.device), experts, moe.activation)
+        places = torch.arange(num_rows * moe.gate.top_k).remainder(len(ids)).view(num_rows, -1)
+        chosen = torch.tensor(ids)[places].to(decoder.device)
+        compute(x, chosen, torch.zeros(chosen.shape, device=decoder.device), experts, moe.activation)

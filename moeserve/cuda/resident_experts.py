@@ -9,6 +9,7 @@ from experts.memory.expert_memory import ExpertMemory
 from experts.prefetch.prefetcher import LayerListener
 from kernels.gpu.moe_slots import SlotExperts
 from kernels.specs import Activation
+from moeserve.cuda.expert_kernels import rows_at_once
 
 
 class GpuResidentExperts:
@@ -19,31 +20,40 @@ class GpuResidentExperts:
     prefetcher: hears what the gate chose, if there is one.
     """
 
-    def __init__(self, memory: ExpertMemory, layer: int, experts: SlotExperts) -> None:
-        """experts: over the slots that the memory fills for this layer."""
+    def __init__(self, memory: ExpertMemory, layer: int, experts: SlotExperts, max_rows: int) -> None:
+        """experts: over the slots that the memory fills for this layer, with scratch for `max_rows` rows."""
         self._memory = memory
         self._layer = layer
         self._experts = experts
+        self._max_rows = max_rows
         self.prefetcher: LayerListener | None = None
 
     def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
+        return self.partial(x, expert_ids, weights, _, activation).to(x.dtype)
+
+    def partial(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
+        """[T, H] fp32, over the experts that are computed here; -1 stands for others, by number in the model."""
         memory, layer, experts = self._memory, self._layer, self._experts
         chosen = expert_ids.cpu()
         wanted = set(chosen.flatten().tolist())
-        has_padding = -1 in wanted
+        some_elsewhere = -1 in wanted
         wanted.discard(-1)
         if not wanted:
-            return torch.zeros_like(x)
+            return x.new_zeros(x.shape, dtype=torch.float32)
         memory.access(layer, wanted)
         if self.prefetcher is not None:
             # Missing experts are being loaded meanwhile.
-            self.prefetcher.observe(layer, x, chosen, weights)
-        make = x.new_zeros if has_padding else x.new_empty
+            here = (chosen >= 0).any(1)
+            rows = here.nonzero().flatten().to(x.device) if some_elsewhere else slice(None)
+            self.prefetcher.observe(layer, x[rows], chosen[here], weights[rows])
+        make = x.new_zeros if some_elsewhere else x.new_empty
         products = make((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
+        size = rows_at_once(len(x), self._max_rows)
         for ready in memory.turns(layer, wanted):
             contents = memory.contents(layer)
             # Who had a turn before may be overwritten now.
             few = len(ready) < len(wanted)
             experts.show([expert if expert in ready else -1 for expert in contents] if few else contents)
-            experts.multiply(x, expert_ids, activation, products)
-        return experts.combine(products, weights).to(x.dtype)
+            for rows, ids, out in zip(*(part.split(size) for part in (x, expert_ids, products)), strict=True):
+                experts.multiply(rows, ids, activation, out)
+        return experts.combine(products, weights)

@@ -13,14 +13,19 @@ from moeserve.models.expert_weights import ExpertReader
 from moeserve.models.progress import Progress
 from moeserve.models.spec import DecoderSpec
 from moeserve.models.tensor_reader import TensorReader
-from moeserve.models.weight_plan import ExpertsPlan, WeightPlan, plan_weights
+from moeserve.models.weight_plan import ExpertsPlan, OwnedExperts, WeightPlan, plan_weights
 
 
 def packed_experts(
-    spec: DecoderSpec, packing: ExpertPacking, dtype: torch.dtype, index: Mapping[str, TensorInfo], report: Progress
+    spec: DecoderSpec,
+    packing: ExpertPacking,
+    dtype: torch.dtype,
+    index: Mapping[str, TensorInfo],
+    report: Progress,
+    owned: OwnedExperts | None = None,
 ) -> Iterator[Tensor]:
-    """Every expert of every sparse layer, uint8 [packing.num_bytes], one at a time."""
-    plan = plan_weights(spec, index)
+    """Every expert of every sparse layer, or those `owned`, uint8 [packing.num_bytes], one at a time."""
+    plan = plan_weights(spec, index, owned)
     with TensorReader(
         index,
         _bytes_of_experts(plan),

@@ -13,11 +13,11 @@ import structlog
 import torch
 
 from experts.collectives import Collectives
-from experts.dispatch import Compute, ExpertParallel
-from kernels.activation import Activation
-from kernels.gpu.moe_experts import TritonMoe
-from kernels.gpu.moe_weights import GpuExperts
-from moeserve.cuda.expert_kernels import expert_configs, expert_storage, triton_moe
+from experts.dispatch import ExpertParallel
+from experts.memory.stats import ExpertMemoryStats
+from experts.prefetch.home_rows import HomeRows
+from experts.prefetch.prefix_listener import PrefixListener
+from moeserve.cuda.expert_kernels import expert_configs, expert_storage
 from moeserve.cuda.expert_warm_up import launch_expert_variants
 from moeserve.cuda.gpu_model import (
     GpuSettings,
@@ -30,12 +30,15 @@ from moeserve.cuda.gpu_model import (
 )
 from moeserve.cuda.launch_variants import StepShape
 from moeserve.cuda.weights import load_gpu_decoder
+from moeserve.executor import LaunchingRunner
+from moeserve.expert_service.gpu_prefetch import with_prefetches
 from moeserve.expert_service.links import CountedRunner
 from moeserve.kv_budget import share_kv
 from moeserve.kv_pool import kv_block_bytes
-from moeserve.model_loading import ModelPlan, ServedModel, owned_experts
+from moeserve.model_loading import ModelPlan, ServedModel, no_experts, owned_experts
 from moeserve.models.generation_config import load_generation_defaults
 from moeserve.models.tensor_reader import Progress
+from moeserve.ranks.gpu_experts import open_rank_experts
 
 log = structlog.get_logger(__name__)
 
@@ -44,12 +47,12 @@ _SECONDS_TO_COMPILE = 600.0
 
 
 class GpuMember:
-    """See `moeserve.ranks.members.RankMember`. All experts of a rank are in its device's memory.
+    """See `moeserve.ranks.members.RankMember`. A rank's experts are in its device's memory, or those that have a slot.
 
     Weights are loaded at once, memory for KV is taken in `warm_up`, which all ranks do together.
     """
 
-    prefetcher = None
+    prefetcher: PrefixListener | None = None
     lent = None
     migrator = None
 
@@ -76,29 +79,33 @@ class GpuMember:
         self.dispatch_shape: str | None = None
         owned = owned_experts(spec, plan.placement, collectives.rank)
         storage = expert_storage(spec, plan.dtype, settings.expert_quantization)
-        self._configs = configs = expert_configs(spec, storage, device)
+        configs = expert_configs(spec, storage, device)
         assert configs is not None
-        num_slots = max(len(owned(layer)) for layer in spec.moe_layers)
-        self._max_rows = settings.max_num_batched_tokens
-        moe = triton_moe(configs, device, plan.dtype, self._max_rows, num_slots)
-        self._compute = in_pieces(moe, self._max_rows)
+        self._configs = configs
+        here = open_rank_experts(
+            directory, plan, settings, owned, storage, configs, collectives.waits, device, progress or _silent
+        )
+        self._resident, self._compute = here.resident, here.compute_of(spec.moe_layers[0])
         self.experts = ExpertParallel(
             collectives,
             plan.placement,
             spec.moe_layers,
             last_layer=spec.num_layers - 1,
             compute=self._compute,
+            local_of=None if here.resident is None else here.compute_of,
             for_devices=True,
         )
-        self._tap = tap = gate_tap(spec, settings)
+        self._home_rows = HomeRows(spec.moe_layers, self.experts.num_rows_elsewhere)
+        dispatch_of = self._home_rows.around(self.experts.dispatch_of)
+        self._tap = tap = gate_tap(spec, settings, None if here.resident is None else settings.experts)
         self._decoder = load_gpu_decoder(
             directory,
             spec,
             dtype=plan.dtype,
             device=device,
-            dispatch_of=self.experts.dispatch_of if tap is None else tap.around(self.experts.dispatch_of),
+            dispatch_of=dispatch_of if tap is None else tap.around(dispatch_of),
             storage=storage,
-            owned_experts=owned,
+            owned_experts=owned if here.resident is None else no_experts,
             max_model_len=settings.max_model_len,
             progress=progress,
         )
@@ -127,9 +134,20 @@ class GpuMember:
             model_max_len=spec.max_position,
             max_model_len=settings.max_model_len,
         )
-        runner = make_runner(
+        runner: LaunchingRunner = make_runner(
             self._decoder, kv, settings, self._configs, self._begin_alike, self.collectives.waits.wait_for, self._tap
         )
+        if self._resident is not None:
+            self._resident.memory.forget_counts()
+            runner, self.prefetcher = with_prefetches(
+                runner,
+                self._decoder,
+                self._resident,
+                self._directory,
+                settings,
+                self.experts.experts_here,
+                self._home_rows,
+            )
         self.runner = CountedRunner(runner, self.experts.sent)
         self.model = ServedModel(
             spec,
@@ -143,10 +161,12 @@ class GpuMember:
         self.experts.forget_counts()
         self.collectives.be_patient(self._timeout)
 
-    def memory_stats(self) -> None:
-        """All experts are in memory."""
+    def memory_stats(self) -> ExpertMemoryStats | None:
+        return None if self._resident is None else self._resident.memory.stats()
 
     def close(self) -> None:
+        if self._resident is not None:
+            self._resident.memory.close()
         self.collectives.close()
 
     def _begin_alike(self, shape: StepShape) -> None:
@@ -155,19 +175,20 @@ class GpuMember:
         self.experts.begin_step([shape.num_tokens] * num_ranks, [shape.num_logits] * num_ranks)
 
     def _launch_experts(self) -> None:
-        if self.collectives.device.type == "cuda" and self._configs is not None:
-            moe = self._plan.spec.moe
-            assert moe is not None
-            launch_expert_variants(
-                self._compute, self._decoder.experts[0], self._decoder, moe, self._configs.variant, self._max_rows
-            )
+        moe, experts = self._plan.spec.moe, self._decoder.experts[0]
+        assert moe is not None
+        ids = range(experts.gate_up.num_slots) if self._resident is None else sorted(self.experts.experts_here(0))
+        max_rows = self._settings.max_num_batched_tokens
+        launch_expert_variants(self._compute, experts, self._decoder, moe, self._configs.variant, max_rows, ids)
 
     def _choose_shape(self) -> None:
         shape, moe = self._shape, self._plan.spec.moe
         assert moe is not None
         if shape == "auto":
+            # Experts that are not all in memory would be loaded for it.
+            here = self._decoder.experts if self._resident is None else ()
             seconds = self.experts.measure(
-                self._plan.spec.hidden_size, moe.gate.top_k, self._plan.dtype, self._decoder.experts, moe.activation
+                self._plan.spec.hidden_size, moe.gate.top_k, self._plan.dtype, here, moe.activation
             )
             shape = min(seconds, key=seconds.__getitem__)
             if self.collectives.rank == 0:
@@ -176,18 +197,5 @@ class GpuMember:
         self.dispatch_shape = shape
 
 
-def in_pieces(moe: TritonMoe, max_rows: int) -> Compute[GpuExperts]:
-    """What a rank computes of arrived rows: all ranks may send theirs at once, scratch is for `max_rows` of them.
-
-    A row's bits depend on its piece only through the configuration that a number of rows is computed with.
-    """
-
-    def compute(
-        x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, experts: GpuExperts, activation: Activation
-    ) -> torch.Tensor:
-        if len(x) <= max_rows:
-            return moe.partial(x, slots, weights, experts, activation)
-        pieces = zip(x.split(max_rows), slots.split(max_rows), weights.split(max_rows), strict=True)
-        return torch.cat([moe.partial(*piece, experts, activation) for piece in pieces])
-
-    return compute
+def _silent(_done: int, _total: int) -> None:
+    """Nobody wants to know how far loading is."""

@@ -89,10 +89,12 @@ def make_member(context: RunContext, meeting: Meeting, rank: int, plan: ModelPla
 
 
 def _make_gpu_member(context: RunContext, meeting: Meeting, rank: int, plan: ModelPlan, report: Report) -> RankMember:
-    from moeserve.gpu_service import gpu_settings, loading_progress
+    from moeserve.gpu_service import expert_settings, gpu_settings, loading_progress
     from moeserve.ranks.gpu_member import GpuMember
 
-    config = context.config
+    config, directory = context.config, Path(context.model_dir)
+    # Ranks meet in their collectives before they load: all see the memory that was free before anybody has taken some.
+    settings = gpu_settings(config, expert_settings(directory, plan.spec, config))
     timeout = collective_timeout(config)
     collectives = Collectives(
         rank,
@@ -103,9 +105,9 @@ def _make_gpu_member(context: RunContext, meeting: Meeting, rank: int, plan: Mod
         device=current_gpu(),
     )
     return GpuMember(
-        Path(context.model_dir),
+        directory,
         plan,
-        gpu_settings(config),
+        settings,
         collectives,
         shape=config.dispatch,
         timeout=timeout,

@@ -29,7 +29,7 @@ def expert_bytes(number: int) -> bytes:
 
 
 def host_tier() -> HostTier:
-    tier = HostTier(NUM_LAYERS, NUM_EXPERTS, EXPERT_BYTES, CPU)
+    tier = HostTier([range(NUM_EXPERTS)] * NUM_LAYERS, EXPERT_BYTES, CPU)
     for number in range(NUM_LAYERS * NUM_EXPERTS):
         packed = torch.frombuffer(bytearray(expert_bytes(number)), dtype=torch.uint8)
         tier.put(*divmod(number, NUM_EXPERTS), packed)

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from experts.memory.expert_file import round_to_page
+from moeserve.cuda.expert_memory import slot_layout
 from tests.e2e.test_expert_parallel import ranks_of
+from tests.support.checkpoints import spec_of
 from tests.support.service import ROOT, Service, is_alive, service, wait_until
 from tests.support.tiny_model import write_model_dir
 from tests.support.tiny_models import save
@@ -22,6 +25,7 @@ PROMPTS = [[3, 14, 15, 9, 26, 5], [27, 18], [3, 14, 15, 9, 26, 7, 8]]
 LIMITS = ("--max-model-len", "32", "--max-num-batched-tokens", "8", "--max-num-seqs", "4", "--block-size", "4")
 SMALL = (*LIMITS, "--dtype", "float32", "--kv-cache-memory", "64KiB")
 RANKS = ("--device", "cuda", "--expert-parallel-size", "2", "--engine-timeout", "20", "--dispatch", "alltoall")
+NUM_SLOTS = 3
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +57,24 @@ def expected(model: Path, tmp_path: Path) -> Iterator[list[str]]:
         yield complete_all(one)
 
 
-def test_two_ranks_say_what_a_cpu_says_and_a_killed_one_is_named(
+def test_two_ranks_with_few_slots_say_what_a_cpu_says_and_a_killed_one_is_named(
     model: Path, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "two").mkdir()
-    with service(model, tmp_path / "two", *SMALL, *RANKS) as two:
+    spec = spec_of(model)
+    size = NUM_SLOTS * len(spec.moe_layers) * round_to_page(slot_layout(spec, torch.float32).num_bytes)
+    bounded = ("--expert-memory", str(size), "--expert-prefetch", "gate")
+    with service(model, tmp_path / "two", *SMALL, *RANKS, *bounded) as two:
         pids = ranks_of(two)
         assert len(pids) == 2
         assert complete_all(two) == expected
-        assert two.http.get("/v1/experts").json()["strategy"]["dispatch"] == "alltoall"
+        told = two.http.get("/v1/experts").json()
+        assert told["strategy"]["dispatch"] == "alltoall"
+        assert told["strategy"]["prefetch"] == {"source": "gate", "is_on": True}
+        assert [len(layers) for layers in told["residency"]["resident"]] == [len(spec.moe_layers)] * 2
+        assert all(len(layer) == NUM_SLOTS for layers in told["residency"]["resident"] for layer in layers)
         started = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
         assert two.end(10) == 1

@@ -31,6 +31,14 @@ CASES: dict[str, dict[str, Any]] = {
     "gathered": {"model": "glm4_moe", "shape": "allgather"},
     "fp8-kv": {"model": "qwen3_moe", "kv_cache_dtype": "fp8_e4m3", **FEW},
     "int4": {"model": "qwen3_moe", "shape": "allgather", "expert_quantization": "int4", **FEW},
+    "int4-slots": {
+        "model": "qwen3_moe",
+        "shape": "allgather",
+        "expert_quantization": "int4",
+        "num_slots": 3,
+        "prefetch": "popularity+gate-early+gate-late",
+        **FEW,
+    },
 }
 REPLICAS: dict[str, dict[str, Any]] = {
     "gathered": {"model": "qwen3_moe", "shape": "allgather", "redundant": 4},
@@ -112,6 +120,10 @@ def test_two_ranks_quantise_as_one_gpu_does(
     assert logprobs_of(found) == pytest.approx(logprobs_of(expected), abs=1e-5)
     # What is rounded shows.
     assert abs(of_two["plain"][0][0][1] - found[0][0][1]) > 1e-3
+
+
+def test_fewer_slots_than_experts_of_a_rank_change_no_bit(of_two: dict[str, Said]) -> None:
+    assert of_two["int4-slots"] == of_two["int4"]
 
 
 @pytest.mark.long

@@ -89,6 +89,11 @@ def main() -> None:
         said.append(serve(case, member.model.kv, num_ranks, partial(run_on_ranks, member)))
         if num_ranks > 1:
             assert sum(member.experts.sent()) > 0
+        if (stats := member.memory_stats()) is not None:
+            counters = stats.counters
+            assert min(counters.num_evictions, counters.num_misses, counters.prefetch_bytes) > 0, counters
+            assert all(len(experts) == case.num_slots for experts in stats.resident)
+            assert all(member.experts.experts_here(0) >= set(experts) for experts in stats.resident)
     collectives.close()
     print(json.dumps(said))
 

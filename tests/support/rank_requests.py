@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from experts.memory.expert_file import round_to_page
 from moeserve.cuda.attention_kernels import kv_dtype_of
+from moeserve.cuda.expert_kernels import expert_storage
+from moeserve.cuda.expert_memory import GpuExpertSettings, slot_layout
 from moeserve.cuda.gpu_model import GpuSettings
 from moeserve.kv_budget import KvBudget
 from moeserve.kv_pool import kv_block_bytes
@@ -36,7 +39,8 @@ Run = Callable[[list[StepPlan]], list[StepResult]]
 class RankCase:
     """model: its folder. shape: of dispatch. redundant: replicas of experts. The others as the settings of serving.
 
-    num_requests, max_tokens: how many arrive, and how much each is told.
+    num_slots: of each layer, None for all experts of a rank. num_requests, max_tokens: how many arrive, and how much
+    each is told.
     """
 
     model: str
@@ -44,6 +48,8 @@ class RankCase:
     redundant: int = 0
     expert_quantization: str = "none"
     kv_cache_dtype: str = "auto"
+    num_slots: int | None = None
+    prefetch: str = "off"
     num_requests: int = sum(map(len, ARRIVALS.values()))
     max_tokens: int = 3
 
@@ -61,7 +67,14 @@ class RankCase:
             hears_gates=True,
             kv_dtype=kv_dtype,
             expert_quantization=self.expert_quantization,
+            experts=None if self.num_slots is None else self.expert_settings(spec, self.num_slots),
         )
+
+    def expert_settings(self, spec: DecoderSpec, num_slots: int) -> GpuExpertSettings:
+        storage = expert_storage(spec, torch.float32, self.expert_quantization)
+        slot_bytes = round_to_page(slot_layout(spec, torch.float32, storage).num_bytes)
+        size = num_slots * len(spec.moe_layers) * slot_bytes
+        return GpuExpertSettings(size, 2**30, "lru", None, None, prefetch=self.prefetch)
 
 
 def serve(case: RankCase, kv: KvBudget, num_ranks: int, run: Run) -> Said:

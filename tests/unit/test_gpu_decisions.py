@@ -97,7 +97,11 @@ def test_a_gpu_is_used_only_where_it_is_asked_for() -> None:
     ("settings", "absence", "reason"),
     [
         ({}, "torch finds no CUDA device", "no CUDA device"),
-        ({"expert_parallel_size": 2, "expert_memory": 2**30}, None, "one rank on a GPU"),
+        (
+            {"expert_parallel_size": 2, "expert_memory": 2**30, "expert_peer_memory": 2**20},
+            None,
+            "--expert-peer-memory works on CPUs only",
+        ),
         ({"expert_parallel_size": 2, "rebalance_interval": 100}, None, "CPUs only"),
         ({"block_size": 24}, None, "power of two"),
         ({"expert_quantization": "int8", "dtype": "float32"}, None, "--expert-quantization is for 16 bits"),

@@ -1,0 +1,93 @@
+"""What a rank of several computes on its GPU of the rows that reach it, with all of its experts there or with slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from experts.device_waits import DeviceWaits
+from experts.dispatch import Compute
+from kernels.activation import Activation
+from kernels.gpu.moe_config import WeightStorage
+from kernels.gpu.moe_experts import TritonMoe
+from kernels.gpu.moe_weights import GpuExperts
+from kernels.gpu.tuning import MoeConfigs
+from moeserve.cuda.expert_kernels import rows_at_once, triton_moe
+from moeserve.cuda.expert_memory import GpuResidentModel, open_gpu_experts, plan_gpu_residency
+from moeserve.cuda.gpu_model import GpuSettings
+from moeserve.model_loading import ModelPlan
+from moeserve.models.tensor_reader import Progress
+from moeserve.models.weight_plan import OwnedExperts
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRankExperts:
+    """compute_of(layer): of a layer of the decoder, what sums up the experts that are here for arrived rows.
+
+    resident: None where all experts of the rank are in the device's memory, each in a slot of its own; else they go by
+    their numbers in the model.
+    """
+
+    compute_of: Callable[[int], Compute[GpuExperts]]
+    resident: GpuResidentModel | None = None
+
+
+def open_rank_experts(
+    directory: Path,
+    plan: ModelPlan,
+    settings: GpuSettings,
+    owned: OwnedExperts,
+    storage: WeightStorage,
+    configs: MoeConfigs,
+    waits: DeviceWaits,
+    device: torch.device,
+    progress: Progress,
+) -> GpuRankExperts:
+    """Takes scratch and, where `--expert-memory` does not hold all experts that the rank owns, slots for them, and puts
+    them where they are copied from. waits: of the collectives. Raises ConfigError or ModelError."""
+    bounded, max_rows = settings.experts, settings.max_num_batched_tokens
+    residency = (
+        None if bounded is None else plan_gpu_residency(plan.spec, plan.dtype, bounded.num_bytes, storage, owned)
+    )
+    if bounded is None or residency is None:
+        num_slots = max(len(owned(layer)) for layer in plan.spec.moe_layers)
+        compute = in_pieces(triton_moe(configs, device, plan.dtype, max_rows, num_slots), max_rows)
+        return GpuRankExperts(lambda _: compute)
+    resident = open_gpu_experts(
+        directory, residency, bounded, device, max_rows, lambda _, done, total: progress(done, total), configs
+    )
+    return GpuRankExperts(lambda layer: _waiting(resident.layers[layer].partial, waits), resident)
+
+
+def in_pieces(moe: TritonMoe, max_rows: int) -> Compute[GpuExperts]:
+    """The kernels with scratch for `max_rows` rows, over as many as arrive.
+
+    A row's bits depend on its piece only through the configuration that a number of rows is computed with.
+    """
+
+    def compute(
+        x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, experts: GpuExperts, activation: Activation
+    ) -> torch.Tensor:
+        if len(x) <= max_rows:
+            return moe.partial(x, slots, weights, experts, activation)
+        size = rows_at_once(len(x), max_rows)
+        pieces = zip(x.split(size), slots.split(size), weights.split(size), strict=True)
+        return torch.cat([moe.partial(*piece, experts, activation) for piece in pieces])
+
+    return compute
+
+
+def _waiting(compute: Compute[GpuExperts], waits: DeviceWaits) -> Compute[GpuExperts]:
+    """The host looks at what arrived: what it waits for may never come, so it waits no longer than ranks may be
+    apart."""
+
+    def waited(
+        x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: GpuExperts, activation: Activation
+    ) -> torch.Tensor:
+        waits.wait_for_device()
+        return compute(x, ids, weights, experts, activation)
+
+    return waited
