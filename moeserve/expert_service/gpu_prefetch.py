@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,18 +28,16 @@ def with_prefetches(
     experts: GpuResidentModel,
     directory: Path,
     settings: GpuSettings,
-    experts_here: Callable[[int], Collection[int]] | None = None,
     home_rows: HomeRows | None = None,
 ) -> tuple[LaunchingRunner, PrefixListener | None]:
     """The runner as it is to be used, and who loads ahead, if somebody does. settings: with experts.
 
-    experts_here, home_rows: of a rank of several, see `start_prefetching`.
+    home_rows: of a rank of several, see `start_prefetching`.
     """
     bounded = settings.experts
     assert bounded is not None
     log.info("expert_memory", slots=min(experts.slots.num_slots), others_in=experts.tier, policy=bounded.policy)
-    fitted = find_fitted_gates(directory)
-    listener = start_prefetching(bounded.prefetch, experts, decoder, experts_here, fitted, home_rows)
+    listener = start_prefetching(bounded.prefetch, experts, decoder, home_rows, find_fitted_gates(directory))
     if listener is None:
         return runner, None
     launcher = PrefetchingLauncher(runner, listener)

@@ -95,7 +95,7 @@ class GpuMember:
             local_of=None if here.resident is None else here.compute_of,
             for_devices=True,
         )
-        self._home_rows = HomeRows(spec.moe_layers, self.experts.num_rows_elsewhere)
+        self._home_rows = HomeRows(spec.moe_layers, self.experts)
         dispatch_of = self._home_rows.around(self.experts.dispatch_of)
         self._tap = tap = gate_tap(spec, settings, None if here.resident is None else settings.experts)
         self._decoder = load_gpu_decoder(
@@ -140,13 +140,7 @@ class GpuMember:
         if self._resident is not None:
             self._resident.memory.forget_counts()
             runner, self.prefetcher = with_prefetches(
-                runner,
-                self._decoder,
-                self._resident,
-                self._directory,
-                settings,
-                self.experts.experts_here,
-                self._home_rows,
+                runner, self._decoder, self._resident, self._directory, settings, self._home_rows
             )
         self.runner = CountedRunner(runner, self.experts.sent)
         self.model = ServedModel(
