@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256], help="requests that decode at once")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of each request's prompt")
     parser.add_argument("--steps", type=int, default=64, help="timed decode steps")
+    parser.add_argument("--time-limit", type=float, default=480.0, help="seconds after which no batch size begins")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--max-batched-tokens", type=int, default=4096)
     for name, size in _SIZES.items():
@@ -98,8 +99,9 @@ def _report(options: argparse.Namespace, device: torch.device, name: str) -> Ite
 
     from moeserve.bench.decode_bound import bound_tokens_per_second, decode_bytes
     from moeserve.bench.decode_steps import Limits, Load, measure
-    from moeserve.bench.kernel_timing import measure_ceilings
+    from moeserve.bench.kernel_timing import Deadline, measure_ceilings
 
+    deadline = Deadline(options.time_limit)
     copy = measure_ceilings(device).copy
     torch.cuda.empty_cache()
     sizes = _sizes(options)
@@ -111,7 +113,12 @@ def _report(options: argparse.Namespace, device: torch.device, name: str) -> Ite
     yield "|---|---|---|---|---|---|"
     loads = [Load(batch, options.prompt, options.steps) for batch in options.batch]
     limits = Limits(options.block_size, options.max_batched_tokens)
-    for load, spec, result in measure(sizes, loads, limits, device):
+    results = measure(sizes, loads, limits, device)
+    for load in loads:
+        if deadline.passed():
+            yield f"| {load.batch} | not measured: {options.time_limit:.0f} s were used up | | | | |"
+            continue
+        _, spec, result = next(results)
         rate = result.tokens / result.seconds
         bound = bound_tokens_per_second(decode_bytes(spec, load.batch, result.context, 2), load.batch, copy)
         yield (

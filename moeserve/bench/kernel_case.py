@@ -21,12 +21,10 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """family: cases of one are averaged together. calls: the same work on different data, to be run in turn so that
-    the cache stays cold; all peers have as many. num_bytes and num_flops: the least that one call moves and computes.
+    """calls: the same work on different data, to be run in turn so that the cache stays cold; all peers have as many.
+    num_bytes and num_flops: the least that one call moves and computes.
     """
 
-    family: str
-    name: str
     calls: Sequence[Call]
     peers: Mapping[str, Sequence[Call]]
     num_bytes: int
@@ -34,3 +32,21 @@ class KernelCase:
     notes: Mapping[str, str] = field(default_factory=dict)
     # Peers that cannot be measured here, and why.
     absent: Mapping[str, str] = field(default_factory=dict)
+    # Runs the kernel and compares some of its rows with the reference: relative, NaN if one was not written.
+    relative_error: Callable[[], float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCase:
+    """A case before its tensors are made."""
+
+    name: str
+    make: Callable[[], KernelCase]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Cases whose rows stand in one table."""
+
+    title: str
+    cases: Sequence[PlannedCase]

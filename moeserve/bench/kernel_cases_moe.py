@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from kernels.gpu.moe_config import MoeConfig, MoeShape
 from kernels.gpu.moe_tiled import combine
-from moeserve.bench.kernel_case import Call, KernelCase, Peers
+from kernels.gpu.moe_weights import GpuExperts
+from moeserve.bench.kernel_case import Call, KernelCase, Peers, PlannedCase
 from moeserve.bench.kernel_peers_servers import server_experts
 from moeserve.bench.moe_case import MoeCase, Routing, make_case, random_experts, route
 
@@ -30,28 +31,41 @@ Configs = Callable[[MoeShape], Callable[[int], MoeConfig]]
 
 
 def moe_cases(
+    name: str,
     device: torch.device,
     configs: Configs,
     *,
-    shapes: dict[str, MoeShape] | None = None,
+    shape: MoeShape | None = None,
     all_num_tokens: Sequence[int] = NUM_TOKENS,
     routings: Sequence[Routing] = ROUTINGS,
-) -> Iterator[KernelCase]:
-    """The whole operation after the gate. configs: what serving would choose, see `kernels.gpu.tuning.MoeConfigs`.
+) -> list[PlannedCase]:
+    """The whole operation after the gate, of the model `name`, one of `SHAPES` unless `shape` is given.
 
-    Cases are made one at a time; weights of one layer stay in memory until the next shape. Peers multiply what this
-    format can be multiplied with as it is: quantised shapes have none.
+    configs: what serving would choose, see `kernels.gpu.tuning.MoeConfigs`. Weights of one layer are made with the
+    first case and kept. Peers multiply what this format can be multiplied with as it is: quantised shapes have none.
     """
-    for name, shape in (SHAPES if shapes is None else shapes).items():
-        experts = random_experts(shape, torch.Generator(device=device).manual_seed(0))
-        choose = configs(shape)
-        for num_tokens in all_num_tokens:
-            for routing in routings:
-                first = make_case(shape, num_tokens, device, routing=routing, experts=experts)
-                yield _moe_case(name, routing, first, choose(num_tokens))
+    shape = SHAPES[name] if shape is None else shape
+
+    @cache
+    def experts() -> GpuExperts:
+        return random_experts(shape, torch.Generator(device=device).manual_seed(0))
+
+    @cache
+    def choose() -> Callable[[int], MoeConfig]:
+        return configs(shape)
+
+    def make(num_tokens: int, routing: Routing) -> KernelCase:
+        first = make_case(shape, num_tokens, device, routing=routing, experts=experts())
+        return _moe_case(routing, first, choose()(num_tokens))
+
+    return [
+        PlannedCase(f"{name} {shape.weights}, {num_tokens} tokens, {routing}", partial(make, num_tokens, routing))
+        for num_tokens in all_num_tokens
+        for routing in routings
+    ]
 
 
-def _moe_case(name: str, routing: Routing, first: MoeCase, config: MoeConfig) -> KernelCase:
+def _moe_case(routing: Routing, first: MoeCase, config: MoeConfig) -> KernelCase:
     random = torch.Generator(device=first.x.device).manual_seed(1)
     shape = first.shape
     sets = [first]
@@ -67,8 +81,6 @@ def _moe_case(name: str, routing: Routing, first: MoeCase, config: MoeConfig) ->
         servers = server_experts(sets)
     distinct = [case.num_distinct_experts for case in sets]
     return KernelCase(
-        family="experts",
-        name=f"{name} {shape.weights}, {first.num_tokens} tokens, {routing}",
         calls=[partial(case.run, config) for case in sets],
         peers=peers | servers.calls,
         absent=servers.absent,
@@ -77,8 +89,9 @@ def _moe_case(name: str, routing: Routing, first: MoeCase, config: MoeConfig) ->
         notes={
             "distinct experts": f"{min(distinct)} to {max(distinct)}",
             "most rows of one expert": str(max(case.max_load for case in sets)),
-            "config": str(asdict(config)),
+            "config": str(config),
         },
+        relative_error=partial(first.relative_error, config),
     )
 
 
@@ -107,24 +120,25 @@ def looped_experts(case: MoeCase) -> Tensor:
     return out.to(case.x.dtype)
 
 
-def combine_cases(device: torch.device, all_num_tokens: Sequence[int] = (256, 4096)) -> Iterator[KernelCase]:
+def combine_cases(device: torch.device, all_num_tokens: Sequence[int] = (256, 4096)) -> list[PlannedCase]:
     """The last step alone, which only moves bytes, at the sizes of Qwen3-30B-A3B."""
+    return [PlannedCase(f"combine, {count} tokens", partial(_combine_case, count, device)) for count in all_num_tokens]
+
+
+def _combine_case(num_tokens: int, device: torch.device) -> KernelCase:
     top_k, hidden_size = 8, 2048
-    for num_tokens in all_num_tokens:
-        sets = []
-        for seed in range(NUM_SETS):
-            random = torch.Generator(device=device).manual_seed(seed)
-            products = torch.randn((num_tokens * top_k, hidden_size), generator=random, device=device)
-            weights = torch.rand((num_tokens, top_k), generator=random, device=device)
-            sets.append((products.to(torch.bfloat16), weights))
-        yield KernelCase(
-            family="combine",
-            name=f"combine, {num_tokens} tokens",
-            calls=[partial(_combined, *data) for data in sets],
-            peers={"torch": [partial(_combined_by_torch, *data) for data in sets]},
-            num_bytes=2 * num_tokens * hidden_size * (top_k + 1) + 4 * num_tokens * top_k,
-            num_flops=2 * num_tokens * top_k * hidden_size,
-        )
+    sets = []
+    for seed in range(NUM_SETS):
+        random = torch.Generator(device=device).manual_seed(seed)
+        products = torch.randn((num_tokens * top_k, hidden_size), generator=random, device=device)
+        weights = torch.rand((num_tokens, top_k), generator=random, device=device)
+        sets.append((products.to(torch.bfloat16), weights))
+    return KernelCase(
+        calls=[partial(_combined, *data) for data in sets],
+        peers={"torch": [partial(_combined_by_torch, *data) for data in sets]},
+        num_bytes=2 * num_tokens * hidden_size * (top_k + 1) + 4 * num_tokens * top_k,
+        num_flops=2 * num_tokens * top_k * hidden_size,
+    )
 
 
 def _combined(products: Tensor, weights: Tensor) -> Tensor:

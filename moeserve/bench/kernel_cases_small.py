@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -13,22 +12,28 @@ from kernels.gpu.block_copy import copy_blocks
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv
 from kernels.gpu.sampling import greedy, sample
-from moeserve.bench.kernel_case import KernelCase
+from moeserve.bench.kernel_case import KernelCase, PlannedCase
 
 _COLD_BYTES = 512 * 2**20
 _MAX_SETS = 8
 _WIDTH, _HEADS, _KV_HEADS, _DIM, _VOCAB = 2048, 32, 4, 128, 151936
 
 
-def small_cases(device: torch.device) -> Iterator[KernelCase]:
-    """At the sizes of Qwen3-30B-A3B in bfloat16, made one at a time."""
+def small_cases(device: torch.device) -> list[PlannedCase]:
+    """At the sizes of Qwen3-30B-A3B in bfloat16."""
+    planned = []
     for tokens in (64, 4096):
-        yield _norm_case(tokens, device)
-        yield _add_norm_case(tokens, device)
-        yield _rope_case(tokens, device)
+        planned += [
+            PlannedCase(f"RMS norm, {tokens} x {_WIDTH}", partial(_norm_case, tokens, device)),
+            PlannedCase(f"residual and RMS norm, {tokens} x {_WIDTH}", partial(_add_norm_case, tokens, device)),
+            PlannedCase(f"norms, rotation, KV write, {tokens} tokens", partial(_rope_case, tokens, device)),
+        ]
+    makers = {"greedy": _greedy_case, "temperature": _draw_case, "top-k 50 and top-p 0.9": _filter_case}
     for rows in (1, 64, 256):
-        yield from _sampling_cases(rows, device)
-    yield _copy_case(1024, 16, device)
+        for name, make in makers.items():
+            planned.append(PlannedCase(f"{name}, {rows} x {_VOCAB}", partial(make, rows, device)))
+    planned.append(PlannedCase("gather 1024 blocks of 16", partial(_copy_case, 1024, 16, device)))
+    return planned
 
 
 def _sets(num_bytes: int) -> int:
@@ -44,8 +49,6 @@ def _norm_case(tokens: int, device: torch.device) -> KernelCase:
     num_bytes = 4 * tokens * _WIDTH
     rows = [_random(tokens, _WIDTH, device=device) for _ in range(_sets(num_bytes))]
     return KernelCase(
-        "norm",
-        f"RMS norm, {tokens} x {_WIDTH}",
         [partial(rms_norm, x, weight, 1e-6) for x in rows],
         {"torch": [partial(functional.rms_norm, x, (_WIDTH,), weight, 1e-6) for x in rows]},
         num_bytes,
@@ -65,8 +68,6 @@ def _add_norm_case(tokens: int, device: torch.device) -> KernelCase:
         return functional.rms_norm(residual.add_(x), (_WIDTH,), weight, 1e-6)
 
     return KernelCase(
-        "norm",
-        f"residual and RMS norm, {tokens} x {_WIDTH}",
         [partial(add_rms_norm, x, residual, weight, 1e-6) for x, residual in pairs],
         {"torch": [partial(by_torch, x, residual) for x, residual in pairs]},
         num_bytes,
@@ -101,12 +102,34 @@ def _rope_case(tokens: int, device: torch.device) -> KernelCase:
                 eps=1e-6,
             )
         )
-    return KernelCase("rotation", f"norms, rotation, KV write, {tokens} tokens", calls, {}, num_bytes, 0)
+    return KernelCase(calls, {}, num_bytes, 0)
 
 
-def _sampling_cases(rows: int, device: torch.device) -> Iterator[KernelCase]:
-    num_bytes = 4 * rows * _VOCAB
-    sets = [_random(rows, _VOCAB, device=device, dtype=torch.float32) for _ in range(_sets(num_bytes))]
+def _logits(rows: int, device: torch.device) -> list[Tensor]:
+    return [_random(rows, _VOCAB, device=device, dtype=torch.float32) for _ in range(_sets(_logit_bytes(rows)))]
+
+
+def _logit_bytes(rows: int) -> int:
+    return 4 * rows * _VOCAB
+
+
+def _greedy_case(rows: int, device: torch.device) -> KernelCase:
+    sets = _logits(rows, device)
+    return KernelCase(
+        [lambda x=x: greedy(x)[0] for x in sets],  # type: ignore[misc]
+        {"torch.argmax": [partial(torch.argmax, x, -1) for x in sets]},
+        _logit_bytes(rows),
+        0,
+    )
+
+
+def _draw_case(rows: int, device: torch.device) -> KernelCase:
+    ones, seeds = torch.ones(rows, device=device), torch.arange(rows, device=device)
+    sets = _logits(rows, device)
+    return KernelCase([lambda x=x: sample(x, ones, seeds, seeds)[0] for x in sets], {}, _logit_bytes(rows), 0)  # type: ignore[misc]
+
+
+def _filter_case(rows: int, device: torch.device) -> KernelCase:
     ones, seeds = torch.ones(rows, device=device), torch.arange(rows, device=device)
     filters = {
         "top_k": torch.full((rows,), 50, dtype=torch.int32, device=device),
@@ -122,29 +145,11 @@ def _sampling_cases(rows: int, device: torch.device) -> Iterator[KernelCase]:
         drawn = probabilities.masked_fill(outside, 0.0).multinomial(1)
         return places.gather(1, drawn)
 
-    names = f"{rows} x {_VOCAB}"
-    yield KernelCase(
-        "sampling",
-        f"greedy, {names}",
-        [lambda x=x: greedy(x)[0] for x in sets],  # type: ignore[misc]
-        {"torch.argmax": [partial(torch.argmax, x, -1) for x in sets]},
-        num_bytes,
-        0,
-    )
-    yield KernelCase(
-        "sampling",
-        f"temperature, {names}",
-        [lambda x=x: sample(x, ones, seeds, seeds)[0] for x in sets],  # type: ignore[misc]
-        {},
-        num_bytes,
-        0,
-    )
-    yield KernelCase(
-        "sampling",
-        f"top-k 50 and top-p 0.9, {names}",
+    sets = _logits(rows, device)
+    return KernelCase(
         [lambda x=x: sample(x, ones, seeds, seeds, **filters)[0] for x in sets],  # type: ignore[misc]
         {"torch.sort": [partial(by_sorting, x) for x in sets]},
-        num_bytes,
+        _logit_bytes(rows),
         0,
     )
 
@@ -163,8 +168,6 @@ def _copy_case(blocks: int, block_size: int, device: torch.device) -> KernelCase
 
     sets = [torch.randperm(4 * blocks, device=device)[:blocks] for _ in range(_MAX_SETS)]
     return KernelCase(
-        "block copy",
-        f"gather {blocks} blocks of {block_size}",
         [partial(gather, ids) for ids in sets],
         {"index_select": [partial(by_torch, ids) for ids in sets]},
         num_bytes,

@@ -20,9 +20,8 @@ from kernels.gpu.sampling_reference import filter_thresholds_reference, sample_r
 from kernels.specs import Activation
 from moeserve.bench.kernel_attention import prepare
 from moeserve.bench.kernel_cases_attention import AttentionCase, Kind
+from moeserve.bench.kernel_measurement import TOLERANCE
 from moeserve.bench.moe_case import make_case
-
-TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, slots=True)

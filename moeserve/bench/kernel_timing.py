@@ -91,11 +91,11 @@ def _elapsed(run: Callable[[], None]) -> float:
 
 
 class Deadline:
-    """A time limit for a whole run."""
+    """A time limit for a whole run, from its making on."""
 
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds, self._clock = seconds, clock
+        self._end = clock() + seconds
 
-    @property
     def passed(self) -> bool:
-        return time.monotonic() > self._end
+        return self._clock() >= self._end

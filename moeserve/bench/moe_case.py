@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.moe_config import MoeConfig, MoeShape
-from kernels.gpu.moe_experts import MoeWorkspace, device_of, moe_experts
+from kernels.gpu.moe_experts import MoeWorkspace, device_of, moe_experts, moe_experts_reference
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.specs import Activation
 
@@ -67,6 +67,14 @@ class MoeCase:
             self.workspace,
             num_programs=device_of(self.x.device).num_multiprocessors,
         )
+
+    def relative_error(self, config: MoeConfig, num_tokens: int = 8) -> float:
+        """Of some tokens' outputs against the reference in fp32. Runs the kernels."""
+        out = self.run(config)
+        places = sorted({round(i * (self.num_tokens - 1) / max(1, num_tokens - 1)) for i in range(num_tokens)})
+        chosen = (self.x[places], self.expert_ids[places], self.expert_weights[places])
+        expected = moe_experts_reference(*chosen, self.experts, ACTIVATION)
+        return float((out[places].float() - expected).norm() / expected.norm())
 
 
 def make_case(

@@ -7,6 +7,8 @@ import torch
 
 from moeserve.bench.decode_bound import bound_tokens_per_second, decode_bytes, distinct_experts
 from moeserve.bench.decode_steps import Limits, Load, max_model_len, measure
+from moeserve.bench.decode_throughput import _parser, _report
+from moeserve.bench.kernel_timing import Ceilings
 from moeserve.bench.random_model import qwen3_moe_spec
 
 TINY = {
@@ -57,3 +59,14 @@ def test_all_requests_decode_in_every_timed_step(device):
 def test_a_batch_that_leaves_no_room_for_prompts_is_refused(device):
     with pytest.raises(ValueError, match="no room"):
         next(measure(TINY, [Load(16, 5, 2)], Limits(4, 16), torch.device("cpu")))
+
+
+def test_batches_beyond_the_time_limit_are_said_not_to_be_measured(monkeypatch):
+    """And no weights are made for them."""
+    monkeypatch.setattr("moeserve.bench.kernel_timing.measure_ceilings", lambda _: Ceilings(4e12, 4e12, 8e14))
+    monkeypatch.setattr("moeserve.bench.decode_steps.random_decoder", None)
+    options = _parser().parse_args(["--time-limit", "0", "--batch", "1", "64"])
+    lines = list(_report(options, torch.device("cpu"), "GPU"))
+    assert [line for line in lines if "not measured" in line] == [
+        f"| {batch} | not measured: 0 s were used up | | | | |" for batch in (1, 64)
+    ]

@@ -225,11 +225,12 @@ def test_other_servers_experts_compute_ours(monkeypatch):
 
 
 def tiny_experts_case():
-    (case,) = moe_cases(
+    (planned,) = moe_cases(
+        "tiny",
         CPU,
         lambda shape: lambda num_tokens: MoeConfig("tiled", 16, TILE, TILE),
-        shapes={"tiny": MoeShape(4, 32, 64, 2, "bfloat16")},
+        shape=MoeShape(4, 32, 64, 2, "bfloat16"),
         all_num_tokens=(3,),
         routings=("uniform",),
     )
-    return case
+    return planned.make()
