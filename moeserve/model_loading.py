@@ -19,16 +19,15 @@ from kernels.packed_experts import PackedExperts
 from moeserve.config import ServeConfig
 from moeserve.device import step_budget
 from moeserve.executor import Runner
-from moeserve.expert_service.fitted_gates import find_fitted_gates
+from moeserve.expert_service.load_ahead import load_ahead
 from moeserve.expert_service.placement import plan_placement, read_statistics
-from moeserve.expert_service.prefetch import PrefetchingRunner, start_prefetching
+from moeserve.expert_service.prefetch import PrefetchingRunner
 from moeserve.expert_service.residency import CpuResidentModel, ResidencyPlan, open_experts, plan_residency
 from moeserve.kv_budget import KvBudget, plan_kv
 from moeserve.kv_pool import KVPool, kv_block_bytes
 from moeserve.memory import available_bytes
 from moeserve.model_runner import ModelRunner
 from moeserve.models.checkpoint import read_index
-from moeserve.models.decoder import Decoder
 from moeserve.models.errors import ModelError
 from moeserve.models.families import build_spec
 from moeserve.models.generation_config import GenerationDefaults, load_generation_defaults
@@ -195,21 +194,8 @@ def load_model(
         runner,
         decoder.experts,
         experts,
-        None if experts is None else _load_ahead(directory, config, experts, decoder, home_rows),
+        None if experts is None else load_ahead(directory, config.expert_prefetch, experts, decoder, home_rows),
     )
-
-
-def _load_ahead(
-    directory: Path,
-    config: ServeConfig,
-    experts: CpuResidentModel,
-    decoder: Decoder,
-    home_rows: HomeRows | None,
-) -> PrefixListener | None:
-    """What was loaded to warm up does not count."""
-    experts.memory.forget_counts()
-    fitted = find_fitted_gates(directory)
-    return start_prefetching(config.expert_prefetch, experts, decoder, home_rows, fitted)
 
 
 def _warn_of_uncompiled_kernels() -> None:

@@ -125,7 +125,8 @@ def _monitor(
 
 def _save(recording: ExpertRecording) -> None:
     try:
-        recording.close()
+        for file, tokens in recording.close().items():
+            log.info("experts_saved", file=file, tokens=tokens)
     except OSError as error:
         log.error("experts_not_saved", error=str(error))
 

@@ -10,8 +10,8 @@ import structlog
 from experts.prefetch.home_rows import HomeRows
 from experts.prefetch.prefix_listener import PrefixListener
 from moeserve.executor import LaunchingRunner
-from moeserve.expert_service.fitted_gates import find_fitted_gates
-from moeserve.expert_service.prefetch import GatedDecoder, PrefetchingLauncher, start_prefetching
+from moeserve.expert_service.load_ahead import load_ahead
+from moeserve.expert_service.prefetch import GatedDecoder, PrefetchingLauncher
 from moeserve.expert_service.recording import routing_shape
 from moeserve.expert_service.signatures import AnnotatingLauncher
 
@@ -32,12 +32,12 @@ def with_prefetches(
 ) -> tuple[LaunchingRunner, PrefixListener | None]:
     """The runner as it is to be used, and who loads ahead, if somebody does. settings: with experts.
 
-    home_rows: of a rank of several, see `start_prefetching`.
+    home_rows: of a rank of several, see `moeserve.expert_service.prefetch.start_prefetching`.
     """
     bounded = settings.experts
     assert bounded is not None
     log.info("expert_memory", slots=min(experts.slots.num_slots), others_in=experts.tier, policy=bounded.policy)
-    listener = start_prefetching(bounded.prefetch, experts, decoder, home_rows, find_fitted_gates(directory))
+    listener = load_ahead(directory, bounded.prefetch, experts, decoder, home_rows)
     if listener is None:
         return runner, None
     launcher = PrefetchingLauncher(runner, listener)

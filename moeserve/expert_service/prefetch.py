@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-import structlog
 from torch import Tensor
 
 from experts.memory.eviction import Affinity, EvictionPolicy
@@ -36,8 +35,6 @@ from moeserve.config import ConfigError
 from moeserve.executor import LaunchedStep, LaunchingRunner, Runner
 from moeserve.models.spec import DecoderSpec
 from moeserve.plan import StepPlan, StepResult
-
-log = structlog.get_logger(__name__)
 
 _MAX_DISTANCE = 3
 # Layers that affinity looks back.
@@ -88,8 +85,9 @@ def start_prefetching(
     """Has the layers and the decoder tell a listener what they compute, who loads ahead. choice: `--expert-prefetch`.
 
     home_rows: of a rank of several, on their way to all experts. fitted: what `moeserve experts fit` found, which takes
-    the place of the gates unless the choice is `gate`. Raises ConfigError for a choice that needs fitted gates where
-    there are none.
+    the place of the gates unless the choice is `gate`. Returns None where nothing can be predicted: without experts,
+    and by gates where one layer has them, for none comes after it. Raises ConfigError for a choice that needs fitted
+    gates where there are none.
     """
     if choice == "off" or decoder.spec.moe is None:
         return None
@@ -99,7 +97,6 @@ def start_prefetching(
     profiles: RequestProfiles | None = None
     if choice in ("auto", "gate", "fitted"):
         if len(decoder.spec.moe_layers) == 1:
-            log.info("no_expert_prefetch", reason="the model has one layer with experts: no gate comes after it")
             return None
         preview = _preview(decoder, Tap.EARLY, None if choice == "gate" else fitted)
         judge = PrefetchJudge(experts.memory, PrefetchSwitch()) if choice == "auto" else None
@@ -115,7 +112,6 @@ def start_prefetching(
     for layer in experts.layers.values():
         layer.prefetcher = around
     decoder.after_layer = around.after_layer
-    log.info("expert_prefetch", by=choice, gates_fitted=fitted is not None and choice != "gate")
     return around
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import structlog
 from numpy.typing import NDArray
 
 from experts.placement.placement import Placement
@@ -23,8 +22,6 @@ from moeserve.expert_service.placement import goes_by_statistics, statistics_key
 from moeserve.models.spec import DecoderSpec
 
 MAX_TRACE_BYTES = 64 * 2**20
-
-log = structlog.get_logger(__name__)
 
 
 class RoutingListener(Protocol):
@@ -98,14 +95,16 @@ class ExpertRecording:
         """Writes the statistics to their file; does nothing without one. Raises OSError."""
         if self.path is not None:
             save_statistics(self.path, self.statistics(), self.key)
-            log.info("expert_statistics_saved", file=str(self.path), tokens=self.recorder.num_tokens)
 
-    def close(self) -> None:
-        """Writes what the settings want written at the end. Raises OSError."""
-        self.save()
-        if self.trace_path is not None and self.trace is not None:
-            tokens = self.end_trace(self.trace_path)
-            log.info("expert_trace_saved", file=str(self.trace_path), tokens=tokens)
+    def close(self) -> dict[str, int]:
+        """Writes what the settings want written at the end. Returns how many tokens each file has. Raises OSError."""
+        written = {}
+        if self.path is not None:
+            self.save()
+            written[str(self.path)] = self.recorder.num_tokens
+        if self.trace_path is not None and self.trace is not None and (tokens := self.end_trace(self.trace_path)):
+            written[str(self.trace_path)] = tokens
+        return written
 
 
 def open_recording(config: ServeConfig, model_dir: Path, spec: DecoderSpec) -> ExpertRecording | None:

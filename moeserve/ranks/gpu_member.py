@@ -138,7 +138,6 @@ class GpuMember:
             self._decoder, kv, settings, self._configs, self._begin_alike, self.collectives.waits.wait_for, self._tap
         )
         if self._resident is not None:
-            self._resident.memory.forget_counts()
             runner, self.prefetcher = with_prefetches(
                 runner, self._decoder, self._resident, self._directory, settings, self._home_rows
             )

@@ -1,5 +1,5 @@
-"""Kernels, model runners and scheduler load on a machine that has torch, Triton, numpy, safetensors, transformers,
-msgpack and pytest, and nothing else."""
+"""Kernels, model runners, scheduler and the kernels' tests load on a machine that has torch, Triton, numpy,
+safetensors, transformers, msgpack and pytest, and nothing else."""
 
 import subprocess
 import sys
@@ -53,6 +53,7 @@ MODULES = [
     "moeserve.scheduler",
     "moeserve.step_loop",
     "experts.moe_layer",
+    *names_under("tests/kernels"),
 ]
 
 ABSENCE = """

@@ -53,6 +53,7 @@ WITH_TORCH = {
     "moeserve.expert_service.gate_fitting",
     "moeserve.expert_service.gpu_prefetch",
     "moeserve.expert_service.migrator",
+    "moeserve.expert_service.load_ahead",
     "moeserve.expert_service.prefetch",
     "moeserve.expert_service.residency",
     "moeserve.expert_service.resident_model",

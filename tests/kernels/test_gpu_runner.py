@@ -21,7 +21,7 @@ from moeserve.cuda.runner import GpuModelRunner
 from moeserve.executor import LaunchedStep, LaunchingExecutor, LaunchingRunner, LocalLauncher, Runner
 from moeserve.expert_service.recording import ExpertRecording, routing_shape
 from moeserve.expert_service.signatures import AnnotatingLauncher
-from moeserve.expert_service.step_recording import RecordingLauncher
+from moeserve.expert_service.step_recording import RecordingLauncher, TappedRunner
 from moeserve.kv_budget import KvBudget
 from moeserve.kv_pool import KVPool
 from moeserve.model_runner import ModelRunner
@@ -32,7 +32,6 @@ from moeserve.models.weights import dispatch_here, load_decoder
 from moeserve.plan import StepPlan, StepResult
 from moeserve.request import Request, SamplingParams
 from moeserve.scheduler import Scheduler
-from moeserve.startup import tapped
 from moeserve.step_loop import OverlappedSteps, PlainSteps, StepLoop
 from radix_cache import PrefixCache
 from tests.support.tiny_models import save
@@ -111,7 +110,9 @@ def on_cpu(model_dir: Path) -> Served:
     dispatch_of = dispatch_here if tap is None else tap.around(dispatch_here)
     decoder = load_decoder(model_dir, spec, max_model_len=MAX_LEN, dispatch_of=dispatch_of)
     runner: Runner = ModelRunner(decoder, KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32))
-    return serve(Unlaunched(tapped(runner, tap)), spec, GREEDY, overlapped=False)
+    if tap is not None:
+        runner = TappedRunner(runner, tap)
+    return serve(Unlaunched(runner), spec, GREEDY, overlapped=False)
 
 
 @pytest.fixture(scope="module")
