@@ -93,6 +93,9 @@ def _check_predictor(ctx: click.Context, param: click.Parameter, values: tuple[s
     "--prediction-ms", type=click.FloatRange(0), default=0.0, show_default=True, help="Computation of one prediction."
 )
 @click.option("--distance", type=click.IntRange(1, 3), default=3, show_default=True, help="Layers predicted ahead.")
+@click.option(
+    "--budget", type=_Size(), help="Bytes that one prediction may ask for; as many as can be on time unless given."
+)
 @click.option("--streams", type=click.IntRange(1), default=1, show_default=True, help="Requests at a time.")
 @click.option("--control", type=click.Choice(list(CONTROLS)), help="Takes the structure out of the trace first.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the control.")
@@ -116,6 +119,7 @@ def simulate(
     layer_ms: float,
     prediction_ms: float,
     distance: int,
+    budget: int | None,
     streams: int,
     control: str | None,
     seed: int,
@@ -141,7 +145,7 @@ def simulate(
         link=LinkModel(bandwidth * 1e9, latency_us / 1e6, chunk_size),
         timing=LayerTiming(half, half, prediction_ms / 1e3),
         expert_bytes=expert_size,
-        rules=PrefetchRules(max_distance=distance),
+        rules=PrefetchRules(max_distance=distance, max_bytes=budget),
         num_streams=streams,
     )
     try:

@@ -54,6 +54,16 @@ def test_a_control_takes_the_structure_out(trace):
     assert gains[0] > 0.1 > abs(gains[1])
 
 
+def test_a_budget_bounds_what_one_prediction_asks_for(trace):
+    moved = [
+        json.loads(simulate(trace, "--predictor", "routes", "--bandwidth", 80, "--json", *budget).output)["runs"][1]
+        for budget in ((), ("--budget", "10MB"), ("--budget", "9MB"))
+    ]
+    prefetched = [run["prefetch_bytes"] for run in moved]
+    # Of 10 MB experts, one or none at a time.
+    assert prefetched[0] > prefetched[1] > prefetched[2] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
