@@ -68,6 +68,8 @@ class LayerResidency:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._slot_of: dict[int, int] = {}
         self._waiting: deque[int] = deque()
+        # The ready and the loading experts, which are asked for far more often than they change; None after a change.
+        self._known: tuple[list[int], list[int]] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -93,11 +95,11 @@ class LayerResidency:
 
     def resident(self) -> list[int]:
         """The experts that are ready, in ascending order."""
-        return sorted([slot.expert for slot in self._slots if slot.state is SlotState.READY])
+        return list(self._numbers()[0])
 
     def loading(self) -> list[int]:
         """The experts that are on their way into a slot, in ascending order."""
-        return sorted([slot.expert for slot in self._slots if slot.state is SlotState.LOADING])
+        return list(self._numbers()[1])
 
     def access(self, experts: Iterable[int]) -> Access:
         """Decides one event at once: what is there, what is missing, who makes room. Members are never victims.
@@ -145,6 +147,7 @@ class LayerResidency:
         if slot.state is not SlotState.LOADING:
             raise ValueError(f"expert {expert} is {slot.state.value}, not loading")
         slot.state = SlotState.READY
+        self._known = None
         slot.unused = slot.awaited = prefetched
         return self._place_waiting()
 
@@ -156,6 +159,7 @@ class LayerResidency:
             raise ValueError(f"expert {expert} is {slot.state.value} with {slot.references} references")
         del self._slot_of[expert]
         self._slots[number] = _Slot()
+        self._known = None
         return self._place_waiting()
 
     def reserve(self, expert: int, keep: Collection[int] = ()) -> Load | None:
@@ -187,6 +191,7 @@ class LayerResidency:
             del self._slot_of[victim]
         load = Load(expert, number, victim, slot.unused)
         self._slots[number] = _Slot(expert, SlotState.LOADING)
+        self._known = None
         self._slot_of[expert] = number
         return load
 
@@ -204,6 +209,14 @@ class LayerResidency:
         return min(
             candidates, key=lambda number: (self._policy.worth(self._slots[number].expert), self._expert(number))
         )
+
+    def _numbers(self) -> tuple[list[int], list[int]]:
+        """The ready and the loading experts, each in ascending order."""
+        if self._known is None:
+            ready = sorted([slot.expert for slot in self._slots if slot.state is SlotState.READY])
+            loading = sorted([slot.expert for slot in self._slots if slot.state is SlotState.LOADING])
+            self._known = ready, loading
+        return self._known
 
     def _expert(self, number: int) -> int:
         return self._slots[number].expert

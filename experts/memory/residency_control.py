@@ -224,7 +224,8 @@ class ResidencyControl:
         counters = self.counters
         for distance, experts in named.items():
             counters.num_foreseeable = _added(counters.num_foreseeable, distance, len(members))
-            counters.num_foreseen = _added(counters.num_foreseen, distance, len(members & experts))
+            if found := members & experts:
+                counters.num_foreseen = _added(counters.num_foreseen, distance, len(found))
 
     def _count_eviction(self, load: Load) -> None:
         if load.victim is not None:
@@ -235,4 +236,4 @@ class ResidencyControl:
 
 def _added(counts: tuple[int, ...], distance: int, number: int) -> tuple[int, ...]:
     """Of things farther ahead than there are counts nothing is counted."""
-    return tuple(count + number if place == distance else count for place, count in enumerate(counts, start=1))
+    return tuple([count + number if place == distance else count for place, count in enumerate(counts, start=1)])

@@ -96,7 +96,7 @@ class PrefetchPlanner:
             if not any(target.scores):
                 continue
             # Who may not make room for `wanted`, and whose copy goes on.
-            least = min((target.scores[expert] for expert in target.wanted), default=1.0) - self.rules.margin
+            least = min(map(target.scores.__getitem__, target.wanted), default=1.0) - self.rules.margin
             kept = [expert for expert in target.ready if target.scores[expert] > least]
             named = target.wanted + kept + target.begun
             named.sort(key=target.scores.__getitem__, reverse=True)
@@ -111,7 +111,7 @@ class PrefetchPlanner:
         begun = [expert for expert in residency.loading() if scores[expert] >= self.rules.keep_probability]
         needed = self.rules.min_probability
         if len(ready) == residency.num_slots:
-            needed = max(needed, min(scores[expert] for expert in ready) + self.rules.margin)
+            needed = max(needed, min(map(scores.__getitem__, ready)) + self.rules.margin)
         absent = []
         if max(scores) >= needed:
             absent = [

@@ -33,11 +33,12 @@ class LinkModel:
 class SimulatedCopier:
     """Does what the copying thread of the runtime does, by a clock of its own, which only moves forward."""
 
-    __slots__ = ("_chunk_end", "_control", "_expert_bytes", "_link", "_transfer", "now")
+    __slots__ = ("_chunk_end", "_control", "_expert_bytes", "_link", "_transfer", "_whole_chunk", "now")
 
     def __init__(self, control: ResidencyControl, link: LinkModel, expert_bytes: int) -> None:
         self._control = control
         self._link = link
+        self._whole_chunk = link.chunk_bytes / link.bytes_per_second
         self._expert_bytes = expert_bytes
         self._transfer: Transfer | None = None
         self._chunk_end = 0.0
@@ -79,7 +80,7 @@ class SimulatedCopier:
         now, chunk_end = self.now, self._chunk_end
         while chunk_end <= time:
             now = max(now, chunk_end)
-            num_left -= min(self._link.chunk_bytes, num_left)
+            num_left = max(num_left - self._link.chunk_bytes, 0)
             if must_stop or not num_left:
                 break
             chunk_end = now + self._chunk_seconds(num_left)
@@ -93,4 +94,4 @@ class SimulatedCopier:
             self._transfer = None
 
     def _chunk_seconds(self, num_left: int) -> float:
-        return min(self._link.chunk_bytes, num_left) / self._link.bytes_per_second
+        return self._whole_chunk if num_left >= self._link.chunk_bytes else num_left / self._link.bytes_per_second

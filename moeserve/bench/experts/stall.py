@@ -30,6 +30,8 @@ _RESIDENCY = 0.5
 # Only their ratio counts: beta sets the link.
 _TIMING = LayerTiming(attention=0.5e-3, experts=0.5e-3)
 _EXPERT_BYTES = 2**20
+# Two requests to learn from and two held out. A hundred simulations of a build so take two minutes of one core.
+_TOKENS = 512
 _SURE = 20.0
 _SAVED, _WASTED, _NOTHING = "stall saved", "bytes moved for nothing", within(0.06)
 
@@ -40,7 +42,7 @@ def measure(amount: Amount, progress: Callable[[str], None]) -> Iterator[Figure]
 
         def of_seed(seed: int, build: Build = build, trace: RoutingTrace = trace) -> dict[tuple[float, str], float]:
             progress(f"{build.name}, seed {seed}")
-            return saved(trace, _BETAS, amount.of(1000, 120), seed)
+            return saved(trace, _BETAS, amount.of(_TOKENS, 120), seed)
 
         values = over_seeds(amount.seeds, of_seed)
         for beta in _BETAS:
