@@ -36,12 +36,15 @@ class RecallSample:
     `counts` may be called by another thread.
     """
 
-    __slots__ = ("_counts", "_interval", "_max_rows", "_num_steps", "_ranked")
+    __slots__ = ("_counts", "_interval", "_max_rows", "_num_rows", "_num_steps", "_ranked", "_sampled")
 
     def __init__(self, interval: int = 64, max_rows: int = 8) -> None:
         self._interval = interval
         self._max_rows = max_rows
         self._num_steps = 0
+        # The latest number of rows, which is the same all through a step, and those of them that are counted.
+        self._num_rows = 0
+        self._sampled: NDArray[np.int64] = np.empty(0, np.int64)
         # By source, distance and target: how many rows there were, and the scores of the sampled ones.
         self._ranked: dict[tuple[str, int, int], tuple[int, NDArray[np.floating]]] = {}
         self._counts: dict[tuple[str, int], tuple[int, int]] = {}
@@ -81,7 +84,10 @@ class RecallSample:
         self._counts = {}
 
     def _rows(self, num_rows: int) -> NDArray[np.int64]:
-        return np.unique(np.linspace(0, num_rows - 1, min(num_rows, self._max_rows)).astype(np.int64))
+        if num_rows != self._num_rows:
+            chosen = np.linspace(0, num_rows - 1, min(num_rows, self._max_rows)).astype(np.int64)
+            self._num_rows, self._sampled = num_rows, np.unique(chosen)
+        return self._sampled
 
 
 class RankedSource:
