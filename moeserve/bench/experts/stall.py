@@ -30,7 +30,7 @@ _RESIDENCY = 0.5
 # Only their ratio counts: beta sets the link.
 _TIMING = LayerTiming(attention=0.5e-3, experts=0.5e-3)
 _EXPERT_BYTES = 2**20
-# Two requests to learn from and two held out. A hundred simulations of a build so take two minutes of one core.
+# Two or three requests to learn from, and as many held out. The hundred simulations of a build so take two minutes.
 _TOKENS = 512
 _SURE = 20.0
 _SAVED, _WASTED, _NOTHING = "stall saved", "bytes moved for nothing", within(0.06)
