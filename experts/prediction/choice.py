@@ -69,14 +69,21 @@ def make_predictor(
     Probabilities are calibrated online, also those of a single source. Statistics are learnt by whoever owns them;
     `learnt.step_done` is the caller's to call. recall: counts what each source and, of several, `COMBINED` ranks first.
     """
+    return open_predictor(choice, learnt, recall)[:2]
+
+
+def open_predictor(
+    choice: str, learnt: LearntAffinity, recall: RecallSample | None = None
+) -> tuple[StepPredictor, dict[str, Source], CombinedSource]:
+    """As `make_predictor`, and what brings its sources together."""
     spec = learnt.statistics.spec
     sources = _sources(choice, learnt)
     if recall is None:
-        return StepPredictor(_combined(sources, spec), spec.num_experts), sources
-    whole: Source = _combined({name: RankedSource(name, source, recall) for name, source in sources.items()}, spec)
-    if len(sources) > 1:
-        whole = RankedSource(COMBINED, whole, recall)
-    return StepPredictor(CountedSteps(whole, recall), spec.num_experts), sources
+        combined = _combined(sources, spec)
+        return StepPredictor(combined, spec.num_experts), sources, combined
+    combined = _combined({name: RankedSource(name, source, recall) for name, source in sources.items()}, spec)
+    whole: Source = combined if len(sources) == 1 else RankedSource(COMBINED, combined, recall)
+    return StepPredictor(CountedSteps(whole, recall), spec.num_experts), sources, combined
 
 
 def _sources(choice: str, learnt: LearntAffinity) -> dict[str, Source]:

@@ -83,6 +83,11 @@ class CombinedSource:
                 features[..., place] = share * _log_odds(rows)
         return features
 
+    def if_all_said(self, layer: int, distance: int, rows: Float) -> Float:
+        """[T, E]: what it would make of it if each of its sources said `rows`, [T, E], of layer + distance."""
+        weights = self._weights[layer, distance]
+        return _sigmoid(np.float32(weights[:-1].sum()) * _log_odds(rows) + np.float32(weights[-1]))
+
     def one_by_one(self, moments: Sequence[Mapping[Pair, Float]], step: ObservedStep) -> list[dict[Pair, Float]]:
         """What `probabilities` would have said of the T tokens of a step, had each been a step of its own; learns them.
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from experts.prediction.combined import CombinedSource
 from experts.prediction.predictor import BEFORE, Float, Ids, Predictor, Tap
 from experts.prediction.sources import GateSource, LearntAffinity
 from experts.routing.statistics import StatisticsSpec
@@ -70,30 +71,34 @@ class RankPredictor:
     """
 
     __slots__ = (
-        "_computed",
+        "_combined",
         "_gate",
         "_gates_of_computed",
         "_gates_of_home",
         "_has_rows",
         "_here",
-        "_home",
         "_layer",
         "_learnt",
+        "_num_come",
         "_num_experts",
         "_own",
         "_share",
         "_shares",
+        "_stays",
     )
 
     def __init__(
         self,
         own: Predictor,
+        combined: CombinedSource,
         learnt: LearntAffinity,
         share: RankShare,
     ) -> None:
-        """own: of rows at home, which learns from `learnt`. share: of this rank in the step that runs."""
+        """own: of rows at home, which learns from `learnt`. combined: what it says; as gates are believed there, they
+        are believed of other rows. share: of this rank in the step that runs."""
         spec: StatisticsSpec = learnt.statistics.spec
         self._own = own
+        self._combined = combined
         self._learnt = learnt
         self._share = share
         self._num_experts = spec.num_experts
@@ -102,10 +107,11 @@ class RankPredictor:
         self._here: dict[int, tuple[Collection[int], NDArray[np.bool_]]] = {}
         self._gate = GateSource(Tap.EARLY, spec.top_k)
         self._has_rows = False
-        # The layer whose `visited` came last, what rows chose there, and what gates say of them by distance.
+        # The layer whose `visited` came last; which rows at home are computed there, [T], how many of others, and what
+        # gates say of them by distance.
         self._layer = BEFORE
-        self._home: Ids = np.empty((0, spec.top_k), np.int64)
-        self._computed = self._home
+        self._stays: NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._num_come = 0
         self._gates_of_home: dict[int, Float] = {}
         self._gates_of_computed: dict[int, Float] = {}
 
@@ -119,14 +125,16 @@ class RankPredictor:
         """The gate of a layer chose. home: [T, k], for the rows at home. computed: [M, k], for the rows that come for
         experts here, those at home among them; -1 for experts elsewhere."""
         self._forget_layer(layer)
-        self._home, self._computed = home, computed
+        here = self._is_here(layer)
+        self._stays = np.logical_or.reduce(here[home], axis=1)
+        self._num_come = max(0, len(computed) - int(self._stays.sum()))
         # Rows at home are served here wherever they can be.
         chosen = self._count(computed) - self._count(home)
-        self._shares.add(layer, self._share.num_rows_elsewhere(layer), chosen, self._is_here(layer))
+        self._shares.add(layer, self._share.num_rows_elsewhere(layer), chosen, here)
 
     def wants_gates_of_computed(self) -> bool:
         """Whether rows of others have come, and not so many that all are alike."""
-        return self._num_come() > 0 and len(self._computed) <= _MAX_ROWS_JUDGED
+        return self._num_come > 0 and self._num_come + int(self._stays.sum()) <= _MAX_ROWS_JUDGED
 
     def observe_gate_of_computed(self, layer: int, distance: int, logits: Float) -> None:
         """As `observe_gate` of the tap `EARLY`, of the rows that are computed here: [M, E]."""
@@ -165,7 +173,7 @@ class RankPredictor:
         spared: Float = np.ones(self._num_experts, np.float32)
         if num_unseen and layer == self._layer and distance in self._gates_of_computed:
             spared = self._spared_by_those_come(layer, distance)
-            num_unseen = max(0, num_unseen - self._num_come())
+            num_unseen = max(0, num_unseen - self._num_come)
         if num_unseen:
             shares = self._shares.of(target, self._learnt.current.popularity()[target])
             spared *= (1 - np.minimum(shares, 1)) ** num_unseen
@@ -173,25 +181,14 @@ class RankPredictor:
 
     def _spared_by_those_come(self, layer: int, distance: int) -> Float:
         """By those of other ranks whose rows are computed here: by all that are, less those at home among them."""
-        spared = self._log_spared(self._gates_of_computed[distance])
-        if distance in self._gates_of_home:
-            spared -= self._log_spared(self._gates_of_home[distance][self._stays(layer)])
-        return np.exp(np.minimum(spared, 0))
-
-    def _log_spared(self, logits: Float) -> Float:
-        """[E]: the logarithm of the probability that no row chooses the expert. logits: [T, E]."""
-        chosen = self._gate.of_logits(logits)
-        found: Float = np.log1p(-np.minimum(chosen, np.float32(1 - 1e-6))).sum(axis=0)
-        return found
-
-    def _stays(self, layer: int) -> NDArray[np.bool_]:
-        """[T]: which rows at home chose an expert here."""
-        is_here: NDArray[np.bool_] = self._is_here(layer)[self._home]
-        return np.logical_or.reduce(is_here, axis=1)
-
-    def _num_come(self) -> int:
-        """How many rows of other ranks are computed here in the layer visited last."""
-        return len(self._computed) - int(self._stays(self._layer).sum()) if len(self._computed) else 0
+        logits = self._gates_of_computed[distance]
+        num_computed = len(logits)
+        if (of_home := self._gates_of_home.get(distance)) is not None:
+            logits = np.concatenate([logits, of_home[self._stays]])
+        chosen = self._combined.if_all_said(layer, distance, self._gate.of_logits(logits))
+        spared = np.log1p(-np.minimum(chosen, np.float32(1 - 1e-6)))
+        by_all: Float = spared[:num_computed].sum(axis=0) - spared[num_computed:].sum(axis=0)
+        return np.exp(np.minimum(by_all, 0))
 
     def _count(self, expert_ids: Ids) -> NDArray[np.int64]:
         """[E]: how many rows chose each expert."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from experts.memory.eviction import Affinity, EvictionPolicy
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.residency_control import ResidencyControl
-from experts.prediction.choice import make_predictor, taps_of
+from experts.prediction.choice import open_predictor, taps_of
 from experts.prediction.history_sources import SignatureSource
 from experts.prediction.predictor import Predictor, Tap
 from experts.prediction.rank_predictor import RankPredictor
@@ -147,12 +147,12 @@ def _learning(
     assert model.moe is not None
     spec = StatisticsSpec(len(experts.layers), model.moe.num_experts, model.moe.gate.top_k, max_distance=_HISTORY)
     learnt = LearntAffinity(RoutingStatistics(spec))
-    predictor, sources = make_predictor(choice, learnt, experts.memory.recall)
+    predictor, sources, combined = open_predictor(choice, learnt, experts.memory.recall)
     signature = sources.get("signature")
     profiles = signature.profiles if isinstance(signature, SignatureSource) else None
     if home_rows is None:
         return _prefetcher(experts, predictor, learnt, gates), profiles
-    of_rank = RankPredictor(predictor, learnt, home_rows.share)
+    of_rank = RankPredictor(predictor, combined, learnt, home_rows.share)
     prefetcher = _prefetcher(experts, of_rank, learnt, gates)
     home_rows.listener = listener = RankPrefetcher(experts.memory, prefetcher, of_rank, gates.get(Tap.EARLY))
     return listener, profiles

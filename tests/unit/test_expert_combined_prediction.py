@@ -53,6 +53,17 @@ def run(sources, num_steps, seed=0):
     return combined, float(np.mean(chosen)), float(np.mean(others))
 
 
+def test_of_other_rows_sources_are_believed_as_they_have_deserved():
+    rows = np.array([[0.9, 0.5, 0.2, 0.2]], np.float32)
+    agreeing = [Says(lambda _: rows), Says(lambda _: rows)]
+    combined, *_ = run(agreeing, 50)
+    learnt = combined.if_all_said(0, 1, rows)
+    assert learnt == pytest.approx(combined.probabilities(ObservedStep(np.zeros(1), np.zeros(1)), 0, 1), abs=1e-5)
+    # The truth was any of the four.
+    assert abs(learnt[0, 0] - 0.25) < 0.25
+    assert combined.if_all_said(1, 1, rows) == pytest.approx(rows, abs=1e-5)
+
+
 def test_a_source_that_knows_is_believed_and_noise_is_not():
     random = np.random.default_rng(1)
     knows = Says(lambda truth: 0.2 + 0.6 * one_hot(truth))

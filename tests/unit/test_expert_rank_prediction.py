@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from experts.prediction.choice import make_predictor
+from experts.prediction.choice import open_predictor
+from experts.prediction.combined import CombinedSource
 from experts.prediction.predictor import BEFORE, Tap
 from experts.prediction.rank_predictor import RankPredictor, VisitorShares
 from experts.prediction.recall import RecallSample
-from experts.prediction.sources import LearntAffinity
+from experts.prediction.sources import GateSource, LearntAffinity
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 
 SPEC = StatisticsSpec(num_layers=2, num_experts=4, top_k=1)
@@ -41,10 +42,11 @@ class Home:
 class Rank:
     """A predictor of a rank, its part in each layer, and what it asks."""
 
-    def __init__(self, own):
+    def __init__(self, own, combined=None):
         self.here = [frozenset({0, 1}), frozenset({0, 1})]
         self.num_visitors = 0
-        self.predictor = RankPredictor(own, LearntAffinity(RoutingStatistics(SPEC)), self)
+        combined = combined or CombinedSource([GateSource(Tap.EARLY, SPEC.top_k)], SPEC.num_layers, 1)
+        self.predictor = RankPredictor(own, combined, LearntAffinity(RoutingStatistics(SPEC)), self)
 
     def experts_here(self, layer):
         return self.here[layer]
@@ -154,8 +156,8 @@ def test_gates_are_not_asked_of_nobody_and_not_of_crowds(home, computed):
 def test_every_source_bears_steps_with_rows_and_without(choice):
     learnt = LearntAffinity(RoutingStatistics(SPEC))
     recall = RecallSample(interval=1)
-    own, _ = make_predictor(choice, learnt, recall)
-    rank = Rank(own)
+    own, _, combined = open_predictor(choice, learnt, recall)
+    rank = Rank(own, combined)
     for requests in ([7], [], [], [7, 8], []):
         rank.step(len(requests) * [0], [0, 1])
         assert np.all(rank.predictor.predict(0, 1)[2:] == 0)
