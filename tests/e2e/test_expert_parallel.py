@@ -50,6 +50,23 @@ def complete_all(running: Service) -> list[tuple[str, int]]:
         return list(pool.map(lambda prompt: complete(running, prompt), prompts()))
 
 
+def links(running: Service) -> dict[tuple[str, str], float]:
+    """Rows sent from rank to rank."""
+    found = re.findall(
+        r'moeserve_expert_link_rows_total{from="(\d)",to="(\d)"} (\S+)', running.http.get("/metrics").text
+    )
+    return {(source, target): float(rows) for source, target, rows in found}
+
+
+def links_after(running: Service, answers: list[tuple[str, int]]) -> dict[tuple[str, str], float]:
+    """Once the metrics tell of all that was computed for the answers, to `prompts` again and again."""
+    lengths = [len(prompt) for prompt in prompts()]
+    computed = sum(lengths[n % len(lengths)] + 23 - cached for n, (_, cached) in enumerate(answers))
+    told = f"moeserve_expert_recorded_tokens_total {float(computed)}\n"
+    wait_until(lambda: told in running.http.get("/metrics").text)
+    return links(running)
+
+
 def ranks_of(running: Service) -> list[int]:
     """Pids of the ranks, in order."""
     agent = running.pids["worker"]
@@ -106,11 +123,17 @@ def test_several_ranks_give_the_text_of_one_and_end_cleanly(
     with service(model, tmp_path_factory.mktemp("two"), *TWO, *settings) as two:
         pids = ranks_of(two)
         assert len(pids) == (4 if "4" in settings[:2] else 2)
-        assert [text for text, _ in complete_all(two)] == expected
+        first = complete_all(two)
+        assert [text for text, _ in first] == expected
+        before = links_after(two, first)
         # One at a time, so that each goes where its prefix lies, whatever the load.
         again = [complete(two, prompt) for prompt in prompts()]
         assert [text for text, _ in again] == expected
         assert sum(cached > 0 for _, cached in again) == len(again)
+        if "alltoall" in settings:
+            # Rows travel from the home of a request, so prefixes were found on more than one rank.
+            after = links_after(two, first + again)
+            assert len({source for source, target in after if after[source, target] > before[source, target]}) > 1
         placed_anew = two.errors.read_text().count("layer_placed_anew")
         assert placed_anew > 5 if "--rebalance-interval" in settings else placed_anew == 0
         two.process.send_signal(signal.SIGTERM)
@@ -179,14 +202,6 @@ def test_experts_that_cannot_be_shared_are_refused_before_serving(
     assert refused.process.stdout is not None
     assert refused.process.stdout.read() == ""
     refused.process.stdout.close()
-
-
-def links(running: Service) -> dict[tuple[str, str], float]:
-    """Rows sent from rank to rank."""
-    found = re.findall(
-        r'moeserve_expert_link_rows_total{from="(\d)",to="(\d)"} (\S+)', running.http.get("/metrics").text
-    )
-    return {(source, target): float(rows) for source, target, rows in found}
 
 
 def test_what_two_ranks_saw_is_saved_at_the_end(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
