@@ -35,6 +35,10 @@ def report(file: Path, out: Path) -> None:
         statistics = read_report_source(file)
     except ReportError as error:
         raise click.ClickException(str(error)) from None
-    out.mkdir(parents=True, exist_ok=True)
-    for path in draw_report(statistics, out):
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        paths = draw_report(statistics, out)
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or out} cannot be written ({error.strerror or error}).") from None
+    for path in paths:
         click.echo(str(path))

@@ -40,7 +40,10 @@ def trace(
     except KeyboardInterrupt:
         click.echo("", err=True)
     content = server.post({"action": "stop"})
-    file.write_bytes(content)
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise click.ClickException(f"{file} cannot be written ({error.strerror or error}).") from None
     click.echo(f"{file}: {len(content)} bytes")
 
 

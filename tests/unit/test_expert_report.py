@@ -50,6 +50,16 @@ def test_a_trace_and_its_statistics_are_drawn(tmp_path: Path, trace: RoutingTrac
         assert all(is_png(path) for path in paths)
 
 
+def test_a_place_that_cannot_be_written_to_is_one_sentence(tmp_path: Path, trace: RoutingTrace, url: str) -> None:
+    save_trace(tmp_path / "trace", trace)
+    result = moeserve("experts", "report", tmp_path / "trace", "--out", tmp_path / "trace" / "pictures")
+    assert (result.exit_code, result.output.count("\n")) == (1, 1)
+    assert "cannot be written" in result.output
+    recorded = moeserve("experts", "trace", "/dev/full", "--url", url, "--api-key", "root", "--max-tokens", "5")
+    assert recorded.exit_code == 1
+    assert "/dev/full cannot be written (No space left on device)" in recorded.output
+
+
 def test_every_token_of_a_trace_counts_the_same(trace: RoutingTrace) -> None:
     np.testing.assert_allclose(count_trace(trace).load(), trace.load(), rtol=1e-6)
 
