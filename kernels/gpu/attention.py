@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention_arguments import AttentionArguments, score_scales
+from kernels.gpu.attention_arguments import AttentionArguments, PagedContext, Scoring
 from kernels.gpu.attention_config import PrefillConfig, power_of_two, prefill_config
 from kernels.gpu.attention_prefill import prefill_kernel
 from kernels.gpu.attention_split import reduce_kernel, split_kernel
@@ -61,79 +60,62 @@ class ExtendRun:
 
 def split_attention(
     q: Tensor,
-    keys_pool: Tensor,
-    values_pool: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
+    context: PagedContext,
     work: SplitWork,
     partials: Partials,
+    scoring: Scoring,
     *,
-    block_size: int,
-    scale: float,
     query_starts: Tensor | None = None,
     num_tokens: int | None = None,
-    sinks: Tensor | None = None,
-    soft_cap: float | None = None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of few new tokens per sequence; returns out [T, H, Dv].
 
-    q [T, H, Dk]: one token for each of `seq_lens` [S] (int32, with the new tokens; 0 gives zeros), or, with
-    `query_starts` [S + 1] int32, the tokens from query_starts[s] on for sequence s, `num_tokens` in all where they are
-    fewer than T. `work` has been updated with the same lengths and starts since they changed, and holds the window.
-    `sinks` [H] are logits of a key without value. fp8 pools (e4m3) are multiplied by `key_scale` and `value_scale`.
-    Rows that belong to no sequence stay as they are. Launches two kernels and waits for nothing, so a graph can hold
-    it. Overwrites `partials`.
+    q [T, H, Dk]: one token for each of the S sequences (zeros for length 0), or, with `query_starts` [S + 1] int32, the
+    tokens from query_starts[s] on for sequence s, `num_tokens` in all where they are fewer than T. `work` has been
+    updated with the same lengths and starts since they changed, and holds the window. Rows that belong to no sequence
+    stay as they are. Launches two kernels and waits for nothing, so a graph can hold it. Overwrites `partials`.
     """
-    shape = AttentionArguments(q, keys_pool, values_pool, block_size)
+    shape = AttentionArguments(q, context)
+    _check_room(work, partials, shape)
+    config, out = work.config, shape.output(q, out)
+    head_groups = -(-shape.group // config.rows)
+    split_kernel[(work.capacity * shape.kv_heads * head_groups,)](
+        q,
+        *context.tensors,
+        context.seq_lens if query_starts is None else query_starts,
+        work.offsets,
+        work.sequences,
+        work.chunk,
+        q if scoring.sinks is None else scoring.sinks,
+        out,
+        partials.parts,
+        partials.logsumexps,
+        context.num_seqs,
+        work.window or 0,
+        *scoring.scalars(),
+        *shape.strides(q, context, out),
+        KV_HEADS=shape.kv_heads,
+        GROUP=shape.group,
+        TOKENS=work.tokens_per_tile,
+        ONE_QUERY=query_starts is None,
+        ROWS=config.rows,
+        **shape.constants(config.tile),
+        HAS_WINDOW=work.window is not None,
+        **scoring.flags(),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    _reduce(partials, context.seq_lens, query_starts, work, shape, num_tokens, scoring, out)
+    return out
+
+
+def _check_room(work: SplitWork, partials: Partials, shape: AttentionArguments) -> None:
     config, tokens = work.config, work.tokens_per_tile
     if tokens > 1 and tokens * shape.group > config.rows:
         raise ValueError(f"{tokens} tokens of {shape.group} heads do not fit {config.rows} rows")
     if partials.logsumexps.numel() < work.capacity * tokens * shape.num_heads:
         raise ValueError("the scratch is too small for this work list")
-    out = shape.output(q, out)
-    score_scale, cap_scale = score_scales(scale * key_scale, soft_cap)
-    head_groups = -(-shape.group // config.rows)
-    one_query = query_starts is None
-    starts = seq_lens if query_starts is None else query_starts
-    split_kernel[(work.capacity * shape.kv_heads * head_groups,)](
-        q,
-        keys_pool,
-        values_pool,
-        block_table,
-        seq_lens,
-        starts,
-        work.offsets,
-        work.sequences,
-        work.chunk,
-        q if sinks is None else sinks,
-        out,
-        partials.parts,
-        partials.logsumexps,
-        seq_lens.shape[0],
-        work.window or 0,
-        score_scale,
-        cap_scale,
-        value_scale,
-        *shape.strides(q, keys_pool, values_pool, block_table, out),
-        KV_HEADS=shape.kv_heads,
-        GROUP=shape.group,
-        TOKENS=tokens,
-        ONE_QUERY=one_query,
-        ROWS=config.rows,
-        **shape.constants(config.tile),
-        HAS_WINDOW=work.window is not None,
-        HAS_SOFT_CAP=soft_cap is not None,
-        HAS_SINKS=sinks is not None,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
-    if num_tokens is None:
-        num_tokens = seq_lens.shape[0] if one_query else q.shape[0]
-    _reduce(partials, seq_lens, query_starts, work, shape, num_tokens, sinks, value_scale, out)
-    return out
 
 
 def _reduce(
@@ -142,12 +124,13 @@ def _reduce(
     query_starts: Tensor | None,
     work: SplitWork,
     shape: AttentionArguments,
-    num_tokens: int,
-    sinks: Tensor | None,
-    value_scale: float,
+    num_tokens: int | None,
+    scoring: Scoring,
     out: Tensor,
 ) -> None:
-    """Writes the tokens whose contexts were split."""
+    """Writes the tokens whose contexts were split. num_tokens: None for one per sequence or, with starts, all."""
+    if num_tokens is None:
+        num_tokens = seq_lens.shape[0] if query_starts is None else out.shape[0]
     block_dim = min(_REDUCE_DIM, max(16, power_of_two(shape.value_dim)))
     # Where there are many tokens most have one part: fewer programs then start only to return.
     many = work.max_seqs * shape.num_heads >= _MANY_ROWS
@@ -159,11 +142,11 @@ def _reduce(
         seq_lens if query_starts is None else query_starts,
         work.offsets,
         work.chunk,
-        out if sinks is None else sinks,
+        out if scoring.sinks is None else scoring.sinks,
         out,
         seq_lens.shape[0],
         work.window or 0,
-        value_scale,
+        scoring.value_scale,
         out.stride(0),
         out.stride(1),
         HEADS=shape.num_heads,
@@ -173,62 +156,47 @@ def _reduce(
         VALUE_DIM=shape.value_dim,
         BLOCK_DIM=block_dim,
         BLOCK_PARTS=_BLOCK_PARTS,
-        HAS_SINKS=sinks is not None,
+        HAS_SINKS=scoring.sinks is not None,
         num_warps=4,
     )
 
 
 def prefill_attention(
     q: Tensor,
-    keys_pool: Tensor,
-    values_pool: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
+    context: PagedContext,
     query_starts: Tensor,
+    scoring: Scoring,
     *,
-    block_size: int,
     max_query_len: int,
-    scale: float,
     window: int | None = None,
-    sinks: Tensor | None = None,
-    soft_cap: float | None = None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
     out: Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> Tensor:
     """Causal attention of many new tokens over cached prefixes; returns out [T, H, Dv].
 
     q [T, H, Dk] holds the tokens query_starts[s] ... query_starts[s + 1] (int32 [S + 1]) of sequence s, the last ones
-    of its seq_lens[s] positions. `max_query_len` only chooses tiles. The rest as in `split_attention`.
+    of its positions. `max_query_len` only chooses tiles. The rest as in `split_attention`.
     """
-    shape = AttentionArguments(q, keys_pool, values_pool, block_size)
+    shape = AttentionArguments(q, context)
     if config is None:
-        config = prefill_config(shape.key_dim, shape.value_dim, block_size, q.dtype, keys_pool.dtype, max_query_len)
+        dims = (shape.key_dim, shape.value_dim, shape.block_size)
+        config = prefill_config(*dims, q.dtype, context.keys.dtype, max_query_len)
     out = shape.output(q, out)
-    score_scale, cap_scale = score_scales(scale * key_scale, soft_cap)
-    num_seqs = seq_lens.shape[0]
-    prefill_kernel[(shape.num_heads, q.shape[0] // config.rows + num_seqs)](
+    prefill_kernel[(shape.num_heads, q.shape[0] // config.rows + context.num_seqs)](
         q,
-        keys_pool,
-        values_pool,
-        block_table,
-        seq_lens,
+        *context.tensors,
         query_starts,
-        q if sinks is None else sinks,
+        q if scoring.sinks is None else scoring.sinks,
         out,
-        num_seqs,
+        context.num_seqs,
         window or 0,
-        score_scale,
-        cap_scale,
-        value_scale,
-        *shape.strides(q, keys_pool, values_pool, block_table, out),
+        *scoring.scalars(),
+        *shape.strides(q, context, out),
         GROUP=shape.group,
         ROWS=config.rows,
         **shape.constants(config.tile),
         HAS_WINDOW=window is not None,
-        HAS_SOFT_CAP=soft_cap is not None,
-        HAS_SINKS=sinks is not None,
+        **scoring.flags(),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -237,70 +205,52 @@ def prefill_attention(
 
 def paged_attention(
     q: Tensor,
-    keys_pool: Tensor,
-    values_pool: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
+    context: PagedContext,
     query_starts: Tensor,
     work: SplitWork,
     partials: Partials,
+    scoring: Scoring,
     *,
     num_decodes: int,
-    block_size: int,
     max_query_len: int,
-    scale: float,
-    sinks: Tensor | None = None,
-    soft_cap: float | None = None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
     out: Tensor | None = None,
     config: PrefillConfig | None = None,
     extends: ExtendRun | None = None,
 ) -> Tensor:
     """A mixed batch: the first `num_decodes` sequences have one new token each, the others any number.
 
-    `work` has been updated with seq_lens[:num_decodes]; its window holds for all. `extends` are sequences behind those
-    whose few new tokens are packed into tiles and whose contexts are split; the rest is computed as prompts are.
+    `work` has been updated with the lengths of the former; its window holds for all. `extends` are sequences behind
+    those whose few new tokens are packed into tiles and whose contexts are split; the rest is computed as prompts are.
     `partials` have to be large enough for both. The rest as in `split_attention` and `prefill_attention`.
     """
     if out is None:
-        out = q.new_empty((*q.shape[:2], values_pool.shape[2]))
-    settings: dict[str, Any] = {
-        "block_size": block_size,
-        "scale": scale,
-        "sinks": sinks,
-        "soft_cap": soft_cap,
-        "key_scale": key_scale,
-        "value_scale": value_scale,
-        "out": out,
-    }
-    pools = q, keys_pool, values_pool
+        out = q.new_empty((*q.shape[:2], context.values.shape[2]))
     if num_decodes:
-        split_attention(*pools, block_table[:num_decodes], seq_lens[:num_decodes], work, partials, **settings)
-    prompts = [(num_decodes, len(seq_lens))]
+        split_attention(q, context.part(0, num_decodes), work, partials, scoring, out=out)
+    prompts = [(num_decodes, context.num_seqs)]
     if extends is not None:
         first, end = extends.first, extends.end
-        prompts = [(num_decodes, first), (end, len(seq_lens))]
+        prompts = [(num_decodes, first), (end, context.num_seqs)]
         split_attention(
-            *pools,
-            block_table[first:end],
-            seq_lens[first:end],
+            q,
+            context.part(first, end),
             extends.work,
             partials,
+            scoring,
             query_starts=query_starts[first : end + 1],
             num_tokens=extends.num_tokens,
-            **settings,
+            out=out,
         )
     for first, end in prompts:
         if first < end:
             prefill_attention(
-                *pools,
-                block_table[first:end],
-                seq_lens[first:end],
+                q,
+                context.part(first, end),
                 query_starts[first : end + 1],
+                scoring,
                 max_query_len=max_query_len,
                 window=work.window,
+                out=out,
                 config=config,
-                **settings,
             )
     return out

@@ -144,9 +144,7 @@ def select_experts(
         raise ValueError("rows of gate logits must be contiguous")
     if num_experts % spec.num_groups or spec.top_k > num_experts:
         raise ValueError(f"{num_experts} experts do not make {spec.num_groups} groups or top {spec.top_k}")
-    if out is None:
-        ids = torch.empty((num_tokens, spec.top_k), dtype=torch.int64, device=logits.device)
-        out = ids, torch.empty((num_tokens, spec.top_k), dtype=torch.float32, device=logits.device)
+    out = out or _new_choice(num_tokens, spec.top_k, logits.device)
     if num_tokens == 0:
         return out
     sparsemixer = spec.score == "sparsemixer"
@@ -177,6 +175,13 @@ def select_experts(
         num_warps=1 if num_experts <= 256 else 4,
     )
     return out
+
+
+def _new_choice(num_tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    ids, weights = (
+        torch.empty((num_tokens, top_k), dtype=dtype, device=device) for dtype in (torch.int64, torch.float32)
+    )
+    return ids, weights
 
 
 def softmax_of_chosen(spec: GateSpec, has_bias: bool) -> bool:

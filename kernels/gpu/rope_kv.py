@@ -46,57 +46,48 @@ def norm_rope_write_kv(
     k_scale and v_scale [KV] fp32 pools hold values divided by the scale. Pools of fp8 e4m3 hold them clamped to the
     largest fp8.
     """
-    num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, half = k.shape[1], cos.shape[1]
-    q_out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
-    if not num_tokens:
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if not q.shape[0]:
         return q_out
-    has_scale = k_scale is not None
-    value, value_pool = (k, keys_pool) if v is None or values_pool is None else (v, values_pool)
-    value_dim = 0 if v is None or values_pool is None else v.shape[2]
-    block_heads = min(_HEADS_PER_PROGRAM, triton.next_power_of_2(max(num_heads, num_kv_heads)))
-    grid = (num_tokens, triton.cdiv(num_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads))
+    if v is None or values_pool is None:
+        tensors, value_dim = (q, k, k, q_out, keys_pool, keys_pool), 0
+    else:
+        tensors, value_dim = (q, k, v, q_out, keys_pool, values_pool), v.shape[2]
+    sizes = _sizes(q, k, cos.shape[1], value_dim)
+    heads = sizes["BLOCK_HEADS"]
+    grid = (q.shape[0], triton.cdiv(q.shape[1], heads) + triton.cdiv(k.shape[1], heads))
     rope_kv_kernel[grid](
-        q,
-        k,
-        value,
+        *tensors[:3],
         cos,
         sin,
         slots,
-        cos if q_weight is None else q_weight,
-        cos if k_weight is None else k_weight,
-        cos if k_scale is None else k_scale,
-        cos if v_scale is None else v_scale,
-        q_out,
-        keys_pool,
-        value_pool,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        value.stride(0),
-        value.stride(1),
-        q_out.stride(0),
-        q_out.stride(1),
-        keys_pool.stride(0),
-        keys_pool.stride(1),
-        value_pool.stride(0),
-        value_pool.stride(1),
+        # Where something is absent, any tensor stands in for it and is not read.
+        *(cos if each is None else each for each in (q_weight, k_weight, k_scale, v_scale)),
+        *tensors[3:],
+        *(stride for tensor in tensors for stride in tensor.stride()[:2]),
         0.0 if clip is None else clip,
         eps,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        HALF=half,
-        BLOCK_HEADS=block_heads,
-        BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
-        BLOCK_VALUE=triton.next_power_of_2(max(1, value_dim)),
+        **sizes,
         INTERLEAVED=interleaved,
         NORM=q_weight is not None,
         CLIP=clip is not None,
-        HAS_SCALE=has_scale,
+        HAS_SCALE=k_scale is not None,
         num_warps=4,
     )
     return q_out
+
+
+def _sizes(q: Tensor, k: Tensor, half: int, value_dim: int) -> dict[str, int]:
+    """Constants of the kernel; `half` of the rotated channels."""
+    num_heads, head_dim, num_kv_heads = q.shape[1], q.shape[2], k.shape[1]
+    return {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "HALF": half,
+        "BLOCK_HEADS": min(_HEADS_PER_PROGRAM, triton.next_power_of_2(max(num_heads, num_kv_heads))),
+        "BLOCK_HALF": triton.next_power_of_2(half),
+        "BLOCK_REST": triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        "BLOCK_VALUE": triton.next_power_of_2(max(1, value_dim)),
+    }

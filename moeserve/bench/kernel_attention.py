@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.attention import Partials, prefill_attention, split_attention
+from kernels.gpu.attention_arguments import PagedContext, Scoring
 from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_reference import paged_attention_reference
 from kernels.gpu.attention_tuning import AnyConfig, AttentionConfigs
@@ -119,14 +120,10 @@ def _prefill(case: AttentionCase, tensors: AttentionTensors, config: PrefillConf
     def attend(table: Tensor) -> Tensor:
         return prefill_attention(
             tensors.q,
-            tensors.keys,
-            tensors.values,
-            table,
-            tensors.seq_lens,
+            _context(case, tensors, table),
             tensors.query_starts,
-            block_size=case.block_size,
+            Scoring(scale_of(case)),
             max_query_len=max(case.query_lens),
-            scale=scale_of(case),
             out=tensors.out,
             config=config,
         )
@@ -157,23 +154,16 @@ def _split(
     partials = Partials.allocate(work, case.num_heads, case.value_dim)
 
     def attend(table: Tensor) -> Tensor:
-        return split_attention(
-            tensors.q,
-            tensors.keys,
-            tensors.values,
-            table,
-            tensors.seq_lens,
-            work,
-            partials,
-            block_size=case.block_size,
-            scale=scale_of(case),
-            query_starts=starts,
-            out=tensors.out,
-        )
+        context, scoring = _context(case, tensors, table), Scoring(scale_of(case))
+        return split_attention(tensors.q, context, work, partials, scoring, query_starts=starts, out=tensors.out)
 
     prepared = PreparedAttention(case, tensors, config, lambda: work.update(tensors.seq_lens, starts), attend)
     prepared.plan()
     return prepared
+
+
+def _context(case: AttentionCase, tensors: AttentionTensors, table: Tensor) -> PagedContext:
+    return PagedContext(tensors.keys, tensors.values, table, tensors.seq_lens, case.block_size)
 
 
 def _tensors(case: AttentionCase, device: torch.device, generator: torch.Generator) -> AttentionTensors:

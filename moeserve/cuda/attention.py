@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.attention import ExtendRun, Partials, paged_attention
+from kernels.gpu.attention_arguments import PagedContext, Scoring
 from kernels.gpu.attention_config import PrefillConfig
 from kernels.gpu.attention_work import SplitWork
 from kernels.gpu.norm import rms_norm
@@ -55,18 +56,13 @@ class GpuStep:
         sequences = self.sequences
         return paged_attention(
             q,
-            keys,
-            values,
-            sequences.block_table,
-            sequences.seq_lens,
+            PagedContext(keys, values, sequences.block_table, sequences.seq_lens, sequences.block_size),
             sequences.query_starts,
             sequences.works[window],
             sequences.partials,
+            Scoring(scale, sinks=sinks),
             num_decodes=sequences.num_decodes,
-            block_size=sequences.block_size,
             max_query_len=sequences.max_query_len,
-            scale=scale,
-            sinks=sinks,
             config=sequences.prefill,
             extends=sequences.extends.get(window),
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels.gpu.attention import ExtendRun, Partials, paged_attention, split_attention
+from kernels.gpu.attention_arguments import Scoring
 from kernels.gpu.attention_config import PrefillConfig, SplitConfig
 from kernels.gpu.attention_work import SplitWork
 from tests.support.paged_batch import Batch, assert_close, guarded, make_batch, run_prefill, run_split
@@ -161,14 +163,14 @@ def test_a_mixed_batch(num_decodes, window, device):
     work.update(batch.seq_lens[:num_decodes])
     out = guarded(
         lambda out: paged_attention(
-            *batch.where,
+            batch.q,
+            batch.context,
             batch.query_starts,
             work,
             Partials.allocate(work, 4, 32),
+            Scoring(batch.scale),
             num_decodes=num_decodes,
-            block_size=batch.block_size,
             max_query_len=18,
-            scale=batch.scale,
             config=PrefillConfig(16, TILE, 4, 2),
             out=out,
         ),
@@ -185,14 +187,14 @@ def test_more_decodes_than_a_tile_has_rows_are_left_alone_by_the_prefill(device)
     partials = Partials.allocate(work, 4, 32)
     out = guarded(
         lambda out: paged_attention(
-            *batch.where,
+            batch.q,
+            batch.context,
             batch.query_starts,
             work,
             partials,
+            Scoring(batch.scale),
             num_decodes=num_decodes,
-            block_size=batch.block_size,
             max_query_len=9,
-            scale=batch.scale,
             config=PrefillConfig(16, TILE, 4, 2),
             out=out,
         ),
@@ -215,14 +217,14 @@ def test_short_extends_anywhere_among_prompts(first, end, window, device):
     partials.parts.fill_(math.nan)
     out = guarded(
         lambda out: paged_attention(
-            *batch.where,
+            batch.q,
+            batch.context,
             batch.query_starts,
             work,
             partials,
+            Scoring(batch.scale),
             num_decodes=2,
-            block_size=batch.block_size,
             max_query_len=18,
-            scale=batch.scale,
             config=PrefillConfig(16, TILE, 4, 2),
             extends=ExtendRun(first, end, sum(query_lens[first:end]), extends),
             out=out,
@@ -251,15 +253,9 @@ def test_what_the_kernels_would_misread_is_refused(change, message, device):
     batch = make_batch([20], device=device)
     work = SplitWork(1, 1, 32, 2, SplitConfig(16, TILE, 4, 2), device, num_sms=4)
     q = torch.zeros((1, change.get("heads", 4), 32), device=device)
+    context = replace(batch.context, block_size=change.get("block_size", 16))
     with pytest.raises(ValueError, match=message):
-        split_attention(
-            q,
-            *batch.where[1:],
-            work,
-            Partials.allocate(work, 4, 32),
-            block_size=change.get("block_size", 16),
-            scale=1.0,
-        )
+        split_attention(q, context, work, Partials.allocate(work, 4, 32), Scoring(1.0))
 
 
 def test_a_chunk_length_that_is_no_multiple_of_the_tile_is_refused(device):
@@ -271,4 +267,4 @@ def test_scratch_that_is_too_small_is_refused(device):
     batch = make_batch([20], device=device)
     small, large = (SplitWork(n, n, 32, 2, SplitConfig(16, TILE, 4, 2), device, num_sms=4) for n in (1, 9))
     with pytest.raises(ValueError, match="too small"):
-        split_attention(*batch.where, large, Partials.allocate(small, 4, 32), block_size=16, scale=1.0)
+        split_attention(batch.q, batch.context, large, Partials.allocate(small, 4, 32), Scoring(1.0))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.attention import Partials, prefill_attention, split_attention
+from kernels.gpu.attention_arguments import PagedContext, Scoring
 from kernels.gpu.attention_config import split_config
 from kernels.gpu.attention_work import SplitWork
 
@@ -41,6 +42,11 @@ def metadata(num_seqs: int, max_blocks: int, offset: int = 0) -> tuple[Tensor, T
     return whole[offset:], lengths[offset:], starts[offset:]
 
 
+def scoring(num_heads: int, flags: bool) -> Scoring:
+    """With `flags`, sinks and a soft cap."""
+    return Scoring(0.1, soft_cap=30.0, sinks=torch.empty(num_heads)) if flags else Scoring(0.1)
+
+
 def launch_split(
     of: Shape,
     *,
@@ -63,16 +69,11 @@ def launch_split(
     work.update(lengths, query_starts)
     split_attention(
         torch.empty((num_seqs, KV_HEADS * group, key_dim), dtype=dtype),
-        *pools(of),
-        table,
-        lengths,
+        PagedContext(*pools(of), table, lengths, block_size),
         work,
         Partials.allocate(work, KV_HEADS * group, value_dim),
-        block_size=block_size,
-        scale=0.1,
+        scoring(KV_HEADS * group, flags),
         query_starts=query_starts,
-        sinks=torch.empty(KV_HEADS * group) if flags else None,
-        soft_cap=30.0 if flags else None,
     )
 
 
@@ -91,14 +92,9 @@ def launch_prefill(
     table, lengths, starts = metadata(num_seqs, max_blocks, offset)
     prefill_attention(
         torch.empty((num_tokens, KV_HEADS * group, key_dim), dtype=dtype),
-        *pools(of),
-        table,
-        lengths,
+        PagedContext(*pools(of), table, lengths, block_size),
         starts,
-        block_size=block_size,
+        scoring(KV_HEADS * group, flags),
         max_query_len=max_query_len,
-        scale=0.1,
         window=window,
-        sinks=torch.empty(KV_HEADS * group) if flags else None,
-        soft_cap=30.0 if flags else None,
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.attention import Partials, prefill_attention, split_attention
+from kernels.gpu.attention_arguments import PagedContext, Scoring
 from kernels.gpu.attention_config import PrefillConfig, SplitConfig
 from kernels.gpu.attention_reference import paged_attention_reference
 from kernels.gpu.attention_work import SplitWork
@@ -32,6 +33,10 @@ class Batch:
     @property
     def where(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return self.q, self.keys, self.values, self.table, self.seq_lens
+
+    @property
+    def context(self) -> PagedContext:
+        return PagedContext(self.keys, self.values, self.table, self.seq_lens, self.block_size)
 
     @property
     def scale(self) -> float:
@@ -143,33 +148,32 @@ def run_split(
     partials.logsumexps.fill_(math.nan)
     return guarded(
         lambda out: split_attention(
-            *batch.where,
+            batch.q,
+            batch.context,
             work,
             partials,
-            block_size=batch.block_size,
-            scale=batch.scale,
+            Scoring(batch.scale, **flags),
             query_starts=batch.query_starts,
             out=out,
-            **flags,
         ),
         batch,
     )
 
 
-def run_prefill(batch: Batch, *, rows: int = 16, tile: int = 16, **flags: object) -> Tensor:
+def run_prefill(batch: Batch, *, rows: int = 16, tile: int = 16, window: int | None = None, **flags: object) -> Tensor:
     """Prefill attention, guarded."""
     assert batch.query_starts is not None
     starts = batch.query_starts
     return guarded(
         lambda out: prefill_attention(
-            *batch.where,
+            batch.q,
+            batch.context,
             starts,
-            block_size=batch.block_size,
+            Scoring(batch.scale, **flags),
             max_query_len=int(starts.diff().max()),
-            scale=batch.scale,
+            window=window,
             config=PrefillConfig(rows, tile, 4, 2),
             out=out,
-            **flags,
         ),
         batch,
     )
