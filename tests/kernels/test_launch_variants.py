@@ -1,18 +1,13 @@
 """Serving compiles nothing: what steps of all kinds launch was launched at start-up."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from kernels.gpu.moe_config import Device, MoeShape
 from kernels.gpu.tuning import MoeConfigs, Platform
 from moeserve.cuda.launch_variants import LaunchVariants, StepLimits, StepShape
 from moeserve.cuda.step_arrays import ExtendLimits
+from tests.support.separate_process import output_of
 
-ROOT = Path(__file__).resolve().parents[2]
 HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)
 # Between them windows, sinks, latent attention, flat norms, layer norms, shared experts and models without experts.
 CASES = ("llama", "mixtral", "gpt_oss", "deepseek_v3-yarn", "mixtral:int4:fp8_e4m3", "deepseek_v3-yarn:fp8:fp8_e4m3")
@@ -77,11 +72,7 @@ def test_steps_keep_within_the_limits(tmp_path):
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.long)], ids=["few", "more"])
 def test_no_step_reaches_a_kernel_that_start_up_has_not(cases):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.launch_keys", *cases]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    lines = result.stdout.splitlines()
+    lines = output_of("tests.support.launch_keys", *cases)
     assert [line for line in lines if line.startswith("NEW")] == []
     dense = {"llama", "mistral-window"}
     ways = [f"{case} {way}" for case in cases for way in ("graphs", "eager", "slots")[: 2 if case in dense else 3]]

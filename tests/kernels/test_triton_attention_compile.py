@@ -1,26 +1,8 @@
 """The attention kernels use the instructions they are made for, and no batch makes them compile anew."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def output_of(*command):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-m", *command]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout.splitlines()
-
-
-def numbers(line):
-    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", line)}
+from tests.support.separate_process import numbers, output_of
 
 
 def test_batches_of_all_sizes_share_one_compiled_variant():

@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.driver import CudaDriver
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+
+from tests.support.caught_launches import launches_go_to
 
 
 @dataclass(frozen=True)
@@ -38,37 +36,16 @@ class Compiled:
         return {name: self.ptx.count(instruction) for name, instruction in names.items()}
 
 
-class AbsentGpu(CudaDriver):
-    """What Triton asks of a driver before it compiles."""
-
-    def __init__(self):
-        """Loads no CUDA library, unlike the driver of a GPU that is there."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-
 @contextlib.contextmanager
 def compiled_for_sm90() -> Iterator[list[Compiled]]:
     """Yields a list that fills with the kernels that are "launched" meanwhile; their outputs stay as they are."""
     found: list[Compiled] = []
-    plain = JITFunction.run
 
-    def run(self, *args, grid, warmup, **kwargs):
-        found.append(inspect_kernel(plain(self, *args, grid=grid, warmup=True, **kwargs)))
+    def compile_it(run, kernel, *args, grid, warmup, **options):
+        found.append(inspect_kernel(run(kernel, *args, grid=grid, warmup=True, **options)))
 
-    driver.set_active(AbsentGpu())
-    JITFunction.run = run
-    try:
+    with launches_go_to(compile_it):
         yield found
-    finally:
-        JITFunction.run = plain
 
 
 def inspect_kernel(kernel) -> Compiled:

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
 
 import moeserve.cuda.parts
 from experts.memory.expert_file import round_to_page
@@ -46,7 +44,7 @@ from moeserve.models.progress import silent
 from moeserve.models.spec import DecoderSpec
 from moeserve.plan import Chunk, ChunkExtras, StepPlan
 from moeserve.request import SamplingParams
-from tests.support.compile_only import AbsentGpu
+from tests.support.caught_launches import launches_go_to
 from tests.support.tiny_models import save
 
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
@@ -68,19 +66,14 @@ DRAWS = (
 def launch_keys() -> Iterator[set[str]]:
     """Yields a set that fills with the keys under which Triton caches what is "launched" meanwhile."""
     found: set[str] = set()
-    plain = JITFunction.run
 
-    def run(self, *args, grid, warmup, **kwargs):
-        binder = self.device_caches[0][-1]
-        _, specialization, options = binder(*args, **kwargs, debug=False)
-        found.add(f"{self.fn.__module__}.{self.fn.__name__} {specialization} {options}")
+    def keep_key(_run, kernel, *args, grid, warmup, **options):
+        binder = kernel.device_caches[0][-1]
+        _, specialization, resolved = binder(*args, **options, debug=False)
+        found.add(f"{kernel.fn.__module__}.{kernel.fn.__name__} {specialization} {resolved}")
 
-    driver.set_active(AbsentGpu())
-    JITFunction.run = run
-    try:
+    with launches_go_to(keep_key):
         yield found
-    finally:
-        JITFunction.run = plain
 
 
 def plans(generator: random.Random) -> Iterator[StepPlan]:
