@@ -37,7 +37,5 @@ def test_greedy_texts_of_two_ranks_are_those_of_one(tmp_path_factory: pytest.Tem
         expected = texts_of(one)
     with service(model, tmp_path_factory.mktemp("two"), *arguments, "--expert-parallel-size", "2") as two:
         found = texts_of(two)
-    same = sum(text == other for text, other in zip(expected, found, strict=True))
-    print(f"{same} of {len(expected)} texts are identical")
-    # One may part where the two likeliest tokens are within rounding.
-    assert same >= len(expected) - 1
+    # Texts may part where the two likeliest tokens are within rounding: of a hundred at most one, and so of these none.
+    assert [number for number, text in enumerate(expected) if found[number] != text] == []
