@@ -134,7 +134,7 @@ SMALL_BATCHES = Batches(Batch(2, 39, 1), Batch(2, 40, 3), Batch(1, 0, 20))
 
 
 @pytest.mark.parametrize("shape", [SMALL, replace(SMALL, kv_dtype=torch.float8_e4m3fn)], ids=["bf16", "fp8"])
-def test_the_tuner_keeps_the_fastest_of_all_that_it_timed(shape, monkeypatch):
+def test_the_tuner_keeps_the_fastest_of_all_that_it_timed(shape, device, monkeypatch):
     three_candidates(monkeypatch)
     outputs = []
 
@@ -142,7 +142,7 @@ def test_the_tuner_keeps_the_fastest_of_all_that_it_timed(shape, monkeypatch):
         outputs.append(call().float().clone())
         return 100.0 - len(outputs)
 
-    found = tune_attention(shape, CPU, 4, time_us=time_us, batches=SMALL_BATCHES)
+    found = tune_attention(shape, device, 4, time_us=time_us, batches=SMALL_BATCHES)
     # Three of each kind, and an extend of two tokens both ways, of which the latter was the faster.
     assert len(outputs) == 11
     assert found["decode"] == (split_candidates(shape)[2], 97.0)
