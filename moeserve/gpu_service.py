@@ -86,9 +86,11 @@ def expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) -> 
     if config.expert_memory is None:
         return None
     num_here = config.expert_parallel_size // config.nnodes
+    # Where experts move from rank to rank, every rank finds them all on disk.
+    host_bytes = 0 if config.rebalance_interval else int(_SHARE_FOR_EXPERTS * available_bytes() / num_here)
     return GpuExpertSettings(
         config.expert_memory,
-        int(_SHARE_FOR_EXPERTS * available_bytes() / num_here),
+        host_bytes,
         config.expert_policy,
         None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser(),
         config.expert_store_bandwidth,

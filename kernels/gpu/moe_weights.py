@@ -130,6 +130,11 @@ class GpuExperts:
     def __len__(self) -> int:
         return self.num_experts
 
+    def copy_slot(self, slot: int, source: GpuExperts) -> None:
+        """See `StoredMatrix.copy_slot`."""
+        self.gate_up.copy_slot(slot, source.gate_up)
+        self.down.copy_slot(slot, source.down)
+
     @property
     def num_experts(self) -> int:
         return self.gate_up.num_slots if self.expert_slot is None else self.expert_slot.shape[0]

@@ -118,13 +118,20 @@ class _GpuParts:
             empty_weights(store_weights(probe, self._storage, bias), count, self._device)
             for probe, bias in zip(probes, biases, strict=True)
         ]
+        experts = GpuExperts(stored[0], stored[1])
         for place in range(count):
-            gate_up, down, *of_both = reader.read_matrices(place)
-            for target, weights, bias in zip(stored, (gate_up, down), of_both, strict=True):
-                of_one = None if bias is None else self._moved(bias)
-                target.copy_slot(place, store_weights(self._moved(weights), self._storage, of_one))
-        return GpuExperts(stored[0], stored[1])
+            experts.copy_slot(place, stored_expert(reader, place, self._storage, self._dtype, self._device))
+        return experts
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        """On the device, in the decoder's dtype, as the only one of a batch."""
-        return tensor.to(self._device, self._dtype)[None]
+
+def stored_expert(
+    reader: ExpertReader, place: int, storage: WeightStorage, dtype: torch.dtype, device: torch.device
+) -> GpuExperts:
+    """The expert at a place of a checkpoint as the only one of a layer, stored on `device`: the same bits on any."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype)[None]
+
+    gate_up, down, *biases = reader.read_matrices(place)
+    of_up, of_down = (None if bias is None else moved(bias) for bias in biases)
+    return GpuExperts(store_weights(moved(gate_up), storage, of_up), store_weights(moved(down), storage, of_down))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Generic
 
 import torch
 from torch import Tensor
 
-from experts.placement.migration import ExpertMigrator, PlacedExperts
+from experts.placement.migration import ExpertMigrator, PlacedExperts, Weights
 from moeserve.model_loading import LoadedModel
 from moeserve.models.checkpoint import TensorInfo, read_index
 from moeserve.models.errors import CheckpointError
@@ -22,29 +23,37 @@ def make_migrator(
     directory: Path, model: LoadedModel, placed: PlacedExperts, owned: OwnedExperts
 ) -> ExpertMigrator[Tensor]:
     """For the rank that has loaded `model` from `directory`, with the experts that it `owned` then."""
-    layers = model.spec.moe_layers
-    reread = _Rereader(directory, model.spec, model.dtype, owned)
+    reread = Rereader(directory, model.spec, model.dtype, owned, lambda reader: reader.read(0))
 
     def install(layer: int, slot: int, packed: Tensor) -> None:
         model.packed_experts[layer].put(slot, packed)
 
-    return ExpertMigrator(placed, lambda layer, expert: reread(layers[layer], expert), install)
+    return ExpertMigrator(placed, reread, install)
 
 
-class _Rereader:
-    """Reads single experts of a checkpoint that has been loaded before, through the same packing."""
+class Rereader(Generic[Weights]):
+    """Reads single experts of a checkpoint that has been loaded before. Layers are those with experts."""
 
-    def __init__(self, directory: Path, spec: DecoderSpec, dtype: torch.dtype, owned: OwnedExperts) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        owned: OwnedExperts,
+        take: Callable[[ExpertReader], Weights],
+    ) -> None:
+        """owned: what was loaded. take: how it was, from a reader with one expert, into memory of its own."""
         self._directory = directory
         self._spec = spec
         self._dtype = dtype
         self._owned = owned
+        self._take = take
         self._index: Mapping[str, TensorInfo] | None = None
 
-    def __call__(self, layer: int, expert: int) -> Tensor:
-        """The packed bytes, in memory of their own. Raises CheckpointError."""
+    def __call__(self, number: int, expert: int) -> Weights:
+        """Raises CheckpointError."""
         spec, index = self._spec, self._index or read_index(self._directory)
-        self._index = index
+        self._index, layer = index, spec.moe_layers[number]
         with TensorReader(index, 0, quantization=spec.quantization) as reader:
             loaded, one = (
                 ExpertReader(spec, plan_experts(spec, index, layer, experts), reader, self._dtype)
@@ -52,4 +61,4 @@ class _Rereader:
             )
             if one.shape != loaded.shape:
                 raise CheckpointError(f"Expert {expert} of layer {layer} is stored otherwise than the others.")
-            return one.read(0)
+            return self._take(one)

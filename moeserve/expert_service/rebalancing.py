@@ -54,11 +54,11 @@ def rebalancing(
     executor: StepsOfRanks,
     config: ServeConfig,
     placement: Placement,
-    migrator: Migrator | None,
+    migrator: Migrator,
     recording: ExpertRecording | None,
 ) -> Executor:
     """The executor itself unless the settings want experts to be placed anew while serving."""
-    if not config.rebalance_interval or recording is None or migrator is None:
+    if not config.rebalance_interval or recording is None:
         return executor
     rebalancer = Rebalancer(
         placement,

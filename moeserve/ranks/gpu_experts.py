@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 
 from experts.device_waits import DeviceWaits
 from experts.dispatch import Compute
+from experts.placement.migration import ExpertMigrator, PlacedExperts
 from kernels.activation import Activation
 from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.moe_experts import TritonMoe
@@ -18,6 +19,8 @@ from kernels.gpu.tuning import MoeConfigs
 from moeserve.cuda.expert_kernels import rows_at_once, triton_moe
 from moeserve.cuda.expert_memory import GpuResidentModel, open_gpu_experts, plan_gpu_residency
 from moeserve.cuda.gpu_model import GpuSettings
+from moeserve.cuda.weights import stored_expert
+from moeserve.expert_service.migrator import Rereader
 from moeserve.model_loading import ModelPlan
 from moeserve.models.tensor_reader import Progress
 from moeserve.models.weight_plan import OwnedExperts
@@ -78,6 +81,22 @@ def in_pieces(moe: TritonMoe, max_rows: int) -> Compute[GpuExperts]:
         return torch.cat([moe.partial(*piece, experts, activation) for piece in pieces])
 
     return compute
+
+
+def make_gpu_migrator(
+    directory: Path,
+    plan: ModelPlan,
+    placed: PlacedExperts,
+    owned: OwnedExperts,
+    storage: WeightStorage,
+    experts: Sequence[GpuExperts],
+) -> ExpertMigrator[GpuExperts]:
+    """For the rank that has loaded `experts`, those that it `owned` then. They arrive in host memory, quantised."""
+    host = torch.device("cpu")
+    reread = Rereader(
+        directory, plan.spec, plan.dtype, owned, lambda reader: stored_expert(reader, 0, storage, plan.dtype, host)
+    )
+    return ExpertMigrator(placed, reread, lambda layer, slot, arrived: experts[layer].copy_slot(slot, arrived))
 
 
 def _waiting(compute: Compute[GpuExperts], waits: DeviceWaits) -> Compute[GpuExperts]:

@@ -38,7 +38,7 @@ from moeserve.kv_pool import kv_block_bytes
 from moeserve.model_loading import ModelPlan, ServedModel, no_experts, owned_experts
 from moeserve.models.generation_config import load_generation_defaults
 from moeserve.models.tensor_reader import Progress
-from moeserve.ranks.gpu_experts import open_rank_experts
+from moeserve.ranks.gpu_experts import make_gpu_migrator, open_rank_experts
 
 log = structlog.get_logger(__name__)
 
@@ -54,7 +54,6 @@ class GpuMember:
 
     prefetcher: PrefixListener | None = None
     lent = None
-    migrator = None
 
     def __init__(
         self,
@@ -109,6 +108,7 @@ class GpuMember:
             max_model_len=settings.max_model_len,
             progress=progress,
         )
+        self.migrator = make_gpu_migrator(directory, plan, self.experts, owned, storage, self._decoder.experts)
         self._weights_bytes = allocated_bytes(device)
         forget_peak(device)
 

@@ -27,7 +27,7 @@ from moeserve.run_context import RunContext
 class RankMember(Protocol):
     """A rank at work. `runner` and `model` are there after `warm_up`.
 
-    migrator: brings experts that are placed anew, None where that is refused. prefetcher: loads experts ahead, if any.
+    migrator: brings experts that are placed anew. prefetcher: loads experts ahead, if any.
     lent: where the experts are that this rank keeps for others. dispatch_shape: in use, None before it is known.
     """
 
@@ -46,7 +46,7 @@ class RankMember(Protocol):
     def model(self) -> ServedModel: ...
 
     @property
-    def migrator(self) -> Migrator | None: ...
+    def migrator(self) -> Migrator: ...
 
     @property
     def prefetcher(self) -> Prefetching | None: ...

@@ -103,16 +103,15 @@ def _run_steps(rank: int, link: RankLink, member: RankMember, beats: BeatThread)
     try:
         while not isinstance(message := link.receive(beats.say_waiting), Shutdown):
             if not isinstance(message, Forward):
-                if migrator is not None:
-                    follow(message, migrator)
+                follow(message, migrator)
                 continue
             beats.busy.set()
-            if migrator is not None and message.placement_version != migrator.version:
+            if message.placement_version != migrator.version:
                 migrator.switch(message.placement_version)
             member.experts.begin_step(message.num_rows, message.num_logit_rows)
             result = member.runner.run(decode_plan(message.plan))
             beats.busy.clear()
-            if migrator is not None and (outcome := migrator.outcome()):
+            if outcome := migrator.outcome():
                 link.send(LayerLoaded(rank, outcome.version, outcome.error))
             link.send(RankResult(rank, encode_result(result)))
     except CollectiveError:

@@ -35,10 +35,12 @@ CASES: dict[str, dict[str, Any]] = {
     "gathered": {"model": "glm4_moe", "shape": "allgather"},
     "fp8-kv": {"model": "qwen3_moe", "kv_cache_dtype": "fp8_e4m3", **FEW},
     "int4": {"model": "qwen3_moe", "shape": "allgather", "expert_quantization": "int4", **FEW},
+    "int4-moved": {"model": "qwen3_moe", "shape": "allgather", "expert_quantization": "int4", "moves": True, **FEW},
     "int4-slots": {
         "model": "qwen3_moe",
         "shape": "allgather",
         "expert_quantization": "int4",
+        "moves": True,
         "num_slots": 3,
         "prefetch": "popularity+gate-early+gate-late",
         **FEW,
@@ -127,7 +129,13 @@ def test_two_ranks_quantise_as_one_gpu_does(
 
 
 def test_fewer_slots_than_experts_of_a_rank_change_no_bit(of_two: dict[str, Said]) -> None:
-    assert of_two["int4-slots"] == of_two["int4"]
+    assert of_two["int4-slots"] == of_two["int4-moved"]
+
+
+def test_experts_that_change_ranks_while_serving_change_no_token(of_two: dict[str, Said]) -> None:
+    moved, stayed = of_two["int4-moved"], of_two["int4"]
+    assert tokens_of(moved) == tokens_of(stayed)
+    assert logprobs_of(moved) == pytest.approx(logprobs_of(stayed), abs=1e-5)
 
 
 @pytest.mark.long

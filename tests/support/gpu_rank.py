@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ if not torch.cuda.is_available():
 
 from experts.collectives import Collectives
 from experts.placement.choice import choose_placement
+from experts.placement.rebalance import Migration
 from experts.routing.step_routing import NOT_COMPUTED, unpack
 from moeserve.expert_service.recording import routing_shape
 from moeserve.kv_budget import KvBudget
@@ -53,7 +55,9 @@ def make_member(case: RankCase, collectives: Collectives) -> GpuMember:
     return GpuMember(folder, plan, case.settings(spec), collectives, shape=case.shape, timeout=TIMEOUT)
 
 
-def run_on_ranks(member: GpuMember, plans: list[StepPlan]) -> list[StepResult]:
+def run_on_ranks(member: GpuMember, moves: bool, plans: list[StepPlan]) -> list[StepResult]:
+    if moves and plans[0].step > 1 and member.migrator.version == 0:
+        swap_experts(member)
     member.experts.begin_step([plan.num_tokens for plan in plans], [plan.num_logit_rows for plan in plans])
     own = member.runner.run(plans[member.collectives.rank])
     if plans[member.collectives.rank].chunks:
@@ -61,6 +65,18 @@ def run_on_ranks(member: GpuMember, plans: list[StepPlan]) -> list[StepResult]:
     results: list[StepResult] = [own] * len(plans)
     torch.distributed.all_gather_object(results, own)
     return results
+
+
+def swap_experts(member: GpuMember) -> None:
+    """The first and the last expert of a layer change places, as rank 0 would have all ranks do between two steps."""
+    ranks = list(member.experts.placement.ranks[0])
+    ranks[0], ranks[-1] = ranks[-1], ranks[0]
+    member.migrator.begin(Migration(1, 0, tuple(ranks)))
+    while (outcome := member.migrator.outcome()) is None:
+        time.sleep(0.01)
+    assert outcome.error is None, outcome
+    member.migrator.switch(1)
+    assert member.experts.placement.ranks[0] == tuple(ranks)
 
 
 def check_routing(member: GpuMember, plan: StepPlan, result: StepResult) -> None:
@@ -86,14 +102,16 @@ def main() -> None:
         member = make_member(case, collectives)
         member.warm_up()
         assert member.model.kv.num_blocks == NUM_BLOCKS
-        said.append(serve(case, member.model.kv, num_ranks, partial(run_on_ranks, member)))
+        said.append(serve(case, member.model.kv, num_ranks, partial(run_on_ranks, member, case.moves)))
+        assert member.migrator.version == case.moves
         if num_ranks > 1:
             assert sum(member.experts.sent()) > 0
         if (stats := member.memory_stats()) is not None:
             counters = stats.counters
             assert min(counters.num_evictions, counters.num_misses, counters.prefetch_bytes) > 0, counters
             assert all(len(experts) == case.num_slots for experts in stats.resident)
-            assert all(member.experts.experts_here(0) >= set(experts) for experts in stats.resident)
+            # In layer 0 those that have moved may still be there.
+            assert member.experts.experts_here(1) >= set(stats.resident[1])
     collectives.close()
     print(json.dumps(said))
 

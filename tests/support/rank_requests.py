@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -39,7 +40,8 @@ Run = Callable[[list[StepPlan]], list[StepResult]]
 class RankCase:
     """model: its folder. shape: of dispatch. redundant: replicas of experts. The others as the settings of serving.
 
-    num_slots: of each layer, None for all experts of a rank. num_requests, max_tokens: how many arrive, and how much
+    num_slots: of each layer, filled from disk; None for all experts of a rank. moves: whether experts change places
+    meanwhile. num_requests, max_tokens: how many arrive, and how much
     each is told.
     """
 
@@ -50,6 +52,7 @@ class RankCase:
     kv_cache_dtype: str = "auto"
     num_slots: int | None = None
     prefetch: str = "off"
+    moves: bool = False
     num_requests: int = sum(map(len, ARRIVALS.values()))
     max_tokens: int = 3
 
@@ -74,7 +77,7 @@ class RankCase:
         storage = expert_storage(spec, torch.float32, self.expert_quantization)
         slot_bytes = round_to_page(slot_layout(spec, torch.float32, storage).num_bytes)
         size = num_slots * len(spec.moe_layers) * slot_bytes
-        return GpuExpertSettings(size, 2**30, "lru", None, None, prefetch=self.prefetch)
+        return GpuExpertSettings(size, 0, "lru", Path(self.model).parent / "store", None, prefetch=self.prefetch)
 
 
 def serve(case: RankCase, kv: KvBudget, num_ranks: int, run: Run) -> Said:
