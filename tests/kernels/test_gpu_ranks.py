@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # As many requests, and tokens for each, as are enough for both ranks to compute at once.
 FEW = {"num_requests": 2, "max_tokens": 2}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {"model": "qwen3_moe"},
-    "gathered": {"model": "glm4_moe", "shape": "allgather"},
+    "plain": {"model": "qwen3_moe", "num_requests": 3, "max_tokens": 2},
+    "gathered": {"model": "glm4_moe", "shape": "allgather", **FEW},
     "fp8-kv": {"model": "qwen3_moe", "kv_cache_dtype": "fp8_e4m3", **FEW},
     "int4": {"model": "qwen3_moe", "shape": "allgather", "expert_quantization": "int4", **FEW},
     "int4-moved": {"model": "qwen3_moe", "shape": "allgather", "expert_quantization": "int4", "moves": True, **FEW},
@@ -83,12 +83,13 @@ def logprobs_of(said: Said) -> list[float]:
     return [logprob for request in said for _, logprob in request]
 
 
-def said_on_cpu(folder: Path) -> Said:
-    spec = spec_of(folder)
+def said_on_cpu(case: Mapping[str, Any], folder: Path) -> Said:
+    asked = RankCase(**{**case, "model": str(folder / case["model"])})
+    spec = spec_of(Path(asked.model))
     runner = ModelRunner(
-        load_decoder(folder, spec, max_model_len=MAX_LEN), KVPool(spec.kv_layers, 24, 4, torch.float32)
+        load_decoder(Path(asked.model), spec, max_model_len=MAX_LEN), KVPool(spec.kv_layers, 24, 4, torch.float32)
     )
-    return serve(RankCase(str(folder)), KvBudget(24, MAX_LEN), 1, LocalExecutor(runner).run)
+    return serve(asked, KvBudget(24, MAX_LEN), 1, LocalExecutor(runner).run)
 
 
 def said_by_one_gpu(case: Mapping[str, Any], folder: Path, device: torch.device) -> Said:
@@ -114,7 +115,7 @@ def of_two(models: Path) -> dict[str, Said]:
 
 def test_two_ranks_give_the_tokens_of_the_cpu(models: Path, of_two: dict[str, Said]) -> None:
     for name in ("plain", "gathered"):
-        assert tokens_of(of_two[name]) == tokens_of(said_on_cpu(models / CASES[name]["model"]))
+        assert tokens_of(of_two[name]) == tokens_of(said_on_cpu(CASES[name], models))
 
 
 @pytest.mark.parametrize("name", ["fp8-kv", "int4"])
@@ -141,4 +142,4 @@ def test_experts_that_change_ranks_while_serving_change_no_token(of_two: dict[st
 @pytest.mark.long
 def test_replicas_change_no_token(models: Path) -> None:
     for name, said in said_by_ranks(REPLICAS, models).items():
-        assert tokens_of(said) == tokens_of(said_on_cpu(models / REPLICAS[name]["model"]))
+        assert tokens_of(said) == tokens_of(said_on_cpu(REPLICAS[name], models))
