@@ -14,7 +14,7 @@ import torch
 
 from experts.memory.expert_file import round_to_page
 from moeserve.cuda.expert_memory import slot_layout
-from tests.e2e.test_expert_parallel import ranks_of
+from tests.e2e.test_expert_parallel import RESTLESS, ranks_of
 from tests.support.checkpoints import spec_of
 from tests.support.service import ROOT, Service, is_alive, service, wait_until
 from tests.support.tiny_model import write_model_dir
@@ -82,3 +82,17 @@ def test_two_ranks_with_few_slots_say_what_a_cpu_says_and_a_killed_one_is_named(
         assert f"Rank 1 (process {pids[1]})" in two.errors.read_text()
         assert two.leaves_nothing()
         wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
+
+
+@pytest.mark.long
+def test_two_ranks_place_experts_anew_and_say_the_same(
+    model: Path, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
+    (tmp_path / "two").mkdir()
+    with service(model, tmp_path / "two", *SMALL, *RANKS, *RESTLESS) as two:
+        # With a trace, what is chosen is counted after every step.
+        two.http.post("/v1/experts/trace", json={"action": "start"})
+        for _ in range(3):
+            assert complete_all(two) == expected
+        assert two.http.get("/v1/experts").json()["rebalancing"]["num_experts_loaded"] > 0
