@@ -44,7 +44,7 @@ def make_member(case: RankCase, collectives: Collectives) -> GpuMember:
     spec = build_spec(load_config(folder))
     assert spec.moe is not None
     placement = choose_placement(
-        "contiguous" if not case.redundant else "balanced",
+        "contiguous",
         (len(spec.moe_layers), spec.moe.num_experts, collectives.num_ranks),
         num_redundant=case.redundant,
         num_nodes=1,
