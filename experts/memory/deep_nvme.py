@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
+import os
 import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,7 @@ from experts.memory.store import FileReads, PositionedReads
 
 _BLOCK_BYTES = 128 * 2**10
 _QUEUE_DEPTH = 16
+_TORCH_FOLDER = "TORCH_EXTENSIONS_DIR"
 
 
 class DeepNvme:
@@ -34,13 +40,8 @@ class DeepNvme:
             return PositionedReads(path)
         return reads
 
-    def locked_memory(self, num_bytes: int) -> Tensor | None:
-        """uint8 [num_bytes] that the drive may write to directly; None where so much may not be locked.
-
-        Into other memory everything is copied once more. It stays locked until the process ends.
-        """
-        if not _may_lock(num_bytes):
-            return None
+    def locked_memory(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes] that the drive writes to directly. It stays locked until the process ends."""
         memory: Tensor = self._handle().new_cpu_locked_tensor(num_bytes, torch.empty(0, dtype=torch.uint8))
         return memory
 
@@ -73,16 +74,56 @@ class NvmeReads:
         self._handle = None
 
 
-def deep_nvme() -> DeepNvme | None:
-    """None where the operator cannot be built here."""
-    if find_library("aio") is None:  # Spares those without it the import, which takes a second.
+def deep_nvme(num_locked: int, compiling: Callable[[], None]) -> DeepNvme | None:
+    """None where the operator cannot be built, or so many bytes may not be locked: into other memory everything would
+    be copied once more, which is slower than plain reads.
+
+    compiling: called before it is compiled, which takes minutes, or loaded if that was done before.
+    """
+    # Spares those without it the import, which takes a second.
+    if find_library("aio") is None or not _may_lock(num_locked):
         return None
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     builder = AsyncIOBuilder()
     if not builder.is_compatible(verbose=False):
         return None
-    return DeepNvme(builder.load(verbose=False))
+    compiling()
+    try:
+        with extensions_kept_in(_extensions_folder()):
+            return DeepNvme(builder.load(verbose=False))
+    except (OSError, RuntimeError):
+        return None
+
+
+@contextmanager
+def extensions_kept_in(folder: Path) -> Iterator[None]:
+    """Torch finds and keeps compiled extensions in `folder`, for one process after the other. Raises OSError.
+
+    Torch has a lock too, but that is a file: a process that is killed leaves it behind, and all that come later wait
+    for it without end. Whoever holds the lock here knows that nobody else is at work.
+    """
+    before = os.environ.get(_TORCH_FOLDER)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left_behind in folder.glob("*/lock"):
+            left_behind.unlink()
+        os.environ[_TORCH_FOLDER] = str(folder)
+        try:
+            yield
+        finally:
+            del os.environ[_TORCH_FOLDER]
+            if before is not None:
+                os.environ[_TORCH_FOLDER] = before
+
+
+def _extensions_folder() -> Path:
+    """One of our own, where torch keeps those of others."""
+    from torch.utils.cpp_extension import get_default_build_root  # Where nobody has libaio, nobody waits for it.
+
+    root = os.environ.get(_TORCH_FOLDER) or get_default_build_root()
+    return Path(root) / f"moeserve-python{sys.version_info.major}{sys.version_info.minor}-torch{torch.__version__}"
 
 
 def _may_lock(num_bytes: int) -> bool:

@@ -119,14 +119,15 @@ class ResidencyControl:
         Copies that are under way and not named again are cancelled.
         """
         self._generation += 1
-        self._predicted[layer] = frozenset(experts)
-        distance = (layer - self._current - 1) % len(self.layers) + 1
-        self._named[layer][distance] = self._predicted[layer]
-        due = self._num_events + (layer - self._current - 1) % len(self.layers)
+        self._predicted[layer] = predicted = frozenset(experts)
+        events_between = (layer - self._current - 1) % len(self.layers)
+        self._named[layer][events_between + 1] = predicted
+        due = self._num_events + events_between
+        residency = self.layers[layer]
         for rank, expert in enumerate(experts):
             transfer = self._queue.find(layer, expert)
             if transfer is None:
-                if self.layers[layer].slot_of(expert) is None:
+                if residency.slot_of(expert) is None:
                     self._queue.add(Transfer(layer, expert, priority, due, rank, self._generation, prefetched=True))
             elif transfer.priority is not Priority.DEMAND:
                 transfer.priority, transfer.due, transfer.rank = priority, due, rank

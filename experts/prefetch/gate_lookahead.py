@@ -73,9 +73,9 @@ class GateLookahead:
         if not distances:
             return
         started = time.perf_counter()
-        logits = self._preview.ahead(layer, distances, state).float().cpu().numpy()
+        logits = self._preview(layer, distances, state)
         self._memory.decide(lambda _: self._planner.ask(layer, distances, logits))
-        if self._recall is not None:
+        if self._recall is not None and self._recall.is_counting:
             for distance, of_distance in zip(distances, logits, strict=True):
                 self._recall.rank(f"gate-{self._preview.tap.value}", layer, distance, of_distance)
         self._memory.predictor_seconds += time.perf_counter() - started

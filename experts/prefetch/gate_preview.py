@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from experts.prediction.predictor import Tap
+from experts.prediction.predictor import Float, Tap
 from experts.prefetch.fitted_gates import FittedGates
 from kernels.linear import pack_linear
 
@@ -59,12 +60,9 @@ class GatePreview:
         else:
             self._judges = _maps(fitted, tap, max_distance, len(layers), norms)
 
-    def __call__(self, layer: int, distance: int, state: Tensor) -> Tensor:
-        """state [T, H] -> [T, E], the larger the likelier. The layer at that distance must exist."""
-        return self.ahead(layer, range(distance, distance + 1), state)[0]
-
-    def ahead(self, layer: int, distances: range, state: Tensor) -> Tensor:
-        """state [T, H] -> [D, T, E] for layers at consecutive distances, all of which must exist.
+    def __call__(self, layer: int, distances: range, state: Tensor) -> Float:
+        """state [T, H] -> [D, T, E], the larger the likelier, for layers at consecutive distances, all of which must
+        exist.
 
         Fitted gates say what they say of all distances in one product.
         """
@@ -101,15 +99,16 @@ def plain_maps(
 
 
 # Asked for distances and a state [T, H], says [D, T, E].
-_Judge = Callable[[range, Tensor], Tensor]
+_Judge = Callable[[range, Tensor], Float]
 
 
 def _gates(layers: Sequence[GatedBlock], norms: Sequence[Tensor], layer: int, max_distance: int, tap: Tap) -> _Judge:
     last = min(max_distance, len(layers) - 1 - layer)
     scales = [scale_between(norms, layer, distance, tap) for distance in range(1, last + 1)]
 
-    def judge(distances: range, x: Tensor) -> Tensor:
-        return torch.stack([layers[layer + distance].preview(x * scales[distance - 1]) for distance in distances])
+    def judge(distances: range, x: Tensor) -> Float:
+        said = [layers[layer + distance].preview(x * scales[distance - 1]) for distance in distances]
+        return _on_host(torch.stack(said))
 
     return judge
 
@@ -129,15 +128,22 @@ def _maps(fitted: FittedGates, tap: Tap, max_distance: int, num_layers: int, nor
 def _stacked(maps: Sequence[Tensor]) -> _Judge:
     """maps: of a layer, [E, H + 1] for each distance; none of the last layer, which nobody asks."""
     if not maps:
-        return lambda distances, x: x.new_empty((0, len(x), 0))
+        return lambda distances, x: np.empty((0, len(x), 0), np.float32)
     together = torch.cat(list(maps))
     product = pack_linear(together[:, :-1], together[:, -1])
 
-    def judge(distances: range, x: Tensor) -> Tensor:
-        of_all = product(x).view(len(x), len(maps), -1)
-        return of_all[:, distances.start - 1 : distances.stop - 1].transpose(0, 1)
+    def judge(distances: range, x: Tensor) -> Float:
+        of_all = _on_host(product(x)).reshape(len(x), len(maps), -1)
+        return of_all[:, distances.start - 1 : distances.stop - 1].transpose(1, 0, 2)
 
     return judge
+
+
+def _on_host(x: Tensor) -> Float:
+    """Most calls are on a CPU between two layers, where what changes nothing takes time as well."""
+    if x.dtype is torch.float32 and x.device.type == "cpu":
+        return x.numpy()
+    return x.float().cpu().numpy()
 
 
 def _ratio(wanted: Tensor, given: Tensor) -> Tensor:

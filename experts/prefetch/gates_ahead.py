@@ -22,5 +22,4 @@ class GatesAhead:
         distances = range(1, min(self._preview.max_distance, self._num_layers - 1 - layer) + 1)
         if not distances:
             return []
-        of_all = self._preview.ahead(layer, distances, state).float().cpu().numpy()
-        return list(zip(distances, of_all, strict=True))
+        return list(zip(distances, self._preview(layer, distances, state), strict=True))

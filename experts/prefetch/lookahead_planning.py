@@ -57,15 +57,20 @@ class LookaheadPlanner:
     def ask(self, layer: int, distances: range, logits: NDArray[np.floating]) -> None:
         """logits: [D, T, E], of the gates at layer + each of the D distances. The caller holds whatever lock guards the
         control."""
-        chosen = np.argpartition(-logits, self._top_k - 1, axis=2)[:, :, : self._top_k]
-        num_tokens = logits.shape[1]
-        for distance, wanted in zip(distances, chosen.reshape(len(chosen), -1).tolist(), strict=True):
-            if num_tokens > 1:
-                wanted = [expert for expert, _ in Counter(wanted).most_common()]
+        for distance, wanted in zip(distances, self._wanted(logits), strict=True):
             if self._experts_here is not None:
                 here = self._experts_here(layer + distance)
                 wanted = [expert for expert in wanted if expert in here]
             self._control.predict(layer + distance, wanted, Priority.NEXT_LAYER)
+
+    def _wanted(self, logits: NDArray[np.floating]) -> list[list[int]]:
+        """For each distance."""
+        top_k = self._top_k
+        if logits.shape[1] == 1:
+            ranked: list[list[int]] = logits[:, 0].argsort(axis=1)[:, : -top_k - 1 : -1].tolist()
+            return ranked
+        chosen = logits.argpartition(-top_k, axis=2)[:, :, -top_k:].reshape(len(logits), -1)
+        return [[expert for expert, _ in Counter(of_all).most_common()] for of_all in chosen.tolist()]
 
     def expect(self, layer: int) -> list[Float]:
         """Nothing: the gates are looked at when it is known how far."""

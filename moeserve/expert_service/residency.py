@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,10 @@ def open_experts(
 
     root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
     store = ensure_expert_store(directory, spec, plan.layout, plan.dtype, root, progress)
-    nvme = deep_nvme()
+    compiling = partial(progress, "compiling DeepNVMe, which is done once", 0, 1)
+    nvme = deep_nvme(slots.num_bytes, compiling)
     locked = None if nvme is None else nvme.locked_memory(slots.num_bytes)
-    # Into memory that is not locked, DeepNVMe copies everything once more and is slower than plain reads.
-    open_reads = PositionedReads if nvme is None or locked is None else nvme.open
+    open_reads = PositionedReads if nvme is None else nvme.open
     try:
         disk = DiskTier(store.path, store.source, open_reads)
         lent = lend(plan.lent[rank], disk, slots.slot_bytes) if plan.lent else None

@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 
 from experts.errors import ExpertStoreError
-from experts.memory.deep_nvme import DeepNvme, deep_nvme
+from experts.memory.deep_nvme import DeepNvme, deep_nvme, extensions_kept_in
 from experts.memory.expert_file import PAGE_BYTES, write_expert_file
 from experts.memory.slot_arena import SlotArena
 from experts.memory.store import DiskTier
 
+# Compiling DeepNVMe takes minutes where that was not done before.
+pytestmark = pytest.mark.timeout(1200)
 SOURCE = bytes(32)
 EXPERT_BYTES = 5 * PAGE_BYTES + 100
 
 
 @pytest.fixture(scope="module")
 def nvme() -> DeepNvme:
-    operator = deep_nvme()
+    operator = deep_nvme(12 * PAGE_BYTES, lambda: None)
     if operator is None:
         pytest.skip("libaio with its headers is not installed")
     return operator
@@ -57,6 +59,19 @@ def test_a_file_that_is_cut_while_in_use_is_found_out(nvme: DeepNvme, path: Path
     tier.close()
 
 
-def test_more_than_may_be_locked_is_not(nvme: DeepNvme, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_slots_may_not_be_locked_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (PAGE_BYTES, PAGE_BYTES))
-    assert nvme.locked_memory(PAGE_BYTES + 1) is None
+    compiled: list[None] = []
+    assert deep_nvme(PAGE_BYTES + 1, lambda: compiled.append(None)) is None
+    assert not compiled
+
+
+def test_a_process_that_was_killed_while_it_compiled_keeps_nobody_waiting(tmp_path: Path) -> None:
+    folder = tmp_path / "extensions"
+    left_behind = folder / "async_io" / "lock"
+    left_behind.parent.mkdir(parents=True)
+    left_behind.touch()
+    with extensions_kept_in(folder):
+        assert not left_behind.exists()
+        assert os.environ["TORCH_EXTENSIONS_DIR"] == str(folder)
+    assert "TORCH_EXTENSIONS_DIR" not in os.environ

@@ -132,10 +132,12 @@ class HeardPreviews:
         self._hear(Tap.LATE, layer, residual)
 
     def _hear(self, tap: Tap, layer: int, state: Tensor) -> None:
-        for distance in range(1, min(2, self._num_layers - 1 - layer) + 1):
-            for plain in (True, False):
-                said = self._previews[tap, plain](layer, distance, state)
-                self.said[tap.value, plain, layer, distance] = said.float().cpu()
+        distances = range(1, min(2, self._num_layers - 1 - layer) + 1)
+        if not distances:
+            return
+        for plain in (True, False):
+            for distance, said in zip(distances, self._previews[tap, plain](layer, distances, state), strict=True):
+                self.said[tap.value, plain, layer, distance] = torch.from_numpy(said)
 
 
 def test_later_gates_say_of_the_states_on_a_gpu_what_they_say_on_a_cpu(

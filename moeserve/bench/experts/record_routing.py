@@ -69,13 +69,15 @@ def record_with_fits(
 
 
 def _guesses(preview: GatePreview, read: TextRead) -> _Guesses:
-    states = read.states[preview.tap]
-    return {
-        (preview.tap, distance): np.stack(
-            [preview(layer, distance, states[layer]).numpy() for layer in range(len(read.ids) - distance)]
-        ).astype(np.float16)
-        for distance in range(1, preview.max_distance + 1)
-    }
+    states, num_layers = read.states[preview.tap], len(read.ids)
+
+    def at(distance: int) -> NDArray[np.float16]:
+        of_layers = [
+            preview(layer, range(distance, distance + 1), states[layer])[0] for layer in range(num_layers - distance)
+        ]
+        return np.stack(of_layers).astype(np.float16)
+
+    return {(preview.tap, distance): at(distance) for distance in range(1, preview.max_distance + 1)}
 
 
 def _trace(num_experts: int, read: Sequence[TextRead], guesses: Sequence[_Guesses]) -> RoutingTrace:
