@@ -25,7 +25,7 @@ SIDE_BY_SIDE := -n $(shell nproc) --dist worksteal
 FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv test lint unit cpu kernels e2e test-long gpu gpu-test gpu-bench gpu-decode clean
+.PHONY: serve venv test lint unit deep-nvme cpu kernels e2e test-long gpu gpu-test gpu-bench gpu-decode clean
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(MODEL) $(ARGS)
@@ -59,7 +59,11 @@ unit: venv
 	@echo "-- unit tests and contracts (no torch)"
 	@export OMP_NUM_THREADS=1; $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/unit tests/contracts
 
-cpu: venv
+# Compiles for minutes where libaio is and that was not done; a test is not given so long.
+deep-nvme: venv
+	@$(RUN) -c 'from experts.memory.deep_nvme import deep_nvme; deep_nvme(4096, lambda: print("-- DeepNVMe"))'
+
+cpu: deep-nvme
 	@echo "-- tests of the model on a CPU"
 	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/cpu
 
@@ -67,7 +71,7 @@ kernels: venv
 	@echo "-- Triton kernels, in the interpreter where there is no GPU"
 	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/kernels
 
-e2e: venv
+e2e: deep-nvme
 	@echo "-- end-to-end tests over HTTP"
 	@$(TIMED) $(RUN) -m pytest tests/e2e
 

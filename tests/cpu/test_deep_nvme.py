@@ -13,8 +13,6 @@ from experts.memory.expert_file import PAGE_BYTES, write_expert_file
 from experts.memory.slot_arena import SlotArena
 from experts.memory.store import DiskTier
 
-# Compiling DeepNVMe takes minutes where that was not done before.
-pytestmark = pytest.mark.timeout(1200)
 SOURCE = bytes(32)
 EXPERT_BYTES = 5 * PAGE_BYTES + 100
 
