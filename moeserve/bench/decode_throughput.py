@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 NO_GPU = "There is no CUDA device to measure on; --interpret runs the steps in Triton's interpreter."
-_SIZES = {
+QWEN3_30B = {
     "layers": 48,
     "hidden": 2048,
     "heads": 32,
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit", type=float, default=480.0, help="seconds after which no batch size begins")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--max-batched-tokens", type=int, default=4096)
-    for name, size in _SIZES.items():
+    for name, size in QWEN3_30B.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
     return parser
 
@@ -90,7 +90,7 @@ def _interpret(options: argparse.Namespace) -> None:
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, int]:
-    return {name: getattr(options, name) for name in _SIZES}
+    return {name: getattr(options, name) for name in QWEN3_30B}
 
 
 def _report(options: argparse.Namespace, device: torch.device, name: str) -> Iterator[str]:

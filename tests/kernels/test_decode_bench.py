@@ -7,7 +7,7 @@ import torch
 
 from moeserve.bench.decode_bound import bound_tokens_per_second, decode_bytes, distinct_experts
 from moeserve.bench.decode_steps import Limits, Load, max_model_len, measure
-from moeserve.bench.decode_throughput import _parser, _report
+from moeserve.bench.decode_throughput import QWEN3_30B, _parser, _report
 from moeserve.bench.kernel_timing import Ceilings
 from moeserve.bench.random_model import qwen3_moe_spec
 
@@ -21,17 +21,6 @@ TINY = {
     "expert_width": 32,
     "top_k": 2,
     "vocab": 96,
-}
-QWEN3_30B = {
-    "layers": 48,
-    "hidden": 2048,
-    "heads": 32,
-    "kv_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "expert_width": 768,
-    "top_k": 8,
-    "vocab": 151936,
 }
 
 
