@@ -17,7 +17,7 @@ class Placement(Enum):
     """What came of trying to place a waiting request."""
 
     PLACED = auto()
-    FOLLOWS = auto()
+    FOLLOWS = auto()  # a request that computes what it needs next
     NO_ROOM = auto()
 
 
@@ -46,7 +46,24 @@ class RankLoads:
         self._num_running[rank] += 1
         self._num_promised_blocks[rank] += self._memories[rank].num_missing_blocks(request)
 
-    def preferred_ranks(self, request: Request) -> Sequence[int]:
+    def place(self, request: Request, prompts: Sequence[Request]) -> Placement:
+        """Gives a waiting request its rank and the lease on what is cached there, if it may run now.
+
+        prompts: of the requests that are scheduled.
+        """
+        for rank in self._preferred_ranks(request):
+            request.rank = rank
+            memory = self._memories[rank]
+            memory.attach(request)
+            follows = memory.awaits_any(request, prompts)
+            if not follows and self._have_room_for(request):
+                return Placement.PLACED
+            memory.detach(request)
+            if follows:
+                return Placement.FOLLOWS
+        return Placement.NO_ROOM
+
+    def _preferred_ranks(self, request: Request) -> Sequence[int]:
         """All ranks, the cheapest first; the lowest of equals.
 
         A rank's price is what it has to do before the request could be done, without what is cached there. Tokens that
@@ -63,7 +80,7 @@ class RankLoads:
                 prices[rank] -= num_cached + 2 * max(0, num_coming - num_cached)
         return sorted(range(len(prices)), key=prices.__getitem__)
 
-    def have_room_for(self, request: Request) -> bool:
+    def _have_room_for(self, request: Request) -> bool:
         """Whether the rank that the request is attached to has memory for all its tokens, beside what is promised."""
         rank = request.rank
         memory = self._memories[rank]

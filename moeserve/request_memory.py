@@ -114,7 +114,15 @@ class RequestMemory:
         """Frees what `publish` returned, when no plan in flight names it."""
         self._cache.free(duplicates)
 
-    def is_computed_by(self, request: Request, other: Request) -> bool:
+    def awaits_any(self, request: Request, prompts: Sequence[Request]) -> bool:
+        """Whether one of the scheduled `prompts` computes the block that comes next for the request.
+
+        Waiting for it costs a step and saves the work: requests that arrive together with the same prompt prefill it
+        once. Only for what is scheduled, so that nobody waits for one that waits.
+        """
+        return any(other is not request and self._is_computed_by(request, other) for other in prompts)
+
+    def _is_computed_by(self, request: Request, other: Request) -> bool:
         """Whether the chunk in which `other` is scheduled computes the block that comes next for `request`."""
         lease = request.lease
         assert lease is not None

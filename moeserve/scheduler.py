@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from moeserve.outputs import NeverFitsError, QueueFullError, RequestOutput, SchedulerCounters
-from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
+from moeserve.outputs import NeverFitsError, QueueFullError, RequestOutput, SchedulerCounters, take_over
+from moeserve.plan import StepPlan, StepResult
 from moeserve.plan_draft import PlanDraft
 from moeserve.rank_choice import Placement, RankLoads
 from moeserve.request import FinishReason, Request
@@ -182,8 +182,11 @@ class Scheduler:
             else:
                 request.num_computed_tokens += num_tokens
                 self._publish(request, computed.annotation)
-                output = self._take_over(request, chunk, computed)
+                output = take_over(request, chunk, computed)
                 if output is not None:
+                    self.counters.generation_tokens += output.token_id is not None
+                    if output.finish_reason is not None:
+                        self._end(request, output.finish_reason)
                     outputs.append(output)
         return outputs
 
@@ -198,14 +201,10 @@ class Scheduler:
             rank = request.rank
             if request.lease is None or draft.budgets[rank] <= 0:
                 continue
-            gained = 0 if request.num_scheduled_tokens else self._memories[rank].catch_up(request)
-            if gained:
-                self.counters.prefix_hit_tokens += gained
-                if not request.num_preemptions:
-                    request.num_cached_tokens += gained
-            if self._follows(request, draft):
-                continue
-            self._plan_chunk(request, draft.budgets[rank], draft)
+            if not request.num_scheduled_tokens:
+                self._count_hits(request, self._memories[rank].catch_up(request))
+            if not self._memories[rank].awaits_any(request, self._scheduled_prompts(draft)):
+                self._plan_chunk(request, draft.budgets[rank], draft)
 
     def _admit(self, draft: PlanDraft, more_urgent_than: int | None = None) -> None:
         """Lets waiting requests run while budget, places and memory for their whole prompt last."""
@@ -216,7 +215,7 @@ class Scheduler:
         for request in self._waiting.candidates():
             if more_urgent_than is not None and request.priority >= more_urgent_than:
                 break
-            placement = self._place(request, draft, loads)
+            placement = loads.place(request, self._scheduled_prompts(draft))
             if placement is Placement.FOLLOWS:
                 num_followers += 1
                 if num_followers == _MAX_FOLLOWERS_TRIED:
@@ -234,31 +233,9 @@ class Scheduler:
                 break
         self._running.sort(key=lambda request: request.queue_key)
 
-    def _place(self, request: Request, draft: PlanDraft, loads: RankLoads) -> Placement:
-        """Gives a waiting request its rank and the lease on what is cached there, if it may run now."""
-        for rank in loads.preferred_ranks(request):
-            request.rank = rank
-            self._memories[rank].attach(request)
-            follows = self._follows(request, draft)
-            if not follows and loads.have_room_for(request):
-                return Placement.PLACED
-            self._memories[rank].detach(request)
-            if follows:
-                return Placement.FOLLOWS
-        return Placement.NO_ROOM
-
-    def _follows(self, request: Request, draft: PlanDraft) -> bool:
-        """Whether a scheduled prompt computes the block that comes next for this request.
-
-        Waiting for it costs a step and saves the work: requests that arrive together with the same prompt prefill it
-        once. Only for what is scheduled, so that nobody waits for one that waits.
-        """
-        is_computed_by = self._memories[request.rank].is_computed_by
-        return any(is_computed_by(request, other) for other in draft.prompts) or any(
-            other is not request and is_computed_by(request, other)
-            for earlier in self._in_flight
-            for other in earlier.prompts
-        )
+    def _scheduled_prompts(self, draft: PlanDraft) -> list[Request]:
+        """The requests whose prompts are computed in this step or in one in flight."""
+        return [request for step in (draft, *self._in_flight) for request in step.prompts]
 
     def _plan_chunk(self, request: Request, limit: int, draft: PlanDraft) -> None:
         """Plans up to `limit` of the request's pending tokens: what fits into memory, after preemptions if none does.
@@ -295,11 +272,16 @@ class Scheduler:
 
     def _count_start(self, request: Request) -> None:
         self.counters.prefix_query_tokens += len(request.token_ids)
-        self.counters.prefix_hit_tokens += request.num_computed_tokens
+        self._count_hits(request, request.num_computed_tokens)
         if not request.num_preemptions:
-            request.num_cached_tokens = request.num_computed_tokens
             self.counters.prompt_tokens += request.num_prompt_tokens
             self._started.append(request)
+
+    def _count_hits(self, request: Request, num_tokens: int) -> None:
+        """What a request finds again after a preemption is a hit, but not cached from its client's point of view."""
+        self.counters.prefix_hit_tokens += num_tokens
+        if not request.num_preemptions:
+            request.num_cached_tokens += num_tokens
 
     def _publish(self, request: Request, annotation: bytes | None) -> None:
         """Lets others find the request's full blocks; those it has in double go when no plan names them any more."""
@@ -309,27 +291,6 @@ class Scheduler:
             self._in_flight[-1].duplicates.append((request.rank, blocks))
         elif blocks:
             memory.free(blocks)
-
-    def _take_over(self, request: Request, chunk: Chunk, computed: ChunkResult) -> RequestOutput | None:
-        """Appends the drawn token and ends the request if that is its last one."""
-        prompt_logprobs = computed.prompt_logprobs
-        if prompt_logprobs is not None:
-            # What a preemption made the request compute again was reported before.
-            prompt_logprobs = prompt_logprobs[request.num_prompt_logprobs - chunk.start :]
-            request.num_prompt_logprobs += len(prompt_logprobs)
-        token_id = computed.token_id
-        if chunk.sampling is None or token_id is None:
-            return RequestOutput(request, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
-        request.token_ids.append(token_id)
-        self.counters.generation_tokens += 1
-        output = RequestOutput(request, token_id, None, computed.logprobs, prompt_logprobs)
-        if token_id in chunk.sampling.stop_token_ids:
-            output.finish_reason = FinishReason.STOP
-        elif len(request.token_ids) - request.num_prompt_tokens >= chunk.sampling.max_tokens:
-            output.finish_reason = FinishReason.LENGTH
-        if output.finish_reason is not None:
-            self._end(request, output.finish_reason)
-        return output
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
         """Takes the request out. Its blocks go back now, or with the commit of the plan that names it."""
