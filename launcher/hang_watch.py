@@ -8,8 +8,9 @@ import time
 import zmq
 import zmq.asyncio
 
+from moeserve.frames import DecodeError, decode
 from moeserve.frontend.engine_watch import ProgressWatch
-from moeserve.messages import DecodeError, Heartbeat, decode
+from moeserve.messages import Heartbeat
 
 _TICK = 0.25
 

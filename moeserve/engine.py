@@ -13,13 +13,13 @@ from moeserve.engine_socket import EngineSocket
 from moeserve.engine_stats import EngineStats
 from moeserve.executor import Executor
 from moeserve.expert_service.monitor import ExpertCommandError, ExpertMonitor
+from moeserve.frames import DecodeError, unpack_token_ids
 from moeserve.messages import (
     PROTOCOL_VERSION,
     Abort,
     Admitted,
     Control,
     ControlResult,
-    DecodeError,
     EngineReady,
     Finish,
     Generate,
@@ -30,7 +30,6 @@ from moeserve.messages import (
     Outputs,
     Refused,
     Rejected,
-    unpack_token_ids,
 )
 from moeserve.outputs import NeverFitsError, QueueFullError, RequestOutput
 from moeserve.request import FinishReason, Request

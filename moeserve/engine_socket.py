@@ -9,7 +9,8 @@ from typing import Any
 import structlog
 import zmq
 
-from moeserve.messages import MAX_FRAME_BYTES, DecodeError, Heartbeat, Message, ToEngine, decode, encode
+from moeserve.frames import MAX_FRAME_BYTES, DecodeError, decode, encode
+from moeserve.messages import Heartbeat, Message, ToEngine
 
 _HIGH_WATER_MARK = 100_000
 _HEARTBEAT_SECONDS = 0.2

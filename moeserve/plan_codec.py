@@ -12,7 +12,7 @@ from typing import Annotated
 import msgpack
 import msgspec
 
-from moeserve.messages import MAX_FRAME_BYTES, DecodeError, unpack_token_ids
+from moeserve.frames import MAX_FRAME_BYTES, DecodeError, unpack_token_ids
 from moeserve.plan import MAX_ANNOTATION_BYTES, Chunk, ChunkExtras, StepPlan
 from moeserve.request import SamplingParams
 

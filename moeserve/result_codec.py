@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgpack
 import msgspec
 
-from moeserve.messages import MAX_FRAME_BYTES, DecodeError
+from moeserve.frames import MAX_FRAME_BYTES, DecodeError
 from moeserve.plan import ChunkResult, StepResult, TokenLogprobs
 
 _Entry = tuple[float, list[tuple[int, float]]]

@@ -6,11 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
+from moeserve.frames import pack_token_ids
 from moeserve.frontend.dialects.internal import Delta, GenerateRequest, TokenText, Usage
 from moeserve.frontend.errors import ApiError, context_length_exceeded, internal_error
 from moeserve.frontend.output_text import OutputText
 from moeserve.frontend.text import IncrementalDetokenizer, TextTokenizer
-from moeserve.messages import Generate, Output, pack_token_ids
+from moeserve.messages import Generate, Output
 from moeserve.plan import TokenLogprobs
 from moeserve.request import FinishReason
 

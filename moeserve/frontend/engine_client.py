@@ -17,7 +17,7 @@ import structlog
 import zmq
 import zmq.asyncio
 
-from moeserve import messages
+from moeserve import frames, messages
 from moeserve.frontend.engine_watch import ProgressWatch
 from moeserve.frontend.request_group import EngineGone, RequestGroup
 from moeserve.messages import (
@@ -73,7 +73,7 @@ class EngineClient:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED_FRAMES)
             socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED_FRAMES)
-            socket.setsockopt(zmq.MAXMSGSIZE, messages.MAX_FRAME_BYTES)
+            socket.setsockopt(zmq.MAXMSGSIZE, frames.MAX_FRAME_BYTES)
             socket.connect(address)
         self._spawn(self._read())
         self._spawn(self._introduce())
@@ -152,7 +152,7 @@ class EngineClient:
 
     def _try_send(self, message: Message) -> bool:
         """Whether the socket took the message, which it says at once."""
-        error = self._send_now(messages.encode(message, self._run.incarnation))
+        error = self._send_now(frames.encode(message, self._run.incarnation))
         if error is not None:
             log.warning("engine_send_failed", message=type(message).__name__, error=str(error))
         return error is None
@@ -164,7 +164,7 @@ class EngineClient:
 
     async def _introduce(self) -> None:
         """Hello as soon as the engine's socket is there."""
-        hello = messages.encode(Hello(messages.PROTOCOL_VERSION, self._run.model_hash), self._run.incarnation)
+        hello = frames.encode(Hello(messages.PROTOCOL_VERSION, self._run.model_hash), self._run.incarnation)
         while self._send_now(hello) is not None:
             await asyncio.sleep(_HELLO_INTERVAL_S)
 
@@ -172,8 +172,8 @@ class EngineClient:
         while True:
             frame = await self._socket.recv()
             try:
-                incarnation, message = messages.decode(frame, messages.FromEngine)
-            except messages.DecodeError as error:
+                incarnation, message = frames.decode(frame, messages.FromEngine)
+            except frames.DecodeError as error:
                 # Whose tokens were in it is unknown; going on would give some request a text with a hole.
                 self.num_bad_frames += 1
                 log.error("engine_frame_unreadable", error=str(error)[:200])
@@ -227,8 +227,8 @@ class EngineClient:
         while True:
             frame = await self._beats.recv()
             try:
-                incarnation, beat = messages.decode(frame, Heartbeat)
-            except messages.DecodeError:
+                incarnation, beat = frames.decode(frame, Heartbeat)
+            except frames.DecodeError:
                 self.num_bad_frames += 1
                 continue
             if incarnation == self._run.incarnation:

@@ -6,7 +6,8 @@ import asyncio
 from array import array
 from collections.abc import Callable
 
-from moeserve.messages import Admitted, Generate, Output, Rejected, unpack_token_ids
+from moeserve.frames import unpack_token_ids
+from moeserve.messages import Admitted, Generate, Output, Rejected
 
 
 class EngineGone(Exception):

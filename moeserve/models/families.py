@@ -12,7 +12,10 @@ from kernels.specs import Activation, GateSpec
 from moeserve.models.errors import ModelError, UnsupportedModel
 from moeserve.models.family_parts import (
     Config,
+    after_dense,
     base,
+    mla,
+    noaux_moe,
     num_experts,
     partial_rotary_dim,
     shared_expert,
@@ -21,8 +24,7 @@ from moeserve.models.family_parts import (
     with_experts,
     with_windows,
 )
-from moeserve.models.rope import yarn_softmax_multiplier
-from moeserve.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MoeSpec, SharedExpertSpec
+from moeserve.models.spec import AttentionSpec, DecoderSpec, MoeSpec, SharedExpertSpec
 
 # Their layers carry a state of their own from token to token, which prefix caching cannot share.
 _RECURRENT = frozenset((
@@ -174,44 +176,17 @@ def _gpt_oss(c: Config) -> DecoderSpec:
     return with_experts(spec, moe)
 
 
-def _noaux_moe(c: Config, activation: Activation) -> MoeSpec:
-    """Sigmoid scores with a bias for the choice only, the auxiliary-loss-free gate of DeepSeek-V3."""
-    gate = GateSpec(
-        c["num_experts_per_tok"],
-        score="sigmoid",
-        renormalise=bool(c.get("norm_topk_prob", True)),
-        norm_min=1e-20,
-        scale=float(c.get("routed_scaling_factor") or 1.0),
-        num_groups=c.get("n_group") or 1,
-        top_groups=c.get("topk_group") or 1,
-    )
-    return MoeSpec(
-        num_experts(c),
-        c["moe_intermediate_size"],
-        gate,
-        activation,
-        gate_fp32=True,
-        correction_bias=True,
-        shared=shared_expert(c, "n_shared_experts"),
-    )
-
-
-def _after_dense(c: Config) -> Callable[[int], bool]:
-    first = c.get("first_k_dense_replace") or 0
-    return lambda index: index >= first
-
-
 def _glm4_moe(c: Config) -> DecoderSpec:
     spec = base(c, rotary_dim=partial_rotary_dim(c))
     spec = with_attention(
         spec, qkv_bias=bool(c.get("attention_bias")), qk_norm="head" if c.get("use_qk_norm") else "none"
     )
-    return with_experts(spec, _noaux_moe(c, spec.activation), _after_dense(c))
+    return with_experts(spec, noaux_moe(c, spec.activation), after_dense(c))
 
 
 def _dots1(c: Config) -> DecoderSpec:
     spec = with_attention(with_windows(with_attention_bias(base(c), c), c), qk_norm="head")
-    return with_experts(spec, _noaux_moe(c, spec.activation), _after_dense(c))
+    return with_experts(spec, noaux_moe(c, spec.activation), after_dense(c))
 
 
 def _minimax_m2(c: Config) -> DecoderSpec:
@@ -240,26 +215,8 @@ def _ernie4_5_moe(c: Config) -> DecoderSpec:
     return with_experts(spec, moe, lambda index: first <= index <= last and (index + 1) % step == 0)
 
 
-def _mla(c: Config, *, interleaved: bool) -> DecoderSpec:
-    spec = base(c, rotary_dim=c["qk_rope_head_dim"], interleaved=interleaved, mlp_bias=bool(c.get("mlp_bias")))
-    nope, rope = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
-    return replace(
-        spec,
-        attention=MlaSpec(
-            num_heads=c["num_attention_heads"],
-            q_lora_rank=c.get("q_lora_rank"),
-            kv_lora_rank=c["kv_lora_rank"],
-            nope_dim=nope,
-            rope_dim=rope,
-            value_dim=c["v_head_dim"],
-            scale=(nope + rope) ** -0.5 * yarn_softmax_multiplier(spec.rope),
-            bias=bool(c.get("attention_bias")),
-        ),
-    )
-
-
 def _deepseek_v2(c: Config) -> DecoderSpec:
-    spec = _mla(c, interleaved=True)
+    spec = mla(c, interleaved=True)
     grouped = c.get("topk_method") == "group_limited_greedy"
     if not grouped and c.get("topk_method", "greedy") != "greedy":
         raise UnsupportedModel(f"The topk_method {c['topk_method']!r} is not supported for deepseek_v2.")
@@ -272,13 +229,13 @@ def _deepseek_v2(c: Config) -> DecoderSpec:
     )
     shared = shared_expert(c, "n_shared_experts", bias=spec.mlp_bias)
     moe = MoeSpec(num_experts(c), c["moe_intermediate_size"], gate, spec.activation, gate_fp32=True, shared=shared)
-    return with_experts(spec, moe, _after_dense(c))
+    return with_experts(spec, moe, after_dense(c))
 
 
 def _deepseek_v3(c: Config) -> DecoderSpec:
-    spec = _mla(c, interleaved=bool(c.get("rope_interleave", True)))
+    spec = mla(c, interleaved=bool(c.get("rope_interleave", True)))
     spec = replace(spec, mlp_bias=False)
-    return with_experts(spec, _noaux_moe(c, spec.activation), _after_dense(c))
+    return with_experts(spec, noaux_moe(c, spec.activation), after_dense(c))
 
 
 def _moeserve_demo(c: Config) -> DecoderSpec:

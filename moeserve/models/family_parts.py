@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kernels.specs import Activation, ActivationKind
+from kernels.specs import Activation, ActivationKind, GateSpec
 from moeserve.models.errors import ModelError, UnsupportedModel
-from moeserve.models.rope import parse_rope
-from moeserve.models.spec import AttentionSpec, DecoderSpec, MoeSpec, QuantizationSpec, SharedExpertSpec
+from moeserve.models.rope import parse_rope, yarn_softmax_multiplier
+from moeserve.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MoeSpec, QuantizationSpec, SharedExpertSpec
 
 Config = Mapping[str, Any]
 
@@ -54,6 +54,25 @@ def base(c: Config, *, rotary_dim: int | None = None, interleaved: bool = False,
     return replace(spec, **fields) if fields else spec
 
 
+def mla(c: Config, *, interleaved: bool) -> DecoderSpec:
+    """What `base` is to others, with the latent attention of DeepSeek-V2."""
+    spec = base(c, rotary_dim=c["qk_rope_head_dim"], interleaved=interleaved, mlp_bias=bool(c.get("mlp_bias")))
+    nope, rope = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
+    return replace(
+        spec,
+        attention=MlaSpec(
+            num_heads=c["num_attention_heads"],
+            q_lora_rank=c.get("q_lora_rank"),
+            kv_lora_rank=c["kv_lora_rank"],
+            nope_dim=nope,
+            rope_dim=rope,
+            value_dim=c["v_head_dim"],
+            scale=(nope + rope) ** -0.5 * yarn_softmax_multiplier(spec.rope),
+            bias=bool(c.get("attention_bias")),
+        ),
+    )
+
+
 def with_attention(spec: DecoderSpec, **fields: Any) -> DecoderSpec:
     assert isinstance(spec.attention, AttentionSpec)
     return replace(spec, attention=replace(spec.attention, **fields))
@@ -82,6 +101,34 @@ def with_windows(spec: DecoderSpec, c: Config) -> DecoderSpec:
 def with_experts(spec: DecoderSpec, moe: MoeSpec, layers: Callable[[int], bool] = lambda index: True) -> DecoderSpec:
     """Experts on the layers for which ``layers`` is true."""
     return replace(spec, moe=moe, sparse_layers=tuple(layers(index) for index in range(spec.num_layers)))
+
+
+def after_dense(c: Config) -> Callable[[int], bool]:
+    """For `with_experts`: all layers but the first few."""
+    first = c.get("first_k_dense_replace") or 0
+    return lambda index: index >= first
+
+
+def noaux_moe(c: Config, activation: Activation) -> MoeSpec:
+    """Sigmoid scores with a bias for the choice only, the auxiliary-loss-free gate of DeepSeek-V3."""
+    gate = GateSpec(
+        c["num_experts_per_tok"],
+        score="sigmoid",
+        renormalise=bool(c.get("norm_topk_prob", True)),
+        norm_min=1e-20,
+        scale=float(c.get("routed_scaling_factor") or 1.0),
+        num_groups=c.get("n_group") or 1,
+        top_groups=c.get("topk_group") or 1,
+    )
+    return MoeSpec(
+        num_experts(c),
+        c["moe_intermediate_size"],
+        gate,
+        activation,
+        gate_fp32=True,
+        correction_bias=True,
+        shared=shared_expert(c, "n_shared_experts"),
+    )
 
 
 def partial_rotary_dim(c: Config) -> int:

@@ -12,7 +12,7 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from moeserve.messages import MAX_FRAME_BYTES, DecodeError, decode, encode
+from moeserve.frames import MAX_FRAME_BYTES, DecodeError, decode, encode
 from moeserve.ranks.keys import Gatekeeper
 from moeserve.ranks.meeting import Meeting
 from moeserve.ranks.messages import FromRank, Joined, RankError, ToRank

@@ -12,7 +12,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from experts.memory.stats import ExpertMemoryStats
-from moeserve.messages import MAX_FRAME_BYTES, decode, encode
+from moeserve.frames import MAX_FRAME_BYTES, decode, encode
 from moeserve.ranks.meeting import Meeting
 from moeserve.ranks.messages import FromRank, RankBeat, RankError, Shutdown, ToRank
 

@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks of one service tell each other, in the frames of `messages`.
+"""What rank 0 and the other ranks of one service tell each other, in the frames of `moeserve.frames`.
 
 A start: every rank says `Joined`, gets `Setup` (or `Dismissed`), loads, says `Loaded` and gets `Start`. Then each step
 is a `Forward` to every rank and a `RankResult` from it, until `Shutdown`. From `Joined` on a rank sends `RankBeat`.

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from moeserve.messages import Admitted, Finish, Generate, Output, Outputs, unpack_token_ids
+from moeserve.frames import unpack_token_ids
+from moeserve.messages import Admitted, Finish, Generate, Output, Outputs
 from moeserve.plan import TokenLogprobs
 from moeserve.request import FinishReason
 from tests.support.fake_engine import FakeEngine, say

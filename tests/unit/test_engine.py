@@ -15,6 +15,7 @@ import zmq
 
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
+from moeserve.frames import decode, encode, pack_token_ids
 from moeserve.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -33,9 +34,6 @@ from moeserve.messages import (
     Refused,
     Rejected,
     Stats,
-    decode,
-    encode,
-    pack_token_ids,
 )
 from moeserve.plan import ChunkResult, StepPlan, StepResult
 from moeserve.request import FinishReason, SamplingParams

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from moeserve.frames import unpack_token_ids
 from moeserve.frontend.admission import Admission
 from moeserve.frontend.answer import Answer, build_generates, check_length, derive_seed
 from moeserve.frontend.dialects.internal import GenerateRequest
@@ -14,7 +15,7 @@ from moeserve.frontend.engine_watch import ProgressWatch
 from moeserve.frontend.errors import ApiError, context_length_exceeded, unavailable
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.text import TextTokenizer
-from moeserve.messages import Heartbeat, Output, Stats, unpack_token_ids
+from moeserve.messages import Heartbeat, Output, Stats
 from moeserve.plan import TokenLogprobs
 from moeserve.request import FinishReason, SamplingParams
 from tests.support.tiny_model import byte_tokenizer

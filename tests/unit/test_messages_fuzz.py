@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeserve import messages
+from moeserve import frames, messages
+from moeserve.frames import DecodeError
 from moeserve.messages import (
     Abort,
     Admitted,
     Control,
     ControlResult,
-    DecodeError,
     Finish,
     Generate,
     Heartbeat,
@@ -29,7 +29,7 @@ from moeserve.request import FinishReason, SamplingParams
 KINDS = (messages.ToEngine, messages.FromEngine, Heartbeat)
 SAMPLES: list[messages.Message] = [
     Hello(1, "hash"),
-    Generate("r", messages.pack_token_ids([1, 2, 3]), SamplingParams(max_tokens=5, logit_bias={3: -1.5}), "ns", -2),
+    Generate("r", frames.pack_token_ids([1, 2, 3]), SamplingParams(max_tokens=5, logit_bias={3: -1.5}), "ns", -2),
     Finish("r", 3),
     Abort("r"),
     Control(1, "reset_prefix_cache"),
@@ -61,7 +61,7 @@ BUILTINS = st.recursive(
 def decode_all(frame: bytes) -> None:
     for kinds in KINDS:
         try:
-            incarnation, message = messages.decode(frame, kinds)
+            incarnation, message = frames.decode(frame, kinds)
         except DecodeError:
             continue
         assert type(incarnation) is int
@@ -70,7 +70,7 @@ def decode_all(frame: bytes) -> None:
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
 def test_a_message_survives_the_wire(message: messages.Message) -> None:
-    assert messages.decode(messages.encode(message, 3), type(message)) == (3, message)
+    assert frames.decode(frames.encode(message, 3), type(message)) == (3, message)
 
 
 @given(st.binary(max_size=200))
@@ -87,7 +87,7 @@ def test_random_values_decode_or_are_refused(value: Any) -> None:
 def test_mutated_frames_decode_or_are_refused(
     message: messages.Message, changes: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    frame = bytearray(messages.encode(message, 1))
+    frame = bytearray(frames.encode(message, 1))
     for position, byte in changes:
         frame[position % len(frame)] = byte
     decode_all(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
@@ -116,20 +116,20 @@ def test_messages_with_one_foreign_field_decode_or_are_refused(message: messages
         b"\xdd\xff\xff\xff\xff",
         b"\xdf\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
-        b"\x00" * (messages.MAX_FRAME_BYTES + 1),
+        b"\x00" * (frames.MAX_FRAME_BYTES + 1),
     ],
     ids=range(14),
 )
 def test_known_troublemakers_are_refused(frame: bytes) -> None:
     for kinds in KINDS:
         with pytest.raises(DecodeError):
-            messages.decode(frame, kinds)
+            frames.decode(frame, kinds)
 
 
 @given(st.binary(max_size=40))
 def test_token_ids_are_whole_numbers_or_refused(data: bytes) -> None:
     if len(data) % 4:
         with pytest.raises(DecodeError):
-            messages.unpack_token_ids(data)
+            frames.unpack_token_ids(data)
     else:
-        assert messages.pack_token_ids(messages.unpack_token_ids(data)) == data
+        assert frames.pack_token_ids(frames.unpack_token_ids(data)) == data

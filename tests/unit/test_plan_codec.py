@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeserve.messages import DecodeError
+from moeserve.frames import DecodeError
 from moeserve.plan import MAX_ANNOTATION_BYTES, Chunk, ChunkExtras, StepPlan
 from moeserve.plan_codec import decode_plan, encode_plan
 from moeserve.request import SamplingParams

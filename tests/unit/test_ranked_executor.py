@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.errors import CollectiveError
-from moeserve.messages import DecodeError
+from moeserve.frames import DecodeError
 from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult, TokenLogprobs
 from moeserve.plan_codec import decode_plan
 from moeserve.ranks.executor import RankedExecutor

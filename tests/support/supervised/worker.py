@@ -9,7 +9,8 @@ import threading
 import zmq
 
 from launcher.status import reporter
-from moeserve.messages import Heartbeat, encode
+from moeserve.frames import encode
+from moeserve.messages import Heartbeat
 from moeserve.run_context import load_run_context
 
 READY = {
