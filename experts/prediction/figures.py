@@ -16,7 +16,6 @@ from experts.prediction.token_predictions import TokenPredictions, predict_token
 from experts.routing.statistics import RoutingStatistics, StatisticsSpec
 from experts.routing.traces import RoutingTrace
 from experts.simulation.replay import SimulationResult
-from experts.simulation.setup import SimulationSetup, simulate
 
 _REFRESH_STEPS = 128
 # As far back as affinity looks.
@@ -41,7 +40,6 @@ class RecallFigure:
 class StallFigure:
     """The same requests with demand loads alone and with prefetches."""
 
-    beta: float
     on_demand: SimulationResult
     prefetching: SimulationResult
 
@@ -89,17 +87,6 @@ def recall_figures(
             precision = score.confirmed / score.num_expected if score.num_expected else nan
             found.append(RecallFigure(choice, distance, recall, precision))
     return found
-
-
-def stall_figure(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup) -> StallFigure:
-    """The setup, which has a predictor, against the same without. What is compared with is up to its policy."""
-    if setup.predictor is None:
-        raise ValueError("a setup without a predictor has nothing to be compared")
-    return StallFigure(
-        setup.beta,
-        simulate(learning, held_out, replace(setup, predictor=None)),
-        simulate(learning, held_out, setup),
-    )
 
 
 @dataclass(slots=True)

@@ -39,10 +39,6 @@ class WeightStorage:
     def name(self) -> str:
         return f"{self.format}-g{self.group_size}" if self.group_size else self.format
 
-    @property
-    def is_quantised(self) -> bool:
-        return WEIGHT_BITS[self.format] < 16
-
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:

@@ -60,15 +60,13 @@ def saved(trace: RoutingTrace, betas: Sequence[float], max_tokens: int, seed: in
         oracle = None if control else _Requests(all_knowing(learning), all_knowing(held_out))
         for beta in betas:
             on_demand = requests.on_demand(beta)
-            figure = StallFigure(beta, on_demand, requests.prefetching(beta))
+            figure = StallFigure(on_demand, requests.prefetching(beta))
             if oracle is None:
                 found[beta, f"{control} control"] = figure.stall_saved
                 continue
             found[beta, _SAVED] = figure.stall_saved
             found[beta, _WASTED] = figure.prefetching.wasted_share
-            found[beta, "with an oracle for the gate"] = StallFigure(
-                beta, on_demand, oracle.prefetching(beta)
-            ).stall_saved
+            found[beta, "with an oracle for the gate"] = StallFigure(on_demand, oracle.prefetching(beta)).stall_saved
     return found
 
 

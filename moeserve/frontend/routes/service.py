@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -14,8 +13,6 @@ from moeserve.frontend.metrics import CONTENT_TYPE
 from moeserve.frontend.request_group import EngineGone
 from moeserve.frontend.services import Services
 from moeserve.version import VERSION
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 ENDPOINTS = (
     "POST /v1/chat/completions",
