@@ -9,10 +9,9 @@ from __future__ import annotations
 from array import array
 from typing import Annotated
 
-import msgpack
 import msgspec
 
-from moeserve.frames import MAX_FRAME_BYTES, DecodeError, unpack_token_ids
+from moeserve.frames import pack, unpack, unpack_token_ids
 from moeserve.plan import MAX_ANNOTATION_BYTES, Chunk, ChunkExtras, StepPlan
 from moeserve.request import SamplingParams
 
@@ -45,19 +44,12 @@ class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
 def encode_plan(plan: StepPlan) -> bytes:
     """The bytes of a plan, a copy of it as it is now."""
     wire = _WirePlan(plan.step, [_pack_chunk(chunk) for chunk in plan.chunks], plan.zeroed_blocks.tobytes())
-    packed: bytes = msgpack.packb(msgspec.to_builtins(wire, builtin_types=(bytes,)))
-    return packed
+    return pack(wire)
 
 
 def decode_plan(data: bytes) -> StepPlan:
     """The plan of such bytes. Raises DecodeError for anything else."""
-    if len(data) > MAX_FRAME_BYTES:
-        raise DecodeError(f"plan of {len(data)} bytes exceeds {MAX_FRAME_BYTES}")
-    try:
-        body = msgpack.unpackb(data, strict_map_key=False, max_ext_len=0)
-        wire = msgspec.convert(body, _WirePlan)
-    except (ValueError, TypeError, RecursionError, OverflowError, msgpack.exceptions.UnpackException) as error:
-        raise DecodeError(f"{type(error).__name__}: {error}") from None
+    wire = unpack(data, _WirePlan)
     return StepPlan(wire.step, [_unpack_chunk(chunk) for chunk in wire.chunks], unpack_token_ids(wire.zeroed_blocks))
 
 

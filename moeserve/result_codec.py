@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import msgpack
 import msgspec
 
-from moeserve.frames import MAX_FRAME_BYTES, DecodeError
+from moeserve.frames import pack, unpack
 from moeserve.plan import ChunkResult, StepResult, TokenLogprobs
 
 _Entry = tuple[float, list[tuple[int, float]]]
@@ -30,19 +29,12 @@ def encode_result(result: StepResult) -> bytes:
     """The bytes of a result."""
     routing = None if result.routing is None else bytes(result.routing)
     wire = _WireResult(result.step, [_pack_chunk(chunk) for chunk in result.chunks], routing, result.sent)
-    packed: bytes = msgpack.packb(msgspec.to_builtins(wire, builtin_types=(bytes,)))
-    return packed
+    return pack(wire)
 
 
 def decode_result(data: bytes) -> StepResult:
     """The result of such bytes. Raises DecodeError for anything else."""
-    if len(data) > MAX_FRAME_BYTES:
-        raise DecodeError(f"result of {len(data)} bytes exceeds {MAX_FRAME_BYTES}")
-    try:
-        body = msgpack.unpackb(data, strict_map_key=False, max_ext_len=0)
-        wire = msgspec.convert(body, _WireResult)
-    except (ValueError, TypeError, RecursionError, OverflowError, msgpack.exceptions.UnpackException) as error:
-        raise DecodeError(f"{type(error).__name__}: {error}") from None
+    wire = unpack(data, _WireResult)
     return StepResult(wire.step, [_unpack_chunk(chunk) for chunk in wire.chunks], wire.routing, wire.sent)
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.events import EventWriter, finite
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
 from moeserve.frontend.errors import invalid, unsupported
 from moeserve.frontend.templates import ALLOWED_TEMPLATE_KWARGS
@@ -132,7 +133,7 @@ def _logprobs(chat: ChatBody, model: ModelFacts) -> int | None:
 
 
 class ChatFormatter:
-    """Writes the answers. What is the same in every event of a choice is encoded once."""
+    """Writes the answers."""
 
     def __init__(
         self, answer_id: str, created: int, request: GenerateRequest, tokenizer: TextTokenizer, fingerprint: str
@@ -142,19 +143,20 @@ class ChatFormatter:
         self._tokenizer = tokenizer
         self._wants_logprobs = request.sampling.logprobs is not None
         chunk = {**self._head, "object": "chat.completion.chunk", "system_fingerprint": fingerprint}
-        self._chunk_head = b"data: " + msgspec.json.encode(chunk)[:-1]
-        self._tail = b',"usage":null}\n\n' if request.include_usage else b"}\n\n"
+        self._events = EventWriter(chunk, include_usage=request.include_usage)
 
     def start(self, index: int) -> bytes:
-        return self._event(index, b'{"role":"assistant","content":""}', b"null", None, None)
+        return self._events.choice(index, b'"delta":{"role":"assistant","content":""}', b"null", None, None)
 
     def delta(self, delta: Delta, usage: Usage | None) -> bytes:
-        content = b'{"content":' + msgspec.json.encode(delta.text) + b"}" if delta.text or delta.tokens else b"{}"
+        content = b'"delta":{"content":' + msgspec.json.encode(delta.text) + b"}"
+        if not (delta.text or delta.tokens):
+            content = b'"delta":{}'
         logprobs = msgspec.json.encode(self._logprobs(delta.tokens)) if delta.tokens else b"null"
-        return self._event(delta.index, content, logprobs, delta.finish_reason, usage)
+        return self._events.choice(delta.index, content, logprobs, delta.finish_reason, usage)
 
     def usage(self, usage: Usage) -> bytes:
-        return self._chunk_head + b',"choices":[],"usage":' + msgspec.json.encode(usage.as_dict()) + b"}\n\n"
+        return self._events.usage(usage)
 
     def complete(self, choices: list[Delta], usage: Usage) -> bytes:
         return msgspec.json.encode(
@@ -179,18 +181,6 @@ class ChatFormatter:
             }
         )
 
-    def _event(self, index: int, delta: bytes, logprobs: bytes, finish: str | None, usage: Usage | None) -> bytes:
-        reason = b"null" if finish is None else b'"' + finish.encode() + b'"'
-        tail = self._tail if usage is None else b',"usage":' + msgspec.json.encode(usage.as_dict()) + b"}\n\n"
-        return b'%b,"choices":[{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}]%b' % (
-            self._chunk_head,
-            index,
-            delta,
-            logprobs,
-            reason,
-            tail,
-        )
-
     def _logprobs(self, tokens: list[TokenText]) -> dict[str, Any]:
         return {"content": [self._token(token) for token in tokens], "refusal": None}
 
@@ -202,5 +192,4 @@ class ChatFormatter:
 
     def _alternative(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)
-        # JSON knows no infinity; a token that was masked out has the least number a client can still read.
-        return {"token": data.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(data)}
+        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}

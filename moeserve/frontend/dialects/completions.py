@@ -8,6 +8,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.events import EventWriter, finite
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
 from moeserve.frontend.errors import ApiError, invalid
 from moeserve.frontend.text import TextTokenizer
@@ -81,7 +82,7 @@ def _empty() -> ApiError:
 
 
 class CompletionFormatter:
-    """Writes the answers. What is the same in every event is encoded once."""
+    """Writes the answers."""
 
     def __init__(
         self, answer_id: str, created: int, request: GenerateRequest, tokenizer: TextTokenizer, fingerprint: str
@@ -93,8 +94,7 @@ class CompletionFormatter:
             "model": request.model,
             "system_fingerprint": fingerprint,
         }
-        self._chunk_head = b"data: " + msgspec.json.encode(self._head)[:-1]
-        self._tail = b',"usage":null}\n\n' if request.include_usage else b"}\n\n"
+        self._events = EventWriter(self._head, include_usage=request.include_usage)
         self._tokenizer = tokenizer
         self._num_top = request.sampling.logprobs
 
@@ -102,20 +102,12 @@ class CompletionFormatter:
         return b""
 
     def delta(self, delta: Delta, usage: Usage | None) -> bytes:
+        text = b'"text":' + msgspec.json.encode(delta.text)
         logprobs = msgspec.json.encode(self._logprobs(delta.tokens)) if delta.tokens else b"null"
-        reason = b"null" if delta.finish_reason is None else b'"' + delta.finish_reason.encode() + b'"'
-        tail = self._tail if usage is None else b',"usage":' + msgspec.json.encode(usage.as_dict()) + b"}\n\n"
-        return b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}]%b' % (
-            self._chunk_head,
-            delta.index,
-            msgspec.json.encode(delta.text),
-            logprobs,
-            reason,
-            tail,
-        )
+        return self._events.choice(delta.index, text, logprobs, delta.finish_reason, usage)
 
     def usage(self, usage: Usage) -> bytes:
-        return self._chunk_head + b',"choices":[],"usage":' + msgspec.json.encode(usage.as_dict()) + b"}\n\n"
+        return self._events.usage(usage)
 
     def complete(self, choices: list[Delta], usage: Usage) -> bytes:
         return msgspec.json.encode(
@@ -138,7 +130,7 @@ class CompletionFormatter:
         """Four parallel lists; the first token of an echoed prompt has no probability, which is null."""
         return {
             "tokens": [self._text(token.token_id) for token in tokens],
-            "token_logprobs": [None if token.logprobs is None else _finite(token.logprobs.logprob) for token in tokens],
+            "token_logprobs": [None if token.logprobs is None else finite(token.logprobs.logprob) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": [token.offset for token in tokens],
         }
@@ -149,7 +141,7 @@ class CompletionFormatter:
             return None
         top: dict[str, float] = {}
         for token_id, logprob in (*token.logprobs.top, (token.token_id, token.logprobs.logprob)):
-            top.setdefault(self._text(token_id), _finite(logprob))
+            top.setdefault(self._text(token_id), finite(logprob))
         return top
 
     def _text(self, token_id: int) -> str:
@@ -159,8 +151,3 @@ class CompletionFormatter:
             return data.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _finite(logprob: float) -> float:
-    """JSON knows no infinity; a token that was masked out has the least number a client can still read."""
-    return max(logprob, -9999.0)
