@@ -41,16 +41,23 @@ class LaunchVariants:
     """The variants of attention and experts that steps of a model launch, of those that are not captured.
 
     prefill: by the longest prompt of a step that is no short extend. experts: by its rows, None for a model without
-    any. extends: which prompts are short extends, None for none.
+    any. experts_end: whether the last layer has experts. extends: which prompts are short extends, None for none.
     """
 
     def __init__(
-        self, limits: StepLimits, prefill: Choice, experts: Choice | None, extends: ExtendLimits | None = None
+        self,
+        limits: StepLimits,
+        prefill: Choice,
+        experts: Choice | None,
+        extends: ExtendLimits | None = None,
+        *,
+        experts_end: bool = True,
     ) -> None:
         self._limits, self._prefill, self._experts, self._extends = limits, prefill, experts, extends
+        self._experts_end = experts_end
 
     def of_step(self, shape: StepShape) -> frozenset[Hashable]:
-        """What a step launches. The last layer's experts see only rows whose logits are wanted."""
+        """What a step launches. Experts of the last layer see only rows whose logits are wanted."""
         found: set[Hashable] = set()
         if shape.num_decodes:
             found.add("decode")
@@ -60,7 +67,8 @@ class LaunchVariants:
         if longest:
             found.add(("prefill", self._prefill(longest)))
         if self._experts is not None:
-            found |= {("experts", self._experts(rows)) for rows in (shape.num_tokens, shape.num_logits) if rows}
+            numbers = (shape.num_tokens, shape.num_logits if self._experts_end else 0)
+            found |= {("experts", self._experts(rows)) for rows in numbers if rows}
         return frozenset(found)
 
     def all(self) -> frozenset[Hashable]:

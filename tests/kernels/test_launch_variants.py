@@ -10,23 +10,24 @@ from tests.support.separate_process import output_of
 
 HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)
 # Between them windows, sinks, latent attention, flat norms, layer norms, shared experts and models without experts.
-CASES = ("llama", "mixtral", "gpt_oss", "deepseek_v3-yarn", "mixtral:int4:fp8_e4m3", "deepseek_v3-yarn:fp8:fp8_e4m3")
+CASES = ("llama", "qwen2_moe", "gpt_oss", "deepseek_v3-yarn", "mixtral:int4:fp8_e4m3", "deepseek_v3-yarn:fp8:fp8_e4m3")
 MORE_CASES = (
     "mixtral:int8:auto",
     "gpt_oss:fp8:fp8_e4m3",
     "olmoe",
     "phimoe",
-    "qwen2_moe",
+    "mixtral",
     "qwen3_moe",
     "granitemoe",
     "mistral-window",
 )
 
 
-def variants(tmp_path, limits, experts=True):
+def variants(tmp_path, limits, experts=True, experts_end=True):
     configs = MoeConfigs(MoeShape(64, 768, 2048, 8, "bfloat16"), HOPPER, Platform("gpu", "3.9.0"), (tmp_path,))
     extends = ExtendLimits(32, 8, 30)
-    return LaunchVariants(limits, lambda length: length <= 64, configs.variant if experts else None, extends), configs
+    choice = configs.variant if experts else None
+    return LaunchVariants(limits, lambda length: length <= 64, choice, extends, experts_end=experts_end), configs
 
 
 def test_few_steps_launch_all_variants_of_every_number_of_tokens(tmp_path):
@@ -44,6 +45,14 @@ def test_few_steps_launch_all_variants_of_every_number_of_tokens(tmp_path):
     # Both ways of sorting rows under one configuration.
     assert configs(512) == configs(513)
     assert {("experts", configs.variant(512)), ("experts", configs.variant(513))} <= of.all()
+
+
+def test_experts_before_a_dense_last_layer_never_see_the_wanted_rows_alone(tmp_path):
+    of, configs = variants(tmp_path, StepLimits(4096, 64, 8192), experts_end=False)
+    one = ("experts", configs.variant(1))
+    assert one not in of.of_step(StepShape(0, (4096,), 1))
+    assert StepShape(0, (4096,), 1) in of.steps()
+    assert one in frozenset().union(*(of.of_step(step) for step in of.steps()))
 
 
 def test_a_model_without_experts_has_a_decode_and_three_prompts_to_launch(tmp_path):

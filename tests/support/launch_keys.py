@@ -17,9 +17,11 @@ from pathlib import Path
 
 import torch
 
+import moeserve.cuda.batches
+import moeserve.cuda.expert_kernels
 import moeserve.cuda.parts
 from experts.memory.expert_file import round_to_page
-from kernels.gpu.moe_config import WeightStorage
+from kernels.gpu.moe_config import Device, WeightStorage
 from moeserve.cuda.attention_kernels import kv_dtype_of
 from moeserve.cuda.batches import AttentionLimits, StepBatches
 from moeserve.cuda.build import build_gpu_decoder
@@ -47,6 +49,8 @@ from moeserve.request import SamplingParams
 from tests.support.caught_launches import launches_go_to
 from tests.support.tiny_models import save
 
+# What configurations are chosen for.
+HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS, MAX_TOKENS = 16, 64, 256, 70, 1100
 # Lengths around every threshold, and some that no power of two divides.
@@ -107,6 +111,7 @@ def chunk(generator: random.Random, length: int, sampling: SamplingParams | None
 
 
 def main(cases: list[str]) -> None:
+    choose_for_hopper()
     for case in cases:
         name, quantization, kv = case.split(":") if ":" in case else (case, "none", "auto")
         with tempfile.TemporaryDirectory() as folder:
@@ -134,6 +139,12 @@ def open_experts(folder: Path, spec: DecoderSpec, storage: WeightStorage) -> Gpu
     settings = GpuExpertSettings(size, 2**30, "lru", None, None)
     configs = expert_configs(spec, storage, CPU)
     return open_gpu_experts(folder, plan, settings, CPU, MAX_TOKENS, silent, configs)
+
+
+def choose_for_hopper() -> None:
+    """Rather than for the few processors that the interpreter makes up."""
+    moeserve.cuda.expert_kernels.device_of = lambda _: HOPPER
+    moeserve.cuda.batches._num_sms = lambda _: HOPPER.num_multiprocessors
 
 
 @contextlib.contextmanager
