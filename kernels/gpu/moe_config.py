@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 # gemv: rows one by one, a token's choices summed in one program. gemv_split: a program per choice, summed afterwards.
@@ -25,6 +25,8 @@ MAX_PAIRS_AT_ONCE = 4096
 
 # Programs per multiprocessor that keep the memory busy when each waits for one load after the other.
 _PROGRAMS_THAT_FILL = 4
+# Of each program's shared memory, beside what it asks for; a program may have all but this of a multiprocessor's.
+_RESERVED_BYTES = 1024
 # What a thread may hold in accumulators before the compiler runs out of its 255 registers.
 _MAX_ACCUMULATORS_PER_THREAD = 128
 
@@ -133,6 +135,17 @@ def fits(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, devi
     )
 
 
+def programs_that_fit(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, device: Device) -> int:
+    """How many programs of the `tiled` and `persistent` variants shared memory lets a multiprocessor run at once.
+
+    Up to 32 rows, which the tensor cores take from registers, one step fewer is held than there are stages.
+    """
+    held = replace(tile, num_stages=max(1, tile.num_stages - 1)) if block_m <= 32 else tile
+    return (device.shared_bytes + _RESERVED_BYTES) // (
+        shared_bytes(held, block_m, projection, shape.weights) + _RESERVED_BYTES
+    )
+
+
 def variant_of(shape: MoeShape, num_tokens: int, device: Device) -> Variant:
     """By rows per expert: most see one at most, so rows go one by one, or enough to fill tiles for every program."""
     if num_tokens * shape.top_k * 4 <= shape.num_experts or num_tokens == 1:
@@ -170,7 +183,11 @@ def heuristic_config(shape: MoeShape, num_tokens: int, device: Device) -> MoeCon
 
 
 def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, device: Device) -> Tile | None:
-    """The widest tile first. Few rows want bytes in flight, so a deep step; many want a large product per step."""
+    """The widest tile first. Few rows want bytes in flight, so a deep step; many want a large product per step.
+
+    A program with few rows is short and waits for memory as it begins: two have to fit a multiprocessor, so that one
+    reads meanwhile, where three stages are enough for that.
+    """
     few = block_m <= 32
     widths, wanted = _wanted_sizes(shape, projection, few)
     depths = _depths(shape, projection, wanted)
@@ -179,7 +196,8 @@ def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, devi
         if block_n > max(16, _power_of_two(columns)):
             continue
         tile = Tile(block_n, block_k, 4 if few else 8, 4 if block_m * block_n <= 64 * 128 else 8, num_stages)
-        if fits(tile, block_m, projection, shape, device):
+        alone = programs_that_fit(tile, block_m, projection, shape, device) < 2
+        if fits(tile, block_m, projection, shape, device) and not (few and alone and num_stages > 3):
             return tile
     return None
 
@@ -202,9 +220,13 @@ def _depths(shape: MoeShape, projection: Projection, wanted: tuple[int, ...]) ->
 
 def _gemv_tile(shape: MoeShape, projection: Projection) -> Tile:
     depth = shape.hidden_size if projection == "gate_up" else shape.intermediate_size
+    if shape.weights == "int4":
+        # Whole groups, as many as fill a step: bytes in flight are what a program of few steps lives from.
+        even = next((block for block in (1024, 512, 256, 128) if block % shape.group_size == 0 == depth % block), 0)
+        return Tile(16, even or shape.group_size, 1, 4, 1)
     # Steps that divide the depth need no masks.
     even = next((block for block in (512, 256, 128) if depth % block == 0), min(512, _power_of_two(depth)))
-    return Tile(16, shape.group_size if shape.weights == "int4" else even, 1, 4, 1)
+    return Tile(16, even, 1, 4, 1)
 
 
 def _power_of_two(count: int) -> int:
@@ -223,11 +245,10 @@ def candidate_tiles(
     """At most `MAX_CANDIDATES` tiles worth timing for one projection, the heuristic's first where it has one."""
     if variant in ("gemv", "gemv_split"):
         own = _gemv_tile(shape, projection)
-        depths: tuple[int, ...] = (own.block_k,) if shape.weights == "int4" else (own.block_k, own.block_k // 2)
+        depths = tuple(depth for depth in (own.block_k, own.block_k // 2) if depth % max(16, shape.group_size) == 0)
         tiles = [
             Tile(block_n, block_k, 1, num_warps, 1)
             for block_n, block_k, num_warps in itertools.product((4, 8, 16, 32), depths, (2, 4, 8))
-            if block_k >= 16
         ]
         return _own_first(own, tiles)
     few = block_m <= 32

@@ -39,6 +39,7 @@ def _gate_up_kernel(
     NUM_EXPERTS: tl.constexpr,
     HAS_MAP: tl.constexpr,
     FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr,
@@ -59,19 +60,20 @@ def _gate_up_kernel(
     expert = w + slot * stride_we
     scales = scale + slot * stride_se
     biases = bias + slot * stride_be
-    gate = row_products(
+    gate, up = row_products(
         token,
         expert + gate_row.to(tl.int64) * stride_wn,
+        expert + up_row.to(tl.int64) * stride_wn,
         scales + gate_row,
+        scales + up_row,
         stride_sg,
         K,
         FORMAT,
+        GROUP,
+        True,
         BLOCK_N,
         BLOCK_K,
         STAGES,
-    )
-    up = row_products(
-        token, expert + up_row.to(tl.int64) * stride_wn, scales + up_row, stride_sg, K, FORMAT, BLOCK_N, BLOCK_K, STAGES
     )
     gate = finished(gate, scales, biases, gate_row, HAS_SCALE, HAS_BIAS)
     up = finished(up, scales, biases, up_row, HAS_SCALE, HAS_BIAS)
@@ -102,6 +104,7 @@ def _down_kernel(
     NUM_EXPERTS: tl.constexpr,
     HAS_MAP: tl.constexpr,
     FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SUM: tl.constexpr,
@@ -118,13 +121,18 @@ def _down_kernel(
         slot = slot_of(ids, expert_slot, pair, pair >= 0, NUM_EXPERTS, HAS_MAP).to(tl.int64)
         if slot >= 0:
             scales = scale + slot * stride_se
-            acc = row_products(
+            rows = w + slot * stride_we + weight_row.to(tl.int64) * stride_wn
+            acc, _ = row_products(
                 h + pair * K,
-                w + slot * stride_we + weight_row.to(tl.int64) * stride_wn,
+                rows,
+                rows,
+                scales + weight_row,
                 scales + weight_row,
                 stride_sg,
                 K,
                 FORMAT,
+                GROUP,
+                False,
                 BLOCK_N,
                 BLOCK_K,
                 STAGES,
@@ -165,6 +173,7 @@ def gate_up_gemv(
         NUM_EXPERTS=matrix.num_slots if expert_slot is None else expert_slot.shape[0],
         HAS_MAP=expert_slot is not None,
         **matrix.flags(),
+        GROUP=matrix.group_size,
         KIND=activation.kind,
         ALPHA=activation.alpha,
         LIMIT=activation.limit,
@@ -222,6 +231,7 @@ def _down(
         NUM_EXPERTS=matrix.num_slots if expert_slot is None else expert_slot.shape[0],
         HAS_MAP=expert_slot is not None,
         **matrix.flags(),
+        GROUP=matrix.group_size,
         SUM=expert_weights is not None,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,

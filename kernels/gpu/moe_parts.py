@@ -110,37 +110,87 @@ def products(
 
 
 @triton.jit
+def _row_step(acc, a, w, WIDTH: tl.constexpr):
+    """acc [N, K / WIDTH] plus the products of w [N, K] and a [K], those of WIDTH neighbours summed: by one thread."""
+    product = w.to(tl.float32) * a[None, :]
+    return acc + tl.sum(product.reshape(w.shape[0], w.shape[1] // WIDTH, WIDTH), 2)
+
+
+@triton.jit
+def _row_int4_step(acc, of_low, of_byte, offset, packed, scale, GROUPS: tl.constexpr):
+    """acc [N, GROUPS] plus the scaled products of as many groups.
+
+    With l and h the nibbles of a byte b, (l - 8) x + (h - 8) y = l (x - y / 16) + b y / 16 - 8 (x + y): what is
+    multiplied by l, by b and subtracted is made once for all rows.
+    """
+    low = (packed & 0xF).to(tl.float32)
+    product = packed.to(tl.float32) * of_byte[None, :] + (low * of_low[None, :] - offset[None, :])
+    return acc + tl.sum(product.reshape(packed.shape[0], GROUPS, packed.shape[1] // GROUPS), 2) * scale
+
+
+@triton.jit
 def row_products(
     a_row,
     w_rows,
+    v_rows,
     w_scale,
+    v_scale,
     stride_scale,
     K: tl.constexpr,
     FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    TWO: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One row of a times rows of w, without tensor cores: fp32 [BLOCK_N]. Arguments as in `products`."""
-    acc = tl.zeros([BLOCK_N], tl.float32)
+    """One row of a times rows of w, and of v if TWO, without tensor cores: fp32 [BLOCK_N] each.
+
+    Arguments as in `products`, but that BLOCK_K may be several int4 groups of GROUP values. Threads keep their own
+    sums until the end, so that steps wait for memory alone and not for each other.
+    """
     if FORMAT == "int4":
-        HALF: tl.constexpr = BLOCK_K // 2
-        half = tl.arange(0, HALF)
+        GROUPS: tl.constexpr = BLOCK_K // GROUP
+        HALF: tl.constexpr = GROUP // 2
+        byte = tl.arange(0, BLOCK_K // 2)
+        low_place = byte // HALF * GROUP + byte % HALF
+        group = tl.arange(0, GROUPS)
+        acc = tl.zeros([BLOCK_N, GROUPS], tl.float32)
+        acc_v = tl.zeros([BLOCK_N, GROUPS], tl.float32)
         for step in tl.range(0, K // BLOCK_K, num_stages=STAGES):
-            low_a = tl.load(a_row + step * BLOCK_K + half).to(tl.float32)
-            high_a = tl.load(a_row + step * BLOCK_K + HALF + half).to(tl.float32)
-            low, high = nibbles(tl.load(w_rows[:, None] + (step * HALF + half)[None, :]), tl.float32)
-            product = tl.sum(low * low_a[None, :] + high * high_a[None, :], 1)
-            acc += product * tl.load(w_scale + step * stride_scale)
+            w = tl.load(w_rows[:, None] + (step * (BLOCK_K // 2) + byte)[None, :])
+            scales = ((step * GROUPS + group) * stride_scale)[None, :]
+            scale = tl.load(w_scale[:, None] + scales)
+            if TWO:
+                v = tl.load(v_rows[:, None] + (step * (BLOCK_K // 2) + byte)[None, :])
+                scale_v = tl.load(v_scale[:, None] + scales)
+            low_a = tl.load(a_row + step * BLOCK_K + low_place).to(tl.float32)
+            high_a = tl.load(a_row + step * BLOCK_K + HALF + low_place).to(tl.float32)
+            of_byte = high_a * 0.0625
+            of_low = low_a - of_byte
+            offset = 8.0 * (low_a + high_a)
+            acc = _row_int4_step(acc, of_low, of_byte, offset, w, scale, GROUPS)
+            if TWO:
+                acc_v = _row_int4_step(acc_v, of_low, of_byte, offset, v, scale_v, GROUPS)
     else:
         EVEN: tl.constexpr = K % BLOCK_K == 0
+        # What one thread loads at once: 16 bytes.
+        WIDTH: tl.constexpr = min(BLOCK_K, 128 // w_rows.dtype.element_ty.primitive_bitwidth)
+        acc = tl.zeros([BLOCK_N, BLOCK_K // WIDTH], tl.float32)
+        acc_v = tl.zeros([BLOCK_N, BLOCK_K // WIDTH], tl.float32)
         for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             k = first + tl.arange(0, BLOCK_K)
             if EVEN:
-                a = tl.load(a_row + k)
                 w = tl.load(w_rows[:, None] + k[None, :])
+                if TWO:
+                    v = tl.load(v_rows[:, None] + k[None, :])
+                a = tl.load(a_row + k).to(tl.float32)
             else:
-                a = tl.load(a_row + k, mask=k < K, other=0.0)
                 w = tl.load(w_rows[:, None] + k[None, :], mask=k[None, :] < K, other=0.0)
-            acc += tl.sum(w.to(tl.float32) * a.to(tl.float32)[None, :], 1)
-    return acc
+                if TWO:
+                    v = tl.load(v_rows[:, None] + k[None, :], mask=k[None, :] < K, other=0.0)
+                a = tl.load(a_row + k, mask=k < K, other=0.0).to(tl.float32)
+            acc = _row_step(acc, a, w, WIDTH)
+            if TWO:
+                acc_v = _row_step(acc_v, a, v, WIDTH)
+    return tl.sum(acc, 1), tl.sum(acc_v, 1)

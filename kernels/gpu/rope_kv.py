@@ -72,7 +72,8 @@ def norm_rope_write_kv(
         NORM=q_weight is not None,
         CLIP=clip is not None,
         HAS_SCALE=k_scale is not None,
-        num_warps=4,
+        # Few threads with much each: what heads share, angles and weights, is loaded and unpacked once per thread.
+        num_warps=1 if q.shape[2] <= 128 else 2,
     )
     return q_out
 

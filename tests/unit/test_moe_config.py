@@ -16,6 +16,7 @@ from kernels.gpu.moe_config import (
     candidate_variants,
     fits,
     heuristic_config,
+    programs_that_fit,
     variant_of,
 )
 
@@ -56,10 +57,14 @@ def test_every_shape_and_size_gets_a_configuration_that_runs(shape, device):
         assert config.variant == variant_of(shape, num_tokens, device)
         tiles = (config.gate_up, config.down)
         assert all(is_power_of_two(size) for tile in tiles for size in (tile.block_n, tile.block_k, tile.num_warps))
+        if config.variant in ("gemv", "gemv_split"):
+            depths = (shape.hidden_size, shape.intermediate_size)
+            if shape.weights == "int4":
+                for tile, depth in zip(tiles, depths, strict=True):
+                    assert tile.block_k % shape.group_size == 0 == depth % tile.block_k
+            continue
         if shape.weights == "int4":
             assert {tile.block_k for tile in tiles} == {shape.group_size}
-        if config.variant in ("gemv", "gemv_split"):
-            continue
         assert config.block_m in (16, 32, 64, 128)
         assert fits(config.gate_up, config.block_m, "gate_up", shape, device)
         assert fits(config.down, config.block_m, "down", shape, device)
@@ -122,6 +127,13 @@ def test_the_heuristic_is_among_the_candidates(num_tokens):
     assert config.block_m == 1 or config.block_m in candidate_block_ms(QWEN, num_tokens)
     for projection, tile in (("gate_up", config.gate_up), ("down", config.down)):
         assert candidate_tiles(QWEN, num_tokens, projection, config.variant, config.block_m, HOPPER)[0] == tile
+
+
+@pytest.mark.parametrize("num_tokens", [64, 128, 256])
+def test_a_multiprocessor_runs_two_programs_of_few_rows_at_once(num_tokens):
+    config = heuristic_config(QWEN, num_tokens, HOPPER)
+    assert programs_that_fit(config.gate_up, config.block_m, "gate_up", QWEN, HOPPER) >= 2
+    assert programs_that_fit(config.down, config.block_m, "down", QWEN, HOPPER) >= 2
 
 
 def test_configurations_survive_being_written_down():
