@@ -5,9 +5,11 @@ Several sets of keys and values keep the L2 cache cold: successive runs are to t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from kernels.gpu.attention_reference import paged_attention_reference
 from kernels.gpu.attention_tuning import AnyConfig, AttentionConfigs
 from kernels.gpu.attention_work import SplitWork
 from moeserve.bench.kernel_cases_attention import AttentionCase
+from moeserve.bench.kernel_guard import relative_error, run_guarded
 
 # Several times the L2 cache of today's GPUs.
 _COLD_BYTES = 512 * 2**20
@@ -44,13 +47,13 @@ class AttentionTensors:
 @dataclass(frozen=True, slots=True)
 class PreparedAttention:
     """A case that can be run. plan: makes the work list where there is one, once per step, so outside of what a layer
-    costs. attend: computes `tensors.out` of one block table by the list as it stands. config: what it runs with."""
+    costs. attend: computes `out` by a block table and the list as it stands. config: what it runs with."""
 
     case: AttentionCase
     tensors: AttentionTensors
     config: AnyConfig
     plan: Callable[[], None]
-    attend: Callable[[Tensor], Tensor]
+    attend: Callable[[Tensor, Tensor], Tensor]
 
     @property
     def num_sets(self) -> int:
@@ -58,16 +61,20 @@ class PreparedAttention:
 
     def run(self, index: int) -> Tensor:
         """The whole attention over set `index % num_sets`; returns `out` [T, H, Dv]."""
-        return self.attend(self.tensors.tables[index % self.num_sets])
+        return self.attend(self.tensors.tables[index % self.num_sets], self.tensors.out)
 
     def relative_error(self, index: int, num_tokens: int = 8) -> float:
-        """Of some tokens' outputs against the reference in fp32; NaN if one was not written. Runs the kernel."""
+        """Of some tokens' outputs against the reference in fp32; NaN if any token's was not written. Runs the kernel.
+
+        Raises WrongResultError, see `run_guarded`.
+        """
         self.plan()
         tensors = self.tensors
-        tensors.out.fill_(math.nan)
-        out = self.run(index)
         table = tensors.tables[index % self.num_sets]
-        starts = tensors.query_starts.tolist()
+        out = run_guarded(partial(self.attend, table), tensors.out)
+        if not bool(out.isfinite().all()):
+            return math.nan
+        starts = list(itertools.accumulate(self.case.query_lens, initial=0))
         places = sorted({round(i * (starts[-1] - 1) / max(1, num_tokens - 1)) for i in range(num_tokens)})
         expected = []
         for token in places:
@@ -79,13 +86,12 @@ class PreparedAttention:
                     tensors.keys,
                     tensors.values,
                     table[seq : seq + 1],
-                    torch.tensor([visible]),
+                    torch.tensor([visible], device=table.device),
                     block_size=self.case.block_size,
                     scale=scale_of(self.case),
                 )
             )
-        wanted = torch.cat(expected)
-        return float((out[places].float() - wanted).norm() / wanted.norm())
+        return relative_error(out[places], torch.cat(expected))
 
 
 def scale_of(case: AttentionCase) -> float:
@@ -117,14 +123,14 @@ def _chosen(case: AttentionCase, configs: AttentionConfigs) -> AnyConfig:
 
 
 def _prefill(case: AttentionCase, tensors: AttentionTensors, config: PrefillConfig) -> PreparedAttention:
-    def attend(table: Tensor) -> Tensor:
+    def attend(table: Tensor, out: Tensor) -> Tensor:
         return prefill_attention(
             tensors.q,
             _context(case, tensors, table),
             tensors.query_starts,
             Scoring(scale_of(case)),
             max_query_len=max(case.query_lens),
-            out=tensors.out,
+            out=out,
             config=config,
         )
 
@@ -153,9 +159,9 @@ def _split(
     )
     partials = Partials.allocate(work, case.num_heads, case.value_dim)
 
-    def attend(table: Tensor) -> Tensor:
+    def attend(table: Tensor, out: Tensor) -> Tensor:
         context, scoring = _context(case, tensors, table), Scoring(scale_of(case))
-        return split_attention(tensors.q, context, work, partials, scoring, query_starts=starts, out=tensors.out)
+        return split_attention(tensors.q, context, work, partials, scoring, query_starts=starts, out=out)
 
     prepared = PreparedAttention(case, tensors, config, lambda: work.update(tensors.seq_lens, starts), attend)
     prepared.plan()

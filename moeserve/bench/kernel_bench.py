@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-import re
 import sys
 from collections.abc import Iterator
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,48 +52,52 @@ def run(*, interpret: bool, out_dir: Path, time_limit: float = TIME_LIMIT) -> in
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
+    from moeserve.bench import kernel_machine
     from moeserve.bench.kernel_checks import checks
     from moeserve.bench.kernel_report import KernelReport
     from moeserve.bench.kernel_run import Bench, run_bench
-    from moeserve.bench.kernel_targets import targets_first
+    from moeserve.bench.kernel_targets import target_rows
     from moeserve.bench.kernel_timing import Deadline, measure_ceilings, time_calls
 
     deadline = Deadline(time_limit)
     device = torch.device("cuda", 0)
     name, num_sms = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).multi_processor_count
-    path = out_dir / f"kernels-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
-    sections = targets_first(_sections(device, num_sms))
-    report = KernelReport(path, f"Kernels on {name}", sections)
-    report.add_line(_versions() + "\n")
-    bench = Bench(sections, partial(checks, device, num_sms), partial(measure_ceilings, device), time_calls)
+    path = out_dir / f"kernels-{kernel_machine.file_stem(name)}.md"
+    sections = _sections(device, num_sms)
+    report = KernelReport(path, f"Kernels on {name}", sections, target_rows({}, 1.0))
+    report.add_line(f"{kernel_machine.versions()} {kernel_machine.hardware(device)}\n")
+    of_device = partial(measure_ceilings, device)
+    bench = Bench(sections, partial(checks, device, num_sms), of_device, time_calls, kernel_machine.state)
     with torch.inference_mode():
         right = run_bench(bench, report, deadline)
     print(f"written to {path}")
     return 0 if right else 1
 
 
-def _versions() -> str:
-    import torch
-    import triton
-
-    versions = f"torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}"
-    return f"{date.today()}, {versions}."
-
-
 def _sections(device: torch.device, num_sms: int) -> list[Section]:
     """All cases, with the configurations that serving would take."""
     from moeserve.bench.kernel_case import Section
-    from moeserve.bench.kernel_cases_moe import SHAPES, combine_cases, moe_cases
-    from moeserve.bench.kernel_cases_small import small_cases
+    from moeserve.bench.kernel_cases_moe import ALONE_NUM_TOKENS, SHAPES, combine_cases, moe_cases, quantised_cases
+    from moeserve.bench.kernel_cases_sampling import sampling_cases
+    from moeserve.bench.kernel_cases_small import copy_cases, gate_cases, norm_cases
     from moeserve.cuda.expert_kernels import moe_configs
 
+    configs = partial(moe_configs, device=device)
+    experts = [
+        section
+        for name in SHAPES
+        for section in (
+            Section(f"Experts of {name}", moe_cases(name, device, configs, num_tokens_alone=ALONE_NUM_TOKENS)),
+            Section(f"Quantised experts of {name}", quantised_cases(name, device, configs)),
+        )
+    ]
     return [
-        *(
-            Section(f"Experts of {name}", moe_cases(name, device, partial(moe_configs, device=device)))
-            for name in SHAPES
-        ),
         *_attention_sections(device, num_sms),
-        Section("Norms, rotation, sampling, copies", [*small_cases(device), *combine_cases(device)]),
+        *experts,
+        Section("Norms, rotation, KV write", norm_cases(device)),
+        Section("Gates and sums of experts", [*gate_cases(device), *combine_cases(device)]),
+        Section("Sampling", sampling_cases(device)),
+        Section("Copies of KV blocks", copy_cases(device)),
     ]
 
 

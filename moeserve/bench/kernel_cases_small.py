@@ -1,4 +1,7 @@
-"""Benchmark cases of the kernels that only move bytes: norms, rotation with KV write, sampling, block copies."""
+"""Benchmark cases of kernels that only move bytes: norms, rotation with KV write, gates, copies of KV blocks.
+
+At the sizes of Qwen3-30B-A3B in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.block_copy import copy_blocks
+from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv
-from kernels.gpu.sampling import greedy, sample
-from moeserve.bench.kernel_case import KernelCase, PlannedCase
+from kernels.specs import GateSpec
+from moeserve.bench.kernel_case import Call, KernelCase, PlannedCase
+from moeserve.bench.kernel_guard import relative_error, run_guarded
+from moeserve.bench.kernel_peers_torch import compiled
 
 _COLD_BYTES = 512 * 2**20
 _MAX_SETS = 8
-_WIDTH, _HEADS, _KV_HEADS, _DIM, _VOCAB = 2048, 32, 4, 128, 151936
+_WIDTH, _HEADS, _KV_HEADS, _DIM = 2048, 32, 4, 128
+_EXPERTS, _TOP_K, _EPS = 128, 8, 1e-6
+_BLOCKS, _BLOCK_SIZE = 1024, 16
 
 
-def small_cases(device: torch.device) -> list[PlannedCase]:
-    """At the sizes of Qwen3-30B-A3B in bfloat16."""
+def norm_cases(device: torch.device) -> list[PlannedCase]:
+    """RMS norms and the kernel between projection and attention."""
     planned = []
     for tokens in (64, 4096):
         planned += [
@@ -28,148 +36,185 @@ def small_cases(device: torch.device) -> list[PlannedCase]:
             PlannedCase(f"residual and RMS norm, {tokens} x {_WIDTH}", partial(_add_norm_case, tokens, device)),
             PlannedCase(f"norms, rotation, KV write, {tokens} tokens", partial(_rope_case, tokens, device)),
         ]
-    makers = {"greedy": _greedy_case, "temperature": _draw_case, "top-k 50 and top-p 0.9": _filter_case}
-    for rows in (1, 64, 256):
-        for name, make in makers.items():
-            planned.append(PlannedCase(f"{name}, {rows} x {_VOCAB}", partial(make, rows, device)))
-    planned.append(PlannedCase("gather 1024 blocks of 16", partial(_copy_case, 1024, 16, device)))
     return planned
 
 
-def _sets(num_bytes: int) -> int:
+def gate_cases(device: torch.device) -> list[PlannedCase]:
+    """From a gate's logits to experts and weights."""
+    return [PlannedCase(f"gate, {tokens} x {_EXPERTS}", partial(_gate_case, tokens, device)) for tokens in (64, 4096)]
+
+
+def copy_cases(device: torch.device) -> list[PlannedCase]:
+    """Between the pool and dense staging memory, and between that and page-locked memory of the host."""
+    blocks = f"{_BLOCKS} blocks of {_BLOCK_SIZE}"
+    return [
+        PlannedCase(f"gather {blocks}", partial(_copy_case, device, gather=True)),
+        PlannedCase(f"scatter {blocks}", partial(_copy_case, device, gather=False)),
+        PlannedCase(f"{blocks} to the host", partial(_host_case, device, to_host=True)),
+        PlannedCase(f"{blocks} from the host", partial(_host_case, device, to_host=False)),
+    ]
+
+
+def num_sets(num_bytes: int) -> int:
+    """So many that running over one after the other does not find them in the cache."""
     return max(1, min(_MAX_SETS, -(-_COLD_BYTES // num_bytes)))
 
 
-def _random(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, device=device).to(dtype)
+class Numbers:
+    """Random ones, drawn without torch's global generator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, device=self.device, generator=self.generator).to(dtype)
+
+    def permutation(self, count: int) -> Tensor:
+        return torch.randperm(count, device=self.device, generator=self.generator)
 
 
 def _norm_case(tokens: int, device: torch.device) -> KernelCase:
-    weight = _random(_WIDTH, device=device)
-    num_bytes = 4 * tokens * _WIDTH
-    rows = [_random(tokens, _WIDTH, device=device) for _ in range(_sets(num_bytes))]
+    numbers, num_bytes = Numbers(device), 4 * tokens * _WIDTH
+    weight = numbers.normal(_WIDTH)
+    rows = [numbers.normal(tokens, _WIDTH) for _ in range(num_sets(num_bytes))]
+
+    def error() -> float:
+        out = run_guarded(lambda out: rms_norm(rows[0], weight, _EPS, out), rows[0])
+        return relative_error(out, functional.rms_norm(rows[0].double(), (_WIDTH,), weight.double(), _EPS))
+
     return KernelCase(
-        [partial(rms_norm, x, weight, 1e-6) for x in rows],
-        {"torch": [partial(functional.rms_norm, x, (_WIDTH,), weight, 1e-6) for x in rows]},
+        [partial(rms_norm, x, weight, _EPS) for x in rows],
+        {"torch": [partial(functional.rms_norm, x, (_WIDTH,), weight, _EPS) for x in rows]},
         num_bytes,
         4 * tokens * _WIDTH,
+        relative_error=error,
     )
 
 
 def _add_norm_case(tokens: int, device: torch.device) -> KernelCase:
-    weight = _random(_WIDTH, device=device)
-    num_bytes = 8 * tokens * _WIDTH
-    pairs = [
-        (_random(tokens, _WIDTH, device=device), _random(tokens, _WIDTH, device=device))
-        for _ in range(_sets(num_bytes))
-    ]
+    numbers, num_bytes = Numbers(device), 8 * tokens * _WIDTH
+    weight = numbers.normal(_WIDTH)
+    pairs = [(numbers.normal(tokens, _WIDTH), numbers.normal(tokens, _WIDTH)) for _ in range(num_sets(num_bytes))]
 
     def by_torch(x: Tensor, residual: Tensor) -> Tensor:
-        return functional.rms_norm(residual.add_(x), (_WIDTH,), weight, 1e-6)
+        return functional.rms_norm(residual.add_(x), (_WIDTH,), weight, _EPS)
 
+    def error() -> float:
+        x, residual = pairs[0]
+        total = (residual + x).double()
+        out = add_rms_norm(x, residual.clone(), weight, _EPS)
+        return relative_error(out, functional.rms_norm(total, (_WIDTH,), weight.double(), _EPS))
+
+    peers = {"torch": by_torch, "torch.compile": compiled(by_torch)}
+    # Residuals grow from call to call until, in bf16, what is added no longer counts: they stay finite.
     return KernelCase(
-        [partial(add_rms_norm, x, residual, weight, 1e-6) for x, residual in pairs],
-        {"torch": [partial(by_torch, x, residual) for x, residual in pairs]},
+        [partial(add_rms_norm, x, residual, weight, _EPS) for x, residual in pairs],
+        {name: [partial(run, x, residual) for x, residual in pairs] for name, run in peers.items()},
         num_bytes,
         5 * tokens * _WIDTH,
+        relative_error=error,
     )
 
 
 def _rope_case(tokens: int, device: torch.device) -> KernelCase:
-    heads = _HEADS + 2 * _KV_HEADS
+    numbers, heads = Numbers(device), _HEADS + 2 * _KV_HEADS
     num_bytes = 4 * tokens * heads * _DIM
-    weight, angles = _random(_DIM, device=device), torch.randn((tokens, _DIM // 2), device=device)
+    weight, angles = numbers.normal(_DIM), numbers.normal(tokens, _DIM // 2, dtype=torch.float32)
     cos, sin = angles.cos(), angles.sin()
-    keys, values = (_random(_KV_HEADS, 2 * tokens, _DIM, device=device) for _ in range(2))
-    slots = torch.randperm(2 * tokens, device=device)[:tokens]
-    calls = []
-    for _ in range(_sets(num_bytes)):
-        q, k, v = torch.split(_random(tokens, heads, _DIM, device=device), [_HEADS, _KV_HEADS, _KV_HEADS], 1)
-        calls.append(
-            partial(
-                norm_rope_write_kv,
-                q,
-                k,
-                v,
-                cos,
-                sin,
-                slots,
-                keys,
-                values,
-                interleaved=False,
-                q_weight=weight,
-                k_weight=weight,
-                eps=1e-6,
-            )
+    keys, values = (numbers.normal(_KV_HEADS, 2 * tokens, _DIM) for _ in range(2))
+    slots = numbers.permutation(2 * tokens)[:tokens]
+    merged = [numbers.normal(tokens, heads, _DIM) for _ in range(num_sets(num_bytes))]
+    parts = [torch.split(each, [_HEADS, _KV_HEADS, _KV_HEADS], 1) for each in merged]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rotation, pools = (cos, sin), (keys, values)
+        return norm_rope_write_kv(
+            q, k, v, *rotation, slots, *pools, interleaved=False, q_weight=weight, k_weight=weight, eps=_EPS
         )
-    return KernelCase(calls, {}, num_bytes, 0)
 
+    def by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        normed = [functional.rms_norm(x.float(), (_DIM,), weight.float(), _EPS) for x in (q, k)]
+        q_out, k_out = (_rotated(x, cos, sin) for x in normed)
+        keys.index_copy_(1, slots, k_out.to(keys.dtype).transpose(0, 1))
+        values.index_copy_(1, slots, v.transpose(0, 1))
+        return q_out.to(q.dtype)
 
-def _logits(rows: int, device: torch.device) -> list[Tensor]:
-    return [_random(rows, _VOCAB, device=device, dtype=torch.float32) for _ in range(_sets(_logit_bytes(rows)))]
+    def error() -> float:
+        found = [ours(*parts[0]), keys[:, slots].clone(), values[:, slots].clone()]
+        expected = [by_torch(*parts[0]), keys[:, slots], values[:, slots]]
+        return max(relative_error(*pair) for pair in zip(found, expected, strict=True))
 
-
-def _logit_bytes(rows: int) -> int:
-    return 4 * rows * _VOCAB
-
-
-def _greedy_case(rows: int, device: torch.device) -> KernelCase:
-    sets = _logits(rows, device)
     return KernelCase(
-        [lambda x=x: greedy(x)[0] for x in sets],  # type: ignore[misc]
-        {"torch.argmax": [partial(torch.argmax, x, -1) for x in sets]},
-        _logit_bytes(rows),
-        0,
-    )
-
-
-def _draw_case(rows: int, device: torch.device) -> KernelCase:
-    ones, seeds = torch.ones(rows, device=device), torch.arange(rows, device=device)
-    sets = _logits(rows, device)
-    return KernelCase([lambda x=x: sample(x, ones, seeds, seeds)[0] for x in sets], {}, _logit_bytes(rows), 0)  # type: ignore[misc]
-
-
-def _filter_case(rows: int, device: torch.device) -> KernelCase:
-    ones, seeds = torch.ones(rows, device=device), torch.arange(rows, device=device)
-    filters = {
-        "top_k": torch.full((rows,), 50, dtype=torch.int32, device=device),
-        "top_p": ones * 0.9,
-        "min_p": 0 * ones,
-    }
-
-    def by_sorting(logits: Tensor) -> Tensor:
-        values, places = logits.sort(dim=-1, descending=True)
-        probabilities = values.softmax(-1)
-        outside = probabilities.cumsum(-1) - probabilities > 0.9
-        outside[:, 50:] = True
-        drawn = probabilities.masked_fill(outside, 0.0).multinomial(1)
-        return places.gather(1, drawn)
-
-    sets = _logits(rows, device)
-    return KernelCase(
-        [lambda x=x: sample(x, ones, seeds, seeds, **filters)[0] for x in sets],  # type: ignore[misc]
-        {"torch.sort": [partial(by_sorting, x) for x in sets]},
-        _logit_bytes(rows),
-        0,
-    )
-
-
-def _copy_case(blocks: int, block_size: int, device: torch.device) -> KernelCase:
-    pool = _random(_KV_HEADS, 4 * blocks * block_size, _DIM, device=device)
-    staging = _random(_KV_HEADS, blocks * block_size, _DIM, device=device)
-    num_bytes = 2 * staging.numel() * staging.element_size()
-
-    def gather(ids: Tensor) -> Tensor:
-        copy_blocks(pool, staging, ids, None, block_size=block_size)
-        return staging
-
-    def by_torch(ids: Tensor) -> Tensor:
-        return pool.view(_KV_HEADS, -1, block_size * _DIM).index_select(1, ids)
-
-    sets = [torch.randperm(4 * blocks, device=device)[:blocks] for _ in range(_MAX_SETS)]
-    return KernelCase(
-        [partial(gather, ids) for ids in sets],
-        {"index_select": [partial(by_torch, ids) for ids in sets]},
+        [partial(ours, *each) for each in parts],
+        {
+            "torch": [partial(by_torch, *each) for each in parts],
+            "torch.compile": [partial(compiled(by_torch), *each) for each in parts],
+        },
         num_bytes,
         0,
+        relative_error=error,
     )
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def _gate_case(tokens: int, device: torch.device) -> KernelCase:
+    numbers, spec = Numbers(device), GateSpec(_TOP_K, renormalise=True)
+    num_bytes = tokens * (2 * _EXPERTS + 12 * _TOP_K)
+    logits = [numbers.normal(tokens, _EXPERTS) for _ in range(num_sets(num_bytes))]
+
+    def by_torch(logits: Tensor) -> Tensor:
+        weights, _ = logits.float().softmax(-1).topk(_TOP_K, -1)
+        return weights / weights.sum(-1, keepdim=True)
+
+    return KernelCase(
+        [lambda x=x: select_experts(x, spec)[1] for x in logits],  # type: ignore[misc]
+        {"torch": [partial(by_torch, x) for x in logits]},
+        num_bytes,
+        0,
+        relative_error=lambda: relative_error(select_experts(logits[0], spec)[1], by_torch(logits[0])),
+    )
+
+
+def _copy_case(device: torch.device, *, gather: bool) -> KernelCase:
+    numbers = Numbers(device)
+    pool = numbers.normal(_KV_HEADS, 4 * _BLOCKS * _BLOCK_SIZE, _DIM)
+    staging = numbers.normal(_KV_HEADS, _BLOCKS * _BLOCK_SIZE, _DIM)
+    whole = [tensor.view(_KV_HEADS, -1, _BLOCK_SIZE * _DIM) for tensor in (pool, staging)]
+
+    def ours(ids: Tensor) -> Tensor:
+        if gather:
+            copy_blocks(pool, staging, ids, None, block_size=_BLOCK_SIZE)
+            return staging
+        copy_blocks(staging, pool, None, ids, block_size=_BLOCK_SIZE)
+        return pool
+
+    def by_torch(ids: Tensor) -> Tensor:
+        return whole[0].index_select(1, ids) if gather else whole[0].index_copy_(1, ids, whole[1])
+
+    def error() -> float:
+        ours(sets[0])
+        return relative_error(staging, pool.view(_KV_HEADS, -1, _BLOCK_SIZE, _DIM)[:, sets[0]].view_as(staging))
+
+    sets = [numbers.permutation(4 * _BLOCKS)[:_BLOCKS] for _ in range(_MAX_SETS)]
+    return KernelCase(
+        [partial(ours, ids) for ids in sets],
+        {"index_select" if gather else "index_copy_": [partial(by_torch, ids) for ids in sets]},
+        2 * staging.numel() * staging.element_size(),
+        0,
+        relative_error=error,
+    )
+
+
+def _host_case(device: torch.device, *, to_host: bool) -> KernelCase:
+    """One transfer of dense memory, as the bus between host and GPU allows it; it has no peers."""
+    staging = Numbers(device).normal(_KV_HEADS, _BLOCKS * _BLOCK_SIZE, _DIM)
+    host = torch.empty(staging.shape, dtype=staging.dtype, pin_memory=device.type == "cuda")
+    source, target = (staging, host) if to_host else (host, staging)
+    call: Call = partial(target.copy_, source, non_blocking=True)
+    return KernelCase([call], {}, staging.numel() * staging.element_size(), 0, {"limit": "the bus, not the memory"})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from moeserve.bench.kernel_case import Call, KernelCase
 from moeserve.bench.kernel_timing import Ceilings, Timing
@@ -15,43 +16,70 @@ HEADER = (
 )
 # The relative error (L2) of 16-bit kernels is to be below it.
 TOLERANCE = 1e-2
-TimeCalls = Callable[[Sequence[Call]], Timing]
+
+
+class TimeCalls(Protocol):
+    """See `kernel_timing.time_calls`."""
+
+    def __call__(self, *groups: Sequence[Call]) -> list[Timing]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTime:
+    """ratio: its time in times of ours, both measured in turn. in_graph: see `Timing`."""
+
+    microseconds: float
+    ratio: float
+    in_graph: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """error: relative to the reference, None where only the checks compare. peers: microseconds by name."""
+    """error: relative to the reference, None where only the checks compare. peers: by name; absent: the reasons of
+    those that failed while they were timed."""
 
     microseconds: float
     spread: float
     error: float | None
     bytes_per_second: float
     flops_per_second: float
-    peers: Mapping[str, float]
+    peers: Mapping[str, PeerTime]
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_right(self) -> bool:
         # NaN, of something that was not written, is below nothing.
         return self.error is None or self.error < TOLERANCE
 
+    @property
+    def best_ratio(self) -> float | None:
+        """Of the fastest peer."""
+        return min((peer.ratio for peer in self.peers.values()), default=None)
+
 
 def measure(case: KernelCase, time_calls: TimeCalls, out_of_time: Callable[[], bool]) -> Measurement:
-    """Compares, then times the kernel and, while there is time, its peers."""
+    """Compares, then times the kernel and, while there is time, each of its peers in turn with it."""
     error = None if case.relative_error is None else case.relative_error()
-    own = time_calls(case.calls)
-    peers = {}
+    own = time_calls(case.calls)[0]
+    peers, absent = {}, {}
     for name, calls in case.peers.items():
-        if not out_of_time():
-            peers[name] = time_calls(calls).microseconds
+        if out_of_time():
+            break
+        try:
+            beside, peer = time_calls(case.calls, calls)
+        except Exception as failure:  # Another project's kernel, or a compiler: whatever it says, ours is measured.
+            absent[name] = f"fails: {type(failure).__name__}"
+        else:
+            peers[name] = PeerTime(peer.microseconds, peer.microseconds / beside.microseconds, peer.in_graph)
     seconds = own.microseconds / 1e6
-    return Measurement(own.microseconds, own.spread, error, case.num_bytes / seconds, case.num_flops / seconds, peers)
+    return Measurement(
+        own.microseconds, own.spread, error, case.num_bytes / seconds, case.num_flops / seconds, peers, absent
+    )
 
 
 def row(name: str, case: KernelCase, found: Measurement, ceilings: Ceilings, verdict: str) -> str:
     """In the columns of `HEADER`."""
-    beside = [f"{peer} {time:.1f}" for peer, time in sorted(found.peers.items(), key=lambda entry: entry[1])]
-    beside += [f"{peer}: not measured" for peer in case.peers if peer not in found.peers]
-    beside += [f"{peer}: {reason}" for peer, reason in case.absent.items()]
+    best = found.best_ratio
     cells = (
         name,
         f"{found.microseconds:.1f}",
@@ -61,12 +89,21 @@ def row(name: str, case: KernelCase, found: Measurement, ceilings: Ceilings, ver
         f"{found.bytes_per_second / ceilings.copy:.0%}",
         f"{found.flops_per_second / 1e12:.1f}",
         f"{found.flops_per_second / ceilings.flops:.0%}",
-        f"{min(found.peers.values()) / found.microseconds:.2f}" if found.peers else "",
-        "; ".join(beside),
+        "" if best is None else f"{best:.2f}",
+        "; ".join(_beside(case, found)),
         verdict,
         "; ".join(f"{key} {value}" for key, value in case.notes.items()),
     )
     return table_row(cells)
+
+
+def _beside(case: KernelCase, found: Measurement) -> list[str]:
+    """The peers' times, fastest first, and why others have none."""
+    timed = sorted(found.peers.items(), key=lambda entry: entry[1].microseconds)
+    beside = [f"{name} {peer.microseconds:.1f}{'' if peer.in_graph else ' (no graph)'}" for name, peer in timed]
+    absent = {**case.absent, **found.absent}
+    beside += [f"{name}: not measured" for name in case.peers if name not in found.peers and name not in absent]
+    return [*beside, *(f"{name}: {reason}" for name, reason in absent.items())]
 
 
 def remark(name: str, text: str) -> str:

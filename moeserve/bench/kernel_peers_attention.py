@@ -5,6 +5,8 @@ Torch's read keys and values that lie contiguously and no block table, which mak
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -19,10 +21,22 @@ from moeserve.bench.kernel_attention import PreparedAttention
 from moeserve.bench.kernel_case import Call, Peers
 from moeserve.bench.kernel_cases_attention import AttentionCase
 from moeserve.bench.kernel_peers_servers import server_attention
+from moeserve.bench.kernel_peers_torch import forget_compiled
 
-# A compilation per shape takes long, so one family of shapes has it.
+# A compilation per shape takes seconds, so some shapes of one family have it: sequences, positions, new tokens.
 _FLEX_KV_HEADS = 4
+_FLEX_SHAPES = {
+    (1, 32768, 1),
+    (8, 4096, 1),
+    (64, 4096, 1),
+    (256, 4096, 1),
+    (64, 4112, 16),
+    (1, 4096, 4096),
+    (1, 16384, 16384),
+    (1, 8704, 512),
+}
 _BACKENDS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 def attention_peers(prepared: PreparedAttention) -> Peers:
@@ -30,24 +44,41 @@ def attention_peers(prepared: PreparedAttention) -> Peers:
     case, peers = prepared.case, server_attention(prepared)
     if reason := _beyond_torch(case):
         peers.absent["torch"] = reason
-        return peers
-    inputs = [contiguous_inputs(case, prepared.tensors.q.device) for _ in range(prepared.num_sets)]
-    causal = case.kind != "decode"
-    torch_calls: dict[str, list[Call]] = {
-        name: [partial(sdpa, backend, *own, causal) for own in inputs] for name, backend in _BACKENDS.items()
-    }
-    if case.kv_heads == _FLEX_KV_HEADS:
-        torch_calls["flex_attention"] = [partial(flex, *own, causal) for own in inputs]
+    elif len(set(zip(case.seq_lens, case.query_lens, strict=True))) > 1:
+        _add(peers, "varlen_attn", partial(_varlen_calls, case, prepared))
     else:
-        peers.absent["flex_attention"] = f"only with {_FLEX_KV_HEADS} KV heads"
-    for name, calls in torch_calls.items():
+        _add_of_equal_lengths(peers, case, prepared)
+    return peers
+
+
+def _add_of_equal_lengths(peers: Peers, case: AttentionCase, prepared: PreparedAttention) -> None:
+    inputs = [contiguous_inputs(case, prepared.tensors.q.device) for _ in range(prepared.num_sets)]
+    causal, group = case.kind != "decode", case.shape.group
+    for name, backend in _BACKENDS.items():
+        ways = [partial(_sdpa_calls, backend, inputs, causal)]
+        if causal and group > 1:
+            # A backend may know no groups of query heads, nor may the mask of an extend.
+            ways.append(partial(_sdpa_calls, backend, inputs, causal, group))
+        _add(peers, name, *ways)
+    if case.kv_heads == _FLEX_KV_HEADS and (len(case.seq_lens), case.seq_lens[0], case.query_lens[0]) in _FLEX_SHAPES:
+        forget_compiled()
+        _add(peers, "flex_attention", lambda: [partial(flex, *own, causal) for own in inputs])
+    else:
+        peers.absent["flex_attention"] = "not compiled for this shape"
+
+
+def _add(peers: Peers, name: str, *ways: Callable[[], list[Call]]) -> None:
+    """The calls of the first way that run, or why those of the last do not."""
+    for way in ways:
         try:
+            calls = way()
             calls[0]()
         except Exception as error:  # A backend without this shape, or a compiler that fails: whichever it is.
             peers.absent[name] = f"refuses: {type(error).__name__}"
         else:
             peers.calls[name] = calls
-    return peers
+            peers.absent.pop(name, None)
+            return
 
 
 def _beyond_torch(case: AttentionCase) -> str | None:
@@ -56,12 +87,10 @@ def _beyond_torch(case: AttentionCase) -> str | None:
         return "no keys that are longer than the values they hold"
     if case.kv_dtype != case.dtype:
         return "keys and values only in the queries' dtype"
-    if len(set(zip(case.seq_lens, case.query_lens, strict=True))) > 1:
-        return "equal lengths only"
     return None
 
 
-def contiguous_inputs(case: AttentionCase, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def contiguous_inputs(case: AttentionCase, device: torch.device) -> Inputs:
     """Random q [B, heads, rows, D], keys and values [B, KV heads, length, D] of a case of equal lengths.
 
     In a decode the query heads that share a KV head are rows of it, so that keys and values are read once.
@@ -69,8 +98,28 @@ def contiguous_inputs(case: AttentionCase, device: torch.device) -> tuple[Tensor
     batch, length = len(case.seq_lens), case.seq_lens[0]
     rows = (case.kv_heads, case.shape.group) if case.kind == "decode" else (case.num_heads, case.query_lens[0])
     shapes = ((batch, *rows), (batch, case.kv_heads, length), (batch, case.kv_heads, length))
-    q, keys, values = (torch.randn((*shape, case.key_dim), device=device, dtype=case.dtype) for shape in shapes)
+    q, keys, values = (_normal((*shape, case.key_dim), case.dtype, device) for shape in shapes)
     return q, keys, values
+
+
+@cache
+def _generator(device: str) -> torch.Generator:
+    """Its own: torch's global one may be left in a graph that could not be captured."""
+    return torch.Generator(device).manual_seed(0)
+
+
+def _normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device).normal_(generator=_generator(str(device)))
+
+
+def _sdpa_calls(backend: SDPBackend, inputs: list[Inputs], causal: bool, repeats: int = 1) -> list[Call]:
+    """repeats: of every head of keys and values. Prompts are bound by their products, so that this costs little."""
+    return [
+        partial(sdpa, backend, q, keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1), causal)
+        if repeats > 1
+        else partial(sdpa, backend, q, keys, values, causal)
+        for q, keys, values in inputs
+    ]
 
 
 def sdpa(backend: SDPBackend, q: Tensor, keys: Tensor, values: Tensor, causal: bool) -> Tensor:
@@ -105,3 +154,36 @@ def _causal_mask(rows: int, length: int, device: str) -> Any:
         return first + row >= position
 
     return create_block_mask(visible, None, None, rows, length, device=device)
+
+
+def _varlen_calls(case: AttentionCase, prepared: PreparedAttention) -> list[Call]:
+    """Torch's flash attention over sequences of several lengths, one behind the other without padding."""
+    device = prepared.tensors.q.device
+    starts = torch.tensor([0, *case.seq_lens], device=device).cumsum(0).to(torch.int32)
+    # Torch 2.11 takes groups of query heads without a word; later ones want to be told.
+    attend = _varlen_attn()
+    options = {"enable_gqa": True} if "enable_gqa" in inspect.signature(attend).parameters else {}
+    calls: list[Call] = []
+    for _ in range(prepared.num_sets):
+        keys, values = (_normal((sum(case.seq_lens), case.kv_heads, case.key_dim), case.dtype, device) for _ in "kv")
+        calls.append(
+            partial(
+                attend,
+                prepared.tensors.q,
+                keys,
+                values,
+                prepared.tensors.query_starts,
+                starts,
+                max(case.query_lens),
+                max(case.seq_lens),
+                window_size=(-1, 0),
+                **options,
+            )
+        )
+    return calls
+
+
+def _varlen_attn() -> Callable[..., Any]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn

@@ -13,13 +13,14 @@ NOT_MEASURED = "not measured"
 
 
 class KernelReport:
-    """Lines about the run, then a table per section. Every change is written at once, so that a run which is cut off
-    leaves what it had measured."""
+    """Lines about the run, the targets, then a table per section. Every change is written at once, so that a run which
+    is cut off leaves what it had measured."""
 
-    def __init__(self, path: Path, title: str, sections: Sequence[Section]) -> None:
-        """Raises OSError, as all that writes."""
+    def __init__(self, path: Path, title: str, sections: Sequence[Section], targets: Sequence[str] = ()) -> None:
+        """targets: the lines of their table. Raises OSError, as all that writes."""
         self._path = path
         self._lines = [f"# {title}\n"]
+        self._targets = targets
         self._sections = sections
         self._rows = {case.name: remark(case.name, NOT_MEASURED) for section in sections for case in section.cases}
         self._remarks: dict[str, str] = {}
@@ -30,9 +31,10 @@ class KernelReport:
         self._lines.append(line)
         self._write()
 
-    def set_row(self, name: str, row: str) -> None:
-        """Of the case of that name, in the columns of `HEADER`."""
+    def set_row(self, name: str, row: str, targets: Sequence[str] | None = None) -> None:
+        """Of the case of that name, in the columns of `HEADER`. targets: how they stand by now, if it is known."""
         self._rows[name] = row
+        self._targets = self._targets if targets is None else targets
         self._write()
 
     def set_remark(self, title: str, text: str) -> None:
@@ -42,6 +44,8 @@ class KernelReport:
 
     def text(self) -> str:
         lines = list(self._lines)
+        if self._targets:
+            lines += ["", "## Targets", "", *self._targets]
         for section in self._sections:
             lines += ["", f"## {section.title}", ""]
             if section.title in self._remarks:

@@ -2,64 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from moeserve.bench.kernel_case import PlannedCase, Section
-from moeserve.bench.kernel_measurement import Measurement
+from moeserve.bench.kernel_measurement import Measurement, table_row
+
+State = Literal["met", "MISSED", "not measured"]
+TABLE_HEADER = ("| target | asked | found | |", "|---|---|---|---|")
+# Kernels that are written as ours are: none of them is to be faster anywhere.
+TRITON_PEERS = ("vLLM Triton", "SGLang Triton")
+NO_SLOWER = ("every case beside another server's Triton kernel", "at least 1.00 x its speed")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """found: the figure, empty where there is none."""
+
+    state: State
+    found: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """At least these; 0 asks for nothing. of_copy: of a copy's bytes per second. beside: a peer, and the least that
-    its time is to be in times of ours."""
+    """That `figure` of the case is at least `least`: a part of a copy's bytes per second, TFLOP/s, or what the time of
+    `peer` is in times of ours."""
 
-    of_copy: float = 0.0
-    teraflops: float = 0.0
-    beside: tuple[str, float] | None = None
+    case: str
+    figure: Literal["copy", "teraflops", "peer"]
+    least: float
+    peer: str = ""
 
-    def verdict(self, found: Measurement, copy: float) -> str:
-        """Each part of it and whether it is reached. copy: bytes per second. A peer that is absent is told of."""
-        parts = []
-        if self.of_copy:
-            parts.append(f"{self.of_copy:.0%} of copy {_reached(found.bytes_per_second >= self.of_copy * copy)}")
-        if self.teraflops:
-            parts.append(f"{self.teraflops:.0f} TFLOP/s {_reached(found.flops_per_second >= self.teraflops * 1e12)}")
-        if self.beside is not None:
-            peer, least = self.beside
-            time = found.peers.get(peer)
-            of_peer = "not measured" if time is None else _reached(time >= least * found.microseconds)
-            parts.append(f"{least:.2f} x {peer} {of_peer}")
-        return "; ".join(parts)
+    @property
+    def asked(self) -> str:
+        if self.figure == "peer":
+            return f"{self.least:.2f} x {self.peer}"
+        return f"{self.least:.0%} of copy" if self.figure == "copy" else f"{self.least:.0f} TFLOP/s"
+
+    def judge(self, found: Measurement | None, copy: float) -> Verdict:
+        """copy: bytes per second. found: None of a case that was not measured."""
+        if found is None:
+            return Verdict("not measured")
+        if self.figure == "peer":
+            peer = found.peers.get(self.peer)
+            return Verdict("not measured") if peer is None else _verdict(peer.ratio, self.least, f"{peer.ratio:.2f} x")
+        if self.figure == "copy":
+            reached = found.bytes_per_second / copy
+            return _verdict(reached, self.least, f"{reached:.1%}")
+        reached = found.flops_per_second / 1e12
+        return _verdict(reached, self.least, f"{reached:.0f} TFLOP/s")
 
 
-def _reached(reached: bool) -> str:
-    return "reached" if reached else "MISSED"
+def _verdict(reached: float, least: float, text: str) -> Verdict:
+    return Verdict("met" if reached >= least else "MISSED", text)
 
 
-def _targets() -> dict[str, Target]:
-    targets = {
-        "decode 64 x 4096, 32/4 heads": Target(of_copy=0.85),
-        "prefill 1 x 16384, 32/4 heads": Target(teraflops=400, beside=("SDPA cuDNN", 0.65)),
-    }
+def _targets() -> tuple[Target, ...]:
+    targets = [
+        Target("decode 64 x 4096, 32/4 heads", "copy", 0.85),
+        Target("prefill 1 x 16384, 32/4 heads", "teraflops", 400),
+        Target("prefill 1 x 16384, 32/4 heads", "peer", 0.65, "SDPA cuDNN"),
+    ]
     for model in ("Qwen3-30B-A3B", "Mixtral-8x7B"):
-        for num_tokens in (64, 256):
-            targets[f"{model} bfloat16, {num_tokens} tokens, uniform"] = Target(of_copy=0.85)
-        targets[f"{model} bfloat16, 1 tokens, uniform"] = Target(of_copy=0.55)
-        targets[f"{model} bfloat16, 8192 tokens, uniform"] = Target(teraflops=350, beside=("grouped_mm", 1.0))
+        for num_tokens, least in ((64, 0.85), (256, 0.85), (1, 0.55)):
+            targets.append(Target(f"{model} bfloat16, {num_tokens} tokens, uniform", "copy", least))
+        targets.append(Target(f"{model} bfloat16, 8192 tokens, uniform, products alone", "teraflops", 350))
+        targets.append(Target(f"{model} bfloat16, 8192 tokens, uniform", "peer", 1.0, "grouped_mm"))
     for name in ("RMS norm, 4096 x 2048", "residual and RMS norm, 4096 x 2048"):
-        targets[name] = Target(of_copy=0.75)
+        targets.append(Target(name, "copy", 0.75))
     for name in ("norms, rotation, KV write, 4096 tokens", "combine, 4096 tokens"):
-        targets[name] = Target(of_copy=0.75)
-    return targets
+        targets.append(Target(name, "copy", 0.75))
+    return tuple(targets)
 
 
 TARGETS = _targets()
 
 
-def targets_first(sections: Sequence[Section]) -> list[Section]:
-    """The cases that have a target in a section of their own before the others, in the targets' order."""
-    planned: dict[str, PlannedCase] = {case.name: case for section in sections for case in section.cases}
-    first = Section("Targets", [planned[name] for name in TARGETS if name in planned])
-    rest = [Section(each.title, [case for case in each.cases if case.name not in TARGETS]) for each in sections]
-    return [first, *rest]
+def verdict_of(name: str, found: Measurement, copy: float) -> str:
+    """Each target of a case and whether it is met."""
+    judged = [(target, target.judge(found, copy)) for target in TARGETS if target.case == name]
+    return "; ".join(f"{target.asked} {verdict.state}" for target, verdict in judged)
+
+
+def target_rows(found: Mapping[str, Measurement], copy: float) -> list[str]:
+    """A table of all targets, one row each, by the measurements there are."""
+    rows = []
+    for target in TARGETS:
+        verdict = target.judge(found.get(target.case), copy)
+        rows.append(table_row((target.case, target.asked, verdict.found, verdict.state)))
+    verdict = _beside_triton(found)
+    return [*TABLE_HEADER, *rows, table_row((*NO_SLOWER, verdict.found, verdict.state))]
+
+
+def _beside_triton(found: Mapping[str, Measurement]) -> Verdict:
+    """Of the case where one of the Triton peers was the fastest beside ours."""
+    ratios = [
+        (peer.ratio, f"{peer.ratio:.2f} x {name}, {case}")
+        for case, measured in found.items()
+        for name, peer in measured.peers.items()
+        if name in TRITON_PEERS
+    ]
+    if not ratios:
+        return Verdict("not measured")
+    worst, text = min(ratios)
+    return _verdict(worst, 1.0, text)
+
+
+def in_order(sections: Sequence[Section]) -> list[PlannedCase]:
+    """All cases, those with a target first, in the targets' order."""
+    planned = {case.name: case for section in sections for case in section.cases}
+    first = {target.case: planned[target.case] for target in TARGETS if target.case in planned}
+    return list((first | planned).values())

@@ -12,16 +12,21 @@ import torch
 from moeserve.bench.kernel_case import Call
 
 _MIN_CALLS = 10
-_REPLAYS = 20
-_CEILING_BYTES = 4 * 2**30
+# Of a comparison: replays last about so long in all, and each side has at least and at most so many.
+_SECONDS = 0.4
+_MIN_REPLAYS, _MAX_REPLAYS = 4, 20
+_COPY_BYTES = 4 * 2**30
+_SUM_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds per call: median over replays, and (largest - smallest) / median."""
+    """Microseconds per call: median over replays, and (largest - smallest) / median. in_graph: whether a graph held
+    the calls; else the time of launching them is part of it."""
 
     microseconds: float
     spread: float
+    in_graph: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,61 +38,107 @@ class Ceilings:
     flops: float
 
 
-def time_calls(calls: Sequence[Call]) -> Timing:
-    """Runs the calls in turn, at least ten, in a graph where it can hold them. Compiles first."""
-    rounds = -(-_MIN_CALLS // len(calls))
+def time_calls(*groups: Sequence[Call]) -> list[Timing]:
+    """One timing per group of calls, the groups replayed in turn: A B B A A B ...
 
-    def run() -> None:
-        for _ in range(rounds):
+    A group's calls run one after the other, at least ten, in a graph where it can hold them. Compiles first.
+    """
+    return _timings([_Replay(calls) for calls in groups])
+
+
+def _timings(replays: Sequence[_Replay]) -> list[Timing]:
+    # Also what lets the clock rise.
+    estimate = sum(replay.elapsed() for replay in replays) / 1e6
+    count = min(_MAX_REPLAYS, max(_MIN_REPLAYS, round(_SECONDS / max(estimate, 1e-6))))
+    times: list[list[float]] = [[] for _ in replays]
+    for turn in range(count):
+        order = range(len(replays)) if turn % 2 == 0 else reversed(range(len(replays)))
+        for number in order:
+            times[number].append(replays[number].elapsed() / replays[number].num_calls)
+    return [_timing(own, replay.in_graph) for own, replay in zip(times, replays, strict=True)]
+
+
+def _timing(times: Sequence[float], in_graph: bool) -> Timing:
+    median = statistics.median(times)
+    return Timing(median, (max(times) - min(times)) / median, in_graph)
+
+
+class _Replay:
+    """Calls that were run, so that all is compiled, and captured if a graph can hold them."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        rounds = -(-_MIN_CALLS // len(calls))
+        self.num_calls = rounds * len(calls)
+
+        def run() -> None:
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for call in calls:
                 call()
+            waits = _waits_for_device(calls)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        captured = None if waits else _captured(run)
+        self.in_graph = captured is not None
+        self._run = captured or run
 
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    replay = _captured(run) or run
-    replay()
-    times = [_elapsed(replay) / (rounds * len(calls)) for _ in range(_REPLAYS)]
-    median = statistics.median(times)
-    return Timing(median, (max(times) - min(times)) / median)
-
-
-def measure_ceilings(device: torch.device) -> Ceilings:
-    source = torch.randn(_CEILING_BYTES // 4, device=device)
-    target = torch.empty_like(source)
-    copy = 2 * _CEILING_BYTES / _seconds(lambda: target.copy_(source))
-    read = _CEILING_BYTES / _seconds(lambda: source.sum())
-    a, b = (torch.randn(8192, 8192, device=device).to(torch.bfloat16) for _ in range(2))
-    return Ceilings(copy, read, 2 * 8192**3 / _seconds(lambda: a @ b))
+    def elapsed(self) -> float:
+        """Microseconds of all calls, by events."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        self._run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3
 
 
-def _seconds(call: Callable[[], torch.Tensor]) -> float:
-    return time_calls([call]).microseconds / 1e6
+def _waits_for_device(calls: Sequence[Call]) -> bool:
+    """Whether torch says that one of the calls waits, as no call in a graph may. A capture that fails is to be avoided:
+    it leaves torch's random generator and current stream as they were within it."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for call in calls:
+            call()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
 
 
 def _captured(run: Callable[[], None]) -> Callable[[], None] | None:
-    """A graph of the run; None for one that waits for the device, as some peers do."""
-    graph = torch.cuda.CUDAGraph()
+    """A graph of the run; None for one that cannot be captured."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with torch.cuda.graph(graph):
+        # Other threads, such as those of a compiler, may do as they like meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             run()
     except RuntimeError:
+        torch.cuda.set_stream(stream)
         torch.cuda.synchronize()
         return None
     return graph.replay
 
 
-def _elapsed(run: Callable[[], None]) -> float:
-    """Microseconds, by events."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Takes and gives back some 9 GB. Numbers are random: zeros are faster."""
+    random = torch.Generator(device).manual_seed(0)
+    source = torch.randn(_COPY_BYTES // 4, device=device, generator=random)
+    target = torch.empty_like(source)
+    copy = 2 * _COPY_BYTES / _seconds(lambda: target.copy_(source))
+    part = source[: _SUM_BYTES // 4]
+    read = _SUM_BYTES / _seconds(part.sum)
+    a, b = (torch.randn(8192, 8192, device=device, generator=random).to(torch.bfloat16) for _ in range(2))
+    return Ceilings(copy, read, 2 * 8192**3 / _seconds(lambda: a @ b))
+
+
+def _seconds(call: Callable[[], torch.Tensor]) -> float:
+    return time_calls([call])[0].microseconds / 1e6
 
 
 class Deadline:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -12,6 +14,7 @@ from kernels.gpu.moe_config import MoeConfig, MoeShape
 from kernels.gpu.moe_experts import MoeWorkspace, device_of, moe_experts, moe_experts_reference
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.specs import Activation
+from moeserve.bench.kernel_guard import relative_error, run_guarded
 
 Routing = Literal["uniform", "zipf"]
 
@@ -55,8 +58,8 @@ class MoeCase:
     def num_flops(self) -> int:
         return 6 * self.num_tokens * self.shape.top_k * self.shape.hidden_size * self.shape.intermediate_size
 
-    def run(self, config: MoeConfig) -> Tensor:
-        """The whole operation after the gate -> [T, H]."""
+    def run(self, config: MoeConfig, out: Tensor | None = None) -> Tensor:
+        """The whole operation after the gate -> [T, H], `out` if it is given."""
         return moe_experts(
             self.x,
             self.expert_ids,
@@ -65,16 +68,23 @@ class MoeCase:
             ACTIVATION,
             config,
             self.workspace,
+            out,
             num_programs=device_of(self.x.device).num_multiprocessors,
         )
 
     def relative_error(self, config: MoeConfig, num_tokens: int = 8) -> float:
-        """Of some tokens' outputs against the reference in fp32. Runs the kernels."""
-        out = self.run(config)
+        """Of some tokens' outputs against the reference in fp32; NaN if any token's was not written. Runs the kernels.
+
+        Raises WrongResultError, see `run_guarded`.
+        """
+        for scratch in (self.workspace.hidden, self.workspace.results):
+            scratch.fill_(math.nan)
+        out = run_guarded(partial(self.run, config), self.x)
+        if not bool(out.isfinite().all()):
+            return math.nan
         places = sorted({round(i * (self.num_tokens - 1) / max(1, num_tokens - 1)) for i in range(num_tokens)})
         chosen = (self.x[places], self.expert_ids[places], self.expert_weights[places])
-        expected = moe_experts_reference(*chosen, self.experts, ACTIVATION)
-        return float((out[places].float() - expected).norm() / expected.norm())
+        return relative_error(out[places], moe_experts_reference(*chosen, self.experts, ACTIVATION))
 
 
 def make_case(

@@ -15,9 +15,9 @@ from kernels.gpu.moe_experts import moe_experts_reference
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.specs import Activation
 from moeserve.bench.kernel_attention import prepare
-from moeserve.bench.kernel_cases_attention import AttentionCase
+from moeserve.bench.kernel_cases_attention import AttentionCase, attention_cases
 from moeserve.bench.kernel_cases_moe import moe_cases
-from moeserve.bench.kernel_peers_attention import attention_peers, contiguous_inputs, flex, sdpa
+from moeserve.bench.kernel_peers_attention import _FLEX_SHAPES, attention_peers, contiguous_inputs, flex, sdpa
 from moeserve.bench.kernel_peers_servers import NOT_INSTALLED, server_attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the bench itself runs them")
@@ -67,15 +67,35 @@ def test_torchs_attention_is_ours(case):
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"), [(RAGGED, "equal lengths"), (FP8, "dtype")], ids=lambda value: str(value)[:9]
+    ("case", "peer", "reason"),
+    [(RAGGED, "varlen_attn", "refuses"), (FP8, "torch", "dtype"), (DECODE, "flex_attention", "not compiled")],
+    ids=lambda value: str(value)[:9],
 )
-def test_what_torch_cannot_compute_is_told_of(case, reason, monkeypatch):
-    assert reason in attention_peers(prepared_case(case, monkeypatch)).absent["torch"]
+def test_what_torch_cannot_compute_is_told_of(case, peer, reason, monkeypatch):
+    assert reason in attention_peers(prepared_case(case, monkeypatch)).absent[peer]
+
+
+def test_flex_attention_is_compiled_for_shapes_that_are_measured():
+    shapes = {(len(case.seq_lens), case.seq_lens[0], case.query_lens[0]) for case in attention_cases()}
+    assert shapes >= _FLEX_SHAPES
+
+
+def test_heads_are_repeated_for_a_backend_that_knows_no_groups(monkeypatch):
+    def refuse_groups(backend, q, keys, values, causal):
+        if q.shape[1] != keys.shape[1]:
+            raise RuntimeError("no available kernel")
+        return sdpa(SDPBackend.MATH, q, keys, values, causal)
+
+    monkeypatch.setattr("moeserve.bench.kernel_peers_attention.sdpa", refuse_groups)
+    calls = attention_peers(prepared_case(PREFILL, monkeypatch)).calls["SDPA cuDNN"]
+    assert len(calls) == 2
+    assert calls[0]().shape == (2, 4, 24, 32)
 
 
 def test_peers_that_are_not_installed_or_refuse_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setitem(sys.modules, "sglang", None)
+    monkeypatch.setattr("moeserve.bench.kernel_peers_attention._FLEX_SHAPES", {(2, 40, 1)})
     peers = attention_peers(prepared_case(DECODE, monkeypatch))
     assert {"vLLM Triton": NOT_INSTALLED, "SGLang Triton": NOT_INSTALLED}.items() <= peers.absent.items()
     # cuDNN computes on no CPU.

@@ -9,12 +9,11 @@ import torch
 from moeserve.bench.kernel_bench import _attention_case, _sections, main
 from moeserve.bench.kernel_case import KernelCase, PlannedCase, Section
 from moeserve.bench.kernel_cases_attention import AttentionCase
-from moeserve.bench.kernel_cases_small import small_cases
 from moeserve.bench.kernel_checks import Check
-from moeserve.bench.kernel_measurement import HEADER, Measurement
+from moeserve.bench.kernel_measurement import HEADER, Measurement, PeerTime
 from moeserve.bench.kernel_report import KernelReport
 from moeserve.bench.kernel_run import Bench, run_bench
-from moeserve.bench.kernel_targets import TARGETS, Target, targets_first
+from moeserve.bench.kernel_targets import TARGETS, Target, in_order, target_rows
 from moeserve.bench.kernel_timing import Ceilings, Deadline, Timing
 
 CEILINGS = Ceilings(copy=4e12, read=4.4e12, flops=8e14)
@@ -33,10 +32,10 @@ class Machine:
     def clock(self):
         return self.now
 
-    def time_calls(self, calls):
+    def time_calls(self, *groups):
         self.now += self.seconds
         self.timed += 1
-        return Timing(self.microseconds, 0.02)
+        return [Timing(self.microseconds, 0.02) for _ in groups]
 
 
 def planned(name, peers=(), error=1e-3):
@@ -53,18 +52,28 @@ def planned(name, peers=(), error=1e-3):
 
 def run(tmp_path, sections, machine, limit=1000.0, checks=PASSED):
     path = tmp_path / "benchmarks" / "kernels-gpu.md"
-    report = KernelReport(path, "Kernels on a GPU", sections)
-    bench = Bench(sections, lambda: iter(checks), lambda: CEILINGS, machine.time_calls)
+    report = KernelReport(path, "Kernels on a GPU", sections, target_rows({}, 1.0))
+    bench = Bench(sections, lambda: iter(checks), lambda: CEILINGS, machine.time_calls, lambda: "clocks are high")
     right = run_bench(bench, report, Deadline(limit, machine.clock))
     assert not list(path.parent.glob("*.part"))
     return right, path.read_text()
 
 
+def tables(text):
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line[:1] == "|"]
+    width = len(HEADER[0].strip("|").split("|"))
+    assert {len(row) for row in cells} == {4, width}
+    return [row for row in cells if len(row) == 4], [row for row in cells if len(row) == width]
+
+
 def rows(text):
     """Cells by case."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    assert all(len(row) == len(HEADER[0].strip("|").split("|")) for row in cells)
-    return {row[0]: row[1:] for row in cells}
+    return {row[0]: row[1:] for row in tables(text)[1]}
+
+
+def targets(text):
+    """What was found and the state, by case and what is asked."""
+    return {tuple(row[:2]): tuple(row[2:]) for row in tables(text)[0]}
 
 
 def test_a_row_has_time_rate_error_peers_and_configuration(tmp_path):
@@ -90,9 +99,51 @@ def test_what_begins_after_the_limit_is_left_out_and_said_to_be(tmp_path, capsys
     found = rows(text)
     assert found["b"][8] == "torch 100.0; flex: not measured"
     assert found["c"][0] == found["d"][0] == "not measured"
-    assert "The last 1 not measured: 25 s were used up." in text
-    assert "All not measured: 25 s were used up." in text
-    assert "Second: skipped from d on, 25 s were used up" in capsys.readouterr().out
+    assert "2 of 4 cases not measured: 25 s were used up." in text
+    assert "2 of 4 cases not measured: 25 s were used up." in capsys.readouterr().out
+
+
+def test_ceilings_and_the_state_of_the_machine_stand_before_checks_and_at_the_end(tmp_path):
+    _, text = run(tmp_path, [Section("Small", [planned("copy")])], Machine())
+    places = [text.index(part) for part in ("copy 4.00", "After the ceilings clocks are high", "1 of 1 checks")]
+    assert places == sorted(places)
+    assert "At the end clocks are high." in text
+
+
+def test_ratios_have_a_mean_within_their_section(tmp_path):
+    class Uneven(Machine):
+        def time_calls(self, *groups):
+            found = super().time_calls(*groups)
+            # Peers of the first case take four times as long, those of the second as long.
+            return [*found[:-1], Timing(400.0, 0.0)] if len(groups) > 1 and self.timed == 2 else found
+
+    cases = [planned("a", ["torch"]), planned("b", ["torch"]), planned("c")]
+    _, text = run(tmp_path, [Section("Small", cases), Section("Other", [planned("d")])], Uneven())
+    assert [rows(text)[name][7] for name in "abcd"] == ["4.00", "1.00", "", ""]
+    assert text.count("Geometric mean") == 1
+    assert "Geometric mean over 2 cases with peers: 2.00 times the best peer." in text
+
+
+def test_a_peer_that_fails_while_it_is_timed_leaves_the_others(tmp_path):
+    class Refusing(Machine):
+        def time_calls(self, *groups):
+            if self.timed == 1:
+                self.timed += 1
+                raise ValueError("another project's words")
+            return super().time_calls(*groups)
+
+    right, text = run(tmp_path, [Section("Small", [planned("a", ["flex", "torch"])])], Refusing())
+    assert right
+    assert rows(text)["a"][7:9] == ["1.00", "torch 100.0; flex: fails: ValueError"]
+
+
+def test_what_is_timed_without_a_graph_says_so(tmp_path):
+    class Waiting(Machine):
+        def time_calls(self, *groups):
+            return [Timing(each.microseconds, 0.0, in_graph=False) for each in super().time_calls(*groups)]
+
+    _, text = run(tmp_path, [Section("Small", [planned("a", ["loop"])])], Waiting())
+    assert rows(text)["a"][8] == "loop 100.0 (no graph)"
 
 
 def test_the_time_that_checks_take_counts(tmp_path):
@@ -112,10 +163,10 @@ def test_a_run_that_is_cut_off_leaves_what_it_measured(tmp_path):
         pass
 
     class Cut(Machine):
-        def time_calls(self, calls):
+        def time_calls(self, *groups):
             if self.timed == 2:
                 raise Killed
-            return super().time_calls(calls)
+            return super().time_calls(*groups)
 
     with pytest.raises(Killed):
         run(tmp_path, [Section("Small", [planned("a"), planned("b"), planned("c")])], Cut())
@@ -136,32 +187,61 @@ def test_what_fails_or_is_wrong_is_told_of_and_the_rest_is_measured(tmp_path):
     assert rows(text)["b"][0] == "100.0"
 
 
-def test_cases_with_targets_come_first_and_their_rows_say_whether_they_are_reached(tmp_path):
-    name = next(iter(TARGETS))
-    sections = targets_first([Section("Decode", [planned("other"), planned(name)])])
-    assert [[case.name for case in section.cases] for section in sections] == [[name], ["other"]]
-    for microseconds, verdict in ((100.0, "85% of copy reached"), (101.0, "85% of copy MISSED")):
-        _, text = run(tmp_path, sections, Machine(microseconds=microseconds))
-        assert rows(text)[name][9] == verdict
+def test_a_check_that_fails_leaves_the_cases_to_be_measured(tmp_path):
+    def checks():
+        yield Check("norm", 1e-4)
+        raise RuntimeError("out of resource")
+
+    right, text = run(tmp_path, [Section("Small", [planned("b")])], Machine(), checks=checks())
+    assert not right
+    assert "**FAILED** after 1 checks: RuntimeError: out of resource" in text
+    assert rows(text)["b"][0] == "100.0"
+
+
+def test_cases_with_targets_come_first_and_a_table_says_whether_they_are_met(tmp_path):
+    name, other = TARGETS[0].case, TARGETS[1].case
+    sections = [Section("Prefill", [planned("plain"), planned(other)]), Section("Decode", [planned(name)])]
+    assert [case.name for case in in_order(sections)] == [name, other, "plain"]
+    for microseconds, found, state in ((100.0, "85.0%", "met"), (101.0, "84.2%", "MISSED")):
+        _, text = run(tmp_path, sections, Machine(microseconds=microseconds), limit=10.0)
+        assert rows(text)[name][9] == f"85% of copy {state}"
+        assert targets(text)[name, "85% of copy"] == (found, state)
+        # The time is over.
+        assert targets(text)[other, "400 TFLOP/s"] == ("", "not measured")
+    assert len(tables(text)[0]) == len(TARGETS) + 3
+
+
+def test_every_triton_peer_of_every_case_counts(tmp_path):
+    def state(peers):
+        _, text = run(tmp_path, [Section("Small", [planned("a", peers)])], Machine())
+        ((found, verdict),) = [value for (case, _), value in targets(text).items() if case.startswith("every case")]
+        return found, verdict
+
+    assert state([]) == state(["torch"]) == ("", "not measured")
+    assert state(["torch", "vLLM Triton"]) == ("1.00 x vLLM Triton, a", "met")
 
 
 @pytest.mark.parametrize(
-    ("peers", "verdict"),
+    ("peers", "found", "state"),
     [
-        ({"SDPA cuDNN": 70.0}, "400 TFLOP/s reached; 0.65 x SDPA cuDNN reached"),
-        ({"SDPA cuDNN": 64.0}, "400 TFLOP/s reached; 0.65 x SDPA cuDNN MISSED"),
-        ({}, "400 TFLOP/s reached; 0.65 x SDPA cuDNN not measured"),
+        ({"SDPA cuDNN": PeerTime(70.0, 0.7)}, "0.70 x", "met"),
+        ({"SDPA cuDNN": PeerTime(64.0, 0.64)}, "0.64 x", "MISSED"),
+        ({}, "", "not measured"),
     ],
 )
-def test_a_target_beside_a_peer_compares_times(peers, verdict):
-    found = Measurement(100.0, 0.0, None, 1e12, 4.5e14, peers)
-    assert Target(teraflops=400, beside=("SDPA cuDNN", 0.65)).verdict(found, CEILINGS.copy) == verdict
+def test_a_target_beside_a_peer_compares_times(peers, found, state):
+    target = Target("prefill", "peer", 0.65, "SDPA cuDNN")
+    verdict = target.judge(Measurement(100.0, 0.0, None, 1e12, 4.5e14, peers), CEILINGS.copy)
+    assert (verdict.found, verdict.state) == (found, state)
+    assert target.asked == "0.65 x SDPA cuDNN"
 
 
 def test_every_target_is_of_a_case_that_is_measured():
     names = [case.name for section in _sections(torch.device("cpu"), 132) for case in section.cases]
     assert len(set(names)) == len(names)
-    assert set(TARGETS) <= set(names)
+    assert {target.case for target in TARGETS} <= set(names)
+    for format in ("int8", "fp8", "int4"):
+        assert sum(bool(re.search(f"Qwen3.* {format}, ", name)) for name in names) == 4
     assert sum(bool(re.search("extend .*fp8", name)) for name in names) == 1
 
 
@@ -169,7 +249,8 @@ def test_the_command_writes_a_file_named_after_the_gpu(tmp_path, monkeypatch, ca
     machine = Machine()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Gpu", (), {"multi_processor_count": 132}))
+    gpu = {"name": "NVIDIA H200", "multi_processor_count": 132, "total_memory": 2**37, "L2_cache_size": 60 << 20}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Gpu", (), gpu))
     monkeypatch.setattr("moeserve.bench.kernel_bench._sections", lambda *_: [Section("Small", [planned("copy")])])
     monkeypatch.setattr("moeserve.bench.kernel_checks.checks", lambda *_: [Check("norm", 1e-4)])
     monkeypatch.setattr("moeserve.bench.kernel_timing.measure_ceilings", lambda _: CEILINGS)
@@ -179,36 +260,9 @@ def test_the_command_writes_a_file_named_after_the_gpu(tmp_path, monkeypatch, ca
     assert capsys.readouterr().out.endswith(f"written to {path}\n")
     assert rows(path.read_text())["copy"][0] == "100.0"
     assert f"torch {torch.__version__}" in path.read_text()
+    assert "132 multiprocessors, 128 GiB, 60 MiB of L2" in path.read_text()
     assert main(["--out-dir", str(tmp_path), "--time-limit", "0"]) == 0
     assert rows(path.read_text())["copy"][0] == "not measured"
-
-
-# The smallest of each kind; larger ones take minutes in the interpreter.
-SMALLEST = {
-    number: case.name
-    for number, case in enumerate(small_cases(torch.device("cpu")))
-    if re.search(r"norm, 64 |, 64 tokens|, 1 x", case.name)
-}
-
-
-@pytest.mark.parametrize("number", SMALLEST, ids=SMALLEST.values())
-def test_small_cases_compute_what_their_peers_do(number, device, monkeypatch):
-    for size, small in {"_WIDTH": 64, "_HEADS": 4, "_KV_HEADS": 2, "_DIM": 32, "_VOCAB": 500, "_COLD_BYTES": 1}.items():
-        monkeypatch.setattr(f"moeserve.bench.kernel_cases_small.{size}", small)
-
-    def make():
-        torch.manual_seed(0)
-        return small_cases(device)[number].make()
-
-    case = make()
-    ours = case.calls[0]().clone()
-    assert ours.numel()
-    for peer in case.peers:
-        # Made anew, since some work in place.
-        calls = make().peers[peer]
-        assert len(calls) == len(case.calls)
-        if peer != "torch.sort":  # It draws.
-            torch.testing.assert_close(calls[0]().reshape(ours.shape), ours, rtol=2e-2, atol=2e-2)
 
 
 def test_an_attention_case_is_made_with_its_check(device, monkeypatch):
