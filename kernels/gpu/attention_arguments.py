@@ -81,6 +81,8 @@ class AttentionArguments:
             raise ValueError(f"the block size {block_size} is not a power of two")
         if max(keys_pool.stride(1), values_pool.stride(1)) >= 1 << 24:
             raise ValueError("slots lie too far apart")
+        if values_pool.element_size() == 1 and any(stride % 2 for stride in values_pool.stride()[:2]):
+            raise ValueError("slots of fp8 must lie an even number of bytes apart")
         self._values_in_keys = (
             keys_pool.data_ptr() == values_pool.data_ptr()
             and keys_pool.stride() == values_pool.stride()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_tile import attend, join_sink, load_rows, normalised, sequence_of
+from kernels.gpu.attention_tile import attend, half_queries, join_sink, load_rows, normalised, sequence_of
 
 
 @triton.jit(do_not_specialize=["table", "seq_lens", "query_starts", "num_seqs", "table_stride", "window"])
@@ -78,6 +78,9 @@ def prefill_kernel(
     query_tail = query
     if BLOCK_TAIL > 0:
         query_tail = load_rows(q_rows, row_valid, BLOCK_KEY, KEY_DIM, BLOCK_TAIL, True)
+    if keys.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
+        query, query_tail, power = half_queries(query, query_tail, BLOCK_TAIL)
+        score_scale *= power
     keys += kv_head * key_head_stride
     values += kv_head * value_head_stride
     table += seq.to(tl.int64) * table_stride
@@ -96,7 +99,8 @@ def prefill_kernel(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     for phase in tl.static_range(0 if HAS_WINDOW else 1, 3):
-        acc, row_max, row_sum = attend(
+        acc, _, row_max, row_sum = attend(
+            acc,
             acc,
             row_max,
             row_sum,
@@ -127,6 +131,7 @@ def prefill_kernel(
             HAS_WINDOW,
             HAS_SOFT_CAP,
             VALUES_IN_KEYS,
+            False,
         )
 
     if HAS_SINKS:

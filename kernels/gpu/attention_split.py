@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gpu.attention_tile import attend, join_sink, load_rows, normalised, sequence_of
+from kernels.gpu.attention_tile import attend, half_queries, join_sink, load_rows, normalised, sequence_of
 from kernels.gpu.attention_work import count_chunks
 
 
@@ -114,6 +114,9 @@ def split_kernel(
     query_tail = query
     if BLOCK_TAIL > 0:
         query_tail = load_rows(q_rows, row_valid, BLOCK_KEY, KEY_DIM, BLOCK_TAIL, True)
+    if keys.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
+        query, query_tail, power = half_queries(query, query_tail, BLOCK_TAIL)
+        score_scale *= power
 
     begin = (first_chunk + part) * chunk
     visible_begin = begin
@@ -121,10 +124,19 @@ def split_kernel(
         visible_begin = tl.maximum(begin, first_position - window + 1)
         begin = tl.maximum(begin, visible_begin // TILE * TILE)
     visible_end = tl.minimum((first_chunk + part + 1) * chunk, first_position + tile_tokens)
-    acc = tl.zeros([ROWS, BLOCK_VALUE], tl.float32)
+    # More rows go by whole warpgroups, whose values pass through shared memory in any case.
+    FP8_PAIRS: tl.constexpr = (
+        VALUE_DIM % 2 == 0
+        and values.dtype.element_ty.primitive_bitwidth == 8
+        and query.dtype == tl.float16
+        and ROWS < 64
+        and not VALUES_IN_KEYS
+    )
+    acc = tl.zeros([ROWS, BLOCK_VALUE // 2 if FP8_PAIRS else BLOCK_VALUE], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
-    acc, row_max, row_sum = attend(
+    acc, acc_odd, row_max, row_sum = attend(
+        acc,
         acc,
         row_max,
         row_sum,
@@ -155,7 +167,10 @@ def split_kernel(
         HAS_WINDOW,
         HAS_SOFT_CAP,
         VALUES_IN_KEYS,
+        FP8_PAIRS,
     )
+    if FP8_PAIRS:
+        acc = tl.interleave(acc, acc_odd)
 
     dims = tl.arange(0, BLOCK_VALUE)
     stored = row_valid[:, None] & (dims < VALUE_DIM)[None, :]

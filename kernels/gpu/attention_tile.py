@@ -53,6 +53,32 @@ def load_rows(rows, row_mask, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
+def half_queries(query, tail, BLOCK_TAIL: tl.constexpr):
+    """Rows in fp16 over a power of two each, and these powers [rows, 1]: what keys and values of fp8 are multiplied in.
+
+    Fp8 widens to fp16 by one instruction for two elements, to bf16 by four. A row's largest element comes to lie
+    between 1 and 2, so nothing overflows, and bf16 loses bits only below 2^-14 of it.
+    """
+    largest = tl.max(tl.abs(query.to(tl.float32)), 1)
+    if BLOCK_TAIL > 0:
+        largest = tl.maximum(largest, tl.max(tl.abs(tail.to(tl.float32)), 1))
+    power = (tl.maximum(largest, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)[:, None]
+    return (query.to(tl.float32) / power).to(tl.float16), (tail.to(tl.float32) / power).to(tl.float16), power
+
+
+@triton.jit
+def fp8_pairs(rows, row_mask, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """[rows, BLOCK / 2] elements at even places of fp8 rows, and those at odd places, in fp16; as `load_rows`.
+
+    Two at a time they are 16 bits wide, which the tensor cores' loads can transpose; bytes would be read one by one.
+    """
+    pairs = load_rows(rows.to(tl.pointer_type(tl.uint16), bitcast=True), row_mask, 0, DIM // 2, BLOCK // 2, True)
+    even = (pairs & 0xFF).to(tl.uint8).to(rows.dtype.element_ty, bitcast=True)
+    odd = (pairs >> 8).to(tl.uint8).to(rows.dtype.element_ty, bitcast=True)
+    return even.to(tl.float16), odd.to(tl.float16)
+
+
+@triton.jit
 def look_up(table, start, visible_begin, visible_end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
     """The block ids of TILE positions from `start` on: one if a tile never crosses a block; 0 where none is visible."""
     if BLOCK_SIZE % TILE == 0:
@@ -67,6 +93,7 @@ def look_up(table, start, visible_begin, visible_end, BLOCK_SIZE: tl.constexpr, 
 @triton.jit
 def attend(
     acc,
+    acc_odd,
     row_max,
     row_sum,
     q,
@@ -96,13 +123,15 @@ def attend(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
+    FP8_PAIRS: tl.constexpr,
 ):
-    """Folds the positions [begin, end), `begin` a multiple of TILE, into (acc, row_max, row_sum) and returns them.
+    """Folds the positions [begin, end), `begin` a multiple of TILE, into (acc, acc_odd, row_max, row_sum), its result.
 
     `keys` and `values` point at slot 0 of one head. MASKED is false only if every row sees every position of every
     tile. With CAUSAL each row has its own position; without it all rows see [visible_begin, visible_end).
     Keys are read in a part of BLOCK_KEY and, where BLOCK_TAIL > 0, a second of BLOCK_TAIL (80 = 64 + 16, 576 = 512 +
-    64). With VALUES_IN_KEYS the first part is the values too and is read once.
+    64). With VALUES_IN_KEYS the first part is the values too and is read once. With FP8_PAIRS acc holds the even
+    columns and acc_odd, which is not used otherwise, the odd ones.
     """
     # The block of the next tile is looked up a tile ahead: a load whose address hangs on another load of the same
     # iteration halves the depth of Triton's pipeline.
@@ -149,9 +178,14 @@ def attend(
         decay = tl.exp2(row_max - shift)
         row_sum = row_sum * decay + tl.sum(weights, 1)
         row_max = new_max
-        v = k if VALUES_IN_KEYS else load_rows(value_rows, visible, 0, VALUE_DIM, BLOCK_VALUE, MASKED).to(q.dtype)
-        acc = tl.dot(weights.to(q.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return acc, row_max, row_sum
+        weights = weights.to(q.dtype)
+        if FP8_PAIRS:
+            v, v_odd = fp8_pairs(value_rows, visible, VALUE_DIM, BLOCK_VALUE)
+            acc_odd = tl.dot(weights, v_odd, acc_odd * decay[:, None])
+        else:
+            v = k if VALUES_IN_KEYS else load_rows(value_rows, visible, 0, VALUE_DIM, BLOCK_VALUE, MASKED).to(q.dtype)
+        acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
+    return acc, acc_odd, row_max, row_sum
 
 
 @triton.jit

@@ -66,6 +66,16 @@ def test_decode_in_low_precision(dtype, kv_dtype, device):
     assert_close(run_split(batch, fixed_chunk=32, **scales), batch.reference(**scales))
 
 
+@pytest.mark.parametrize("power", [-60, 20])
+@pytest.mark.parametrize("key_dim", [64, 80])
+def test_queries_beyond_the_range_of_fp16_over_keys_of_fp8(key_dim, power, device):
+    batch = make_batch([40, 5], [3, 5], dtype=torch.bfloat16, kv_dtype=FP8, key_dim=key_dim, device=device)
+    batch = replace(batch, q=batch.q * 2.0**power)
+    expected = batch.reference(key_scale=2.0**-power)
+    assert_close(run_split(batch, fixed_chunk=32, key_scale=2.0**-power), expected)
+    assert_close(run_prefill(batch, rows=16, key_scale=2.0**-power), expected)
+
+
 @pytest.mark.parametrize("fixed_chunk", [None, 16, 32])
 @pytest.mark.parametrize(
     ("window", "sinks", "soft_cap"),
