@@ -106,10 +106,11 @@ def prepare(
     *,
     config: AnyConfig | None = None,
     configs: AttentionConfigs | None = None,
-    seed: int = 0,
+    tensors: AttentionTensors | None = None,
 ) -> PreparedAttention:
-    """Random tensors of a case. config: of its kind, default what `configs` choose, or else the table."""
-    tensors = _tensors(case, device, torch.Generator(device).manual_seed(seed))
+    """Random tensors of a case, unless they are given. config: of its kind, default what `configs` choose, or else the
+    table."""
+    tensors = tensors or _tensors(case, device, torch.Generator(device).manual_seed(0))
     chosen = config or _chosen(case, configs or AttentionConfigs(case.shape))
     if isinstance(chosen, PrefillConfig):
         return _prefill(case, tensors, chosen)

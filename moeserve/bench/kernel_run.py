@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from moeserve.bench.kernel_case import PlannedCase, Section
-from moeserve.bench.kernel_checks import Check
+from moeserve.bench.kernel_check import Check
 from moeserve.bench.kernel_measurement import Measurement, TimeCalls, measure, remark, row
 from moeserve.bench.kernel_report import NOT_MEASURED, KernelReport
 from moeserve.bench.kernel_targets import in_order, target_rows, verdict_of

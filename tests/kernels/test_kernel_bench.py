@@ -1,9 +1,13 @@
 """`moeserve bench kernels` where there is no GPU: one sentence, or correctness alone."""
 
+import math
+
 import pytest
 import torch
 
 from moeserve.bench.kernel_bench import NO_GPU, run
+from moeserve.bench.kernel_check import checked
+from moeserve.bench.kernel_guard import WrongResultError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
 
@@ -17,5 +21,18 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path, capsys):
 def test_interpreted_it_checks_every_family(tmp_path, capsys):
     assert run(interpret=True, out_dir=tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 13
+    assert len(lines) == 29
     assert all(line.startswith("ok ") for line in lines)
+
+
+def test_a_check_that_cannot_run_is_told_of_and_does_not_pass(capsys):
+    def fails():
+        raise RuntimeError("out of\nresource")
+
+    def races():
+        raise WrongResultError("two runs differ")
+
+    found = [checked("norm", fails), checked("norm", races), checked("norm", lambda: math.nan)]
+    assert [check.name for check in found] == ["norm (RuntimeError: out of resource)", "norm (two runs differ)", "norm"]
+    assert not any(check.passed for check in found)
+    assert "Traceback" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import torch
 from moeserve.bench.kernel_bench import _attention_case, _sections, main
 from moeserve.bench.kernel_case import KernelCase, PlannedCase, Section
 from moeserve.bench.kernel_cases_attention import AttentionCase
-from moeserve.bench.kernel_checks import Check
+from moeserve.bench.kernel_check import Check
 from moeserve.bench.kernel_measurement import HEADER, Measurement, PeerTime
 from moeserve.bench.kernel_report import KernelReport
 from moeserve.bench.kernel_run import Bench, run_bench
