@@ -101,7 +101,7 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 def chat(url: str, model: str | None, system: str | None, max_tokens: int | None, api_key: str | None) -> None:
     """Talk to a running server from the terminal."""
     console = Console(highlight=False, soft_wrap=True)
-    base = url.rstrip("/").removesuffix("/v1")
+    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     try:
         conversation = Conversation(base, model or first_model(base, api_key), api_key, system, max_tokens)
     except ChatError as error:
@@ -123,10 +123,13 @@ def _read_line() -> str | None:
 
 
 def _answer(console: Console, conversation: Conversation, text: str) -> None:
+    """Prints the answer. A script is told of an error by its exit code, a person may try again."""
     try:
         for piece in conversation.say(text):
             console.out(piece, end="", highlight=False)
     except ChatError as error:
+        if not sys.stdin.isatty():
+            raise click.ClickException(str(error)) from None
         console.print(f"[red]{escape(str(error))}[/]", end="")
     except KeyboardInterrupt:
         console.print("[dim] (stopped)[/]", end="")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from launcher.lazy_group import LazyGroup
+from moeserve.version import VERSION
 
 _COMMANDS = {
     "serve": ("launcher.serve:serve", "Serve a model over HTTP until stopped."),
@@ -23,6 +24,7 @@ _COMMANDS = {
     entries=_COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
+@click.version_option(VERSION, "-V", "--version", message="moeserve %(version)s")
 def main() -> None:
     """Inference service for mixture-of-experts language models."""
 

@@ -18,11 +18,11 @@ from moeserve.request import FinishReason
 _SEED_MASK = 2**63 - 1
 
 
-def check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> int:
+def check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str | None = None) -> int:
     """The number of tokens the output may have. Raises ApiError where prompt and output do not fit."""
     wanted = 1 if max_tokens is None else max_tokens
     if num_prompt_tokens + wanted > max_model_len:
-        raise context_length_exceeded(max_model_len, num_prompt_tokens, wanted)
+        raise context_length_exceeded(max_model_len, num_prompt_tokens, wanted, param=param)
     return max_model_len - num_prompt_tokens if max_tokens is None else max_tokens
 
 
@@ -47,7 +47,7 @@ def build_generates(
     generates: list[Generate] = []
     for prompt in prompts:
         packed = pack_token_ids(prompt)
-        max_tokens = check_length(len(prompt), request.max_tokens, max_model_len)
+        max_tokens = check_length(len(prompt), request.max_tokens, max_model_len, request.prompt_field)
         for sample in range(request.n):
             sampling = replace(request.sampling, max_tokens=max_tokens, seed=derive_seed(seed, sample))
             generates.append(Generate(f"{request_id}-{len(generates)}", packed, sampling, namespace, request.priority))

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from moeserve.frontend.auth import AuthGate, load_keys
-from moeserve.frontend.boundary import RequestBoundary, as_api_error
+from moeserve.frontend.boundary import RequestBoundary
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.routes.experts import ExpertRoutes
 from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, GenerateRoute
 from moeserve.frontend.routes.service import ServiceRoutes
@@ -42,7 +43,7 @@ def create_app(services: Services) -> Starlette:
             Middleware(RequestBoundary, metrics=services.metrics, routes=paths),
             Middleware(AuthGate, keys=keys),
         ],
-        exception_handlers={404: _http_error, 405: _http_error},
+        exception_handlers={404: _no_route, 405: _no_method},
     )
     app.router.redirect_slashes = False
     return app
@@ -69,6 +70,13 @@ def _routes(services: Services) -> list[BaseRoute]:
     ]
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
-    api_error = as_api_error(error)
-    return Response(api_error.body(), api_error.status, media_type="application/json")
+async def _no_route(request: Request, _: Exception) -> Response:
+    message = f"There is no {request.scope['path'][:200]} here; GET / lists what there is"
+    return Response(ApiError(404, message, code="not_found").body(), 404, media_type="application/json")
+
+
+async def _no_method(request: Request, error: Exception) -> Response:
+    headers = getattr(error, "headers", None) or {}
+    message = f"{request.scope['path'][:200]} does not answer {request.method}, but {headers.get('Allow')}"
+    body = ApiError(405, message, code="method_not_allowed").body()
+    return Response(body, 405, headers, media_type="application/json")

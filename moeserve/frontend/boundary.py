@@ -74,8 +74,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        return ApiError(error.status_code, str(error.detail), code=code)
+        return ApiError(error.status_code, str(error.detail))
     return internal_error()
 
 

@@ -52,20 +52,23 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def unsupported(param: str) -> ApiError:
-    """400: a field that would change the answer and is not served."""
-    return ApiError(400, f"`{param}` is not supported by this server", param=param, code="unsupported_parameter")
+def unsupported(param: str, value: str | None = None) -> ApiError:
+    """400: a field, or one value of it, that would change the answer and is not served."""
+    what = param if value is None else f"{param}={value}"
+    return ApiError(400, f"`{what}` is not supported by this server", param=param, code="unsupported_parameter")
 
 
-def context_length_exceeded(limit: int, prompt_tokens: int, output_tokens: int, *, at_least: bool = False) -> ApiError:
-    """400: prompt plus output do not fit; the message carries the limit and both counts."""
+def context_length_exceeded(
+    limit: int, prompt_tokens: int, output_tokens: int, *, at_least: bool = False, param: str | None = None
+) -> ApiError:
+    """400: prompt plus output do not fit; the message carries the limit and both counts. param: where the prompt is."""
     about = "at least " if at_least else ""
     message = (
         f"This model's maximum context length is {limit} tokens, but {about}{prompt_tokens + output_tokens} were "
         f"requested ({about}{prompt_tokens} in the prompt and {output_tokens} for the output). "
         "Shorten the prompt or ask for fewer tokens."
     )
-    return ApiError(400, message, param="messages", code="context_length_exceeded")
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def unknown_model(name: str) -> ApiError:

@@ -71,7 +71,8 @@ class FrontendServer(uvicorn.Server):
     def _begin_drain(self) -> None:
         self._services.draining = True
         if self._drain is None:
-            log.info("draining", in_flight=self._services.admission.in_flight)
+            if in_flight := self._services.admission.in_flight:
+                log.info("draining", in_flight=in_flight)
             self._drain = asyncio.create_task(self._drain_and_exit())
 
     async def _drain_and_exit(self) -> None:

@@ -85,21 +85,20 @@ class Services:
         """Token ids of a prompt; long ones are tokenised in a thread. Raises ApiError."""
         if isinstance(prompt, list):
             return prompt
-        mark = None
         if isinstance(prompt, ChatPrompt):
-            text, mark = await self._render(prompt)
+            field, (text, mark) = "messages", await self._render(prompt)
         else:
-            text = prompt
+            field, text, mark = "prompt", prompt, None
         # No token is longer than the longest one, so hopeless prompts need no tokenising.
         least = len(text) // self.tokenizer.longest_token
         if least >= facts.max_model_len:
-            raise context_length_exceeded(facts.max_model_len, least, 1, at_least=True)
+            raise context_length_exceeded(facts.max_model_len, least, 1, at_least=True, param=field)
         if len(text) <= limits.TOKENIZE_INLINE_CHARS:
             token_ids = self._encode(text, mark)
         else:
             token_ids = await asyncio.to_thread(self._encode, text, mark)
         if not token_ids:
-            raise invalid("The prompt has no tokens", "prompt" if mark is None else "messages")
+            raise invalid("The prompt has no tokens", field)
         return token_ids
 
     def _encode(self, text: str, mark: str | None) -> list[int]:

@@ -57,8 +57,18 @@ def test_unknown_models_routes_and_methods(server: Frontend) -> None:
         == "model_not_found"
     )
     assert error_of(server.http.get("/v1/models/x"), 404)["code"] == "model_not_found"
-    assert error_of(server.http.get("/v1/nothing"), 404)["code"] == "not_found"
-    assert error_of(server.http.get("/v1/completions"), 405)["code"] == "method_not_allowed"
+    nothing = error_of(server.http.get("/v1/nothing"), 404)
+    assert (nothing["code"], nothing["message"]) == (
+        "not_found",
+        "There is no /v1/nothing here; GET / lists what there is",
+    )
+    got = server.http.get("/v1/completions")
+    error = error_of(got, 405)
+    assert (error["code"], error["message"]) == (
+        "method_not_allowed",
+        "/v1/completions does not answer GET, but POST",
+    )
+    assert got.headers["allow"] == "POST"
     assert error_of(server.http.get("/health/"), 404)["code"] == "not_found"
 
 
@@ -66,7 +76,7 @@ def test_unknown_models_routes_and_methods(server: Frontend) -> None:
 def test_what_exceeds_the_context_is_told_with_both_counts(server: Frontend, prompt: Any, max_tokens: int) -> None:
     response = server.http.post("/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": max_tokens})
     error = error_of(response, 400)
-    assert error["code"] == "context_length_exceeded"
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert "maximum context length is 512 tokens" in error["message"]
     assert not server.engine.of(Generate)
 

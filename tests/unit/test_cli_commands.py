@@ -34,6 +34,11 @@ def test_version_names_moeserve_and_torch():
     assert "torch 2" in result.output
 
 
+def test_the_version_is_an_option_too():
+    result = CliRunner().invoke(main, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"moeserve {VERSION}\n")
+
+
 def test_help_lists_settings_under_headings_and_names_their_variables():
     result = CliRunner().invoke(main, ["serve", "--help"])
     assert result.exit_code == 0

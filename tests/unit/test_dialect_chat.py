@@ -86,15 +86,25 @@ def test_bad_messages_are_refused_by_name(messages: Any, param: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "param", "named"),
     [
-        {"role": "tool", "content": "x", "tool_call_id": "1"},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role", "messages[0].role=tool"),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+            "messages[0].tool_calls",
+            "messages[0].tool_calls",
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},
+            "messages[0].content[0].type",
+            "messages[0].content[0].type=image_url",
+        ),
     ],
 )
-def test_messages_of_what_is_not_served_are_refused(message: dict[str, Any]) -> None:
-    assert refuse(messages=[message]).code == "unsupported_parameter"
+def test_messages_of_what_is_not_served_are_refused(message: dict[str, Any], param: str, named: str) -> None:
+    error = refuse(messages=[message])
+    assert (error.code, error.param) == ("unsupported_parameter", param)
+    assert error.message == f"`{named}` is not supported by this server"
 
 
 def test_both_names_of_the_limit_are_known() -> None:

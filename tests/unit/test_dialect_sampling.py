@@ -163,6 +163,18 @@ def test_values_out_of_bounds_are_refused_by_name(dialect: str, field: str, valu
     assert error.param.startswith(field)
 
 
+@pytest.mark.parametrize(
+    ("field", "interval"),
+    [
+        ("max_tokens", "at least 1 and at most 2147483647"),
+        ("seed", "at least -9223372036854775808 and at most 9223372036854775807"),
+        ("top_p", "above 0 and at most 1"),
+    ],
+)
+def test_a_refusal_names_its_bounds_in_full(dialect: str, field: str, interval: str) -> None:
+    assert refuse(dialect, **{field: 2**70}).message == f"`{field}` must be {interval}"
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b"{", b"{}x", b"\xff", b'{"model":"\xff"}', b'"text"'])
 def test_bodies_that_are_no_json_object_are_refused(dialect: str, body: bytes) -> None:
     with pytest.raises(ApiError) as caught:

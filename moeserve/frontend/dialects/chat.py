@@ -81,7 +81,7 @@ def read_chat_prompt(chat: ChatBody) -> ChatPrompt:
 
 def _message(message: ChatMessage, where: str) -> dict[str, Any]:
     if message.role in ("tool", "function"):
-        raise unsupported(f"{where}.role={message.role}")
+        raise unsupported(f"{where}.role", message.role)
     if message.role not in ROLES:
         raise invalid(f"`{where}.role` must be one of {', '.join(sorted(ROLES))}", f"{where}.role")
     for name in ("tool_calls", "function_call"):
@@ -102,7 +102,7 @@ def _content_text(content: str | list[ContentPart] | None, where: str) -> str:
     texts = []
     for index, part in enumerate(content):
         if part.type not in ("text", "input_text", "output_text"):
-            raise unsupported(f"{where}.content[{index}].type={part.type[:40]}")
+            raise unsupported(f"{where}.content[{index}].type", part.type[:40])
         if part.text is None:
             raise invalid(f"`{where}.content[{index}].text` is required", f"{where}.content[{index}].text")
         texts.append(part.text)

@@ -142,9 +142,14 @@ def _wrong_type(message: str) -> ApiError:
 def bounded(name: str, value: Any, low: float, high: float, *, above: bool = False) -> Any:
     """`value` if it is finite and in [low, high] (in (low, high] with `above`). Raises ApiError."""
     if not math.isfinite(value) or value < low or value > high or (above and value == low):
-        interval = f"{'above' if above else 'at least'} {low:g} and at most {high:g}"
+        interval = f"{'above' if above else 'at least'} {_plain(low)} and at most {_plain(high)}"
         raise invalid(f"`{name}` must be {interval}", name)
     return value
+
+
+def _plain(bound: float) -> str:
+    """All digits of a whole number."""
+    return str(int(bound)) if bound == int(bound) else f"{bound:g}"
 
 
 def check_model(name: str | None, model: ModelFacts) -> str:

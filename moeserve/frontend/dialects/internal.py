@@ -58,6 +58,11 @@ class GenerateRequest:
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
+    @property
+    def prompt_field(self) -> str:
+        """The field that the prompts came in."""
+        return "messages" if isinstance(self.prompts[0], ChatPrompt) else "prompt"
+
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
