@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from moeserve.models.demo.gguf_source import DenseShape, GgufSource
 from moeserve.models.demo.package import locate_gguf
 from moeserve.models.demo.text_files import mixtral_config, write_text_files
+from moeserve.models.generation_config import load_generation_defaults
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +121,16 @@ def test_the_chat_template_keeps_the_callers_system_message(folder: Path) -> Non
     )
 
 
+def test_who_asks_for_no_temperature_gets_the_one_its_makers_recommend(folder: Path) -> None:
+    assert load_generation_defaults(folder).sampling == {"temperature": 0.2, "top_p": 0.9}
+
+
 def test_the_configs_name_the_same_special_tokens(folder: Path) -> None:
     tokenizer_config = msgspec.json.decode((folder / "tokenizer_config.json").read_bytes())
     assert tokenizer_config["bos_token"] == "<|im_start|>"
     assert tokenizer_config["eos_token"] == tokenizer_config["pad_token"] == "<|im_end|>"
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    assert msgspec.json.decode((folder / "generation_config.json").read_bytes()) == ends
+    generation_config = msgspec.json.decode((folder / "generation_config.json").read_bytes())
+    assert {key: generation_config[key] for key in ends} == ends
     config = msgspec.json.decode((folder / "config.json").read_bytes())
     assert {key: config[key] for key in ends} == ends

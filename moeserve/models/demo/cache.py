@@ -16,7 +16,7 @@ from moeserve.models.manifest import made_by
 from moeserve.models.progress import Progress
 
 # Raise when the files a build writes change: caches of an older version are then rebuilt.
-_BUILD_VERSION = 1
+_BUILD_VERSION = 2
 _BUILDER = "demo/"
 # SmolLM2-135M in bytes of bfloat16: feed-forward layers, which grow by experts / top_k, and everything else.
 _FFN_BYTES, _OTHER_BYTES = 160_000_000, 115_000_000

@@ -8,6 +8,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from moeserve.models.demo.gguf_source import DenseShape, Vocabulary
 
+# What SmolLM2's model card recommends. At temperature 1 so small a model soon loses the thread.
+_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+
 
 def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     """Byte-level BPE that splits digits one by one first, as the model was trained."""
@@ -28,7 +31,7 @@ def write_text_files(out_dir: Path, shape: DenseShape, vocabulary: Vocabulary, c
     build_tokenizer(vocabulary).save(str(out_dir / "tokenizer.json"))
     write_json(out_dir / "tokenizer_config.json", _tokenizer_config(shape, vocabulary))
     ends = {"bos_token_id": vocabulary.bos_id, "eos_token_id": vocabulary.eos_id, "pad_token_id": vocabulary.pad_id}
-    write_json(out_dir / "generation_config.json", ends)
+    write_json(out_dir / "generation_config.json", ends | _SAMPLING)
     write_json(out_dir / "config.json", config | ends)
 
 
