@@ -55,6 +55,8 @@ class Scoring:
         """What dots are multiplied by, the soft cap, both in the base-2 domain of the kernels (see `attend`), and what
         results are multiplied by."""
         scale = self.scale * self.key_scale
+        if scale <= 0:
+            raise ValueError(f"products scaled by {scale}, which is not positive")
         if self.soft_cap is None:
             return scale * _LOG2_E, 0.0, self.value_scale
         return scale * 2.0 * _LOG2_E / self.soft_cap, self.soft_cap * _LOG2_E, self.value_scale

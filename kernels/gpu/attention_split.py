@@ -114,9 +114,10 @@ def split_kernel(
     query_tail = query
     if BLOCK_TAIL > 0:
         query_tail = load_rows(q_rows, row_valid, BLOCK_KEY, KEY_DIM, BLOCK_TAIL, True)
+    row_scale = tl.full([ROWS], 1.0, tl.float32) * score_scale
     if keys.dtype.element_ty.primitive_bitwidth == 8 and q.dtype.element_ty == tl.bfloat16:
         query, query_tail, power = half_queries(query, query_tail, BLOCK_TAIL)
-        score_scale *= power
+        row_scale *= power
 
     begin = (first_chunk + part) * chunk
     visible_begin = begin
@@ -152,7 +153,7 @@ def split_kernel(
         table + seq.to(tl.int64) * table_stride,
         key_stride,
         value_stride,
-        score_scale,
+        row_scale,
         cap_scale,
         window,
         KEY_DIM,

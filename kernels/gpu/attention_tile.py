@@ -54,7 +54,7 @@ def load_rows(rows, row_mask, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def half_queries(query, tail, BLOCK_TAIL: tl.constexpr):
-    """Rows in fp16 over a power of two each, and these powers [rows, 1]: what keys and values of fp8 are multiplied in.
+    """Rows in fp16 over a power of two each, and these powers [rows]: what keys and values of fp8 are multiplied in.
 
     Fp8 widens to fp16 by one instruction for two elements, to bf16 by four. A row's largest element comes to lie
     between 1 and 2, so nothing overflows, and bf16 loses bits only below 2^-14 of it.
@@ -62,8 +62,9 @@ def half_queries(query, tail, BLOCK_TAIL: tl.constexpr):
     largest = tl.max(tl.abs(query.to(tl.float32)), 1)
     if BLOCK_TAIL > 0:
         largest = tl.maximum(largest, tl.max(tl.abs(tail.to(tl.float32)), 1))
-    power = (tl.maximum(largest, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)[:, None]
-    return (query.to(tl.float32) / power).to(tl.float16), (tail.to(tl.float32) / power).to(tl.float16), power
+    power = (tl.maximum(largest, 1e-30).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    query, tail = query.to(tl.float32) / power[:, None], tail.to(tl.float32) / power[:, None]
+    return query.to(tl.float16), tail.to(tl.float16), power
 
 
 @triton.jit
@@ -127,8 +128,9 @@ def attend(
 ):
     """Folds the positions [begin, end), `begin` a multiple of TILE, into (acc, acc_odd, row_max, row_sum), its result.
 
-    `keys` and `values` point at slot 0 of one head. MASKED is false only if every row sees every position of every
-    tile. With CAUSAL each row has its own position; without it all rows see [visible_begin, visible_end).
+    `keys` and `values` point at slot 0 of one head. score_scale [rows] is positive. MASKED is false only if every row
+    sees every position of every tile. With CAUSAL each row has its own position; without it all rows see
+    [visible_begin, visible_end).
     Keys are read in a part of BLOCK_KEY and, where BLOCK_TAIL > 0, a second of BLOCK_TAIL (80 = 64 + 16, 576 = 512 +
     64). With VALUES_IN_KEYS the first part is the values too and is read once. With FP8_PAIRS acc holds the even
     columns and acc_odd, which is not used otherwise, the odd ones.
@@ -159,9 +161,7 @@ def attend(
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
         if HAS_SOFT_CAP:
             # cap * tanh(x) = cap - 2 cap / (exp(2x) + 1); score_scale holds 2 log2(e) / cap, cap_scale cap * log2(e).
-            scores = cap_scale - 2.0 * cap_scale / (tl.exp2(scores * score_scale) + 1.0)
-        else:
-            scores = scores * score_scale
+            scores = cap_scale - 2.0 * cap_scale / (tl.exp2(scores * score_scale[:, None]) + 1.0)
         if MASKED:
             if CAUSAL:
                 seen = visible[None, :] & (positions[None, :] <= row_positions[:, None])
@@ -171,10 +171,13 @@ def attend(
             else:
                 scores = tl.where(visible[None, :], scores, float("-inf"))
 
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # Scaled after the maximum is taken: once per row there, and in one instruction with the subtraction.
+        largest = tl.max(scores, 1) if HAS_SOFT_CAP else tl.max(scores, 1) * score_scale
+        new_max = tl.maximum(row_max, largest)
         # A row that has seen nothing yet: -inf - -inf would be NaN.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-        weights = tl.exp2(scores - shift[:, None])
+        exponents = scores if HAS_SOFT_CAP else scores * score_scale[:, None]
+        weights = tl.exp2(exponents - shift[:, None])
         decay = tl.exp2(row_max - shift)
         row_sum = row_sum * decay + tl.sum(weights, 1)
         row_max = new_max

@@ -21,7 +21,6 @@ from torch import Tensor
 from kernels.gpu.moe_config import MAX_PAIRS_AT_ONCE
 
 CHUNK = 256
-_PIECE = 32
 _TILES_PER_PROGRAM = 64
 _CHUNKS_PER_STEP = 32
 
@@ -101,7 +100,6 @@ def _place_kernel(
     BLOCK_M: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
-    PIECE: tl.constexpr,
     TILES: tl.constexpr,
     STEP: tl.constexpr,
 ):
@@ -126,12 +124,10 @@ def _place_kernel(
 
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     slot = slot_of(ids, expert_slot, pair, pair < num_pairs, NUM_EXPERTS, HAS_MAP)
-    rank = tl.zeros([CHUNK], tl.int32)
-    for piece in range(0, CHUNK // PIECE):
-        other_pair = chunk * CHUNK + piece * PIECE + tl.arange(0, PIECE)
-        other_slot = slot_of(ids, expert_slot, other_pair, other_pair < num_pairs, NUM_EXPERTS, HAS_MAP)
-        earlier = (slot[:, None] == other_slot[None, :]) & (other_pair[None, :] < pair[:, None])
-        rank += tl.sum(earlier.to(tl.int32), 1)
+    # Lanes run along the last axis: over the first a thread adds up by itself.
+    index = tl.arange(0, CHUNK)
+    earlier = (slot[:, None] == slot[None, :]) & (index[:, None] < index[None, :])
+    rank = tl.sum(earlier.to(tl.int32), 0)
     position = tl.gather(start + before, tl.maximum(slot, 0), 0) + rank
     tl.store(pairs + position, pair, mask=slot >= 0)
 
@@ -139,7 +135,7 @@ def _place_kernel(
     tile_end = tl.cumsum(tiles, 0)
     tile = chunk * TILES + tl.arange(0, TILES)
     # The slots that end before a tile are those below its own; slots without rows end where the one before them does.
-    own = tl.sum((tile_end[None, :] <= tile[:, None]).to(tl.int32), 1)
+    own = tl.sum((tile_end[:, None] <= tile[None, :]).to(tl.int32), 0)
     is_tile = own < BINS
     own = tl.minimum(own, BINS - 1)
     skipped = (tile - tl.gather(tile_end - tiles, own, 0)) * BLOCK_M
@@ -192,7 +188,6 @@ def sort_pairs(
         BLOCK_M=block_m,
         BINS=bins,
         CHUNK=CHUNK,
-        PIECE=_PIECE,
         TILES=_TILES_PER_PROGRAM,
         STEP=_CHUNKS_PER_STEP,
         num_warps=8,
