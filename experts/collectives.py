@@ -60,6 +60,8 @@ class Collectives:
         self.waits = DeviceWaits(self.device, timeout)
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+        # Registering the buffers of a captured collective is an exchange among the hosts that nobody bounds in time.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         # The shared-memory operations are compiled at the first use, which takes a minute, and none is called here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -22,18 +24,27 @@ class DeviceWaits:
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self.seconds = seconds
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu = self._marking = device.type == "cuda"
         self._marks: deque[torch.cuda.Event] = deque()
 
     def mark(self) -> None:
         """Marks a place in the device's queue, and waits for the place of some marks before. Raises CollectiveError."""
-        if not self._on_gpu:
+        if not self._marking:
             return
         event = torch.cuda.Event()
         event.record()
         self._marks.append(event)
         if len(self._marks) > _MARKS_AHEAD:
             self.wait_for(self._marks.popleft())
+
+    @contextmanager
+    def without_marks(self) -> Iterator[None]:
+        """While a graph is captured: what is queued then does not run, so no mark behind it is ever reached."""
+        before, self._marking = self._marking, False
+        try:
+            yield
+        finally:
+            self._marking = before
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Raises CollectiveError if the device does not get there in time."""

@@ -13,6 +13,7 @@ from experts.collectives import Collectives
 from experts.device_exchange import DeviceAllToAll
 from experts.exchange import AllGather, AllToAll, Exchange
 from experts.placement.placement import Placement, Ranks, refilled
+from experts.recorded_traffic import RecordedTraffic
 from experts.slot_tables import SlotTables
 from kernels.activation import Activation
 
@@ -69,7 +70,7 @@ class ExpertParallel(Generic[Experts]):
             ]
         else:
             self._slots = [[range(placement.num_experts) for _ in ranks] for _ in range(placement.num_layers)]
-        self._tables = [self._make_tables(layer) for layer in range(placement.num_layers)]
+        self._tables = tuple(self._make_tables(layer) for layer in range(placement.num_layers))
         self._here = [self._find_experts_here(layer) for layer in range(placement.num_layers)]
 
     @property
@@ -98,28 +99,39 @@ class ExpertParallel(Generic[Experts]):
         return {slot: expert for slot, expert in enumerate(after) if expert != before[slot]}
 
     def place(self, layer: int, ranks: tuple[Ranks, ...]) -> None:
-        """Places a layer anew, from the next step on. Every rank does so before that step, with its arrivals there."""
+        """Places a layer anew, from the next step on. Every rank does so before that step, with its arrivals there.
+
+        Tables stay where they are, and are written in the order of the stream: graphs captured before go by them.
+        """
         self._placement = self._placement.with_layer(layer, ranks)
         if self._local_of is None:
             self._slots[layer] = [
                 refilled(slots, self._placement.experts_on(layer, rank))
                 for rank, slots in enumerate(self._slots[layer])
             ]
-        self._tables[layer] = self._make_tables(layer)
+        self._tables[layer].become(self._make_tables(layer))
         self._here[layer] = self._find_experts_here(layer)
 
     @property
     def num_rows_sent(self) -> int:
         """Rows sent to others, padding included."""
-        return sum(self._exchange.rows_to)
+        return sum(self._rows_to)
 
     def sent(self) -> list[int]:
         """Rows sent to each rank, then bytes handed over for each rank, both ways and counts included."""
-        return [*self._exchange.rows_to, *self._collectives.bytes_to]
+        return [*self._rows_to, *self._collectives.bytes_to]
+
+    @property
+    def _rows_to(self) -> list[int]:
+        return [sum(counts) for counts in zip(*(shape.rows_to for shape in self._exchanges.values()), strict=True)]
 
     def use(self, shape: str) -> None:
-        """Takes the shape `allgather` or `alltoall`."""
+        """Takes the shape `allgather` or `alltoall`, from the next step on."""
         self._exchange = self._exchanges[shape]
+
+    def traffic(self) -> RecordedTraffic:
+        """For a graph to be captured with the shape in use."""
+        return RecordedTraffic(self._collectives, self._exchange)
 
     def begin_step(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
         """Tells how many rows each rank has in this step, and in its last layer."""

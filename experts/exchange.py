@@ -99,7 +99,11 @@ class AllToAll:
 
 
 class AllGather:
-    """Every row goes to every rank, padded to the longest rank's number: all sizes are known from the plan."""
+    """Every row goes to every rank, padded to the longest rank's number: all sizes are known from the plan.
+
+    Where the ranks have equally many rows nothing here depends on the step: a graph can hold it. Rows whose experts
+    are -1 meet none.
+    """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -110,14 +114,15 @@ class AllGather:
     ) -> Arrived:
         longest = max(num_rows)
         packed = pack_rows(x, expert_ids, weights)
-        padded = packed.new_zeros((longest, packed.shape[1]))
-        padded[: len(packed)] = packed
+        if len(packed) < longest:
+            packed = torch.cat((packed, packed.new_zeros((longest - len(packed), packed.shape[1]))))
         me = self._collectives.rank
         self.rows_to = [total + longest * (rank != me) for rank, total in enumerate(self.rows_to)]
-        rows, ids, of_rows = unpack_rows(self._collectives.all_gather(padded), x, expert_ids.shape[1])
+        rows, ids, of_rows = unpack_rows(self._collectives.all_gather(packed), x, expert_ids.shape[1])
         slots = tables.slots_here(ids)
         for rank, count in enumerate(num_rows):
-            slots[rank * longest + count : (rank + 1) * longest] = -1
+            if count < longest:
+                slots[rank * longest + count : (rank + 1) * longest] = -1
         return Arrived(rows, slots, of_rows)
 
     def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:

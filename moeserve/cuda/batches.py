@@ -209,17 +209,22 @@ class DecodeBatch:
     def load(self, arrays: StepArrays, drawn: Tensor | None) -> None:
         """Puts a step's rows into the tensors; those beyond them become padding: no length, no slot."""
         count, batch, sequences = arrays.num_rows, self.batch, self.batch.sequences
+        if count:
+            self._load_rows(arrays, drawn)
+        batch.positions[count:].zero_()
+        sequences.slots[count:].fill_(-1)
+        sequences.seq_lens[count:].zero_()
+        self._num_valid.fill_(count)
+
+    def _load_rows(self, arrays: StepArrays, drawn: Tensor | None) -> None:
+        count, batch, sequences = arrays.num_rows, self.batch, self.batch.sequences
         device = batch.token_ids.device
         batch.token_ids[:count].copy_(token_ids_of(arrays, drawn, device))
         batch.positions[:count].copy_(to_device(arrays.positions, device))
-        batch.positions[count:].zero_()
         sequences.slots[:count].copy_(to_device(arrays.slots, device))
-        sequences.slots[count:].fill_(-1)
         sequences.seq_lens[:count].copy_(to_device(arrays.seq_lens, device))
-        sequences.seq_lens[count:].zero_()
         width = max(len(table) for table in arrays.block_tables)
         sequences.block_table[:count, :width].copy_(block_table(arrays.block_tables, width, device))
-        self._num_valid.fill_(count)
 
     def update_works(self) -> None:
         """Shares the loaded sequences' work out; part of what a graph records."""

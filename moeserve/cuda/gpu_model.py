@@ -23,8 +23,9 @@ from moeserve.cuda.expert_memory import (
 )
 from moeserve.cuda.launch_variants import StepLimits, StepShape
 from moeserve.cuda.memory import kv_memory
+from moeserve.cuda.peers import Peers
 from moeserve.cuda.routing import HeardDecoder
-from moeserve.cuda.runner import GpuModelRunner, Wait
+from moeserve.cuda.runner import GpuModelRunner
 from moeserve.cuda.step_arrays import capture_sizes
 from moeserve.cuda.warm_up import BeginStep, alone, launch_all_variants, launch_blank_step, launch_variants
 from moeserve.kv_budget import KvBudget, share_kv
@@ -135,14 +136,13 @@ def make_runner(
     kv: KvBudget,
     settings: GpuSettings,
     configs: MoeConfigs | None = None,
-    begin_step: BeginStep = alone,
-    wait: Wait = torch.cuda.Event.synchronize,
+    peers: Peers | None = None,
     tap: RoutingTap | None = None,
 ) -> GpuModelRunner:
     """Takes the KV memory. On a GPU it compiles all kernels and, unless eager, captures the decode steps.
 
-    configs: of the decoder's experts. begin_step: told of the steps that are launched here. wait: for a step.
-    tap: what hears the decoder's gates.
+    configs: of the decoder's experts. peers: the other ranks, who do the same meanwhile. tap: what hears the decoder's
+    gates.
     """
     spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
     kv_dtype = settings.kv_dtype or dtype
@@ -153,13 +153,15 @@ def make_runner(
     if decoder.device.type == "cuda":
         steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, kv.max_model_len)
         variants = launch_variants(limits, configs, steps)
+        begin_step = alone if peers is None else peers.begin_alike
         launch_all_variants(decoder, pool.layers, batches, variants, settings.block_size, begin_step)
     heard = HeardDecoder(decoder, pool.layers, tap)
     decode = None
     if not settings.enforce_eager:
-        decode = DecodeSteps(heard, limits, capture_sizes(settings.max_num_seqs))
+        decode = DecodeSteps(heard, limits, capture_sizes(settings.max_num_seqs), peers)
         if decoder.device.type == "cuda":
             decode.capture()
+    wait = torch.cuda.Event.synchronize if peers is None else peers.wait_for
     return GpuModelRunner(heard, pool, batches, decode=decode, wait=wait)
 
 

@@ -7,7 +7,7 @@ read: it finds the tokens that this one draws on the device.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from moeserve.cuda.routing import Computed, HeardDecoder, StepRouting
 from moeserve.cuda.sampler import Drawn, Logprobs, draw_tokens
 from moeserve.cuda.step_arrays import StepArrays, step_arrays
 from moeserve.kv_pool import KVPool
-from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult, wanted_logits
+from moeserve.plan import ChunkResult, StepPlan, StepResult, wanted_logits
 
 # How the host waits for a place in the device's queue.
 Wait = Callable[[torch.cuda.Event], None]
@@ -87,10 +87,10 @@ class GpuModelRunner:
         Blocks are not cleared when they change hands: no kernel reads a slot that its sequence has not written.
         """
         if not plan.chunks:
-            return LaunchedStep(plan, None, {}, _mark(self._decoder.serve_others()), self._wait)
+            return LaunchedStep(plan, None, {}, _mark(self._serve_others()), self._wait)
         arrays = step_arrays(plan.chunks, self._kv_pool.block_size)
         logit_rows, places = wanted_logits(plan.chunks)
-        computed = self._forward(plan.chunks, arrays, logit_rows)
+        computed = self._forward(arrays, logit_rows)
         logits = computed.logits
         routing = None if computed.routing is None else computed.routing.at_home()
         sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
@@ -110,11 +110,24 @@ class GpuModelRunner:
         }
         return LaunchedStep(plan, drawn, prompt_logprobs, _mark(logits), self._wait, routing)
 
-    def _forward(self, chunks: Sequence[Chunk], arrays: StepArrays, logit_rows: list[int]) -> Computed:
-        is_decode = arrays.max_query_len == 1 and len(logit_rows) == len(chunks)
-        if self._decode is not None and is_decode and self._decode.fits(len(chunks)):
-            return self._decode.run(arrays, self._drawn)
+    def _forward(self, arrays: StepArrays, logit_rows: list[int]) -> Computed:
+        size = None if self._decode is None else self._decode.size_of(arrays, len(logit_rows))
+        if self._decode is not None and size is not None:
+            return self._decode.run(arrays, self._drawn, size)
         return self._decoder(self._batches.make(arrays, logit_rows, self._drawn))
+
+    def _serve_others(self) -> Tensor:
+        """A step of several ranks in which this one has no rows; a graph of theirs has padding here."""
+        no_rows = StepArrays()
+        size = None if self._decode is None else self._decode.size_of(no_rows, 0)
+        if self._decode is not None and size is not None:
+            return self._decode.run(no_rows, None, size).logits
+        return self._decoder.serve_others()
+
+    def close(self) -> None:
+        """Gives up what was captured."""
+        if self._decode is not None:
+            self._decode.release()
 
 
 def _mark(queued: Tensor) -> torch.cuda.Event | None:

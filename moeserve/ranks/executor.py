@@ -10,18 +10,19 @@ from experts.errors import CollectiveError
 from moeserve.executor import Runner
 from moeserve.plan import StepPlan, StepResult
 from moeserve.plan_codec import encode_plan
+from moeserve.ranks.fault import find_fault
 from moeserve.ranks.hub import RankHub
 from moeserve.ranks.messages import Forward, LayerLoaded, RankBeat, RankError, RankResult, Shutdown, ToRank
+from moeserve.ranks.step_rows import StepRows
 from moeserve.result_codec import decode_result
 
 _POLL_SECONDS = 0.1
-_SECONDS_FOR_A_BEAT = 0.7
 
 
 class StepSizes(Protocol):
     """Whoever needs to know how many rows every rank has in the step that begins."""
 
-    def begin_step(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None: ...
+    def begin_step(self, rows: StepRows) -> None: ...
 
 
 class RankedExecutor:
@@ -46,16 +47,15 @@ class RankedExecutor:
         self.on_beat: Callable[[RankBeat], None] = lambda _: None
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
-        num_rows = [plan.num_tokens for plan in plans]
-        num_logit_rows = [plan.num_logit_rows for plan in plans]
+        rows = StepRows.of(plans)
+        counts = [*rows.num_rows], [*rows.num_logit_rows], rows.only_decodes
         for rank in self._hub.others:
-            plan = encode_plan(plans[rank])
-            self._hub.send(rank, Forward(plan, num_rows, num_logit_rows, self.placement_version))
-        self._sizes.begin_step(num_rows, num_logit_rows)
+            self._hub.send(rank, Forward(encode_plan(plans[rank]), *counts, self.placement_version))
+        self._sizes.begin_step(rows)
         try:
             result = self._runner.run(plans[0])
         except CollectiveError as error:
-            raise self._blame(error) from error
+            raise find_fault(self._hub, error, self._num_entered(), self._timeout) from error
         return [result, *self._collect(result.step)]
 
     def tell(self, message: ToRank) -> None:
@@ -97,29 +97,3 @@ class RankedExecutor:
             self.on_loaded(message)
         elif isinstance(message, RankBeat):
             self.on_beat(message)
-
-    def _blame(self, error: CollectiveError) -> RankError:
-        """Who made a collective fail: who is dead, or else silent, or else behind all others."""
-        try:
-            num_entered = self._latest_beats()
-        except RankError as found:
-            return found
-        for rank in self._hub.others:
-            if rank not in num_entered:
-                return RankError(f"{self._hub.name(rank)} is lost or hung: it gives no sign of life.")
-        last = min(num_entered, key=num_entered.__getitem__)
-        if num_entered[last] < self._num_entered():
-            return RankError(f"{self._hub.name(last)} hung: the others waited for it for {self._timeout:g} s.")
-        return RankError(f"The ranks cannot reach each other: {error}.")
-
-    def _latest_beats(self) -> dict[int, int]:
-        """Of every rank that runs now, how many collectives it has entered. Raises RankError if one has died."""
-        while self._hub.receive(0) is not None:
-            continue
-        num_entered: dict[int, int] = {}
-        deadline = time.monotonic() + _SECONDS_FOR_A_BEAT
-        while (left := deadline - time.monotonic()) > 0:
-            message = self._hub.receive(left)
-            if isinstance(message, RankBeat):
-                num_entered[message.rank] = message.num_entered
-        return num_entered

@@ -22,6 +22,7 @@ from moeserve.expert_service.recording import ExpertRecording, open_recording
 from moeserve.expert_service.strategy import expert_strategy
 from moeserve.model_loading import ModelPlan, Report
 from moeserve.ranks.executor import RankedExecutor
+from moeserve.ranks.fault import find_fault
 from moeserve.ranks.hub import RankHub
 from moeserve.ranks.introduction import dismiss_strangers, introduction
 from moeserve.ranks.meeting import Meeting, meet_as_first
@@ -79,7 +80,11 @@ def _load_together(
     for rank in hub.others:
         hub.send(rank, Start(lent))
     member.meet_peers(lent)
-    member.warm_up()
+    try:
+        member.warm_up()
+    except CollectiveError as error:
+        collectives = member.collectives
+        raise find_fault(hub, error, collectives.num_entered, collectives.waits.seconds) from error
     return member
 
 
@@ -107,7 +112,7 @@ def _serve(
     config = context.config
     executor = RankedExecutor(
         member.runner,
-        member.experts,
+        member,
         hub,
         timeout=collective_timeout(config),
         num_entered=lambda: member.collectives.num_entered,

@@ -28,7 +28,8 @@ from moeserve.cuda.gpu_model import (
     gate_tap,
     make_runner,
 )
-from moeserve.cuda.launch_variants import StepShape
+from moeserve.cuda.runner import GpuModelRunner
+from moeserve.cuda.step_arrays import capture_sizes
 from moeserve.cuda.weights import load_gpu_decoder
 from moeserve.executor import LaunchingRunner
 from moeserve.expert_service.gpu_prefetch import with_prefetches
@@ -39,6 +40,8 @@ from moeserve.model_loading import ModelPlan, ServedModel, no_experts, owned_exp
 from moeserve.models.generation_config import load_generation_defaults
 from moeserve.models.tensor_reader import Progress
 from moeserve.ranks.gpu_experts import make_gpu_migrator, open_rank_experts
+from moeserve.ranks.gpu_steps import GpuSteps
+from moeserve.ranks.step_rows import StepRows, captures_decodes
 
 log = structlog.get_logger(__name__)
 
@@ -54,6 +57,7 @@ class GpuMember:
 
     prefetcher: PrefixListener | None = None
     lent = None
+    _captured: GpuModelRunner | None = None
 
     def __init__(
         self,
@@ -66,13 +70,11 @@ class GpuMember:
         timeout: float,
         progress: Progress | None = None,
     ) -> None:
-        """shape: of dispatch. timeout: seconds that ranks may be apart once they serve."""
+        """shape: of dispatch, see `captures_decodes`. timeout: seconds that ranks may be apart once they serve."""
         spec, device = plan.spec, collectives.device
         assert plan.placement is not None
         assert spec.moe is not None
-        # Graphs do not record what ranks send each other.
-        settings = replace(settings, enforce_eager=True)
-        self._directory, self._plan, self._settings = directory, plan, settings
+        self._directory, self._plan = directory, plan
         self._shape, self._timeout = shape, timeout
         self.collectives = collectives
         self.dispatch_shape: str | None = None
@@ -85,6 +87,8 @@ class GpuMember:
             directory, plan, settings, owned, storage, configs, collectives.waits, device, progress or _silent
         )
         self._resident, self._compute = here.resident, here.compute_of(spec.moe_layers[0])
+        captures = captures_decodes(shape, eager=settings.enforce_eager, all_resident=here.resident is None)
+        self._settings = replace(settings, enforce_eager=not captures)
         self.experts = ExpertParallel(
             collectives,
             plan.placement,
@@ -94,6 +98,7 @@ class GpuMember:
             local_of=None if here.resident is None else here.compute_of,
             for_devices=True,
         )
+        self.steps = GpuSteps(self.experts, collectives)
         self._home_rows = HomeRows(spec.moe_layers, self.experts)
         dispatch_of = self._home_rows.around(self.experts.dispatch_of)
         self._tap = tap = gate_tap(spec, settings, None if here.resident is None else settings.experts)
@@ -124,7 +129,7 @@ class GpuMember:
         self.collectives.be_patient(_SECONDS_TO_COMPILE)
         self._launch_experts()
         self._choose_shape()
-        compute_largest_step(self._decoder, settings, self._begin_alike)
+        compute_largest_step(self._decoder, settings, self.steps.begin_alike)
         memory = settings.kv_cache_memory or free_for_kv(self.collectives.device, settings)
         block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, settings.kv_dtype or dtype)
         kv = share_kv(
@@ -134,9 +139,8 @@ class GpuMember:
             model_max_len=spec.max_position,
             max_model_len=settings.max_model_len,
         )
-        runner: LaunchingRunner = make_runner(
-            self._decoder, kv, settings, self._configs, self._begin_alike, self.collectives.waits.wait_for, self._tap
-        )
+        self._captured = make_runner(self._decoder, kv, settings, self._configs, self.steps, self._tap)
+        runner: LaunchingRunner = self._captured
         if self._resident is not None:
             runner, self.prefetcher = with_prefetches(
                 runner, self._decoder, self._resident, self._directory, settings, self._home_rows
@@ -154,18 +158,18 @@ class GpuMember:
         self.experts.forget_counts()
         self.collectives.be_patient(self._timeout)
 
+    def begin_step(self, rows: StepRows) -> None:
+        self.steps.begin(rows)
+
     def memory_stats(self) -> ExpertMemoryStats | None:
         return None if self._resident is None else self._resident.memory.stats()
 
     def close(self) -> None:
         if self._resident is not None:
             self._resident.memory.close()
+        if self._captured is not None:
+            self._captured.close()
         self.collectives.close()
-
-    def _begin_alike(self, shape: StepShape) -> None:
-        """Every rank computes a step of the same shape."""
-        num_ranks = self.collectives.num_ranks
-        self.experts.begin_step([shape.num_tokens] * num_ranks, [shape.num_logits] * num_ranks)
 
     def _launch_experts(self) -> None:
         moe, experts = self._plan.spec.moe, self._decoder.experts[0]
@@ -186,7 +190,8 @@ class GpuMember:
             shape = min(seconds, key=seconds.__getitem__)
             if self.collectives.rank == 0:
                 log.info("dispatch_measured", took=shape, **{name: f"{1000 * s:.2f} ms" for name, s in seconds.items()})
-        self.experts.use(shape)
+        sizes = () if self._settings.enforce_eager else capture_sizes(self._settings.max_num_seqs)
+        self.steps.use(shape, sizes)
         self.dispatch_shape = shape
 
 

@@ -25,6 +25,7 @@ from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, o
 from moeserve.models.weights import DispatchOf
 from moeserve.ranks.meeting import Meeting
 from moeserve.ranks.messages import RankError
+from moeserve.ranks.step_rows import StepRows
 from moeserve.run_context import RunContext
 from moeserve.startup import rank_runner, routing_tap, signature_tap
 
@@ -118,6 +119,9 @@ class CpuMember:
         self.experts.forget_counts()
         if self.model.experts is not None:
             self.model.experts.memory.forget_counts()
+
+    def begin_step(self, rows: StepRows) -> None:
+        self.experts.begin_step(rows.num_rows, rows.num_logit_rows)
 
     def memory_stats(self) -> ExpertMemoryStats | None:
         return None if self.model.experts is None else self.model.experts.memory.stats()

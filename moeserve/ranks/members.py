@@ -21,6 +21,7 @@ from moeserve.kv_budget import KvBudget
 from moeserve.model_loading import ModelPlan, Report, ServedModel, plan_model, read_spec
 from moeserve.ranks.meeting import Meeting
 from moeserve.ranks.member import CpuMember, collective_timeout
+from moeserve.ranks.step_rows import StepRows
 from moeserve.run_context import RunContext
 
 
@@ -59,6 +60,9 @@ class RankMember(Protocol):
 
     def warm_up(self) -> None:
         """What all ranks do together before the first step."""
+
+    def begin_step(self, rows: StepRows) -> None:
+        """Tells of the step that `runner` is asked for next, by all ranks."""
 
     def memory_stats(self) -> ExpertMemoryStats | None: ...
 

@@ -69,7 +69,7 @@ class Start(Message):
 
 
 class Forward(Message):
-    """A step: this rank's plan (`plan_codec`), and how many rows every rank has, in all layers and in the last one.
+    """A step: this rank's plan (`plan_codec`), and what all ranks know of all plans (`moeserve.ranks.step_rows`).
 
     placement_version: the migration (`PlaceLayer`) that is in use from this step on, 0 before the first.
     """
@@ -77,6 +77,7 @@ class Forward(Message):
     plan: bytes
     num_rows: list[int]
     num_logit_rows: list[int]
+    only_decodes: bool
     placement_version: int
 
 

@@ -33,6 +33,7 @@ from moeserve.ranks.messages import (
     Shutdown,
     Start,
 )
+from moeserve.ranks.step_rows import StepRows
 from moeserve.result_codec import encode_result
 from moeserve.run_context import RunContext
 
@@ -108,7 +109,7 @@ def _run_steps(rank: int, link: RankLink, member: RankMember, beats: BeatThread)
             beats.busy.set()
             if message.placement_version != migrator.version:
                 migrator.switch(message.placement_version)
-            member.experts.begin_step(message.num_rows, message.num_logit_rows)
+            member.begin_step(StepRows(message.num_rows, message.num_logit_rows, message.only_decodes))
             result = member.runner.run(decode_plan(message.plan))
             beats.busy.clear()
             if outcome := migrator.outcome():

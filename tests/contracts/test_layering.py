@@ -67,6 +67,7 @@ WITH_TORCH = {
     "moeserve.ranks.first_rank",
     "moeserve.ranks.gpu_experts",
     "moeserve.ranks.gpu_member",
+    "moeserve.ranks.gpu_steps",
     "moeserve.ranks.introduction",
     "moeserve.ranks.other_rank",
     "moeserve.ranks.startup",

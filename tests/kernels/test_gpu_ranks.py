@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FEW = {"num_requests": 2, "max_tokens": 2}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"model": "qwen3_moe", "num_requests": 3, "max_tokens": 2},
-    "gathered": {"model": "glm4_moe", "shape": "allgather", **FEW},
+    "gathered": {"model": "glm4_moe", "shape": "allgather", "eager": True, **FEW},
+    "replayed": {"model": "glm4_moe", "shape": "allgather"},
     "fp8-kv": {"model": "qwen3_moe", "kv_cache_dtype": "fp8_e4m3", **FEW},
     "int4": {"model": "qwen3_moe", "shape": "allgather", "expert_quantization": "int4", **FEW},
     "int4-moved": {"model": "qwen3_moe", "shape": "allgather", "expert_quantization": "int4", "moves": True, **FEW},
@@ -114,8 +115,15 @@ def of_two(models: Path) -> dict[str, Said]:
 
 
 def test_two_ranks_give_the_tokens_of_the_cpu(models: Path, of_two: dict[str, Said]) -> None:
-    for name in ("plain", "gathered"):
+    for name in ("plain", "replayed"):
         assert tokens_of(of_two[name]) == tokens_of(said_on_cpu(CASES[name], models))
+
+
+def test_decodes_in_lasting_batches_say_what_steps_of_their_own_do(of_two: dict[str, Said]) -> None:
+    eager, replayed = of_two["gathered"], of_two["replayed"]
+    shorter = [request[:2] for request in replayed[: len(eager)]]
+    assert tokens_of(eager) == tokens_of(shorter)
+    assert logprobs_of(eager) == pytest.approx(logprobs_of(shorter), abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["fp8-kv", "int4"])

@@ -11,6 +11,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from moeserve.models.families import build_spec
 from moeserve.models.hf_config import load_config
 from moeserve.plan import StepPlan, StepResult, wanted_logits
 from moeserve.ranks.gpu_member import GpuMember
+from moeserve.ranks.step_rows import StepRows, captures_decodes
 from tests.support.rank_requests import NUM_BLOCKS, RankCase, serve
 
 TIMEOUT = 120
@@ -55,16 +58,42 @@ def make_member(case: RankCase, collectives: Collectives) -> GpuMember:
     return GpuMember(folder, plan, case.settings(spec), collectives, shape=case.shape, timeout=TIMEOUT)
 
 
-def run_on_ranks(member: GpuMember, moves: bool, plans: list[StepPlan]) -> list[StepResult]:
+@dataclass
+class Together:
+    """Steps in lasting batches: how many, and of them those with an idle rank and with two ranks of unequal batches."""
+
+    all: int = 0
+    idle: int = 0
+    unequal: int = 0
+
+    def count(self, num_rows: Sequence[int]) -> None:
+        self.all += 1
+        self.idle += min(num_rows) == 0
+        self.unequal += 0 < min(num_rows) < max(num_rows)
+
+
+def run_on_ranks(member: GpuMember, moves: bool, together: Together, plans: list[StepPlan]) -> list[StepResult]:
     if moves and plans[0].step > 1 and member.migrator.version == 0:
         swap_experts(member)
-    member.experts.begin_step([plan.num_tokens for plan in plans], [plan.num_logit_rows for plan in plans])
+    rows = StepRows.of(plans)
+    member.begin_step(rows)
+    if member.steps.decode_size is not None:
+        together.count(rows.num_rows)
     own = member.runner.run(plans[member.collectives.rank])
     if plans[member.collectives.rank].chunks:
         check_routing(member, plans[member.collectives.rank], own)
     results: list[StepResult] = [own] * len(plans)
     torch.distributed.all_gather_object(results, own)
     return results
+
+
+def check_together(case: RankCase, together: Together) -> None:
+    """Decodes are computed in lasting batches where that can be, by ranks with unequal batches or none."""
+    captures = captures_decodes(case.shape, eager=case.eager, all_resident=case.num_slots is None)
+    assert (together.all > 0) == captures
+    if captures and case.num_requests > 2:
+        assert together.idle > 0, together
+        assert together.unequal > 0, together
 
 
 def swap_experts(member: GpuMember) -> None:
@@ -102,7 +131,9 @@ def main() -> None:
         member = make_member(case, collectives)
         member.warm_up()
         assert member.model.kv.num_blocks == NUM_BLOCKS
-        said.append(serve(case, member.model.kv, num_ranks, partial(run_on_ranks, member, case.moves)))
+        together = Together()
+        said.append(serve(case, member.model.kv, num_ranks, partial(run_on_ranks, member, case.moves, together)))
+        check_together(case, together)
         assert member.migrator.version == case.moves
         if num_ranks > 1:
             assert sum(member.experts.sent()) > 0

@@ -195,7 +195,7 @@ def keys_of(
     with gates_at_random(), launch_keys() as started:
         launch_all_variants(decoder, pool.layers, batches, variants, BLOCK_SIZE)
         for size in capture_sizes(MAX_SEQS) if decode is not None else ():
-            decode.run(blank_arrays(StepShape(size, (), size), BLOCK_SIZE, spec.vocab_size), None)
+            decode.run(blank_arrays(StepShape(size, (), size), BLOCK_SIZE, spec.vocab_size), None, size)
     runner = GpuModelRunner(heard, pool, batches, decode=decode)
     with gates_at_random(), launch_keys() as served:
         for plan in plans(random.Random(5)):

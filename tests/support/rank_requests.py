@@ -41,7 +41,7 @@ class RankCase:
     """model: its folder. shape: of dispatch. redundant: replicas of experts. The others as the settings of serving.
 
     num_slots: of each layer, filled from disk; None for all experts of a rank. moves: whether experts change places
-    meanwhile. num_requests, max_tokens: how many arrive, and how much
+    meanwhile. eager: as `--enforce-eager`. num_requests, max_tokens: how many arrive, and how much
     each is told.
     """
 
@@ -53,6 +53,7 @@ class RankCase:
     num_slots: int | None = None
     prefetch: str = "off"
     moves: bool = False
+    eager: bool = False
     num_requests: int = sum(map(len, ARRIVALS.values()))
     max_tokens: int = 3
 
@@ -66,7 +67,7 @@ class RankCase:
             MAX_LEN,
             memory,
             0.9,
-            enforce_eager=True,
+            enforce_eager=self.eager,
             hears_gates=True,
             kv_dtype=kv_dtype,
             expert_quantization=self.expert_quantization,

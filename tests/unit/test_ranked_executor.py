@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from moeserve.ranks.hub import RankHub
 from moeserve.ranks.link import RankLink
 from moeserve.ranks.meeting import Meeting
 from moeserve.ranks.messages import Forward, Joined, RankBeat, RankError, RankResult, Shutdown
+from moeserve.ranks.step_rows import StepRows
 from moeserve.request import SamplingParams
 from moeserve.result_codec import decode_result, encode_result
 
@@ -66,10 +67,10 @@ class FirstRank:
 
     def __init__(self) -> None:
         self.fails = False
-        self.sizes: list[Sequence[int]] = []
+        self.rows: StepRows | None = None
 
-    def begin_step(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
-        self.sizes = [num_rows, num_logit_rows]
+    def begin_step(self, rows: StepRows) -> None:
+        self.rows = rows
 
     def run(self, plan: StepPlan) -> StepResult:
         if self.fails:
@@ -123,7 +124,8 @@ def test_a_step_goes_out_to_the_ranks_and_its_results_come_home(group: Group) ->
     step = group.link.receive()
     assert isinstance(step, Forward)
     assert decode_plan(step.plan) == plans[1]
-    assert [step.num_rows, step.num_logit_rows] == group.first.sizes == [[1, 4], [1, 1]]
+    assert StepRows(step.num_rows, step.num_logit_rows, step.only_decodes) == group.first.rows
+    assert group.first.rows == StepRows([1, 4], [1, 1], only_decodes=False)
     group.executor.close()
     assert isinstance(group.link.receive(), Shutdown)
 

@@ -1,0 +1,103 @@
+"""Tables of a placement stay where they are when it changes: what was captured with them goes by the new one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from experts.collectives import Collectives
+from experts.dispatch import ExpertParallel
+from experts.placement.placement import Placement, contiguous
+from experts.slot_tables import SlotTables
+from kernels.activation import Activation
+
+NUM_EXPERTS, NUM_ROWS, TOP_K, HIDDEN = 6, 4, 2, 3
+EVERY = torch.arange(NUM_EXPERTS * 2).view(NUM_EXPERTS, TOP_K) % NUM_EXPERTS
+
+
+@dataclass
+class Echo:
+    """Collectives of two ranks of which the other says the same as this one."""
+
+    rank: int = 0
+    num_ranks: int = 2
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    bytes_to: list[int] = field(default_factory=lambda: [0, 0])
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        return torch.cat((rows, rows))
+
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        return parts.view(2, -1, parts.shape[1]).sum(0)
+
+
+def slots_as_rows(x: Tensor, slots: Tensor, weights: Tensor, _experts: object, _activation: Activation) -> Tensor:
+    """Instead of what experts compute: the sum of the slots that do, from one on, weighted."""
+    return ((slots + 1) * weights).sum(1, keepdim=True).expand(x.shape).float()
+
+
+def dispatch_of(experts: ExpertParallel[Any]) -> Any:
+    dispatch = experts.dispatch_of(0)
+    return lambda x, ids, weights: dispatch(x, ids, weights, None, Activation())
+
+
+def make() -> ExpertParallel[Any]:
+    experts: ExpertParallel[Any] = ExpertParallel(
+        cast("Collectives", Echo()), contiguous(1, NUM_EXPERTS, 2), [0], last_layer=7, compute=slots_as_rows
+    )
+    experts.begin_step([NUM_ROWS] * 2, [NUM_ROWS] * 2)
+    return experts
+
+
+def test_what_was_captured_goes_by_a_placement_that_changes_later() -> None:
+    experts = make()
+    inputs = torch.zeros(NUM_ROWS, HIDDEN), torch.tensor([[0, 3], [1, 5], [2, 4], [-1, -1]]), torch.ones(NUM_ROWS, 2)
+    # A trace holds the tensors that it met, as a CUDA graph holds their addresses, and runs no Python.
+    captured = make_fx(dispatch_of(experts))(*inputs)
+    before = captured(*inputs)
+    assert before[:, 0].tolist() == [2 * 1.0, 2 * 2.0, 2 * 3.0, 0.0]
+    ranks = list(experts.placement.ranks[0])
+    ranks[0], ranks[3] = ranks[3], ranks[0]
+    experts.place(0, tuple(ranks))
+    after = captured(*inputs)
+    assert after.tolist() == dispatch_of(experts)(*inputs).tolist()
+    assert after[:, 0].tolist() == [2 * 1.0, 2 * 2.0, 2 * 3.0, 0.0]
+    other = torch.tensor([[0, 4], [1, 5], [2, 4], [-1, 3]])
+    assert captured(inputs[0], other, inputs[2])[:, 0].tolist() == [0.0, 2 * 2.0, 2 * 3.0, 2 * 1.0]
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_expert_minus_one_has_no_slot_anywhere(here: int) -> None:
+    placement = Placement(2, (((0,), (0, 1), (1,)),))
+    tables = SlotTables.of(placement.destinations(0), [[0, 1], [1, 2]], here)
+    ids = torch.tensor([[0, 1, 2, -1], [-1, 2, 1, 0]])
+    assert tables.slots_on_ranks(ids)[..., 0, 3].tolist() == [-1, -1]
+    assert (
+        tables.slots_here(ids)[:, :].tolist()
+        == [
+            [[0, 1, -1, -1], [-1, -1, -1, 0]],
+            [[-1, -1, 1, -1], [-1, 1, 0, -1]],
+        ][here]
+    )
+
+
+def test_tables_become_those_of_another_placement_where_they_lie() -> None:
+    first, second = contiguous(1, NUM_EXPERTS, 2), contiguous(1, NUM_EXPERTS, 2)
+    ranks = list(first.ranks[0])
+    ranks[1], ranks[4] = ranks[4], ranks[1]
+    second = second.with_layer(0, tuple(ranks))
+    tables, other = (
+        SlotTables.of(placement.destinations(0), [placement.experts_on(0, rank) for rank in (0, 1)], 0)
+        for placement in (first, second)
+    )
+    addresses = tables.to_ranks.data_ptr(), tables.from_homes.data_ptr()
+    assert not tables.to_ranks.equal(other.to_ranks)
+    tables.become(other)
+    assert tables.to_ranks.equal(other.to_ranks)
+    assert tables.from_homes.equal(other.from_homes)
+    assert (tables.to_ranks.data_ptr(), tables.from_homes.data_ptr()) == addresses
