@@ -110,7 +110,7 @@ def prepare(
 ) -> PreparedAttention:
     """Random tensors of a case, unless they are given. config: of its kind, default what `configs` choose, or else the
     table."""
-    tensors = tensors or _tensors(case, device, torch.Generator(device).manual_seed(0))
+    tensors = tensors or random_tensors(case, device)
     chosen = config or _chosen(case, configs or AttentionConfigs(case.shape))
     if isinstance(chosen, PrefillConfig):
         return _prefill(case, tensors, chosen)
@@ -173,7 +173,9 @@ def _context(case: AttentionCase, tensors: AttentionTensors, table: Tensor) -> P
     return PagedContext(tensors.keys, tensors.values, table, tensors.seq_lens, case.block_size)
 
 
-def _tensors(case: AttentionCase, device: torch.device, generator: torch.Generator) -> AttentionTensors:
+def random_tensors(case: AttentionCase, device: torch.device) -> AttentionTensors:
+    """As many sets of keys and values as keep the cache cold. The same for the same case."""
+    generator = torch.Generator(device).manual_seed(0)
     num_sets = max(1, min(_MAX_SETS, -(-_COLD_BYTES // case.kv_bytes)))
     counts = [-(-length // case.block_size) for length in case.seq_lens]
     num_blocks = 1 + num_sets * sum(counts)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moeserve.bench.kernel_case import Call
+AnyCall = Callable[[], object]
 
 _MIN_CALLS = 10
-# Of a comparison: replays last about so long in all, and each side has at least and at most so many.
+# How long a comparison lasts, and how many replays each side has at least and at most.
 _SECONDS = 0.4
 _MIN_REPLAYS, _MAX_REPLAYS = 4, 20
 _COPY_BYTES = 4 * 2**30
@@ -38,18 +38,16 @@ class Ceilings:
     flops: float
 
 
-def time_calls(*groups: Sequence[Call]) -> list[Timing]:
+def time_calls(*groups: Sequence[AnyCall], seconds: float = _SECONDS) -> list[Timing]:
     """One timing per group of calls, the groups replayed in turn: A B B A A B ...
 
     A group's calls run one after the other, at least ten, in a graph where it can hold them. Compiles first.
+    seconds: about how long to measure.
     """
-    return _timings([_Replay(calls) for calls in groups])
-
-
-def _timings(replays: Sequence[_Replay]) -> list[Timing]:
+    replays = [_Replay(calls) for calls in groups]
     # Also what lets the clock rise.
     estimate = sum(replay.elapsed() for replay in replays) / 1e6
-    count = min(_MAX_REPLAYS, max(_MIN_REPLAYS, round(_SECONDS / max(estimate, 1e-6))))
+    count = min(_MAX_REPLAYS, max(_MIN_REPLAYS, round(seconds / max(estimate, 1e-6))))
     times: list[list[float]] = [[] for _ in replays]
     for turn in range(count):
         order = range(len(replays)) if turn % 2 == 0 else reversed(range(len(replays)))
@@ -66,7 +64,7 @@ def _timing(times: Sequence[float], in_graph: bool) -> Timing:
 class _Replay:
     """Calls that were run, so that all is compiled, and captured if a graph can hold them."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[AnyCall]) -> None:
         rounds = -(-_MIN_CALLS // len(calls))
         self.num_calls = rounds * len(calls)
 
@@ -97,7 +95,7 @@ class _Replay:
         return float(start.elapsed_time(end)) * 1e3
 
 
-def _waits_for_device(calls: Sequence[Call]) -> bool:
+def _waits_for_device(calls: Sequence[AnyCall]) -> bool:
     """Whether torch says that one of the calls waits, as no call in a graph may. A capture that fails is to be avoided:
     it leaves torch's random generator and current stream as they were within it."""
     torch.cuda.set_sync_debug_mode("error")

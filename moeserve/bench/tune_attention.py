@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from functools import partial
 
 import torch
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from kernels.gpu.attention_config import SHORT_QUERIES, ExtendConfig
 from kernels.gpu.attention_tuning import (
@@ -17,11 +16,9 @@ from kernels.gpu.attention_tuning import (
     prefill_candidates,
     split_candidates,
 )
-from moeserve.bench.kernel_attention import prepare
+from moeserve.bench.kernel_attention import PreparedAttention, prepare, random_tensors
 from moeserve.bench.kernel_cases_attention import AttentionCase, Kind
-from moeserve.bench.tune_moe import Report, TimeUs, median_us
-
-Found = dict[str, tuple[AnyConfig, float]]
+from moeserve.bench.tune_moe import Report, TimeUs, is_right, median_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +47,21 @@ def tune_attention(
     time_us: TimeUs = median_us,
     report: Report = lambda line: None,
     batches: Batches | None = None,
-) -> Found:
-    """The fastest configurations by name, each with its time: "decode", "prefill" and, where the table packs any
-    extends, "extend". Takes memory for one batch. Raises RuntimeError where nothing runs.
+) -> Iterator[tuple[str, AnyConfig, float]]:
+    """Kind by kind the fastest configuration that computes it, with its time: "decode", "prefill" and, where the table
+    packs any extends, "extend". Takes memory for one batch. Raises RuntimeError where nothing runs.
 
     Which extends are packed is measured too: up to the most new tokens with which that is faster than a prefill.
     """
     batches = batches or Batches()
     tuner = _Tuner(shape, device, num_sms, time_us, report)
-    found: Found = {"decode": tuner.fastest("decode", batches.decode, split_candidates(shape))}
+    yield "decode", *tuner.fastest("decode", batches.decode, split_candidates(shape))
     packings = extend_candidates(shape)
     if packings:
         config, time = tuner.fastest("extend", batches.extend, packings)
         assert isinstance(config, ExtendConfig)
-        found["extend"] = replace(config, max_query_len=tuner.longest_packed(config, batches.extend)), time
-    found["prefill"] = tuner.fastest("prefill", batches.prefill, prefill_candidates(shape))
-    return found
+        yield "extend", replace(config, max_query_len=tuner.longest_packed(config, batches.extend)), time
+    yield "prefill", *tuner.fastest("prefill", batches.prefill, prefill_candidates(shape))
 
 
 class _Tuner:
@@ -78,36 +74,43 @@ class _Tuner:
         self._time_us, self._report = time_us, report
 
     def fastest(self, kind: Kind, batch: Batch, configs: Sequence[AnyConfig]) -> tuple[AnyConfig, float]:
-        """Those that do not run are skipped, since what fits is only known to the compiler."""
-        timed: list[tuple[float, AnyConfig]] = []
+        """Those that do not run are skipped, since what fits is only known to the compiler, as are wrong ones."""
+        case = _case(self._shape, kind, batch)
+        tensors = random_tensors(case, self._device)
+        timed: list[tuple[float, AnyConfig, PreparedAttention]] = []
         for config in configs:
             try:
-                timed.append((self._time(kind, batch, config), config))
-            except (OutOfResources, PTXASError):
-                continue
-        if not timed:
-            raise RuntimeError(f"no candidate of {kind} attention runs on this device")
-        time, config = min(timed, key=lambda entry: entry[0])
-        self._report(f"{kind} of {batch.num_new} tokens over {batch.num_cached} x {batch.num_seqs}: {time:.1f} us")
-        return config, time
+                prepared = prepare(case, self._device, self._num_sms, config=config, tensors=tensors)
+                timed.append((self._time(prepared), config, prepared))
+            except Exception as error:
+                self._report(f"skipped {config}: {type(error).__name__}")
+        for time, config, prepared in sorted(timed, key=lambda entry: entry[0]):
+            if is_right(str(config), partial(prepared.relative_error, 0), self._report):
+                self._report(
+                    f"{kind} of {batch.num_new} tokens over {batch.num_cached} x {batch.num_seqs}: {time:.1f} us"
+                )
+                return config, time
+        raise RuntimeError(f"no candidate of {kind} attention runs on this device")
 
     def longest_packed(self, config: ExtendConfig, batch: Batch) -> int:
         """The most new tokens, by powers of two, up to which packing them beats a prefill; 0 if it never does."""
         longest, num_new = 0, 2
         while num_new <= SHORT_QUERIES:
             of_length = replace(batch, num_new=num_new)
-            packed = self._time("extend", of_length, config)
-            prefilled = self._time("prefill", of_length, self._shape.prefill(num_new))
+            packed = self._time_of("extend", of_length, config)
+            prefilled = self._time_of("prefill", of_length, self._shape.prefill(num_new))
             self._report(f"{num_new} new tokens: packed {packed:.1f} us, as a prefill {prefilled:.1f} us")
             if packed >= prefilled:
                 break
             longest, num_new = num_new, 2 * num_new
         return longest
 
-    def _time(self, kind: Kind, batch: Batch, config: AnyConfig) -> float:
-        prepared, sets = prepare(_case(self._shape, kind, batch), self._device, self._num_sms, config=config), count()
-        # Every run takes other keys and values, so that the cache is cold.
-        return self._time_us(lambda: prepared.run(next(sets)))
+    def _time_of(self, kind: Kind, batch: Batch, config: AnyConfig) -> float:
+        return self._time(prepare(_case(self._shape, kind, batch), self._device, self._num_sms, config=config))
+
+    def _time(self, prepared: PreparedAttention) -> float:
+        """Every run takes other keys and values, or too many, so that the cache is cold."""
+        return self._time_us([partial(prepared.run, index) for index in range(prepared.num_sets)])
 
 
 def _case(shape: AttentionShape, kind: Kind, batch: Batch) -> AttentionCase:

@@ -12,13 +12,17 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from kernels.gpu.moe_config import TUNED_NUM_TOKENS, MoeShape, WeightFormat
 from moeserve.models.errors import ModelError
 from moeserve.models.spec import DecoderSpec
 
-BLOCK_SIZE, GROUP_SIZE = 16, 128
+if TYPE_CHECKING:
+    from kernels.gpu.attention_tuning import AnyConfig
+    from kernels.gpu.moe_config import MoeConfig
+
+BLOCK_SIZE, GROUP_SIZES = 16, (128, 64, 32)
 # As `moeserve serve` calls them; what they stand for is `moeserve.cuda.attention_kernels.kv_dtype_of`.
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 Sizes = tuple[int, int, int, int]
@@ -31,31 +35,81 @@ class TuneError(Exception):
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0, or 1 with a sentence on stderr."""
-    parser = argparse.ArgumentParser(prog="moeserve tune", description="Measure the GPU kernels of a model.")
-    parser.add_argument("model", nargs="?", help="a folder with a config.json")
-    parser.add_argument("--shape", type=parse_sizes, metavar="E,N,K,TOP_K", help="experts instead of a model")
-    parser.add_argument("--weights", choices=get_args(WeightFormat), default="bfloat16")
-    parser.add_argument("--group-size", type=int, default=GROUP_SIZE)
-    parser.add_argument("--block-size", type=int, default=BLOCK_SIZE)
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default=KV_CACHE_DTYPES[0])
-    parser.add_argument("--out", type=Path, help="file for the experts")
+    parser = _parser()
     options = parser.parse_args(arguments)
     if (options.model is None) == (options.shape is None):
-        parser.error("give either a model or --shape")
+        parser.error("give either a MODEL or --shape")
     try:
-        tune(
-            options.model,
-            options.shape,
-            options.weights,
-            options.group_size,
-            options.block_size,
-            options.kv_cache_dtype,
-            options.out,
-        )
+        tune(options)
     except TuneError as error:
-        print(error, file=sys.stderr)
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted: what is written so far serves.", file=sys.stderr)
         return 1
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moeserve tune",
+        description="Measure the kernels of MODEL's attention and experts on this GPU and keep the fastest "
+        "configurations for serving. What was found is written as soon as it is.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a folder or a model of the hub, downloaded if it is not here"
+    )
+    parser.add_argument(
+        "--shape",
+        type=_sizes,
+        metavar="E,N,K,TOP_K",
+        help="instead of a model: experts, their width, the hidden size, experts per token",
+    )
+    parser.add_argument(
+        "--weights", choices=get_args(WeightFormat), default="bfloat16", help="how the experts' weights are stored"
+    )
+    parser.add_argument(
+        "--group-size",
+        type=int,
+        choices=GROUP_SIZES,
+        help="values that share a scale, for int4; by itself the first that divides the sizes, as in serving",
+    )
+    parser.add_argument(
+        "--block-size", type=_power_of_two, default=BLOCK_SIZE, help="tokens per KV block, for a MODEL's attention"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default=KV_CACHE_DTYPES[0],
+        help="how keys and values are stored, for a MODEL's attention; auto: as the activations are",
+    )
+    parser.add_argument(
+        "--num-tokens",
+        type=int,
+        nargs="+",
+        choices=TUNED_NUM_TOKENS,
+        default=TUNED_NUM_TOKENS,
+        help="for which batches experts are tuned, in this order",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="file for the experts; by itself one in the cache, where serving looks"
+    )
+    return parser
+
+
+def _sizes(text: str) -> Sizes:
+    try:
+        return parse_sizes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _power_of_two(text: str) -> int:
+    size = int(text)
+    if size < 1 or size & (size - 1):
+        raise argparse.ArgumentTypeError(f"{size} is not a power of two")
+    return size
 
 
 def parse_sizes(text: str) -> Sizes:
@@ -69,36 +123,34 @@ def parse_sizes(text: str) -> Sizes:
     return experts, width, hidden, top_k
 
 
-def tune(
-    model: str | None,
-    sizes: Sizes | None,
-    weights: WeightFormat,
-    group_size: int,
-    block_size: int,
-    kv_cache_dtype: str,
-    out: Path | None,
-) -> None:
-    """Tunes the attention and experts of `model`, or experts of `sizes`. Prints what it does. Raises TuneError.
-
-    kv_cache_dtype: one of `KV_CACHE_DTYPES`.
-    """
+def tune(options: argparse.Namespace) -> None:
+    """Tunes as `_parser` has it. Prints what it does. Raises TuneError."""
     import torch
 
     if not torch.cuda.is_available():
         raise TuneError("There is no CUDA GPU here to measure on.")
-    spec = None if model is None else _spec_of(model)
+    spec = None if options.model is None else _spec_of(options.model)
+    sizes: Sizes | None = options.shape
     if spec is not None and spec.moe is not None:
         sizes = spec.moe.num_experts, spec.moe.intermediate_size, spec.hidden_size, spec.moe.gate.top_k
-    group = group_size if weights == "int4" else 0
-    if group and sizes is not None and any(size % group for size in sizes[1:3]):
-        raise TuneError(f"Groups of {group} do not divide {sizes[2]} and {sizes[1]}.")
+    shape = None if sizes is None else _moe_shape(sizes, options.weights, options.group_size)
     if spec is not None:
-        if block_size & (block_size - 1):
-            raise TuneError(f"The block size {block_size} is not a power of two.")
-        _tune_attention(spec, block_size, weights, kv_cache_dtype)
-    if sizes is not None:
-        experts, width, hidden, top_k = sizes
-        _tune_experts(MoeShape(experts, width, hidden, top_k, weights, group), out)
+        _tune_attention(spec, options.block_size, options.weights, options.kv_cache_dtype)
+    if shape is not None:
+        _tune_experts(shape, options.num_tokens, options.out)
+    elif spec is not None:
+        print(f"A {spec.model_type} model has no experts to tune.")
+
+
+def _moe_shape(sizes: Sizes, weights: WeightFormat, group_size: int | None) -> MoeShape:
+    if weights != "int4":
+        return MoeShape(*sizes, weights)
+    _, width, hidden, _ = sizes
+    groups = GROUP_SIZES if group_size is None else (group_size,)
+    group = next((size for size in groups if not (width % size or hidden % size)), None)
+    if group is None:
+        raise TuneError(f"Groups of {groups[-1]} do not divide {hidden} and {width}.")
+    return MoeShape(*sizes, weights, group)
 
 
 def _spec_of(model: str) -> DecoderSpec:
@@ -140,26 +192,31 @@ def _tune_attention(spec: DecoderSpec, block_size: int, weights: WeightFormat, k
         raise TuneError(f"Nothing is served in float32 over keys and values in {kv_cache_dtype}.")
     shape, platform = attention_shape(spec, block_size, dtype, kv_dtype), platform_of(device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    try:
-        found = tune_attention(shape, device, num_sms, report=print)
-    except RuntimeError as error:
-        raise TuneError(f"Attention cannot be tuned: {error}.") from error
     path = tuned_folder() / file_name(shape, platform)
-    with _written(path):
-        write_attention(path, shape, platform, found)
+    found: dict[str, tuple[AnyConfig, float]] = {}
+    with torch.inference_mode(), _explained("Attention", path):
+        for kind, config, time in tune_attention(shape, device, num_sms, report=_tell):
+            found[kind] = config, time
+            write_attention(path, shape, platform, found)
+    print(f"Wrote {path}")
 
 
 @contextlib.contextmanager
-def _written(path: Path) -> Iterator[None]:
-    """Says what became of a file."""
+def _explained(what: str, path: Path) -> Iterator[None]:
+    """Turns what goes wrong with measuring or with the file into a sentence."""
     try:
         yield
     except OSError as error:
         raise TuneError(f"{path} cannot be written: {error.strerror}.") from error
-    print(f"Wrote {path}")
+    except RuntimeError as error:
+        raise TuneError(f"{what} cannot be tuned: {str(error).splitlines()[0]}.") from error
 
 
-def _tune_experts(shape: MoeShape, out: Path | None) -> None:
+def _tell(line: str) -> None:
+    print(line, flush=True)
+
+
+def _tune_experts(shape: MoeShape, all_num_tokens: tuple[int, ...], out: Path | None) -> None:
     import torch
 
     from kernels.gpu.tuning import file_name, write_tuned
@@ -169,15 +226,14 @@ def _tune_experts(shape: MoeShape, out: Path | None) -> None:
     device = torch.device("cuda")
     platform = platform_of(device)
     path = out or tuned_folder() / file_name(shape, platform)
-    tuned = tune_shape(shape, TUNED_NUM_TOKENS, device, report=print)
-    with _written(path):
-        write_tuned(
-            path,
-            shape,
-            platform,
-            {tokens: entry.config for tokens, entry in tuned.items()},
-            {tokens: entry.microseconds for tokens, entry in tuned.items()},
-        )
+    configs: dict[int, MoeConfig] = {}
+    times: dict[int, float] = {}
+    with torch.inference_mode(), _explained("Experts", path):
+        for num_tokens, tuned in tune_shape(shape, all_num_tokens, device, report=_tell):
+            configs[num_tokens], times[num_tokens] = tuned.config, tuned.microseconds
+            # As soon as it is known: who stops here has what was found.
+            write_tuned(path, shape, platform, configs, times)
+    print(f"Wrote {path}")
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ competes in the end is the whole operation. Nothing here depends on a clock but 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from triton.runtime.errors import OutOfResources, PTXASError
 
 from kernels.gpu.moe_align import SortedPairs, sort_pairs
 from kernels.gpu.moe_config import (
@@ -29,11 +28,21 @@ from kernels.gpu.moe_experts import device_of
 from kernels.gpu.moe_gemv import down_gemv, down_products_gemv, gate_up_gemv
 from kernels.gpu.moe_persistent import down_persistent, gate_up_persistent
 from kernels.gpu.moe_tiled import down_tiled, gate_up_tiled
+from moeserve.bench.kernel_check import checked
+from moeserve.bench.kernel_timing import time_calls
 from moeserve.bench.moe_case import ACTIVATION, MoeCase, make_case, random_experts
 
-# Runs something often enough and gives the median of its microseconds.
-TimeUs = Callable[[Callable[[], object]], float]
+# Runs calls, each on other data, often enough and gives the median of their microseconds.
+TimeUs = Callable[[Sequence[Callable[[], object]]], float]
 Report = Callable[[str], None]
+
+# How long a candidate is measured, in seconds.
+_SECONDS = 0.03
+# So many bytes of weights that the cache does not hold them from one call to the next.
+_COLD_BYTES = 512 * 2**20
+_MAX_SETS = 8
+# Up to here tokens may choose so few experts that other ones are chosen for every call.
+_FEW_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +51,17 @@ class Tuned:
     microseconds: float
 
 
-def median_us(call: Callable[[], object]) -> float:
-    """On a CUDA device, with the cache flushed before each run."""
-    from triton.testing import do_bench
+def median_us(calls: Sequence[Callable[[], object]]) -> float:
+    """On a CUDA device, in graphs as steps are: a candidate of several launches does not pay for launching them."""
+    return time_calls(calls, seconds=_SECONDS)[0].microseconds
 
-    milliseconds: float = do_bench(call, warmup=5, rep=20, return_mode="median")
-    return milliseconds * 1000
+
+def is_right(name: str, error: Callable[[], float], report: Report) -> bool:
+    """Whether that candidate computes what the reference does; the report is told of one that does not."""
+    check = checked(name, error)
+    if not check.passed:
+        report(f"WRONG: {check.name}, relative error {check.error:.1e}")
+    return check.passed
 
 
 def tune_shape(
@@ -57,52 +71,77 @@ def tune_shape(
     *,
     time_us: TimeUs = median_us,
     report: Report = lambda line: None,
-) -> dict[int, Tuned]:
-    """The fastest configuration for each number of tokens, with its time. Weights take the memory of one layer."""
-    experts = random_experts(shape, torch.Generator(device=device).manual_seed(0))
-    best = {}
+) -> Iterator[tuple[int, Tuned]]:
+    """Number of tokens by number of tokens the fastest configuration that computes the layer, with its time.
+
+    Weights take the memory of one layer, or of several small ones. Raises RuntimeError where nothing runs.
+    """
+    random = torch.Generator(device=device).manual_seed(0)
+    layers = [random_experts(shape, random)]
+    size = sum(matrix.values.nbytes for matrix in (layers[0].gate_up, layers[0].down))
+    layers += [random_experts(shape, random) for _ in range(min(_MAX_SETS, -(-_COLD_BYTES // size)) - 1)]
     for num_tokens in all_num_tokens:
-        case = make_case(shape, num_tokens, device, experts=experts)
-        best[num_tokens] = _tune_case(case, device_of(device), time_us, report)
-    return best
+        count = _MAX_SETS if num_tokens <= _FEW_TOKENS else len(layers)
+        sets = [
+            make_case(shape, num_tokens, device, experts=layers[number % len(layers)], seed=number)
+            for number in range(count)
+        ]
+        yield num_tokens, _Tuner(sets, device_of(device), time_us, report).best()
 
 
-def _tune_case(case: MoeCase, device: Device, time_us: TimeUs, report: Report) -> Tuned:
-    found: list[Tuned] = []
-    for variant in candidate_variants(case.shape, case.num_tokens, device):
-        block_ms = [1] if variant in ("gemv", "gemv_split") else candidate_block_ms(case.shape, case.num_tokens)
-        for block_m in block_ms:
-            pairs = None if variant in ("gemv", "gemv_split") else sorted_pairs(case, block_m)
-            gate_up = _best_tile(case, variant, pairs, block_m, "gate_up", device, time_us)
-            down = _best_tile(case, variant, pairs, block_m, "down", device, time_us)
-            if gate_up is None or down is None:
-                continue
-            config = MoeConfig(variant, block_m, gate_up, down)
-            found.append(Tuned(config, time_us(partial(case.run, config))))
-            report(f"{case.num_tokens} tokens, {variant}, {block_m} rows: {found[-1].microseconds:.1f} us")
-    if not found:
-        raise RuntimeError(f"no candidate for {case.shape.name()} runs on this device")
-    return min(found, key=lambda tuned: tuned.microseconds)
+class _Tuner:
+    """Of one number of tokens. sets: the same work on other data, each with scratch of its own."""
 
+    def __init__(self, sets: Sequence[MoeCase], device: Device, time_us: TimeUs, report: Report) -> None:
+        self._sets, self._device, self._time_us, self._report = sets, device, time_us, report
+        self._shape, self._num_tokens = sets[0].shape, sets[0].num_tokens
 
-def _best_tile(
-    case: MoeCase,
-    variant: Variant,
-    pairs: SortedPairs | None,
-    block_m: int,
-    projection: Projection,
-    device: Device,
-    time_us: TimeUs,
-) -> Tile | None:
-    """The fastest that runs; the others are skipped, since what fits is only known to the compiler."""
-    timed: list[tuple[float, Tile]] = []
-    for tile in candidate_tiles(case.shape, case.num_tokens, projection, variant, block_m, device):
-        call = projection_call(case, variant, pairs, block_m, projection, tile, device)
+    def best(self) -> Tuned:
+        found = sorted(self._candidates(), key=lambda tuned: tuned.microseconds)
+        for tuned in found:
+            if is_right(str(tuned.config), partial(self._sets[0].relative_error, tuned.config), self._report):
+                self._report(f"{self._num_tokens} tokens: {tuned.config.variant}, {tuned.microseconds:.1f} us")
+                return tuned
+        raise RuntimeError(f"no candidate for {self._shape.name()} runs on this device")
+
+    def _candidates(self) -> Iterator[Tuned]:
+        """The best tiles of each variant and number of rows."""
+        for variant in candidate_variants(self._shape, self._num_tokens, self._device):
+            rows = [1] if variant in ("gemv", "gemv_split") else candidate_block_ms(self._shape, self._num_tokens)
+            for block_m in rows:
+                pairs = [None if block_m == 1 else sorted_pairs(case, block_m) for case in self._sets]
+                gate_up = self._best_tile(variant, pairs, block_m, "gate_up")
+                down = self._best_tile(variant, pairs, block_m, "down")
+                if gate_up is None or down is None:
+                    continue
+                config = MoeConfig(variant, block_m, gate_up, down)
+                time = self._timed(str(config), [partial(case.run, config) for case in self._sets])
+                if time is not None:
+                    yield Tuned(config, time)
+                    self._report(f"{self._num_tokens} tokens, {variant}, {block_m} rows: {time:.1f} us")
+
+    def _best_tile(
+        self, variant: Variant, pairs: Sequence[SortedPairs | None], block_m: int, projection: Projection
+    ) -> Tile | None:
+        """The fastest that runs, if any does."""
+        timed: list[tuple[float, Tile]] = []
+        for tile in candidate_tiles(self._shape, self._num_tokens, projection, variant, block_m, self._device):
+            calls = [
+                projection_call(case, variant, of_case, block_m, projection, tile, self._device)
+                for case, of_case in zip(self._sets, pairs, strict=True)
+            ]
+            time = self._timed(f"{variant}, {projection}, {block_m} rows, {tile}", calls)
+            if time is not None:
+                timed.append((time, tile))
+        return min(timed, key=lambda entry: entry[0])[1] if timed else None
+
+    def _timed(self, name: str, calls: Sequence[Callable[[], object]]) -> float | None:
+        """None for a candidate that does not run, since what fits is only known to the compiler."""
         try:
-            timed.append((time_us(call), tile))
-        except (OutOfResources, PTXASError):
-            continue
-    return min(timed, key=lambda entry: entry[0])[1] if timed else None
+            return self._time_us(calls)
+        except Exception as error:
+            self._report(f"skipped {name}: {type(error).__name__}")
+            return None
 
 
 def sorted_pairs(case: MoeCase, block_m: int) -> SortedPairs:

@@ -75,7 +75,7 @@ tuned = []
 tune_kernels._tune_attention = lambda spec, block_size, weights, kv: tuned.append(
     (spec.attention.num_heads, block_size, kv)
 )
-tune_kernels._tune_experts = lambda shape, out: tuned.append(shape.name())
+tune_kernels._tune_experts = lambda shape, num_tokens, out: tuned.append(shape.name())
 assert tune_kernels.main([{folder!r}, "--block-size", "32", "--kv-cache-dtype", "fp8_e4m3"]) == 0
 assert tuned == [(4, 32, "fp8_e4m3"), "moe-e8-i96-h64-k2-bfloat16"], tuned
 assert tune_kernels.main(["nobody/nothing"]) == 1

@@ -1,11 +1,14 @@
 """Measured configurations of attention: what is timed, what is written, what serving takes of it."""
 
 import json
+import math
+import types
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 import moeserve.bench.tune_attention as tune_attention_module
 import moeserve.cuda.attention_kernels as attention_kernels
@@ -44,6 +47,14 @@ def write(folder, shape=SHAPE, found=OWN):
     path = folder / file_name(SHAPE, PLATFORM)
     write_attention(path, shape, PLATFORM, found)
     return path
+
+
+def entries(found):
+    return ((kind, config, time) for kind, (config, time) in found.items())
+
+
+def by_kind(found):
+    return {kind: (config, time) for kind, config, time in found}
 
 
 def test_a_file_is_read_back_and_serves_decodes_and_long_prompts(tmp_path):
@@ -138,11 +149,11 @@ def test_the_tuner_keeps_the_fastest_of_all_that_it_timed(shape, device, monkeyp
     three_candidates(monkeypatch)
     outputs = []
 
-    def time_us(call):
-        outputs.append(call().float().clone())
+    def time_us(calls):
+        outputs.append(calls[0]().float().clone())
         return 100.0 - len(outputs)
 
-    found = tune_attention(shape, device, 4, time_us=time_us, batches=SMALL_BATCHES)
+    found = by_kind(tune_attention(shape, device, 4, time_us=time_us, batches=SMALL_BATCHES))
     # Three of each kind, and an extend of two tokens both ways, of which the latter was the faster.
     assert len(outputs) == 11
     assert found["decode"] == (split_candidates(shape)[2], 97.0)
@@ -160,23 +171,49 @@ def test_extends_are_packed_up_to_where_a_prefill_was_faster(prefill_us, longest
 
     class Prepared:
         def __init__(self, case):
-            self.case = case
+            self.case, self.num_sets = case, 1
+
+        def relative_error(self, index):
+            return 1e-3
 
         def run(self, index):
             return prefill_us if self.case.kind == "prefill" else 2.0 * self.case.query_lens[0] + 2
 
     three_candidates(monkeypatch)
-    monkeypatch.setattr(tune_attention_module, "prepare", lambda case, *args, config: Prepared(case))
-    config, time = tune_attention(SMALL, CPU, 4, time_us=lambda call: call(), batches=SMALL_BATCHES)["extend"]
+    monkeypatch.setattr(tune_attention_module, "prepare", lambda case, *args, **options: Prepared(case))
+    found = by_kind(tune_attention(SMALL, CPU, 4, time_us=lambda calls: calls[0](), batches=SMALL_BATCHES))
+    config, time = found["extend"]
     assert (config.max_query_len, time) == (longest, 8.0)
 
 
 def test_what_the_table_does_not_pack_is_not_tuned(monkeypatch):
     three_candidates(monkeypatch)
     shape = AttentionShape(4, 4, 256, 256, 64, torch.float32, torch.float32)
-    monkeypatch.setattr(tune_attention_module, "prepare", lambda *args, config: None)
-    found = tune_attention(shape, CPU, 4, time_us=lambda call: 1.0)
-    assert set(found) == {"decode", "prefill"}
+    right = types.SimpleNamespace(num_sets=2, run=abs, relative_error=lambda index: 1e-3)
+    monkeypatch.setattr(tune_attention_module, "random_tensors", lambda case, device: None)
+    monkeypatch.setattr(tune_attention_module, "prepare", lambda *args, **options: right)
+    found = by_kind(tune_attention(shape, CPU, 4, time_us=len))
+    assert found.keys() == {"decode", "prefill"}
+    assert found["decode"][1] == 2, "as many calls as there are sets"
+
+
+def test_candidates_that_do_not_run_or_are_wrong_are_passed_over(monkeypatch):
+    three_candidates(monkeypatch)
+    own, lines = split_candidates(SMALL)[:3], []
+
+    def prepare(case, *args, config, tensors):
+        if config == own[0]:
+            raise OutOfResources(1, 2, "shared memory")
+        wrong = math.nan if config == own[1] else 1e-3
+        return types.SimpleNamespace(num_sets=1, run=abs, relative_error=lambda index: wrong)
+
+    monkeypatch.setattr(tune_attention_module, "random_tensors", lambda case, device: None)
+    monkeypatch.setattr(tune_attention_module, "prepare", prepare)
+    times = iter((1.0, 2.0))
+    found = tune_attention(SMALL, CPU, 4, time_us=lambda calls: next(times), report=lines.append)
+    assert next(found) == ("decode", own[2], 2.0)
+    assert lines[0] == f"skipped {own[0]}: OutOfResources"
+    assert lines[1].startswith(f"WRONG: {own[1]}, relative error nan")
 
 
 def test_a_file_without_extends_leaves_them_to_the_table(tmp_path):
@@ -212,11 +249,11 @@ def test_the_command_writes_where_serving_looks(kv_cache_dtype, monkeypatch, tmp
         "extend": (ExtendConfig(SplitConfig(32, 16, 4, 2), 8), 9.0),
         "prefill": (PrefillConfig(64, 16, 4, 2), 90.0),
     }
-    monkeypatch.setattr(tune_attention_module, "tune_attention", lambda *args, **options: own)
+    monkeypatch.setattr(tune_attention_module, "tune_attention", lambda *args, **options: entries(own))
     result = invoke("tune", str(tmp_path / "model"), "--block-size", "16", "--kv-cache-dtype", kv_cache_dtype)
     assert result.exit_code == 0, result.output
     (path,) = (tmp_path / "tuned").iterdir()
-    assert result.output == f"Wrote {path}\n"
+    assert result.output == f"Wrote {path}\nA llama model has no experts to tune.\n"
     spec = build_spec(load_config(tmp_path / "model"))
     kv_dtype = attention_kernels.kv_dtype_of(kv_cache_dtype)
     tuned = attention_kernels.tuned_attention(attention_kernels.attention_shape(spec, 16, BF16, kv_dtype), CPU)
@@ -242,5 +279,5 @@ def test_a_block_size_that_is_no_power_of_two_is_one_sentence(monkeypatch, tmp_p
     monkeypatch.setattr("moeserve.models.source.resolve_model", Path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     result = invoke("tune", str(tmp_path), "--block-size", "24")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "not a power of two" in result.output

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from kernels.gpu.moe_config import MoeConfig, MoeShape, Tile, heuristic_config
 from kernels.gpu.moe_experts import device_of, moe_experts_reference
 from moeserve.bench.kernel_cases_moe import SHAPES, combine_cases, moe_cases
-from moeserve.bench.moe_case import ACTIVATION, make_case, route
+from moeserve.bench.moe_case import ACTIVATION, MoeCase, make_case, route
 from moeserve.bench.tune_moe import projection_call, sorted_pairs, tune_shape
 
 TINY = MoeShape(4, 32, 64, 2, "bfloat16")
@@ -70,20 +71,53 @@ def test_skewed_routing_is_skewed_and_experts_of_a_token_are_distinct():
 
 
 def test_the_tuner_keeps_the_fastest_of_all_that_it_timed(device):
-    times, lines = [], []
+    times, lines, sets = [], [], set()
 
-    def time_us(call):
+    def time_us(calls):
         # The work is done elsewhere in these tests; here it is the bookkeeping that counts.
+        sets.add(len(calls))
         times.append(1000.0 - len(times))
         return times[-1]
 
-    tuned = tune_shape(TINY, (2, 300), device, time_us=time_us, report=lines.append)
-    assert set(tuned) == {2, 300}
-    assert tuned[300].microseconds == times[-1]
-    assert {tuned[2].config.variant, tuned[300].config.variant} <= {"gemv", "gemv_split", "tiled", "persistent"}
+    found = tune_shape(TINY, (2, 300), device, time_us=time_us, report=lines.append)
+    assert next(found)[0] == 2, "the first is known before the next is timed"
+    assert len(lines) < 20
+    number, tuned = next(found)
+    assert (number, tuned.microseconds) == (300, times[-1])
+    assert next(found, None) is None
+    # Weights this small are there several times, so that no run finds them in the cache.
+    assert sets == {8}
+    assert tuned.config.variant in ("tiled", "persistent")
     assert lines[-1].endswith(f"{times[-1]:.1f} us")
     assert any("persistent" in line for line in lines)
     assert any("gemv" in line for line in lines)
+
+
+def test_candidates_that_do_not_run_or_are_wrong_are_passed_over(device, monkeypatch):
+    lines, fast = [], iter(range(1, 10000))
+    plain = MoeCase.relative_error
+
+    def time_us(calls):
+        if next(fast) <= 5:
+            raise OutOfResources(1, 2, "shared memory")
+        return 100.0
+
+    def relative_error(case, config):
+        return 0.5 if config.variant == "gemv_split" else plain(case, config)
+
+    monkeypatch.setattr(MoeCase, "relative_error", relative_error)
+    ((_, tuned),) = tune_shape(TINY, (2,), device, time_us=time_us, report=lines.append)
+    assert tuned.config.variant in ("gemv", "tiled")
+    assert any(line.startswith("skipped gemv") and line.endswith("OutOfResources") for line in lines)
+    assert any(line.startswith("WRONG: MoeConfig(variant='gemv_split'") for line in lines)
+
+
+def test_where_nothing_runs_that_is_the_error(device):
+    def time_us(calls):
+        raise OutOfResources(1, 2, "shared memory")
+
+    with pytest.raises(RuntimeError, match="no candidate for moe-e4-i32-h64-k2-bfloat16 runs"):
+        list(tune_shape(TINY, (2,), device, time_us=time_us))
 
 
 @pytest.mark.parametrize("variant", ["gemv", "gemv_split", "tiled", "persistent"])

@@ -1,6 +1,7 @@
 """`moeserve tune`: what it refuses, and that serving finds what it wrote."""
 
 import json
+import types
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support.commands import invoke
 
 SHAPE = MoeShape(8, 256, 128, 2, "bfloat16")
 CPU = torch.device("cpu")
+BF16 = torch.bfloat16
 
 
 def tune(*arguments):
@@ -32,6 +34,9 @@ def test_without_a_gpu_one_sentence_says_so(monkeypatch):
     ("arguments", "complaint"),
     [
         ((), "either a MODEL or --shape"),
+        (("model", "--block-size", "24"), "24 is not a power of two"),
+        (("--shape", "8,256,128,2", "--weights", "int4", "--group-size", "48"), "48"),
+        (("--shape", "8,256,128,2", "--num-tokens", "3"), "3"),
         (("model", "--shape", "8,256,128,2"), "either a MODEL or --shape"),
         (("--shape", "8,256"), "not like"),
         (("--shape", "8,0,128,2"), "not like"),
@@ -52,7 +57,7 @@ def test_what_was_tuned_is_what_serving_uses(monkeypatch, tmp_path):
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(expert_kernels, "platform_of", lambda device: platform)
-    monkeypatch.setattr(tune_moe, "tune_shape", lambda *args, **options: {64: tune_moe.Tuned(own, 12.5)})
+    monkeypatch.setattr(tune_moe, "tune_shape", lambda *args, **options: iter([(64, tune_moe.Tuned(own, 12.5))]))
     result = tune("--shape", "8,256,128,2")
     assert result.exit_code == 0, result.output
     (path,) = (tmp_path / "tuned").iterdir()
@@ -62,12 +67,54 @@ def test_what_was_tuned_is_what_serving_uses(monkeypatch, tmp_path):
     assert configs(50) == own != heuristic_config(SHAPE, 50, device_of(CPU))
 
 
+def test_what_was_found_before_it_ended_is_kept(monkeypatch, tmp_path):
+    own = heuristic_config(SHAPE, 64, device_of(CPU))
+    platform = expert_kernels.platform_of(CPU)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(expert_kernels, "platform_of", lambda device: platform)
+
+    def tune_some(shape, all_num_tokens, device, report):
+        assert all_num_tokens == [64, 1024]
+        yield 64, tune_moe.Tuned(own, 12.5)
+        raise RuntimeError("no candidate runs\nanywhere")
+
+    monkeypatch.setattr(tune_moe, "tune_shape", tune_some)
+    path = tmp_path / "file.json"
+    result = tune("--shape", "8,256,128,2", "--num-tokens", "64", "1024", "--out", str(path))
+    assert result.exit_code == 1
+    assert result.output == "Error: Experts cannot be tuned: no candidate runs.\n"
+    assert list(json.loads(path.read_text())["configs"]) == ["64"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "group_size", "expected"),
+    [("8,256,128,2", None, 128), ("8,192,128,2", None, 64), ("8,96,128,2", None, 32), ("8,256,128,2", 32, 32)],
+)
+def test_groups_of_int4_are_those_of_serving(shape, group_size, expected, monkeypatch):
+    tuned = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("moeserve.bench.tune_kernels._tune_experts", lambda shape, *rest: tuned.append(shape))
+    options = [] if group_size is None else ["--group-size", str(group_size)]
+    assert tune("--shape", shape, "--weights", "int4", *options).exit_code == 0
+    assert [shape.group_size for shape in tuned] == [expected]
+    sizes = {"hidden_size": 128, "moe": types.SimpleNamespace(intermediate_size=int(shape.split(",")[1]))}
+    if group_size is None:
+        assert expert_kernels.expert_storage(types.SimpleNamespace(**sizes), BF16, "int4").group_size == expected
+
+
+def test_groups_that_do_not_divide_are_one_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    result = tune("--shape", "8,100,128,2", "--weights", "int4")
+    assert result.exit_code == 1
+    assert result.output == "Error: Groups of 32 do not divide 128 and 100.\n"
+
+
 def test_a_file_that_cannot_be_written_is_one_sentence(monkeypatch, tmp_path):
     (tmp_path / "taken").write_text("")
     own = heuristic_config(SHAPE, 64, device_of(CPU))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(expert_kernels, "platform_of", lambda device: expert_kernels.Platform("interpreter", "3.9"))
-    monkeypatch.setattr(tune_moe, "tune_shape", lambda *args, **options: {64: tune_moe.Tuned(own, 12.5)})
+    monkeypatch.setattr(tune_moe, "tune_shape", lambda *args, **options: iter([(64, tune_moe.Tuned(own, 12.5))]))
     result = tune("--shape", "8,256,128,2", "--out", str(tmp_path / "taken" / "file.json"))
     assert result.exit_code == 1
     assert "cannot be written" in result.output
