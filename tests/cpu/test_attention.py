@@ -66,7 +66,7 @@ def pools(kv_heads: int, dim: int, num_blocks: int = 64) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 19])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @every_body
-def test_matches_the_reference(
+def test_chunks_of_all_kinds_attend_as_the_reference_does(
     heads: int, kv_heads: int, dim: int, window: int | None, with_sinks: bool, body: Attend
 ) -> None:
     keys, values = pools(kv_heads, dim)

@@ -99,14 +99,16 @@ def test_experts_that_ranks_cannot_share(model: Path, tmp_path: Path) -> None:
     "settings",
     [ONE, pytest.param(("--no-record-experts",), marks=pytest.mark.long), pytest.param(TWO, marks=pytest.mark.long)],
 )
-def test_statistics_of_another_model(model: Path, tmp_path: Path, settings: tuple[str, ...]) -> None:
+def test_statistics_of_another_model_end_the_start(model: Path, tmp_path: Path, settings: tuple[str, ...]) -> None:
     file = tmp_path / "statistics.safetensors"
     save_statistics(file, RoutingStatistics(StatisticsSpec(3, 8, 2)), "another")
     assert f"{file} belongs to another model" in refused(model, tmp_path, "--expert-statistics", str(file), *settings)
 
 
 @on_ranks(2)
-def test_a_torn_expert_file(model: Path, tmp_path: Path, bounded: tuple[str, ...], ranks: tuple[str, ...]) -> None:
+def test_a_torn_expert_file_ends_the_start_and_stays(
+    model: Path, tmp_path: Path, bounded: tuple[str, ...], ranks: tuple[str, ...]
+) -> None:
     path = expert_file(bounded)
     whole, times = path.read_bytes(), path.stat()
     os.truncate(path, len(whole) // 2)

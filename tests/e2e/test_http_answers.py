@@ -161,7 +161,7 @@ def test_a_stop_string_ends_the_request_in_the_engine(server: Frontend, client: 
     assert finish.keep_tokens == 2
 
 
-def test_logprobs_of_a_chat(server: Frontend, client: OpenAI) -> None:
+def test_a_stream_tells_the_same_log_probabilities_as_the_whole(server: Frontend, client: OpenAI) -> None:
     server.engine.script = with_logprobs
     answer = chat(client, logprobs=True, top_logprobs=2)
     content = answer.choices[0].logprobs.content
@@ -213,7 +213,7 @@ def test_every_event_is_one_data_line_and_done_is_last(server: Frontend, client:
     assert all(json.loads(event[6:])["object"] == "text_completion" for event in events[:-1])
 
 
-def test_models(client: OpenAI) -> None:
+def test_models_are_listed_under_all_their_names(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "alias"]
     model = client.models.retrieve("alias")
     assert (model.id, model.model_extra["max_model_len"]) == ("alias", 512)
@@ -234,7 +234,7 @@ def test_text_to_tokens_and_back(server: Frontend) -> None:
     assert chat_tokens["tokens"] == [BOS, USER, *b"hi", END, ASSISTANT]
 
 
-def test_the_routes_around(server: Frontend) -> None:
+def test_the_routes_beside_generation_answer(server: Frontend) -> None:
     get = server.http.get
     assert get("/health").json() == {"status": "ok"}
     assert get("/ready").json() == {"status": "ready"}

@@ -41,7 +41,7 @@ def error_of(response: httpx2.Response, status: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b"[" * 9000, b'{"temperature":NaN}', b'{"tokens":5}'])
-def test_malformed_bodies(server: Frontend, path: str, body: bytes) -> None:
+def test_malformed_bodies_are_refused_on_every_route(server: Frontend, path: str, body: bytes) -> None:
     error_of(server.http.post(path, content=body), 400)
 
 
@@ -81,7 +81,7 @@ def test_what_exceeds_the_context_is_told_with_both_counts(server: Frontend, pro
     assert not server.engine.of(Generate)
 
 
-def test_a_body_over_the_limit(server: Frontend) -> None:
+def test_a_body_over_the_limit_is_refused_however_it_is_sent(server: Frontend) -> None:
     big = {**CHAT, "messages": [{"role": "user", "content": "x" * LIMIT}]}
     assert error_of(server.http.post("/v1/chat/completions", json=big), 413)["code"] == "request_too_large"
 

@@ -52,7 +52,7 @@ def test_users_get_in_everywhere_but_where_a_role_is_asked_for(server: Frontend,
         assert (status == 403) == (path in ROLE_OF_PATH), path
 
 
-def test_roles(server: Frontend) -> None:
+def test_each_role_reaches_its_routes_and_admin_all(server: Frontend) -> None:
     get, post = server.http.get, server.http.post
     assert get("/metrics", headers=bearer("prom")).status_code == 200
     assert get("/v1/models", headers=bearer("prom")).status_code == 403

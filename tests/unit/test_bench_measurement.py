@@ -127,7 +127,7 @@ def test_an_error_body_of_any_form_gives_a_message(body, message):
     assert error_message(body) == message
 
 
-def test_times_of_a_request():
+def test_times_of_a_request_count_from_when_it_was_sent():
     measured = record(sent_at=0.5, events=(1.0, 1.2, 1.8), output_tokens=5)
     assert measured.ttft == pytest.approx(0.5)
     assert measured.tpot == pytest.approx(0.8 / 4)

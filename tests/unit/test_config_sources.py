@@ -102,5 +102,5 @@ def test_a_secret_is_never_shown_in_an_error():
 @pytest.mark.parametrize(
     ("text", "count"), [("1", 1), ("1k", 1000), ("1KiB", 1024), ("0.5 GiB", 2**29), ("2tb", 2 * 10**12), (7, 7)]
 )
-def test_sizes_in_all_spellings(text, count):
+def test_sizes_are_read_in_all_spellings(text, count):
     assert parse_size(text) == count

@@ -113,7 +113,7 @@ def test_both_names_of_the_limit_are_known() -> None:
     assert refuse(max_completion_tokens=0).param == "max_completion_tokens"
 
 
-def test_logprobs() -> None:
+def test_log_probabilities_are_asked_for_first_and_bounded() -> None:
     assert parse(logprobs=True).sampling.logprobs == 0
     assert parse(logprobs=True, top_logprobs=20).sampling.logprobs == 20
     assert refuse(logprobs=True, top_logprobs=21).param == "top_logprobs"
@@ -167,7 +167,7 @@ def test_a_whole_answer_without_logprobs_says_null() -> None:
     assert json.loads(formatter().complete([Delta(0, "a", [], "length")], USAGE))["choices"][0]["logprobs"] is None
 
 
-def test_events_of_a_stream() -> None:
+def test_a_stream_begins_with_the_role_and_ends_with_reason_and_usage() -> None:
     writer = formatter(stream=True, stream_options={"include_usage": True})
     start = event(writer.start(1))
     assert start["choices"] == [
@@ -183,7 +183,7 @@ def test_events_of_a_stream() -> None:
     assert (last["choices"], last["usage"]["total_tokens"]) == ([], 7)
 
 
-def test_usage_with_every_event() -> None:
+def test_usage_goes_with_every_event_that_is_given_it() -> None:
     assert event(formatter().delta(Delta(0, "a"), USAGE))["usage"]["completion_tokens"] == 2
 
 
@@ -191,6 +191,6 @@ def test_a_stream_without_usage_does_not_mention_it() -> None:
     assert "usage" not in event(formatter().delta(Delta(0, "a"), None))
 
 
-def test_logprobs_in_a_stream() -> None:
+def test_events_carry_log_probabilities_of_their_tokens() -> None:
     chunk = event(formatter(logprobs=True).delta(Delta(0, "a", [TOKEN]), None))
     assert chunk["choices"][0]["logprobs"]["content"][0]["token"] == "a"

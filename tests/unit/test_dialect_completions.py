@@ -93,7 +93,7 @@ def test_the_openai_package_takes_an_answer() -> None:
     Completion.model_validate_json(formatter(logprobs=1).complete([Delta(0, "i", [token], "stop")], USAGE))
 
 
-def test_events_of_a_stream() -> None:
+def test_a_stream_has_an_event_per_delta_and_one_for_usage() -> None:
     writer = formatter(stream=True, stream_options={"include_usage": True})
     assert writer.start(0) == b""
     chunk = json.loads(writer.delta(Delta(2, "é", [], "stop"), None).removeprefix(b"data: "))

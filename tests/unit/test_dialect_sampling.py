@@ -248,7 +248,7 @@ def test_the_answer_speaks_under_the_name_that_was_asked_for(dialect: str) -> No
     assert parse(dialect, model="alias").model == "alias"
 
 
-def test_stream_options(dialect: str) -> None:
+def test_stream_options_need_a_stream(dialect: str) -> None:
     request = parse(dialect, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
     assert (request.stream, request.include_usage, request.continuous_usage) == (True, True, True)
     assert refuse(dialect, stream_options={"include_usage": True}).param == "stream_options"

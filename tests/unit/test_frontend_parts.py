@@ -127,7 +127,7 @@ def test_samples_have_seeds_of_their_own_and_the_first_one_the_clients() -> None
     assert all(0 <= derive_seed(seed, sample) < 2**63 for seed in (-1, -(2**63), 2**63 - 1) for sample in (0, 1))
 
 
-def test_one_message_per_choice() -> None:
+def test_every_choice_gets_a_message_of_its_own() -> None:
     prompts = [[1, 2], [3]]
     generates = build_generates(
         request(prompts=["a", "b"], n=2, max_tokens=None, priority=3),
