@@ -144,8 +144,8 @@ def sample(
     """A token of each row of logits [S, V] (int64 [S]), and the row's largest logit (fp32 [S]; NaN if there is one).
 
     temperatures [S] fp32, 0 for greedy rows. seeds, positions [S] int64. top_k [S] int32 (0: off), top_p [S] fp32 (1:
-    off) and min_p [S] fp32 (0: off) are given together or not at all. Reads the logits once, or, with filters, once per
-    four bits of the threshold and filter.
+    off) and min_p [S] fp32 (0: off) are given together or not at all. Reads the logits once, with filters
+    twice as a rule (`kernels.gpu.sampling_filters` says when oftener).
     """
     thresholds = None
     if top_k is not None and top_p is not None and min_p is not None:

@@ -129,6 +129,28 @@ def test_thresholds_keep_what_sorting_keeps(device, dtype):
         assert kept.sum(-1)[[0, 1, 4]].tolist() == [1, 50, 1]
 
 
+@pytest.mark.parametrize("apart", [1, 64, 1024, 4096])
+def test_thresholds_of_likely_tokens_anywhere_in_a_large_vocabulary(device, apart):
+    """Kernels look at few tokens of each lane first: tokens so far apart share lanes, or have one each."""
+    torch.manual_seed(apart)
+    rows = [(1.0, 6, 1.0, 0.0), (1.0, 4, 0.7, 0.0), (2.0, 0, 0.9, 0.0), (1.0, 0, 0.999, 0.0), (1.0, 20_000, 1.0, 0.0)]
+    logits = torch.randn(len(rows), 6 * 4096 - 5, device=device)
+    logits[:, : 6 * apart : apart] += torch.rand(len(rows), 6, device=device) + 20.0
+    logits[1, 7::2] = -torch.inf
+    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
+    arguments = (
+        column(device, temperature),
+        column(device, top_k, torch.int32),
+        column(device, top_p),
+        column(device, min_p),
+    )
+    kept = (logits >= filter_thresholds(logits, *arguments)[:, None]).sum(-1).tolist()
+    expected = (logits >= filter_thresholds_reference(logits, *arguments)[:, None]).sum(-1).tolist()
+    # The nucleus of the third row is thousands of tokens: sums in another order end at another of them.
+    assert abs(kept.pop(2) - expected.pop(2)) < 20
+    assert kept == expected
+
+
 def test_negative_and_zero_logits_have_an_order_too(device):
     logits = torch.tensor([[-3.0, -0.0, 0.0, -1e-30, -torch.inf, -2.0]], device=device)
     for top_k, kept in ((1, {1, 2}), (3, {1, 2, 3}), (4, {1, 2, 3, 5}), (5, {0, 1, 2, 3, 5})):
