@@ -14,6 +14,8 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
+from launcher.server_option import server_option
+
 _TIMEOUT = 600.0
 _COMMANDS = "/reset forgets the conversation, /exit ends."
 
@@ -93,7 +95,7 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 
 
 @click.command()
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server.")
+@server_option
 @click.option("--model", help="Model to ask for; the first one served when left out.")
 @click.option("--system", help="System prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
@@ -101,13 +103,12 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 def chat(url: str, model: str | None, system: str | None, max_tokens: int | None, api_key: str | None) -> None:
     """Talk to a running server from the terminal."""
     console = Console(highlight=False, soft_wrap=True)
-    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     try:
-        conversation = Conversation(base, model or first_model(base, api_key), api_key, system, max_tokens)
+        conversation = Conversation(url, model or first_model(url, api_key), api_key, system, max_tokens)
     except ChatError as error:
         raise click.ClickException(str(error)) from None
     if sys.stdin.isatty():
-        console.print(f"[dim]{escape(conversation.model)} at {escape(base)}. {_COMMANDS}[/]")
+        console.print(f"[dim]{escape(conversation.model)} at {escape(url)}. {_COMMANDS}[/]")
     while (text := _read_line()) not in (None, "/exit"):
         if text == "/reset":
             conversation.reset()

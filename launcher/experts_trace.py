@@ -11,13 +11,15 @@ from typing import Any
 
 import click
 
+from launcher.server_option import server_option
+
 _TIMEOUT = 60.0
 _POLL_SECONDS = 1.0
 
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The server.")
+@server_option
 @click.option("--api-key", envvar="MOESERVE_ADMIN_KEY", help="A key with the role admin. [MOESERVE_ADMIN_KEY]")
 @click.option("--seconds", type=click.FloatRange(min=0), help="How long to record; until Ctrl-C unless given.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Stop after so many tokens; bounded by the server too.")
@@ -32,7 +34,7 @@ def trace(
     """
     if not file.parent.is_dir():
         raise click.ClickException(f"{file}: there is no folder {file.parent}.")
-    server = _Server(url.rstrip("/"), api_key)
+    server = _Server(url, api_key)
     started = server.post({"action": "start", "max_tokens": max_tokens, "token_ids": token_ids})
     click.echo(f"recording up to {json.loads(started)['max_tokens']} tokens; Ctrl-C ends it", err=True)
     try:

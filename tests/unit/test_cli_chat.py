@@ -1,48 +1,35 @@
 """`moeserve chat` as a script uses it, against a server that says few things."""
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from click.testing import CliRunner, Result
 
 from launcher.cli import main
+from tests.support.local_http import Handler, local_server
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(Handler):
     """Answers with the number of messages it was sent, and knows one model."""
 
     def do_GET(self) -> None:
-        self._answer(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
+        self.answer(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if body["model"] != "tiny":
-            self._answer(404, json.dumps({"error": {"message": "The model does not exist"}}).encode())
+            self.answer(404, json.dumps({"error": {"message": "The model does not exist"}}).encode())
             return
         pieces = [f"{len(body['messages'])} ", "messages"]
         events = [{"choices": [{"delta": {"content": piece}}]} for piece in pieces]
-        self._answer(200, b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
-
-    def _answer(self, status: int, content: bytes) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None: ...
+        self.answer(200, b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events))
 
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with local_server(Server) as address:
+        yield address
 
 
 def chat(*arguments: str, lines: str) -> Result:

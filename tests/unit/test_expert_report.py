@@ -2,9 +2,7 @@
 
 import json
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ from experts.routing.trace_file import save_trace
 from experts.routing.traces import RoutingTrace
 from launcher.cli import main
 from moeserve.report.source import count_trace
+from tests.support.local_http import Handler, local_server
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,7 @@ def test_without_matplotlib_the_report_says_what_to_install(tmp_path: Path, monk
     assert "pip install 'moeserve[report]'" in result.output
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(Handler):
     """A server whose trace is full when it is asked for the second time."""
 
     asked = 0
@@ -97,38 +96,36 @@ class Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         Server.asked += 1
         tokens = 5 if Server.asked > 1 else 2
-        self._answer(200, json.dumps({"recording": {"trace": {"tokens": tokens, "max_tokens": 5}}}).encode())
+        self.answer(200, json.dumps({"recording": {"trace": {"tokens": tokens, "max_tokens": 5}}}).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if self.headers["authorization"] != "Bearer root":
-            self._answer(403, json.dumps({"error": {"message": "This route needs a key"}}).encode())
+            self.answer(403, json.dumps({"error": {"message": "This route needs a key"}}).encode())
         elif body["action"] == "start":
-            self._answer(200, json.dumps({"status": "recording", "max_tokens": body["max_tokens"]}).encode())
+            self.answer(200, json.dumps({"status": "recording", "max_tokens": body["max_tokens"]}).encode())
         else:
-            self._answer(200, b"the trace")
-
-    def _answer(self, status: int, content: bytes) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None: ...
+            self.answer(200, b"the trace")
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with local_server(Server) as address:
+        yield f"http://{address}"
 
 
 def test_a_trace_is_fetched_when_it_is_full(tmp_path: Path, url: str) -> None:
-    result = moeserve("experts", "trace", tmp_path / "t", "--url", url, "--api-key", "root", "--max-tokens", "5")
+    result = moeserve(
+        "experts",
+        "trace",
+        tmp_path / "t",
+        "--url",
+        url.removeprefix("http://"),
+        "--api-key",
+        "root",
+        "--max-tokens",
+        "5",
+    )
     assert result.exit_code == 0, result.output
     assert (tmp_path / "t").read_bytes() == b"the trace"
 
