@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-import re
 import sys
-from collections.abc import Iterator
-from datetime import date
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moeserve.bench.decode_bound import bound_tokens_per_second, decode_bytes
+
 if TYPE_CHECKING:
     import torch
+
+    from moeserve.bench.decode_steps import DecodeBench, Load, Throughput
+    from moeserve.bench.kernel_timing import Deadline
+    from moeserve.models.spec import DecoderSpec
 
 NO_GPU = "There is no CUDA device to measure on; --interpret runs the steps in Triton's interpreter."
 QWEN3_30B = {
@@ -34,8 +38,14 @@ QWEN3_30B = {
 }
 
 
+PROMPT = 1024
+FAILED = "FAILED"
+# Tokens per second of a batch of one, and parts of the bound of larger ones, with a context of 1024.
+TARGET_RATE, TARGET_PART, TARGET_BATCHES = 250, 0.7, (64, 256)
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0, or 2 where there is nothing to measure on."""
+    """The exit code: 0, 1 where a batch fails, 2 where there is nothing to measure on or arguments do not fit."""
     options = _parser().parse_args(arguments)
     if options.interpret:
         # Triton reads it when a kernel is defined.
@@ -45,22 +55,44 @@ def main(arguments: list[str] | None = None) -> int:
         mend_interpreter()
     import torch
 
-    if options.interpret:
-        _interpret(options)
-        return 0
-    if not torch.cuda.is_available():
+    from moeserve.bench.decode_steps import DecodeBench, Limits, Load
+
+    if not options.interpret and not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
-    device = torch.device("cuda", 0)
-    name = torch.cuda.get_device_name(device)
+    device = torch.device("cpu") if options.interpret else torch.device("cuda", 0)
+    sizes = {name: getattr(options, name) for name in QWEN3_30B}
+    loads = [Load(batch, options.prompt, options.steps) for batch in options.batch]
+    try:
+        bench = DecodeBench(sizes, loads, Limits(options.block_size, options.max_batched_tokens), device)
+    except ValueError as error:
+        print(f"Error: {error}.", file=sys.stderr)
+        return 2
+    if options.interpret:
+        for load in loads:
+            result = bench.run(load)
+            print(f"{load.batch} x {load.prompt}: {result.tokens} tokens in {load.steps} steps")
+        return 0
+    return _write(options, bench, loads, sizes, device)
+
+
+def _write(
+    options: argparse.Namespace, bench: DecodeBench, loads: list[Load], sizes: dict[str, int], device: torch.device
+) -> int:
+    from moeserve.bench import kernel_machine
+    from moeserve.bench.kernel_timing import Deadline
+
     options.out_dir.mkdir(parents=True, exist_ok=True)
-    path = options.out_dir / f"decode-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
+    path = options.out_dir / f"decode-{kernel_machine.file_stem(kernel_machine.name(device))}.md"
+    deadline, failed = Deadline(options.time_limit), False
     with path.open("w") as file:
-        for line in _report(options, device, name):
+        for line in report(bench, loads, sizes, device, deadline):
             # Line by line: what was measured is kept if time runs out.
             print(line, flush=True)
             print(line, file=file, flush=True)
-    return 0
+            failed |= FAILED in line
+    print(f"written to {path}")
+    return 1 if failed else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--interpret", action="store_true", help="in Triton's interpreter on a CPU; prints no times")
     parser.add_argument("--out-dir", type=Path, default=Path("docs/benchmarks"), help="where the table is written")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 64, 256], help="requests that decode at once")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each request's prompt")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of each request's prompt")
     parser.add_argument("--steps", type=int, default=64, help="timed decode steps")
     parser.add_argument("--time-limit", type=float, default=480.0, help="seconds after which no batch size begins")
     parser.add_argument("--block-size", type=int, default=64)
@@ -78,53 +110,67 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _interpret(options: argparse.Namespace) -> None:
+def report(
+    bench: DecodeBench, loads: Sequence[Load], sizes: dict[str, int], device: torch.device, deadline: Deadline
+) -> Iterator[str]:
+    """The lines of the file, as they become known."""
     import torch
 
-    from moeserve.bench.decode_steps import Limits, Load, measure
+    from moeserve.bench import kernel_machine
+    from moeserve.bench.kernel_timing import measure_ceilings
 
-    loads = [Load(batch, options.prompt, options.steps) for batch in options.batch]
-    limits = Limits(options.block_size, options.max_batched_tokens)
-    for load, _, result in measure(_sizes(options), loads, limits, torch.device("cpu")):
-        print(f"{load.batch} x {load.prompt}: {result.tokens} tokens in {load.steps} steps")
-
-
-def _sizes(options: argparse.Namespace) -> dict[str, int]:
-    return {name: getattr(options, name) for name in QWEN3_30B}
-
-
-def _report(options: argparse.Namespace, device: torch.device, name: str) -> Iterator[str]:
-    import torch
-    import triton
-
-    from moeserve.bench.decode_bound import bound_tokens_per_second, decode_bytes
-    from moeserve.bench.decode_steps import Limits, Load, measure
-    from moeserve.bench.kernel_timing import Deadline, measure_ceilings
-
-    deadline = Deadline(options.time_limit)
     copy = measure_ceilings(device).copy
     torch.cuda.empty_cache()
-    sizes = _sizes(options)
-    yield f"# Decode steps on {name}\n"
-    yield f"{date.today()}, torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}."
-    yield f"Random weights in bf16, {', '.join(f'{key} {size}' for key, size in sizes.items())}."
-    yield f"A copy moves {copy / 1e12:.2f} TB/s; the bound is what a step reads at that rate, if routing is even.\n"
-    yield "| batch | context | tokens/s | ms per step | bound, tokens/s | of it |"
-    yield "|---|---|---|---|---|---|"
-    loads = [Load(batch, options.prompt, options.steps) for batch in options.batch]
-    limits = Limits(options.block_size, options.max_batched_tokens)
-    results = measure(sizes, loads, limits, device)
+    yield f"# Decode steps on {kernel_machine.name(device)}\n"
+    yield f"{kernel_machine.versions()} {kernel_machine.hardware(device)}\n"
+    yield f"Before, {kernel_machine.state()}.\n"
+    yield (
+        f"Random weights in bf16, {', '.join(f'{key} {size}' for key, size in sizes.items())}; scheduler and runner "
+        f"in one process, decode steps in CUDA graphs, {loads[0].steps} of them timed; tokens drawn at temperature 1."
+    )
+    yield (
+        f"A copy moves {copy / 1e12:.2f} TB/s; the bound is what a step reads at that rate: the experts that its "
+        "tokens chose, other weights, keys and values.\n"
+    )
+    yield "| batch | context | tokens/s | ms per step | distinct experts | bound, tokens/s | of it | target |"
+    yield "|---|---|---|---|---|---|---|---|"
     for load in loads:
         if deadline.passed():
-            yield f"| {load.batch} | not measured: {options.time_limit:.0f} s were used up | | | | |"
+            yield _remark(load, f"not measured: {deadline.seconds:.0f} s were used up")
             continue
-        _, spec, result = next(results)
-        rate = result.tokens / result.seconds
-        bound = bound_tokens_per_second(decode_bytes(spec, load.batch, result.context, 2), load.batch, copy)
-        yield (
-            f"| {load.batch} | {result.context} | {rate:.0f} | {1e3 * load.batch / rate:.2f} "
-            f"| {bound:.0f} | {rate / bound:.0%} |"
-        )
+        try:
+            yield _row(bench.spec, load, bench.run(load), copy, asked=sizes == QWEN3_30B and load.prompt == PROMPT)
+        except Exception as error:  # A batch that does not fit leaves the others to be measured.
+            traceback.print_exc(file=sys.stderr)
+            yield _remark(load, f"{FAILED}: {type(error).__name__}: {error}".replace("\n", " ").replace("|", "/")[:200])
+    yield f"\nAt the end, {kernel_machine.state()}."
+
+
+def _remark(load: Load, text: str) -> str:
+    return f"| {load.batch} | {text} |{' |' * 6}"
+
+
+def _row(spec: DecoderSpec, load: Load, result: Throughput, copy: float, *, asked: bool) -> str:
+    """asked: whether targets are of this model and context."""
+    rate = result.tokens / result.seconds
+    step_bytes = decode_bytes(spec, load.batch, result.context, 2, result.distinct_experts)
+    bound = bound_tokens_per_second(step_bytes, load.batch, copy)
+    verdict = ""
+    if asked and load.batch == 1:
+        verdict = f"{TARGET_RATE} tokens/s {'met' if rate >= TARGET_RATE else 'MISSED'}"
+    elif asked and load.batch in TARGET_BATCHES:
+        verdict = f"{TARGET_PART:.0%} of the bound {'met' if rate >= TARGET_PART * bound else 'MISSED'}"
+    cells = (
+        str(load.batch),
+        str(result.context),
+        f"{rate:.0f}",
+        f"{1e3 * load.batch / rate:.2f}",
+        f"{result.distinct_experts:.1f}",
+        f"{bound:.0f}",
+        f"{rate / bound:.0%}",
+        verdict,
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def run(*, interpret: bool, out_dir: Path, time_limit: float = TIME_LIMIT) -> in
 
     deadline = Deadline(time_limit)
     device = torch.device("cuda", 0)
-    name, num_sms = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).multi_processor_count
+    name, num_sms = kernel_machine.name(device), torch.cuda.get_device_properties(device).multi_processor_count
     path = out_dir / f"kernels-{kernel_machine.file_stem(name)}.md"
     sections = _sections(device, num_sms)
     report = KernelReport(path, f"Kernels on {name}", sections, target_rows({}, 1.0))

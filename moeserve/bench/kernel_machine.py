@@ -14,9 +14,14 @@ _QUERY = ("nvidia-smi", "--format=csv,noheader", "--query-gpu")
 _STATE = "clocks.sm,clocks.mem,power.draw,temperature.gpu,utilization.gpu"
 
 
-def file_stem(name: str) -> str:
+def file_stem(device_name: str) -> str:
     """Of a device's name, for files."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def name(device: torch.device) -> str:
+    """As its driver calls it."""
+    return torch.cuda.get_device_name(device)
 
 
 def versions() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from experts.routing_tap import RoutingTap
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.gpu.tuning import MoeConfigs
 from moeserve.cuda.attention import GpuGqa
@@ -56,11 +57,12 @@ def random_decoder(
     max_tokens: int,
     max_model_len: int,
     configs: MoeConfigs | None = None,
+    tap: RoutingTap | None = None,
     seed: int = 0,
 ) -> GpuDecoder:
     """A decoder with attention of shared KV heads and experts in all layers. Raises ValueError for other specs.
 
-    max_tokens: of the largest step. Weights are normal and keep activations near 1.
+    max_tokens: of the largest step. tap: hears what the gates choose. Weights are normal and keep activations near 1.
     """
     attention, moe = spec.attention, spec.moe
     if not isinstance(attention, AttentionSpec) or moe is None or not all(spec.sparse_layers) or moe.shared is not None:
@@ -69,10 +71,15 @@ def random_decoder(
     configs = configs or expert_configs(spec, expert_storage(spec, dtype), device)
     assert configs is not None
     dispatch = triton_moe(configs, device, dtype, max_tokens)
+
+    def dispatch_of(_: int) -> GpuDispatch:
+        return dispatch
+
+    heard = dispatch_of if tap is None else tap.around(dispatch_of)
     return GpuDecoder(
         spec,
         weights.matrix(spec.vocab_size, spec.hidden_size) * spec.hidden_size**0.5,
-        [_layer(spec, attention, window, weights, dispatch) for window in spec.windows],
+        [_layer(spec, attention, window, weights, heard(layer)) for layer, window in enumerate(spec.windows)],
         weights.norm(spec.hidden_size, spec.norm_eps),
         Projection(weights.matrix(spec.vocab_size, spec.hidden_size)),
         max_model_len=max_model_len,
