@@ -5,6 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
 
 from launcher.status import Ready
 
@@ -37,17 +39,26 @@ class ProgressDisplay:
             self._console.print(escape(stage), highlight=False)
             return
         if self._progress is None:
-            columns = (TextColumn("{task.description}"), BarColumn(), _Amount(), TimeElapsedColumn())
-            self._progress = Progress(*columns, console=self._console)
+            # The bar takes what the words leave of the line.
+            self._progress = Progress(
+                TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+                BarColumn(bar_width=None),
+                _Amount(table_column=Column(no_wrap=True)),
+                TimeElapsedColumn(),
+                console=self._console,
+                expand=True,
+            )
             self._progress.start()
         self._task = self._progress.add_task(escape(stage), total=None)
 
 
 class _Amount(MofNCompleteColumn):
-    """`3/8` for counts, `1.2/3.4 GiB` for bytes, which are recognised by their size."""
+    """`3/8` for counts, `1.2 GiB/3.4 GiB` for bytes, which are recognised by their size; nothing without a total."""
 
     def render(self, task):  # type: ignore[no-untyped-def]
-        if task.total is None or task.total < 2**20:
+        if task.total is None:
+            return Text("")
+        if task.total < 2**20:
             return super().render(task)
         return TextColumn(f"{format_bytes(int(task.completed))}/{format_bytes(int(task.total))}").render(task)
 

@@ -1,7 +1,9 @@
 """The parts of the launcher that need no second process."""
 
 import fcntl
+import io
 import os
+import re
 import socket
 import stat
 import tempfile
@@ -9,9 +11,10 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from launcher import preflight, systemd
-from launcher.console import format_bytes, ready_banner
+from launcher.console import ProgressDisplay, format_bytes, ready_banner
 from launcher.errors import LaunchError
 from launcher.listener import is_loopback, open_listener, reachable_address, url
 from launcher.machine import gpu_names, usable_cores
@@ -30,6 +33,17 @@ READY = Ready(
     max_model_len=4096,
     model_max_len=8192,
 )
+
+
+def test_progress_keeps_to_one_line_of_a_terminal():
+    written = io.StringIO()
+    display = ProgressDisplay(Console(file=written, force_terminal=True, width=80, color_system=None))
+    display.update("read source", 0, 0)
+    display.update("loading 0.7 GiB of weights for float32", 700 * 2**20, 766 * 2**20)
+    display.close()
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[?\d]*[a-zA-Z]", "", written.getvalue()).splitlines()]
+    assert "700.0 MiB/766.0 MiB" in lines[-1]
+    assert all(re.fullmatch(r"(read|loading) .*\d:\d\d:\d\d|", line) for line in lines)
 
 
 def test_the_banner_says_where_how_and_with_what():
