@@ -6,7 +6,7 @@ from step to step (tokens, sequences, table widths) are arguments that Triton do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moeserve.cuda.step_arrays import ExtendLimits, share_prompts
@@ -41,7 +41,7 @@ class LaunchVariants:
     """The variants of attention and experts that steps of a model launch, of those that are not captured.
 
     prefill: by the longest prompt of a step that is no short extend. experts: by its rows, None for a model without
-    any. experts_end: whether the last layer has experts. extends: which prompts are short extends, None for none.
+    any. extends: which prompts are short extends, None for none. sparse_layers: which layers have experts.
     """
 
     def __init__(
@@ -50,14 +50,13 @@ class LaunchVariants:
         prefill: Choice,
         experts: Choice | None,
         extends: ExtendLimits | None = None,
-        *,
-        experts_end: bool = True,
+        sparse_layers: Sequence[bool] = (True, True),
     ) -> None:
         self._limits, self._prefill, self._experts, self._extends = limits, prefill, experts, extends
-        self._experts_end = experts_end
+        self._meet_all, self._meet_wanted = any(sparse_layers[:-1]), sparse_layers[-1]
 
     def of_step(self, shape: StepShape) -> frozenset[Hashable]:
-        """What a step launches. Experts of the last layer see only rows whose logits are wanted."""
+        """What a step launches. Experts of the last layer meet only rows whose logits are wanted."""
         found: set[Hashable] = set()
         if shape.num_decodes:
             found.add("decode")
@@ -67,7 +66,7 @@ class LaunchVariants:
         if longest:
             found.add(("prefill", self._prefill(longest)))
         if self._experts is not None:
-            numbers = (shape.num_tokens, shape.num_logits if self._experts_end else 0)
+            numbers = (shape.num_tokens * self._meet_all, shape.num_logits * self._meet_wanted)
             found |= {("experts", self._experts(rows)) for rows in numbers if rows}
         return frozenset(found)
 
@@ -89,7 +88,8 @@ class LaunchVariants:
     def _simple_steps(self) -> Iterator[StepShape]:
         """One decode, and prompts of every number of tokens, as long as can be: every choice depends on one number.
 
-        And as many prompts as can be, of one token each: more than are computed as short extends.
+        And as many prompts as can be, of one token each: more than are computed as short extends. Where experts meet
+        wanted rows alone, all rows are.
         """
         limits = self._limits
         yield StepShape(1, (), 1)
@@ -99,4 +99,4 @@ class LaunchVariants:
             whole, rest = divmod(num_tokens, limits.max_len)
             lengths = (limits.max_len,) * whole + ((rest,) if rest else ())
             if len(lengths) <= limits.max_seqs:
-                yield StepShape(0, lengths, len(lengths))
+                yield StepShape(0, lengths, len(lengths) if self._meet_all else num_tokens)

@@ -25,8 +25,7 @@ def alone(_: StepShape) -> None:
 def launch_variants(limits: AttentionLimits, configs: MoeConfigs | None, step: StepLimits) -> LaunchVariants:
     """Of the steps of a model that are not captured."""
     experts = None if configs is None else configs.variant
-    extends, experts_end = limits.extends(step.max_seqs), limits.spec.sparse_layers[-1]
-    return LaunchVariants(step, limits.prefill, experts, extends, experts_end=experts_end)
+    return LaunchVariants(step, limits.prefill, experts, limits.extends(step.max_seqs), limits.spec.sparse_layers)
 
 
 @torch.inference_mode()

@@ -23,11 +23,11 @@ MORE_CASES = (
 )
 
 
-def variants(tmp_path, limits, experts=True, experts_end=True):
+def variants(tmp_path, limits, experts=True, sparse_layers=(True, True)):
     configs = MoeConfigs(MoeShape(64, 768, 2048, 8, "bfloat16"), HOPPER, Platform("gpu", "3.9.0"), (tmp_path,))
     extends = ExtendLimits(32, 8, 30)
     choice = configs.variant if experts else None
-    return LaunchVariants(limits, lambda length: length <= 64, choice, extends, experts_end=experts_end), configs
+    return LaunchVariants(limits, lambda length: length <= 64, choice, extends, sparse_layers), configs
 
 
 def test_few_steps_launch_all_variants_of_every_number_of_tokens(tmp_path):
@@ -47,12 +47,13 @@ def test_few_steps_launch_all_variants_of_every_number_of_tokens(tmp_path):
     assert {("experts", configs.variant(512)), ("experts", configs.variant(513))} <= of.all()
 
 
-def test_experts_before_a_dense_last_layer_never_see_the_wanted_rows_alone(tmp_path):
-    of, configs = variants(tmp_path, StepLimits(4096, 64, 8192), experts_end=False)
-    one = ("experts", configs.variant(1))
-    assert one not in of.of_step(StepShape(0, (4096,), 1))
-    assert StepShape(0, (4096,), 1) in of.steps()
-    assert one in frozenset().union(*(of.of_step(step) for step in of.steps()))
+@pytest.mark.parametrize(("sparse_layers", "rows"), [((True, False), 4096), ((False, True), 1), ((True, True), None)])
+def test_experts_meet_all_rows_in_inner_layers_and_the_wanted_ones_in_the_last(tmp_path, sparse_layers, rows):
+    of, configs = variants(tmp_path, StepLimits(4096, 64, 8192), sparse_layers=sparse_layers)
+    met = {found for found in of.of_step(StepShape(0, (4096,), 1)) if found[0] == "experts"}
+    assert met == {("experts", configs.variant(number)) for number in ((rows,) if rows else (4096, 1))}
+    assert all(("experts", configs.variant(number)) in of.all() for number in (1, 17, 63, 600, 4096))
+    assert frozenset().union(*(of.of_step(step) for step in of.steps())) == of.all()
 
 
 def test_a_model_without_experts_has_a_decode_and_three_prompts_to_launch(tmp_path):
