@@ -18,6 +18,7 @@ from pathlib import Path
 import triton
 
 from tests.support.caught_launches import launches_go_to
+from tests.support.machine_code import code_of
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Compiled:
     shared_bytes: int
     num_warps: int
     ptx: str
+    code: dict[str, int]
 
     @property
     def instructions(self) -> dict[str, int]:
@@ -58,7 +60,15 @@ def inspect_kernel(kernel) -> Compiled:
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
     metadata = kernel.metadata
-    return Compiled(metadata.name, int(registers), int(stack), metadata.shared, metadata.num_warps, kernel.asm["ptx"])
+    return Compiled(
+        metadata.name,
+        int(registers),
+        int(stack),
+        metadata.shared,
+        metadata.num_warps,
+        kernel.asm["ptx"],
+        code_of(kernel.asm["cubin"]).summary(),
+    )
 
 
 def main(modules: list[str]) -> None:
@@ -70,7 +80,7 @@ def main(modules: list[str]) -> None:
                 print(
                     f"{case}: {kernel.name} registers={kernel.registers} stack={kernel.stack_bytes} "
                     f"shared={kernel.shared_bytes} warps={kernel.num_warps} "
-                    + " ".join(f"{name}={count}" for name, count in kernel.instructions.items())
+                    + " ".join(f"{name}={count}" for name, count in (kernel.instructions | kernel.code).items())
                 )
 
 
