@@ -55,7 +55,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="moeserve tune",
         description="Measure the kernels of MODEL's attention and experts on this GPU and keep the fastest "
         "configurations for serving. What was found is written as soon as it is.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
         "model", nargs="?", metavar="MODEL", help="a folder or a model of the hub, downloaded if it is not here"
@@ -67,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
         help="instead of a model: experts, their width, the hidden size, experts per token",
     )
     parser.add_argument(
-        "--weights", choices=get_args(WeightFormat), default="bfloat16", help="how the experts' weights are stored"
+        "--weights",
+        choices=get_args(WeightFormat),
+        default="bfloat16",
+        help="how the experts' weights are stored (%(default)s)",
     )
     parser.add_argument(
         "--group-size",
@@ -76,21 +78,23 @@ def _parser() -> argparse.ArgumentParser:
         help="values that share a scale, for int4; by itself the first that divides the sizes, as in serving",
     )
     parser.add_argument(
-        "--block-size", type=_power_of_two, default=BLOCK_SIZE, help="tokens per KV block, for a MODEL's attention"
+        "--block-size",
+        type=_power_of_two,
+        default=BLOCK_SIZE,
+        help="tokens per KV block, for a MODEL's attention (%(default)s)",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         choices=KV_CACHE_DTYPES,
         default=KV_CACHE_DTYPES[0],
-        help="how keys and values are stored, for a MODEL's attention; auto: as the activations are",
+        help="how keys and values are stored, for a MODEL's attention; auto: as the activations are (%(default)s)",
     )
     parser.add_argument(
         "--num-tokens",
-        type=int,
-        nargs="+",
-        choices=TUNED_NUM_TOKENS,
+        type=_numbers,
+        metavar="T,...",
         default=TUNED_NUM_TOKENS,
-        help="for which batches experts are tuned, in this order",
+        help=f"for which batches experts are tuned, in this order ({','.join(map(str, TUNED_NUM_TOKENS))})",
     )
     parser.add_argument(
         "--out", type=Path, help="file for the experts; by itself one in the cache, where serving looks"
@@ -103,6 +107,13 @@ def _sizes(text: str) -> Sizes:
         return parse_sizes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(int(number) for number in text.split(","))
+    if unknown := set(numbers) - set(TUNED_NUM_TOKENS):
+        raise argparse.ArgumentTypeError(f"{min(unknown)} is none of {', '.join(map(str, TUNED_NUM_TOKENS))}")
+    return numbers
 
 
 def _power_of_two(text: str) -> int:

@@ -36,7 +36,7 @@ def test_without_a_gpu_one_sentence_says_so(monkeypatch):
         ((), "either a MODEL or --shape"),
         (("model", "--block-size", "24"), "24 is not a power of two"),
         (("--shape", "8,256,128,2", "--weights", "int4", "--group-size", "48"), "48"),
-        (("--shape", "8,256,128,2", "--num-tokens", "3"), "3"),
+        (("--shape", "8,256,128,2", "--num-tokens", "1,3"), "3 is none of 1, 4"),
         (("model", "--shape", "8,256,128,2"), "either a MODEL or --shape"),
         (("--shape", "8,256"), "not like"),
         (("--shape", "8,0,128,2"), "not like"),
@@ -74,13 +74,13 @@ def test_what_was_found_before_it_ended_is_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(expert_kernels, "platform_of", lambda device: platform)
 
     def tune_some(shape, all_num_tokens, device, report):
-        assert all_num_tokens == [64, 1024]
+        assert all_num_tokens == (64, 1024)
         yield 64, tune_moe.Tuned(own, 12.5)
         raise RuntimeError("no candidate runs\nanywhere")
 
     monkeypatch.setattr(tune_moe, "tune_shape", tune_some)
     path = tmp_path / "file.json"
-    result = tune("--shape", "8,256,128,2", "--num-tokens", "64", "1024", "--out", str(path))
+    result = tune("--shape", "8,256,128,2", "--num-tokens", "64,1024", "--out", str(path))
     assert result.exit_code == 1
     assert result.output == "Error: Experts cannot be tuned: no candidate runs.\n"
     assert list(json.loads(path.read_text())["configs"]) == ["64"]

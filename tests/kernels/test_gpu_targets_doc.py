@@ -1,0 +1,24 @@
+"""The page about GPU benchmarks names the targets that the benchmarks judge by, and no figure."""
+
+from pathlib import Path
+
+from moeserve.bench.decode_throughput import TARGET_BATCHES, TARGET_PART, TARGET_RATE
+from moeserve.bench.kernel_targets import NO_SLOWER, TARGETS
+
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks-gpu.md"
+
+
+def test_targets_of_the_page_are_those_of_the_benchmarks():
+    cells = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    rows = [tuple(cell.strip() for cell in row) for row in cells if row[0].strip() not in ("case", "batch")]
+    kernels = [(target.case, target.asked) for target in TARGETS] + [NO_SLOWER]
+    decode = [
+        ("1", f"{TARGET_RATE} tokens/s"),
+        *((str(batch), f"{TARGET_PART:.0%} of the bound") for batch in TARGET_BATCHES),
+    ]
+    assert [row[:2] for row in rows] == kernels + decode
+
+
+def test_what_was_not_measured_says_so():
+    measured = list((PAGE.parent / "benchmarks").glob("*.md"))
+    assert measured or PAGE.read_text().count("| not measured |") == len(TARGETS) + 1 + 1 + len(TARGET_BATCHES)
