@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from moeserve.plan import StepPlan, StepResult
@@ -41,9 +42,13 @@ class LocalExecutor:
 class LaunchedStep(Protocol):
     """A step on a device's queue."""
 
+    def is_done(self) -> bool:
+        """Whether its result is there without waiting."""
+
     def result(self) -> StepResult: ...
 
 
+@runtime_checkable
 class LaunchingRunner(Runner, Protocol):
     """Computes plans on a device that works while the host goes on."""
 
@@ -57,8 +62,29 @@ class FinishedStep:
         self._step = step
         self._finish = finish
 
+    def is_done(self) -> bool:
+        return self._step.is_done()
+
     def result(self) -> StepResult:
         return self._finish(self._step.result())
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """What a runner has computed that launches nothing."""
+
+    computed: StepResult
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        return self.computed
+
+
+def launch_on(runner: Runner, plan: StepPlan) -> LaunchedStep:
+    """Launches a plan; computes it where the runner cannot do otherwise."""
+    return runner.launch(plan) if isinstance(runner, LaunchingRunner) else ComputedStep(runner.run(plan))
 
 
 @runtime_checkable

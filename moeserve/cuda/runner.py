@@ -39,6 +39,9 @@ class LaunchedStep:
     wait: Wait = torch.cuda.Event.synchronize
     routing: StepRouting | None = None
 
+    def is_done(self) -> bool:
+        return self.done is None or self.done.query()
+
     def result(self) -> StepResult:
         """Waits for the device."""
         if self.done is not None:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
-from moeserve.executor import Executor, Runner
+from moeserve.executor import (
+    Executor,
+    FinishedStep,
+    LaunchedStep,
+    LaunchingExecutor,
+    LaunchingRunner,
+    Runner,
+)
 from moeserve.plan import StepPlan, StepResult
 
 
@@ -21,6 +30,18 @@ class CountedRunner:
         return result
 
 
+class CountedLauncher(CountedRunner):
+    """The same where steps are queued."""
+
+    def __init__(self, runner: LaunchingRunner, sent: Callable[[], list[int]]) -> None:
+        super().__init__(runner, sent)
+        self._launching = runner
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        step = self._launching.launch(plan)
+        return FinishedStep(step, partial(replace, sent=self._sent()))
+
+
 class LinkCounts:
     """An executor that keeps what every rank said last."""
 
@@ -29,7 +50,9 @@ class LinkCounts:
         self._sent = [[0] * (2 * num_ranks) for _ in range(num_ranks)]
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
-        results = self._executor.run(plans)
+        return self._keep(self._executor.run(plans))
+
+    def _keep(self, results: list[StepResult]) -> list[StepResult]:
         for rank, result in enumerate(results):
             if result.sent is not None:
                 self._sent[rank] = result.sent
@@ -47,3 +70,22 @@ class LinkCounts:
             for target in range(num_ranks)
             if target != source
         ]
+
+
+class LaunchedLinkCounts(LinkCounts):
+    """The same where steps are queued."""
+
+    def __init__(self, executor: LaunchingExecutor, num_ranks: int) -> None:
+        super().__init__(executor, num_ranks)
+        self._launching = executor
+
+    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
+        wait = self._launching.launch(plans)
+        return lambda: self._keep(wait())
+
+
+def count_links(executor: Executor, num_ranks: int) -> LinkCounts:
+    """Goes on launching if the executor does."""
+    if isinstance(executor, LaunchingExecutor):
+        return LaunchedLinkCounts(executor, num_ranks)
+    return LinkCounts(executor, num_ranks)

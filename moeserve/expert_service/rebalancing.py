@@ -12,7 +12,7 @@ from experts.placement.migration import Outcome
 from experts.placement.placement import Placement
 from experts.placement.rebalance import Drop, Load, Migration, RebalancePolicy, Rebalancer, RebalanceStats, Switch
 from moeserve.config import ServeConfig
-from moeserve.executor import Executor
+from moeserve.executor import Executor, LaunchingExecutor
 from moeserve.expert_service.recording import ExpertRecording
 from moeserve.plan import StepPlan, StepResult
 from moeserve.ranks.messages import DropLayer, LayerLoaded, PlaceLayer, ToRank
@@ -67,6 +67,8 @@ def rebalancing(
         timeout=_MIGRATION_SECONDS,
     )
     recording.listeners.append(rebalancer.window)
+    if isinstance(executor, LaunchingExecutor):
+        return RebalancingLauncher(executor, rebalancer, migrator)
     return RebalancingExecutor(executor, rebalancer, migrator)
 
 
@@ -93,16 +95,27 @@ class RebalancingExecutor:
         self._rebalancer = rebalancer
         self._migrator = migrator
         self._clock = clock
+        self._ended = float("-inf")
         executor.on_loaded = lambda loaded: rebalancer.loaded(loaded.rank, loaded.version, loaded.error)
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        started = self._begin()
+        results = self._executor.run(plans)
+        self._end(started)
+        return results
+
+    def _begin(self) -> float:
+        """What is to be done before a step; the time when it began."""
         started = self._clock()
         self._follow(self._rebalancer.begin_step(started))
-        results = self._executor.run(plans)
+        return started
+
+    def _end(self, started: float) -> None:
+        """Of a step that was begun: if others were computed then, it lasts from the end of the one before."""
         if outcome := self._migrator.outcome():
             self._rebalancer.loaded(0, outcome.version, outcome.error)
-        self._rebalancer.end_step(self._clock() - started)
-        return results
+        started, self._ended = max(started, self._ended), self._clock()
+        self._rebalancer.end_step(self._ended - started)
 
     def check(self) -> None:
         self._executor.check()
@@ -123,3 +136,34 @@ class RebalancingExecutor:
                 self._executor.tell(DropLayer(version))
                 self._migrator.drop(version)
                 log.warning("layer_not_placed", error=self.stats().last_error)
+
+
+class LaunchingSteps(StepsOfRanks, Protocol):
+    """Steps that are queued (`moeserve.ranks.executor.RankedLauncher`)."""
+
+    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]: ...
+
+
+class RebalancingLauncher(RebalancingExecutor):
+    """The same where steps are queued: what a switch changes on a device, it changes behind the steps queued there."""
+
+    def __init__(
+        self,
+        executor: LaunchingSteps,
+        rebalancer: Rebalancer,
+        migrator: Migrator,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(executor, rebalancer, migrator, clock)
+        self._launching = executor
+
+    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
+        started = self._begin()
+        wait = self._launching.launch(plans)
+
+        def results() -> list[StepResult]:
+            found = wait()
+            self._end(started)
+            return found
+
+        return results

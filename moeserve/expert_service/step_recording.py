@@ -69,12 +69,11 @@ class RecordingExecutor:
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
         results = self._executor.run(plans)
-        self._keep(plans, results)
+        self._keep(plans, results, self._recording.placement())
         return results
 
-    def _keep(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
-        """Of steps in their order."""
-        placement = self._recording.placement()
+    def _keep(self, plans: Sequence[StepPlan], results: Sequence[StepResult], placement: Placement | None) -> None:
+        """Of steps in their order. placement: with which they were computed."""
         for rank, (plan, result) in enumerate(zip(plans, results, strict=True)):
             if plan.chunks and result.routing is not None:
                 self._pending.append(_Heard(rank, plan, result.routing, placement, self._before.get(rank)))
@@ -121,10 +120,11 @@ class RecordingLauncher(RecordingExecutor):
 
     def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
         wait = self._launching.launch(plans)
+        placement = self._recording.placement()
 
         def results() -> list[StepResult]:
             found = wait()
-            self._keep(plans, found)
+            self._keep(plans, found, placement)
             return found
 
         return results

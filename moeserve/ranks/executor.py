@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from experts.errors import CollectiveError
-from moeserve.executor import Runner
+from moeserve.executor import LaunchedStep, LaunchingRunner, Runner
 from moeserve.plan import StepPlan, StepResult
 from moeserve.plan_codec import encode_plan
 from moeserve.ranks.fault import find_fault
@@ -42,21 +44,16 @@ class RankedExecutor:
         self._hub = hub
         self._timeout = timeout
         self._num_entered = num_entered
+        self._results: defaultdict[int, dict[int, StepResult]] = defaultdict(dict)
         self.placement_version = 0
         self.on_loaded: Callable[[LayerLoaded], None] = lambda _: None
         self.on_beat: Callable[[RankBeat], None] = lambda _: None
 
     def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
-        rows = StepRows.of(plans)
-        counts = [*rows.num_rows], [*rows.num_logit_rows], rows.only_decodes
-        for rank in self._hub.others:
-            self._hub.send(rank, Forward(encode_plan(plans[rank]), *counts, self.placement_version))
-        self._sizes.begin_step(rows)
-        try:
+        self._announce(plans)
+        with self._blaming():
             result = self._runner.run(plans[0])
-        except CollectiveError as error:
-            raise find_fault(self._hub, error, self._num_entered(), self._timeout) from error
-        return [result, *self._collect(result.step)]
+        return self._with_others(result)
 
     def tell(self, message: ToRank) -> None:
         """Sends every other rank the same, before the next step."""
@@ -75,25 +72,78 @@ class RankedExecutor:
         for rank in self._hub.others:
             self._hub.send(rank, Shutdown())
 
-    def _collect(self, step: int) -> list[StepResult]:
-        results: dict[int, StepResult] = {}
+    def _announce(self, plans: Sequence[StepPlan]) -> None:
+        """Tells all ranks of a step that this one computes next."""
+        rows = StepRows.of(plans)
+        counts = [*rows.num_rows], [*rows.num_logit_rows], rows.only_decodes
+        for rank in self._hub.others:
+            self._hub.send(rank, Forward(encode_plan(plans[rank]), *counts, self.placement_version))
+        self._sizes.begin_step(rows)
+
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
+        try:
+            yield
+        except CollectiveError as error:
+            raise find_fault(self._hub, error, self._num_entered(), self._timeout) from error
+
+    def _with_others(self, own: StepResult) -> list[StepResult]:
+        """The results of all ranks for a step. Those of a later one may come before the last of this one."""
         deadline = time.monotonic() + self._timeout
-        while len(results) < len(self._hub.others):
+        while len(results := self._results[own.step]) < len(self._hub.others):
             message = self._hub.receive(_POLL_SECONDS)
-            if isinstance(message, RankResult):
-                result = decode_result(message.result)
-                if result.step == step:
-                    results[message.rank] = result
-                continue
             self._heed(message)
-            if time.monotonic() > deadline:
+            if not isinstance(message, RankResult) and time.monotonic() > deadline:
                 late = next(rank for rank in self._hub.others if rank not in results)
-                raise RankError(f"{self._hub.name(late)} hung: it did not finish step {step}.")
-        return [results[rank] for rank in self._hub.others]
+                raise RankError(f"{self._hub.name(late)} hung: it did not finish step {own.step}.")
+        del self._results[own.step]
+        return [own, *(results[rank] for rank in self._hub.others)]
 
     def _heed(self, message: object) -> None:
-        """What ranks say beside their results."""
-        if isinstance(message, LayerLoaded):
+        if isinstance(message, RankResult):
+            result = decode_result(message.result)
+            self._results[result.step][message.rank] = result
+        elif isinstance(message, LayerLoaded):
             self.on_loaded(message)
         elif isinstance(message, RankBeat):
             self.on_beat(message)
+
+
+class RankedLauncher(RankedExecutor):
+    """The same where every rank queues its steps: the next one is announced while one is computed."""
+
+    def __init__(
+        self, runner: LaunchingRunner, sizes: StepSizes, hub: RankHub, *, timeout: float, num_entered: Callable[[], int]
+    ) -> None:
+        super().__init__(runner, sizes, hub, timeout=timeout, num_entered=num_entered)
+        self._launching = runner
+        self._in_flight: dict[int, LaunchedStep] = {}
+
+    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
+        """Steps are waited for in their order."""
+        self._announce(plans)
+        number = plans[0].step
+        with self._blaming():
+            self._in_flight[number] = self._launching.launch(plans[0])
+        return lambda: self._wait(number)
+
+    def close(self) -> None:
+        """What is still in flight is computed first: nobody leaves the others alone in a step."""
+        for number in sorted(self._in_flight):
+            self._wait(number)
+        super().close()
+
+    def _wait(self, number: int) -> list[StepResult]:
+        step = self._in_flight.pop(number)
+        with self._blaming():
+            own = step.result()
+        return self._with_others(own)
+
+
+def ranked_executor(
+    runner: Runner, sizes: StepSizes, hub: RankHub, *, timeout: float, num_entered: Callable[[], int]
+) -> RankedExecutor:
+    """Launches steps if the runner does."""
+    if isinstance(runner, LaunchingRunner):
+        return RankedLauncher(runner, sizes, hub, timeout=timeout, num_entered=num_entered)
+    return RankedExecutor(runner, sizes, hub, timeout=timeout, num_entered=num_entered)

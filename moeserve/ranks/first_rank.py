@@ -14,14 +14,14 @@ import zmq
 
 from experts.errors import CollectiveError
 from experts.memory.stats import ExpertMemoryStats
-from moeserve.expert_service.links import LinkCounts
+from moeserve.expert_service.links import count_links
 from moeserve.expert_service.monitor import ExpertSources
 from moeserve.expert_service.rank_memories import RankMemories
 from moeserve.expert_service.rebalancing import RebalancingExecutor, rebalancing
 from moeserve.expert_service.recording import ExpertRecording, open_recording
 from moeserve.expert_service.strategy import expert_strategy
 from moeserve.model_loading import ModelPlan, Report
-from moeserve.ranks.executor import RankedExecutor
+from moeserve.ranks.executor import RankedExecutor, ranked_executor
 from moeserve.ranks.fault import find_fault
 from moeserve.ranks.hub import RankHub
 from moeserve.ranks.introduction import dismiss_strangers, introduction
@@ -110,7 +110,7 @@ def _serve(
     stop: threading.Event,
 ) -> None:
     config = context.config
-    executor = RankedExecutor(
+    executor = ranked_executor(
         member.runner,
         member,
         hub,
@@ -118,7 +118,7 @@ def _serve(
         num_entered=lambda: member.collectives.num_entered,
     )
     steps = rebalancing(executor, config, member.experts.placement, member.migrator, recording)
-    links = LinkCounts(steps, config.expert_parallel_size)
+    links = count_links(steps, config.expert_parallel_size)
     sources = ExpertSources(
         placement=lambda: member.experts.placement,
         placement_version=lambda: executor.placement_version,

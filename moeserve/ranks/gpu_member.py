@@ -33,7 +33,7 @@ from moeserve.cuda.step_arrays import capture_sizes
 from moeserve.cuda.weights import load_gpu_decoder
 from moeserve.executor import LaunchingRunner
 from moeserve.expert_service.gpu_prefetch import with_prefetches
-from moeserve.expert_service.links import CountedRunner
+from moeserve.expert_service.links import CountedLauncher
 from moeserve.kv_budget import share_kv
 from moeserve.kv_pool import kv_block_bytes
 from moeserve.model_loading import ModelPlan, ServedModel, no_experts, owned_experts
@@ -145,7 +145,7 @@ class GpuMember:
             runner, self.prefetcher = with_prefetches(
                 runner, self._decoder, self._resident, self._directory, settings, self._home_rows
             )
-        self.runner = CountedRunner(runner, self.experts.sent)
+        self.runner = CountedLauncher(runner, self.experts.sent)
         self.model = ServedModel(
             spec,
             load_generation_defaults(self._directory),

@@ -64,17 +64,22 @@ class RankLink:
 
         Raises RankError if rank 0, on another node, refuses this one or is gone.
         """
-        while True:
-            events = dict(self._poller.poll(int(1000 * _BEAT_SECONDS)))
-            if self._steps in events:
-                incarnation, message = decode(self._steps.recv(), ToRank)
-                if incarnation == self._incarnation:
-                    return message
-            elif self._first_rank in events:
-                return Shutdown()
-            elif self._monitor is not None and self._monitor in events:
-                self._heed(self._monitor)
+        while (message := self.poll(_BEAT_SECONDS)) is None:
             on_wait()
+        return message
+
+    def poll(self, seconds: float = 0.0) -> Any:
+        """The next message, None if there is none in so long. Raises as `receive` does."""
+        events = dict(self._poller.poll(int(1000 * seconds)))
+        if self._steps in events:
+            incarnation, message = decode(self._steps.recv(), ToRank)
+            if incarnation == self._incarnation:
+                return message
+        elif self._first_rank in events:
+            return Shutdown()
+        elif self._monitor is not None and self._monitor in events:
+            self._heed(self._monitor)
+        return None
 
     def close(self) -> None:
         self._steps.disable_monitor()

@@ -13,28 +13,21 @@ from experts.errors import CollectiveError
 from experts.placement.placement import Placement
 from moeserve.config import ServeConfig
 from moeserve.device import choose_device, cuda_absence
-from moeserve.expert_service.rebalancing import follow
 from moeserve.expert_service.residency import residency_with
 from moeserve.kv_budget import KvBudget
 from moeserve.model_loading import ModelPlan, Report, read_spec
-from moeserve.plan_codec import decode_plan
 from moeserve.ranks.introduction import introduction
 from moeserve.ranks.link import BeatThread, RankLink
 from moeserve.ranks.meeting import meet_first
 from moeserve.ranks.members import RankMember, make_member, plan_gpu_rank
 from moeserve.ranks.messages import (
     Dismissed,
-    Forward,
-    LayerLoaded,
     Loaded,
     RankError,
-    RankResult,
     Setup,
-    Shutdown,
     Start,
 )
-from moeserve.ranks.step_rows import StepRows
-from moeserve.result_codec import encode_result
+from moeserve.ranks.rank_steps import RankSteps
 from moeserve.run_context import RunContext
 
 
@@ -70,7 +63,7 @@ def run_other_rank(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]],
             member.meet_peers(start.lent)
             member.warm_up()
             report({"event": "computing"})
-            _run_steps(rank, link, member, beats)
+            RankSteps(rank, link, member, beats).run()
         member.close()
     except CollectiveError as error:
         raise RankError(f"Rank {rank} cannot reach the others: {error}.") from error
@@ -96,28 +89,6 @@ def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
     if setup.expert_slots is not None:
         residency = residency_with(setup.expert_slots, setup.lent, directory, spec, dtype)
     return ModelPlan(spec, dtype, KvBudget(setup.num_blocks, setup.max_model_len), 0, placement, residency)
-
-
-def _run_steps(rank: int, link: RankLink, member: RankMember, beats: BeatThread) -> None:
-    beats.busy.clear()
-    migrator = member.migrator
-    try:
-        while not isinstance(message := link.receive(beats.say_waiting), Shutdown):
-            if not isinstance(message, Forward):
-                follow(message, migrator)
-                continue
-            beats.busy.set()
-            if message.placement_version != migrator.version:
-                migrator.switch(message.placement_version)
-            member.begin_step(StepRows(message.num_rows, message.num_logit_rows, message.only_decodes))
-            result = member.runner.run(decode_plan(message.plan))
-            beats.busy.clear()
-            if outcome := migrator.outcome():
-                link.send(LayerLoaded(rank, outcome.version, outcome.error))
-            link.send(RankResult(rank, encode_result(result)))
-    except CollectiveError:
-        # Rank 0 finds out whose fault it is and ends, which ends the wait here. The beats say that it is not ours.
-        link.receive()
 
 
 def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:

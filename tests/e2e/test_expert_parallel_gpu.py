@@ -84,6 +84,24 @@ def test_two_ranks_with_few_slots_say_what_a_cpu_says_and_a_killed_one_is_named(
         wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
 
 
+def test_two_ranks_replay_decodes_and_one_that_dies_in_the_middle_of_them_is_named(
+    model: Path, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
+    (tmp_path / "two").mkdir()
+    with service(model, tmp_path / "two", *SMALL, *RANKS, "--dispatch", "auto") as two:
+        pids = ranks_of(two)
+        assert complete_all(two) == expected
+        events = two.stream(max_tokens=20)
+        next(events)
+        os.kill(pids[1], signal.SIGKILL)
+        assert "error" in list(events)[-1]
+        assert two.end(10) == 1
+        assert f"Rank 1 (process {pids[1]})" in two.errors.read_text()
+        assert two.leaves_nothing()
+        wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
+
+
 @pytest.mark.long
 def test_two_ranks_place_experts_anew_and_say_the_same(
     model: Path, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from moeserve.cuda.gpu_model import load_gpu_model
-from moeserve.executor import LocalExecutor
+from moeserve.executor import LocalExecutor, LocalLauncher
 from moeserve.kv_budget import KvBudget
 from moeserve.kv_pool import KVPool
 from moeserve.model_runner import ModelRunner
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FEW = {"num_requests": 2, "max_tokens": 2}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"model": "qwen3_moe", "num_requests": 3, "max_tokens": 2},
-    "gathered": {"model": "glm4_moe", "shape": "allgather", "eager": True, **FEW},
+    "gathered": {"model": "glm4_moe", "shape": "allgather", "eager": True, "ahead": False, **FEW},
     "replayed": {"model": "glm4_moe", "shape": "allgather"},
     "fp8-kv": {"model": "qwen3_moe", "kv_cache_dtype": "fp8_e4m3", **FEW},
     "int4": {"model": "qwen3_moe", "shape": "allgather", "expert_quantization": "int4", **FEW},
@@ -90,14 +90,14 @@ def said_on_cpu(case: Mapping[str, Any], folder: Path) -> Said:
     runner = ModelRunner(
         load_decoder(Path(asked.model), spec, max_model_len=MAX_LEN), KVPool(spec.kv_layers, 24, 4, torch.float32)
     )
-    return serve(asked, KvBudget(24, MAX_LEN), 1, LocalExecutor(runner).run)
+    return serve(asked, KvBudget(24, MAX_LEN), 1, LocalExecutor(runner))
 
 
 def said_by_one_gpu(case: Mapping[str, Any], folder: Path, device: torch.device) -> Said:
     asked = RankCase(**{**case, "model": str(folder / case["model"])})
     spec = spec_of(Path(asked.model))
     one = load_gpu_model(Path(asked.model), spec, torch.float32, asked.settings(spec), lambda done, total: None, device)
-    return serve(asked, one.kv, 1, LocalExecutor(one.runner).run)
+    return serve(asked, one.kv, 1, LocalLauncher(one.runner))
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_two_ranks_give_the_tokens_of_the_cpu(models: Path, of_two: dict[str, Sa
         assert tokens_of(of_two[name]) == tokens_of(said_on_cpu(CASES[name], models))
 
 
-def test_decodes_in_lasting_batches_say_what_steps_of_their_own_do(of_two: dict[str, Said]) -> None:
+def test_decodes_in_lasting_batches_planned_ahead_say_what_steps_of_their_own_do(of_two: dict[str, Said]) -> None:
     eager, replayed = of_two["gathered"], of_two["replayed"]
     shorter = [request[:2] for request in replayed[: len(eager)]]
     assert tokens_of(eager) == tokens_of(shorter)

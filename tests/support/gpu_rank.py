@@ -11,9 +11,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -58,42 +57,60 @@ def make_member(case: RankCase, collectives: Collectives) -> GpuMember:
     return GpuMember(folder, plan, case.settings(spec), collectives, shape=case.shape, timeout=TIMEOUT)
 
 
-@dataclass
-class Together:
-    """Steps in lasting batches: how many, and of them those with an idle rank and with two ranks of unequal batches."""
+class Ranks:
+    """Computes the plans of this rank and learns the results of the others.
 
-    all: int = 0
-    idle: int = 0
-    unequal: int = 0
+    Counts steps: those in which a rank has nothing, those in lasting batches, and of these those with an idle rank and
+    with two ranks of unequal batches; and chunks whose token was not known yet.
+    """
 
-    def count(self, num_rows: Sequence[int]) -> None:
-        self.all += 1
-        self.idle += min(num_rows) == 0
-        self.unequal += 0 < min(num_rows) < max(num_rows)
+    def __init__(self, member: GpuMember, moves: bool) -> None:
+        self._member, self._moves = member, moves
+        self.counts = Counter[str]()
 
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        return self.launch(plans)()
 
-def run_on_ranks(member: GpuMember, moves: bool, together: Together, plans: list[StepPlan]) -> list[StepResult]:
-    if moves and plans[0].step > 1 and member.migrator.version == 0:
-        swap_experts(member)
-    rows = StepRows.of(plans)
-    member.begin_step(rows)
-    if member.steps.decode_size is not None:
-        together.count(rows.num_rows)
-    own = member.runner.run(plans[member.collectives.rank])
-    if plans[member.collectives.rank].chunks:
-        check_routing(member, plans[member.collectives.rank], own)
-    results: list[StepResult] = [own] * len(plans)
-    torch.distributed.all_gather_object(results, own)
-    return results
+    def check(self) -> None:
+        """Nothing can be missing."""
 
+    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
+        member = self._member
+        if self._moves and plans[0].step > 1 and member.migrator.version == 0:
+            swap_experts(member)
+        rows = StepRows.of(plans)
+        member.begin_step(rows)
+        self._count(rows, plans)
+        plan = plans[member.collectives.rank]
+        step = member.runner.launch(plan)
 
-def check_together(case: RankCase, together: Together) -> None:
-    """Decodes are computed in lasting batches where that can be, by ranks with unequal batches or none."""
-    captures = captures_decodes(case.shape, eager=case.eager, all_resident=case.num_slots is None)
-    assert (together.all > 0) == captures
-    if captures and case.num_requests > 2:
-        assert together.idle > 0, together
-        assert together.unequal > 0, together
+        def results() -> list[StepResult]:
+            own = step.result()
+            if plan.chunks:
+                check_routing(member, plan, own)
+            found: list[StepResult] = [own] * len(plans)
+            torch.distributed.all_gather_object(found, own)
+            return found
+
+        return results
+
+    def check_counts(self, case: RankCase) -> None:
+        """Decodes are computed in lasting batches where that can be, by ranks with unequal batches or none."""
+        counts = self.counts
+        captures = captures_decodes(case.shape, eager=case.eager, all_resident=case.num_slots is None)
+        assert counts["idle"] > 0
+        assert (counts["lasting"] > 0) == captures, counts
+        if captures and case.num_requests > 2:
+            assert min(counts["lasting, idle"], counts["lasting, unequal"], counts["not known"]) > 0, counts
+
+    def _count(self, rows: StepRows, plans: Sequence[StepPlan]) -> None:
+        least, most = min(rows.num_rows), max(rows.num_rows)
+        lasts = self._member.steps.decode_size is not None
+        self.counts["idle"] += least == 0
+        self.counts["lasting"] += lasts
+        self.counts["lasting, idle"] += lasts and least == 0
+        self.counts["lasting, unequal"] += lasts and 0 < least < most
+        self.counts["not known"] += sum(chunk.drawn_by is not None for plan in plans for chunk in plan.chunks)
 
 
 def swap_experts(member: GpuMember) -> None:
@@ -131,9 +148,9 @@ def main() -> None:
         member = make_member(case, collectives)
         member.warm_up()
         assert member.model.kv.num_blocks == NUM_BLOCKS
-        together = Together()
-        said.append(serve(case, member.model.kv, num_ranks, partial(run_on_ranks, member, case.moves, together)))
-        check_together(case, together)
+        ranks = Ranks(member, case.moves)
+        said.append(serve(case, member.model.kv, num_ranks, ranks))
+        ranks.check_counts(case)
         assert member.migrator.version == case.moves
         if num_ranks > 1:
             assert sum(member.experts.sent()) > 0

@@ -6,7 +6,6 @@ Prompts come one after the other, so that at first one rank has nothing to do; t
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +16,13 @@ from moeserve.cuda.attention_kernels import kv_dtype_of
 from moeserve.cuda.expert_kernels import expert_storage
 from moeserve.cuda.expert_memory import GpuExpertSettings, slot_layout
 from moeserve.cuda.gpu_model import GpuSettings
+from moeserve.executor import Executor, LaunchingExecutor
 from moeserve.kv_budget import KvBudget
 from moeserve.kv_pool import kv_block_bytes
 from moeserve.models.spec import DecoderSpec
-from moeserve.plan import StepPlan, StepResult
 from moeserve.request import Request, SamplingParams
 from moeserve.scheduler import Scheduler
+from moeserve.step_loop import OverlappedSteps, PlainSteps, StepLoop
 from radix_cache import PrefixCache
 
 MAX_LEN, NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 32, 24, 4, 4, 8
@@ -33,7 +33,6 @@ ARRIVALS = {
 }
 # Of each request: its tokens, each with its log probability.
 Said = list[list[tuple[int, float]]]
-Run = Callable[[list[StepPlan]], list[StepResult]]
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class RankCase:
     """model: its folder. shape: of dispatch. redundant: replicas of experts. The others as the settings of serving.
 
     num_slots: of each layer, filled from disk; None for all experts of a rank. moves: whether experts change places
-    meanwhile. eager: as `--enforce-eager`. num_requests, max_tokens: how many arrive, and how much
-    each is told.
+    meanwhile. eager: as `--enforce-eager`. ahead: whether steps are planned before the one before is done.
+    num_requests, max_tokens: how many arrive, and how much each is told.
     """
 
     model: str
@@ -54,6 +53,7 @@ class RankCase:
     prefetch: str = "off"
     moves: bool = False
     eager: bool = False
+    ahead: bool = True
     num_requests: int = sum(map(len, ARRIVALS.values()))
     max_tokens: int = 3
 
@@ -81,32 +81,32 @@ class RankCase:
         return GpuExpertSettings(size, 0, "lru", Path(self.model).parent / "store", None, prefetch=self.prefetch)
 
 
-def serve(case: RankCase, kv: KvBudget, num_ranks: int, run: Run) -> Said:
-    """What the requests are told by ranks with this much memory each. run: computes the plans of all."""
+def serve(case: RankCase, kv: KvBudget, num_ranks: int, executor: Executor) -> Said:
+    """What the requests are told by ranks with this much memory each."""
+    launching = executor if case.ahead and isinstance(executor, LaunchingExecutor) else None
     scheduler = Scheduler(
         [PrefixCache(kv.num_blocks, BLOCK_SIZE) for _ in range(num_ranks)],
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS,
         max_num_queued_reqs=9,
         max_model_len=MAX_LEN,
+        run_ahead=launching is not None,
     )
+    steps: StepLoop = PlainSteps(scheduler, executor)
+    if launching is not None:
+        steps = OverlappedSteps(scheduler, launching)
     sampling = SamplingParams(max_tokens=case.max_tokens, temperature=0.0, logprobs=0)
     said: Said = []
-    idle_steps = 0
-    for step in range(100):
-        for prompt in ARRIVALS.get(step, ())[: case.num_requests - len(said)]:
+    for turn in range(100):
+        for prompt in ARRIVALS.get(turn, ())[: case.num_requests - len(said)]:
             scheduler.add(Request(f"{len(said)}", array("i", prompt), sampling))
             said.append([])
-        plans = scheduler.schedule()
-        if plans is None:
-            if step > max(ARRIVALS):
-                break
-            continue
-        idle_steps += any(not plan.chunks for plan in plans)
-        for output in scheduler.commit(plans, run(plans)):
+        outputs = steps.advance()
+        if outputs is None and turn > max(ARRIVALS):
+            break
+        for output in outputs or ():
             assert output.error is None
             if output.token_id is not None and output.logprobs is not None:
                 said[int(output.request.request_id)].append((output.token_id, output.logprobs.logprob))
     scheduler.check_idle()
-    assert num_ranks == 1 or idle_steps > 0
     return said

@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.errors import CollectiveError
+from moeserve.executor import LaunchedStep
 from moeserve.frames import DecodeError
 from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult, TokenLogprobs
 from moeserve.plan_codec import decode_plan
-from moeserve.ranks.executor import RankedExecutor
+from moeserve.ranks.executor import RankedExecutor, RankedLauncher, ranked_executor
 from moeserve.ranks.hub import RankHub
 from moeserve.ranks.link import RankLink
 from moeserve.ranks.meeting import Meeting
@@ -78,9 +79,35 @@ class FirstRank:
         return StepResult(plan.step, [ChunkResult(1) for _ in plan.chunks])
 
 
+class LaunchingFirstRank(FirstRank):
+    """The same, on a device with a queue; keeps a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        self.log.append(f"launch {plan.step}")
+        return LoggedStep(self, plan)
+
+
+@dataclass
+class LoggedStep:
+    _runner: LaunchingFirstRank
+    _plan: StepPlan
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        self._runner.log.append(f"wait {self._plan.step}")
+        return self._runner.run(self._plan)
+
+
 @dataclass
 class Group:
     first: FirstRank
+    hub: RankHub
     executor: RankedExecutor
     link: RankLink
     process: subprocess.Popen[bytes]
@@ -102,7 +129,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
     assert hub.gather(Joined, threading.Event())
     hub.watch("here")
     first = FirstRank()
-    yield Group(first, RankedExecutor(first, first, hub, timeout=0.3, num_entered=lambda: 5), link, process)
+    yield Group(first, hub, ranked_executor(first, first, hub, timeout=0.3, num_entered=lambda: 5), link, process)
     process.kill()
     process.wait()
     hub.close()
@@ -110,10 +137,55 @@ def group(tmp_path: Path) -> Iterator[Group]:
     context.destroy(0)
 
 
-def make_plans() -> list[StepPlan]:
+def make_plans(step: int = 9) -> list[StepPlan]:
     decode = Chunk("a", array("i", [5]), 3, array("i", [0]), SamplingParams(max_tokens=2))
     prompt = Chunk("b", array("i", [5, 6, 7]), 0, array("i", [1]), None)
-    return [StepPlan(9, [decode]), StepPlan(9, [prompt, decode])]
+    return [StepPlan(step, [decode]), StepPlan(step, [prompt, decode])]
+
+
+def launcher_of(group: Group) -> tuple[LaunchingFirstRank, RankedLauncher]:
+    first = LaunchingFirstRank()
+    executor = ranked_executor(first, first, group.hub, timeout=0.3, num_entered=lambda: 5)
+    assert isinstance(executor, RankedLauncher)
+    return first, executor
+
+
+def test_a_step_is_announced_before_the_results_of_the_one_before_have_come(group: Group) -> None:
+    first, executor = launcher_of(group)
+    results = [executor.launch(make_plans(step)) for step in (1, 2)]
+    steps = [group.link.receive() for _ in range(2)]
+    assert [decode_plan(step.plan).step for step in steps] == [1, 2]
+    # Of several ranks one may be a step ahead of another's message.
+    for step, token in ((2, 8), (1, 7)):
+        group.link.send(RankResult(1, encode_result(StepResult(step, [ChunkResult(), ChunkResult(token)]))))
+    assert [results[step]()[1].chunks[1].token_id for step in range(2)] == [7, 8]
+    assert first.log == ["launch 1", "launch 2", "wait 1", "wait 2"]
+
+
+def test_what_is_in_flight_is_computed_before_the_others_are_let_go(group: Group) -> None:
+    first, executor = launcher_of(group)
+    executor.launch(make_plans(1))
+    group.link.send(RankResult(1, encode_result(StepResult(1, [ChunkResult(), ChunkResult(7)]))))
+    executor.close()
+    assert first.log == ["launch 1", "wait 1"]
+    assert [type(group.link.receive()) for _ in range(2)] == [Forward, Shutdown]
+
+
+def test_who_is_late_in_a_step_in_flight_is_named(group: Group) -> None:
+    _, executor = launcher_of(group)
+    first, second = (executor.launch(make_plans(step)) for step in (1, 2))
+    group.link.send(RankResult(1, encode_result(StepResult(1, [ChunkResult(), ChunkResult(7)]))))
+    first()
+    with pytest.raises(RankError, match=r"Rank 1 \(process \d+\) hung: it did not finish step 2"):
+        second()
+
+
+def test_a_collective_that_fails_in_flight_is_laid_to_a_rank(group: Group) -> None:
+    first, executor = launcher_of(group)
+    results = executor.launch(make_plans())
+    first.fails = True
+    with pytest.raises(RankError, match=r"Rank 1 .* gives no sign of life"):
+        results()
 
 
 def test_a_step_goes_out_to_the_ranks_and_its_results_come_home(group: Group) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from experts.placement.migration import ExpertMigrator, Outcome
 from experts.placement.placement import Placement, Ranks, contiguous, refilled
 from experts.placement.rebalance import Migration, RebalancePolicy, Rebalancer
-from moeserve.expert_service.rebalancing import RebalancingExecutor, follow
+from moeserve.expert_service.rebalancing import RebalancingExecutor, RebalancingLauncher, follow
 from moeserve.plan import StepPlan, StepResult
 from moeserve.ranks.messages import DropLayer, LayerLoaded, PlaceLayer, ToRank
 
@@ -90,6 +90,10 @@ class Steps:
             self.on_loaded(LayerLoaded(1, outcome.version, outcome.error))
         return [StepResult(plan.step, []) for plan in plans]
 
+    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
+        results = self.run(plans)
+        return lambda: results
+
     def tell(self, message: ToRank) -> None:
         self.told.append(message)
         assert isinstance(message, PlaceLayer | DropLayer)
@@ -145,6 +149,25 @@ def test_all_ranks_switch_before_the_same_step_once_the_slowest_has_read() -> No
     assert stats.num_experts_loaded == len(first.read) + len(other.read) > 0
     assert stats.steady_step_p99 == 0.0
     assert stats.migrating_step_p99 == 0.0
+
+
+def test_where_steps_are_queued_ranks_switch_before_the_same_step_and_its_time_is_its_own() -> None:
+    service = skewed_service()
+    executor = RebalancingLauncher(service.steps, service.rebalancer, service.ranks[0].migrator, lambda: service.now)
+    waits = []
+    for step in range(8):
+        service.now += 1
+        waits.append(executor.launch([StepPlan(step, []), StepPlan(step, [])]))
+        assert {rank.migrator.version for rank in service.ranks} == {service.steps.placement_version}
+        if step:
+            waits.pop(0)()
+        for rank in service.ranks:
+            if (reading := rank.migrator._reading) is not None:
+                reading.exception(timeout=30)
+    assert service.steps.placement_version == 1
+    assert service.ranks[0].slots.placement == service.ranks[1].slots.placement == service.rebalancer.placement
+    # Each is waited for a turn late, and lasts from the end of the one before.
+    assert executor.stats().steady_step_p99 == 1.0
 
 
 @pytest.mark.parametrize("rank", [0, 1])

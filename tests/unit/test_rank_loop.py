@@ -1,0 +1,141 @@
+"""A rank that does what rank 0 sends: what is queued on its device, and what it says when."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from experts.errors import CollectiveError
+from experts.placement.migration import Outcome
+from experts.placement.rebalance import Migration
+from moeserve.executor import LaunchedStep
+from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
+from moeserve.plan_codec import encode_plan
+from moeserve.ranks.link import BeatThread, RankLink
+from moeserve.ranks.messages import Forward, LayerLoaded, PlaceLayer, RankResult, Shutdown
+from moeserve.ranks.rank_steps import RankSteps
+from moeserve.ranks.step_rows import StepRows
+from moeserve.request import SamplingParams
+from moeserve.result_codec import decode_result
+
+
+@dataclass(frozen=True)
+class Done:
+    """The device is through with a step."""
+
+    step: int
+
+
+class Service:
+    """Rank 0's end, this rank's device and its log, in one. happens: what rank 0 sends, and what the device does."""
+
+    def __init__(self, happens: Sequence[object]) -> None:
+        self.log: list[str] = []
+        self.busy = threading.Event()
+        self.version = 0
+        self.done: set[int] = set()
+        self._happens = iter(happens)
+        self._outcomes: list[Outcome] = []
+
+    # The link.
+    def poll(self) -> Any:
+        happened = next(self._happens)
+        if isinstance(happened, Done):
+            self.done.add(happened.step)
+            return None
+        return happened
+
+    def receive(self, on_wait: Callable[[], None] = lambda: None) -> Any:
+        assert not self.busy.is_set()
+        on_wait()
+        return self.poll()
+
+    def send(self, message: object) -> None:
+        if isinstance(message, RankResult):
+            self.log.append(f"result {decode_result(message.result).step}")
+        elif isinstance(message, LayerLoaded):
+            self.log.append(f"loaded {message.version}")
+
+    def say_waiting(self) -> None:
+        self.log.append("idle")
+
+    # The member, its runner and its migrator.
+    def begin_step(self, rows: StepRows) -> None:
+        assert rows.only_decodes
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        self.log.append(f"launch {plan.step}")
+        return Step(self, plan)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        raise NotImplementedError
+
+    def begin(self, migration: Migration) -> None:
+        self.log.append(f"load {migration.version}")
+        self._outcomes.append(Outcome(migration.version, None))
+
+    def outcome(self) -> Outcome | None:
+        return self._outcomes.pop() if self._outcomes else None
+
+    def switch(self, version: int) -> None:
+        self.log.append(f"switch {version}")
+        self.version = version
+
+    def drop(self, version: int) -> None: ...
+
+    @property
+    def runner(self) -> Service:
+        return self
+
+    migrator = runner
+
+    def serve(self) -> list[str]:
+        RankSteps(1, cast("RankLink", self), self, cast("BeatThread", self)).run()
+        return self.log
+
+
+class Step:
+    def __init__(self, service: Service, plan: StepPlan) -> None:
+        self._service, self._plan = service, plan
+
+    def is_done(self) -> bool:
+        return self._plan.step in self._service.done
+
+    def result(self) -> StepResult:
+        assert self.is_done()
+        return StepResult(self._plan.step, [ChunkResult(1)])
+
+
+def forward(step: int, version: int = 0) -> Forward:
+    chunk = Chunk("a", array("i", [5]), 3, array("i", [0]), SamplingParams(max_tokens=2))
+    return Forward(encode_plan(StepPlan(step, [chunk])), [1, 1], [1, 1], True, version)
+
+
+def test_the_next_step_is_launched_while_one_is_computed_and_results_go_home_as_they_come() -> None:
+    log = Service([forward(1), forward(2), Done(1), forward(3), Done(2), Done(3), Shutdown()]).serve()
+    assert log == ["idle", "launch 1", "launch 2", "result 1", "launch 3", "result 2", "result 3", "idle"]
+
+
+def test_the_end_is_heard_while_a_step_is_in_flight() -> None:
+    assert Service([forward(1), Shutdown()]).serve() == ["idle", "launch 1"]
+
+
+def test_a_rank_switches_placements_between_the_steps_that_say_so() -> None:
+    happens = [PlaceLayer(1, 0, ((0,), (1,))), forward(1), Done(1), forward(2, version=1), Done(2), Shutdown()]
+    log = [line for line in Service(happens).serve() if line != "idle"]
+    assert log == ["load 1", "launch 1", "loaded 1", "result 1", "switch 1", "launch 2", "result 2"]
+
+
+def test_a_rank_whose_collective_fails_waits_for_rank_0_to_end() -> None:
+    class Failing(Service):
+        def launch(self, plan: StepPlan) -> LaunchedStep:
+            raise CollectiveError("timed out")
+
+        def receive(self, on_wait: Callable[[], None] = lambda: None) -> Any:
+            self.log.append("receive")
+            return self.poll()
+
+    assert Failing([forward(1), Shutdown()]).serve() == ["receive", "receive"]
