@@ -20,12 +20,12 @@ from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfi
 from kernels.gpu.attention_reference import paged_attention_reference
 from kernels.gpu.attention_tuning import AnyConfig, AttentionConfigs
 from kernels.gpu.attention_work import SplitWork
+from moeserve.bench.kernel_case import cold_sets
 from moeserve.bench.kernel_cases_attention import AttentionCase
 from moeserve.bench.kernel_guard import relative_error, run_guarded
 
-# Several times the L2 cache of today's GPUs.
-_COLD_BYTES = 512 * 2**20
-_MAX_SETS = 8
+# Prompts are bound by their products, so that they need not be quite so cold.
+_MAX_PREFILL_SETS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,9 @@ def _context(case: AttentionCase, tensors: AttentionTensors, table: Tensor) -> P
 def random_tensors(case: AttentionCase, device: torch.device) -> AttentionTensors:
     """As many sets of keys and values as keep the cache cold. The same for the same case."""
     generator = torch.Generator(device).manual_seed(0)
-    num_sets = max(1, min(_MAX_SETS, -(-_COLD_BYTES // case.kv_bytes)))
+    num_sets = cold_sets(case.kv_bytes)
+    if case.kind == "prefill":
+        num_sets = min(num_sets, _MAX_PREFILL_SETS)
     counts = [-(-length // case.block_size) for length in case.seq_lens]
     num_blocks = 1 + num_sets * sum(counts)
     ids = 1 + torch.randperm(num_blocks - 1, device=device, generator=generator).to(torch.int32)

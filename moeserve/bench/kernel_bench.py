@@ -129,7 +129,7 @@ def _attention_case(case: AttentionCase, device: torch.device, num_sms: int) -> 
         peers.calls,
         case.num_bytes,
         case.num_flops,
-        {"config": str(prepared.config)},
+        {"sets": str(prepared.num_sets), "config": str(prepared.config)},
         peers.absent,
         partial(prepared.relative_error, 0),
     )

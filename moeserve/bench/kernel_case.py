@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+# Several times the L2 cache of today's GPUs.
+COLD_BYTES = 512 * 2**20
+_MAX_SETS = 256
+
 # Runs once on the current stream and gives the result.
 Call = Callable[[], Tensor]
 
@@ -50,3 +54,9 @@ class Section:
 
     title: str
     cases: Sequence[PlannedCase]
+
+
+def cold_sets(num_bytes: int, at_most: int = _MAX_SETS) -> int:
+    """How many sets of data of this size there have to be, so that no run over one after the other finds its own in the
+    cache; at most so many."""
+    return max(1, min(at_most, -(-COLD_BYTES // num_bytes)))

@@ -13,7 +13,7 @@ from kernels.gpu.moe_config import MoeConfig, MoeShape
 from kernels.gpu.moe_experts import device_of
 from kernels.gpu.moe_tiled import combine
 from kernels.gpu.moe_weights import GpuExperts
-from moeserve.bench.kernel_case import KernelCase, Peers, PlannedCase
+from moeserve.bench.kernel_case import KernelCase, Peers, PlannedCase, cold_sets
 from moeserve.bench.kernel_guard import relative_error, run_guarded
 from moeserve.bench.kernel_peers_moe import grouped_products, moe_peers, quantised_peers
 from moeserve.bench.kernel_peers_torch import compiled
@@ -151,8 +151,9 @@ def combine_cases(device: torch.device, all_num_tokens: Sequence[int] = (256, 40
 
 def _combine_case(num_tokens: int, device: torch.device) -> KernelCase:
     top_k, hidden_size = 8, 2048
+    num_bytes = 2 * num_tokens * hidden_size * (top_k + 1) + 4 * num_tokens * top_k
     sets = []
-    for seed in range(NUM_SETS):
+    for seed in range(cold_sets(num_bytes)):
         random = torch.Generator(device=device).manual_seed(seed)
         products = torch.randn((num_tokens * top_k, hidden_size), generator=random, device=device)
         weights = torch.rand((num_tokens, top_k), generator=random, device=device)
@@ -167,7 +168,7 @@ def _combine_case(num_tokens: int, device: torch.device) -> KernelCase:
     return KernelCase(
         calls=[partial(_combined, *data) for data in sets],
         peers={name: [partial(run, *data) for data in sets] for name, run in by_torch.items()},
-        num_bytes=2 * num_tokens * hidden_size * (top_k + 1) + 4 * num_tokens * top_k,
+        num_bytes=num_bytes,
         num_flops=2 * num_tokens * top_k * hidden_size,
         relative_error=error,
     )

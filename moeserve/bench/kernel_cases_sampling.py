@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernels.gpu.sampling import greedy, sample
 from kernels.gpu.sampling_reference import sample_reference
-from moeserve.bench.kernel_case import KernelCase, PlannedCase
-from moeserve.bench.kernel_cases_small import Numbers, num_sets
+from moeserve.bench.kernel_case import KernelCase, PlannedCase, cold_sets
+from moeserve.bench.kernel_cases_small import Numbers
 
 _VOCAB = 151936
 _TOP_K, _TOP_P = 50, 0.9
@@ -37,7 +37,7 @@ def sampling_cases(device: torch.device) -> list[PlannedCase]:
 
 def _logits(rows: int, device: torch.device) -> list[Tensor]:
     numbers = Numbers(device)
-    return [numbers.normal(rows, _VOCAB, dtype=torch.float32) for _ in range(num_sets(_logit_bytes(rows)))]
+    return [numbers.normal(rows, _VOCAB, dtype=torch.float32) for _ in range(cold_sets(_logit_bytes(rows)))]
 
 
 def _logit_bytes(rows: int) -> int:

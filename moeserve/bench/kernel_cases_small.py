@@ -16,15 +16,14 @@ from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv
 from kernels.specs import GateSpec
-from moeserve.bench.kernel_case import Call, KernelCase, PlannedCase
+from moeserve.bench.kernel_case import Call, KernelCase, PlannedCase, cold_sets
 from moeserve.bench.kernel_guard import relative_error, run_guarded
 from moeserve.bench.kernel_peers_torch import compiled
 
-_COLD_BYTES = 512 * 2**20
-_MAX_SETS = 8
 _WIDTH, _HEADS, _KV_HEADS, _DIM = 2048, 32, 4, 128
 _EXPERTS, _TOP_K, _EPS = 128, 8, 1e-6
-_BLOCKS, _BLOCK_SIZE = 1024, 16
+# A pool has room for so many times the blocks that are copied at once.
+_BLOCKS, _BLOCK_SIZE, _POOL = 1024, 16, 16
 
 
 def norm_cases(device: torch.device) -> list[PlannedCase]:
@@ -55,11 +54,6 @@ def copy_cases(device: torch.device) -> list[PlannedCase]:
     ]
 
 
-def num_sets(num_bytes: int) -> int:
-    """So many that running over one after the other does not find them in the cache."""
-    return max(1, min(_MAX_SETS, -(-_COLD_BYTES // num_bytes)))
-
-
 class Numbers:
     """Random ones, drawn without torch's global generator."""
 
@@ -77,7 +71,7 @@ class Numbers:
 def _norm_case(tokens: int, device: torch.device) -> KernelCase:
     numbers, num_bytes = Numbers(device), 4 * tokens * _WIDTH
     weight = numbers.normal(_WIDTH)
-    rows = [numbers.normal(tokens, _WIDTH) for _ in range(num_sets(num_bytes))]
+    rows = [numbers.normal(tokens, _WIDTH) for _ in range(cold_sets(num_bytes))]
 
     def error() -> float:
         out = run_guarded(lambda out: rms_norm(rows[0], weight, _EPS, out), rows[0])
@@ -95,7 +89,7 @@ def _norm_case(tokens: int, device: torch.device) -> KernelCase:
 def _add_norm_case(tokens: int, device: torch.device) -> KernelCase:
     numbers, num_bytes = Numbers(device), 8 * tokens * _WIDTH
     weight = numbers.normal(_WIDTH)
-    pairs = [(numbers.normal(tokens, _WIDTH), numbers.normal(tokens, _WIDTH)) for _ in range(num_sets(num_bytes))]
+    pairs = [(numbers.normal(tokens, _WIDTH), numbers.normal(tokens, _WIDTH)) for _ in range(cold_sets(num_bytes))]
 
     def by_torch(x: Tensor, residual: Tensor) -> Tensor:
         return functional.rms_norm(residual.add_(x), (_WIDTH,), weight, _EPS)
@@ -124,7 +118,7 @@ def _rope_case(tokens: int, device: torch.device) -> KernelCase:
     cos, sin = angles.cos(), angles.sin()
     keys, values = (numbers.normal(_KV_HEADS, 2 * tokens, _DIM) for _ in range(2))
     slots = numbers.permutation(2 * tokens)[:tokens]
-    merged = [numbers.normal(tokens, heads, _DIM) for _ in range(num_sets(num_bytes))]
+    merged = [numbers.normal(tokens, heads, _DIM) for _ in range(cold_sets(num_bytes))]
     parts = [torch.split(each, [_HEADS, _KV_HEADS, _KV_HEADS], 1) for each in merged]
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -166,7 +160,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _gate_case(tokens: int, device: torch.device) -> KernelCase:
     numbers, spec = Numbers(device), GateSpec(_TOP_K, renormalise=True)
     num_bytes = tokens * (2 * _EXPERTS + 12 * _TOP_K)
-    logits = [numbers.normal(tokens, _EXPERTS) for _ in range(num_sets(num_bytes))]
+    logits = [numbers.normal(tokens, _EXPERTS) for _ in range(cold_sets(num_bytes))]
 
     def by_torch(logits: Tensor) -> Tensor:
         weights, _ = logits.float().softmax(-1).topk(_TOP_K, -1)
@@ -183,7 +177,7 @@ def _gate_case(tokens: int, device: torch.device) -> KernelCase:
 
 def _copy_case(device: torch.device, *, gather: bool) -> KernelCase:
     numbers = Numbers(device)
-    pool = numbers.normal(_KV_HEADS, 4 * _BLOCKS * _BLOCK_SIZE, _DIM)
+    pool = numbers.normal(_KV_HEADS, _POOL * _BLOCKS * _BLOCK_SIZE, _DIM)
     staging = numbers.normal(_KV_HEADS, _BLOCKS * _BLOCK_SIZE, _DIM)
     whole = [tensor.view(_KV_HEADS, -1, _BLOCK_SIZE * _DIM) for tensor in (pool, staging)]
 
@@ -201,7 +195,8 @@ def _copy_case(device: torch.device, *, gather: bool) -> KernelCase:
         ours(sets[0])
         return relative_error(staging, pool.view(_KV_HEADS, -1, _BLOCK_SIZE, _DIM)[:, sets[0]].view_as(staging))
 
-    sets = [numbers.permutation(4 * _BLOCKS)[:_BLOCKS] for _ in range(_MAX_SETS)]
+    # Each is of blocks that no other has.
+    sets = numbers.permutation(_POOL * _BLOCKS).view(_POOL, _BLOCKS).unbind(0)
     return KernelCase(
         [partial(ours, ids) for ids in sets],
         {"index_select" if gather else "index_copy_": [partial(by_torch, ids) for ids in sets]},

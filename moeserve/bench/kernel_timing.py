@@ -13,7 +13,7 @@ AnyCall = Callable[[], object]
 
 _MIN_CALLS = 10
 # How long a comparison lasts, and how many replays each side has at least and at most.
-_SECONDS = 0.4
+_SECONDS = 0.2
 _MIN_REPLAYS, _MAX_REPLAYS = 4, 20
 _COPY_BYTES = 4 * 2**30
 _SUM_BYTES = 2**30

@@ -28,6 +28,7 @@ from kernels.gpu.moe_experts import device_of
 from kernels.gpu.moe_gemv import down_gemv, down_products_gemv, gate_up_gemv
 from kernels.gpu.moe_persistent import down_persistent, gate_up_persistent
 from kernels.gpu.moe_tiled import down_tiled, gate_up_tiled
+from moeserve.bench.kernel_case import cold_sets
 from moeserve.bench.kernel_check import checked
 from moeserve.bench.kernel_timing import time_calls
 from moeserve.bench.moe_case import ACTIVATION, MoeCase, make_case, random_experts
@@ -38,11 +39,8 @@ Report = Callable[[str], None]
 
 # How long a candidate is measured, in seconds.
 _SECONDS = 0.03
-# So many bytes of weights that the cache does not hold them from one call to the next.
-_COLD_BYTES = 512 * 2**20
-_MAX_SETS = 8
-# Up to here tokens may choose so few experts that other ones are chosen for every call.
-_FEW_TOKENS = 16
+# Layers there are at most, and how often other experts are chosen where tokens are so few.
+_MAX_SETS, _FEW_TOKENS = 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +77,7 @@ def tune_shape(
     random = torch.Generator(device=device).manual_seed(0)
     layers = [random_experts(shape, random)]
     size = sum(matrix.values.nbytes for matrix in (layers[0].gate_up, layers[0].down))
-    layers += [random_experts(shape, random) for _ in range(min(_MAX_SETS, -(-_COLD_BYTES // size)) - 1)]
+    layers += [random_experts(shape, random) for _ in range(cold_sets(size, _MAX_SETS) - 1)]
     for num_tokens in all_num_tokens:
         count = _MAX_SETS if num_tokens <= _FEW_TOKENS else len(layers)
         sets = [

@@ -58,7 +58,7 @@ def test_ragged_lengths_are_spread_and_repeat():
     ids=lambda case: case.name,
 )
 def test_a_prepared_case_computes_what_the_reference_does(case, device, monkeypatch):
-    monkeypatch.setattr("moeserve.bench.kernel_attention._COLD_BYTES", 2 * case.kv_bytes)
+    monkeypatch.setattr("moeserve.bench.kernel_case.COLD_BYTES", 2 * case.kv_bytes)
     prepared = prepare(case, device, 8, config=CONFIGS[case.kind])
     assert prepared.num_sets == 2
     assert prepared.tensors.keys[:, :16].isnan().all()

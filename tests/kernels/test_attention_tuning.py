@@ -134,7 +134,7 @@ def test_few_candidates_are_timed_and_all_of_them_fit(shape):
 
 def three_candidates(monkeypatch):
     """Of each kind, on one set of keys and values."""
-    monkeypatch.setattr("moeserve.bench.kernel_attention._COLD_BYTES", 1)
+    monkeypatch.setattr("moeserve.bench.kernel_case.COLD_BYTES", 1)
     for name in ("split_candidates", "extend_candidates", "prefill_candidates"):
         every = getattr(tune_attention_module, name)
         monkeypatch.setattr(tune_attention_module, name, lambda shape, every=every: every(shape)[:3])

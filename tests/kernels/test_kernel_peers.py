@@ -33,7 +33,7 @@ TILE = Tile(32, 32, 1, 4, 2)
 
 
 def prepared_case(case, monkeypatch):
-    monkeypatch.setattr("moeserve.bench.kernel_attention._COLD_BYTES", 2 * case.kv_bytes)
+    monkeypatch.setattr("moeserve.bench.kernel_case.COLD_BYTES", 2 * case.kv_bytes)
     return prepare(case, CPU, 8)
 
 

@@ -266,8 +266,9 @@ def test_the_command_writes_a_file_named_after_the_gpu(tmp_path, monkeypatch, ca
 
 
 def test_an_attention_case_is_made_with_its_check(device, monkeypatch):
-    monkeypatch.setattr("moeserve.bench.kernel_attention._COLD_BYTES", 1)
+    monkeypatch.setattr("moeserve.bench.kernel_case.COLD_BYTES", 1)
     case = _attention_case(AttentionCase("extend", "extend", (40, 40), (3, 3), 4, 4, 32, 32, 16), device, 4)
     assert case.relative_error() < 1e-2
     assert case.notes["config"].startswith("ExtendConfig")
+    assert case.notes["sets"] == "1"
     assert case.num_bytes > 0

@@ -5,12 +5,13 @@ import re
 import pytest
 import torch
 
+from moeserve.bench.kernel_case import cold_sets
 from moeserve.bench.kernel_cases_sampling import sampling_cases
 from moeserve.bench.kernel_cases_small import copy_cases, gate_cases, norm_cases
 from moeserve.bench.kernel_guard import WrongResultError, run_guarded
 from moeserve.bench.kernel_measurement import TOLERANCE
 
-SIZES = {"_WIDTH": 64, "_HEADS": 4, "_KV_HEADS": 2, "_DIM": 32, "_EXPERTS": 16, "_BLOCKS": 3, "_COLD_BYTES": 1}
+SIZES = {"_WIDTH": 64, "_HEADS": 4, "_KV_HEADS": 2, "_DIM": 32, "_EXPERTS": 16, "_BLOCKS": 3, "_POOL": 2}
 
 
 def all_cases(device):
@@ -30,6 +31,7 @@ def test_small_cases_compute_what_their_peers_do(number, device, monkeypatch):
     for size, small in SIZES.items():
         monkeypatch.setattr(f"moeserve.bench.kernel_cases_small.{size}", small)
     monkeypatch.setattr("moeserve.bench.kernel_cases_sampling._VOCAB", 500)
+    monkeypatch.setattr("moeserve.bench.kernel_case.COLD_BYTES", 1)
     case = all_cases(device)[number].make()
     if case.relative_error is not None:
         assert case.relative_error() < TOLERANCE
@@ -43,6 +45,11 @@ def test_small_cases_compute_what_their_peers_do(number, device, monkeypatch):
         assert theirs.numel() == ours.numel()
         if "top-" not in SMALLEST[number] and "temperature" not in SMALLEST[number]:  # Draws.
             torch.testing.assert_close(theirs.reshape(ours.shape), ours, rtol=2e-2, atol=2e-2)
+
+
+def test_no_set_is_in_the_cache_when_it_is_read_again():
+    assert [cold_sets(size) for size in (2**40, 2**29, 2**29 - 1, 2**24, 1)] == [1, 1, 2, 32, 256]
+    assert cold_sets(2**24, at_most=8) == 8
 
 
 def test_what_is_written_beside_an_output_or_differs_from_run_to_run_is_found():
