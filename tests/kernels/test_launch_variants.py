@@ -1,5 +1,7 @@
 """Serving compiles nothing: what steps of all kinds launch was launched at start-up."""
 
+from importlib.util import find_spec
+
 import pytest
 
 from kernels.gpu.moe_config import Device, MoeShape
@@ -11,6 +13,8 @@ from tests.support.separate_process import output_of
 HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)
 # Between them windows, sinks, latent attention, flat norms, layer norms, shared experts and models without experts.
 CASES = ("llama", "qwen2_moe", "gpt_oss", "deepseek_v3-yarn", "mixtral:int4:fp8_e4m3", "deepseek_v3-yarn:fp8:fp8_e4m3")
+CASES_OF_RANKS = ("mixtral", "mixtral:int4:fp8_e4m3")
+MORE_CASES_OF_RANKS = ("deepseek_v3-yarn:fp8:fp8_e4m3", "qwen3_moe:int8:auto")
 MORE_CASES = (
     "mixtral:int8:auto",
     "gpt_oss:fp8:fp8_e4m3",
@@ -88,3 +92,16 @@ def test_no_step_reaches_a_kernel_that_start_up_has_not(cases):
     ways = [f"{case} {way}" for case in cases for way in ("graphs", "eager", "slots")[: 2 if case in dense else 3]]
     assert [line.rsplit(":", 1)[0] for line in lines] == ways
     assert all(int(line.split()[-3]) >= 15 for line in lines)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="ranks meet through deepspeed")
+@pytest.mark.parametrize(
+    "cases", [CASES_OF_RANKS, pytest.param(MORE_CASES_OF_RANKS, marks=pytest.mark.long)], ids=["few", "more"]
+)
+def test_no_step_of_several_ranks_reaches_a_kernel_that_start_up_has_not(cases):
+    lines = output_of("tests.support.rank_launch_keys", *cases)
+    assert [line for line in lines if line.startswith("NEW")] == []
+    counted = [line for line in lines if line.endswith("at start")]
+    ways = [f"{case} {way}" for case in cases for way in ("graphs", "alltoall", "slots")]
+    assert [line.rsplit(":", 1)[0] for line in counted] == ways
+    assert all(int(line.split()[-3]) >= 30 for line in counted)
