@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import mmap
 import os
 import resource
@@ -90,7 +91,7 @@ def deep_nvme(num_locked: int, compiling: Callable[[], None]) -> DeepNvme | None
         return None
     compiling()
     try:
-        with extensions_kept_in(_extensions_folder()):
+        with extensions_kept_in(extensions_folder()):
             return DeepNvme(builder.load(verbose=False))
     except (OSError, RuntimeError):
         return None
@@ -118,12 +119,18 @@ def extensions_kept_in(folder: Path) -> Iterator[None]:
                 os.environ[_TORCH_FOLDER] = before
 
 
-def _extensions_folder() -> Path:
-    """One of our own, where torch keeps those of others."""
+def extensions_folder() -> Path:
+    """One for each environment, where torch keeps those of others.
+
+    The compiler is told the folders of torch and DeepSpeed. Another environment has others, and with one folder for all
+    each start in another environment than the last would compile for minutes again.
+    """
     from torch.utils.cpp_extension import get_default_build_root  # Where nobody has libaio, nobody waits for it.
 
     root = os.environ.get(_TORCH_FOLDER) or get_default_build_root()
-    return Path(root) / f"moeserve-python{sys.version_info.major}{sys.version_info.minor}-torch{torch.__version__}"
+    environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    version = f"python{sys.version_info.major}{sys.version_info.minor}-torch{torch.__version__}"
+    return Path(root) / f"moeserve-{version}-{environment}"
 
 
 def _may_lock(num_bytes: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experts.errors import ExpertStoreError
-from experts.memory.deep_nvme import DeepNvme, deep_nvme, extensions_kept_in
+from experts.memory.deep_nvme import DeepNvme, deep_nvme, extensions_folder, extensions_kept_in
 from experts.memory.expert_file import PAGE_BYTES, write_expert_file
 from experts.memory.slot_arena import SlotArena
 from experts.memory.store import DiskTier
@@ -55,6 +55,16 @@ def test_a_file_that_is_cut_while_in_use_is_found_out(nvme: DeepNvme, path: Path
     with pytest.raises(ExpertStoreError, match="cut off"):
         tier.read(1, 2, 0, SlotArena([1], EXPERT_BYTES).bytes_of(0, 0))
     tier.close()
+
+
+def test_every_environment_keeps_what_it_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr("sys.prefix", "/first")
+    first = extensions_folder()
+    assert first.parent == tmp_path
+    assert extensions_folder() == first
+    monkeypatch.setattr("sys.prefix", "/second")
+    assert extensions_folder() != first
 
 
 def test_where_the_slots_may_not_be_locked_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
