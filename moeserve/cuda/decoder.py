@@ -103,7 +103,16 @@ class GpuDecoder:
         return no_rows
 
     def forward(self, batch: GpuBatch, kv_pools: KvPools) -> Tensor:
-        """Logits [S, vocab] of the wanted rows, in the model's dtype.
+        """Logits [S, vocab] of the wanted rows, in the model's dtype. See `states`."""
+        return self.logits(self.states(batch, kv_pools))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[S, H] -> [S, vocab]."""
+        logits = self._lm_head(states)
+        return logits if self.spec.logit_divisor == 1.0 else logits.div_(self.spec.logit_divisor)
+
+    def states(self, batch: GpuBatch, kv_pools: KvPools) -> Tensor:
+        """[S, H] of the wanted rows behind the last norm.
 
         Mutates `kv_pools`. Waits for nothing and allocates only what the caching allocator holds, so that a graph can
         record it. Positions must lie below `max_model_len`; rows with slot -1 come out as noise.
@@ -127,5 +136,4 @@ class GpuDecoder:
             normed = next_norm.of_sum(layer.mlp(normed, num_valid), residual, multiplier)
             if self.after_layer is not None and number in self._sparse and next_norm is not self._norm:
                 self.after_layer(self._sparse[number], residual)
-        logits = self._lm_head(normed)
-        return logits if spec.logit_divisor == 1.0 else logits.div_(spec.logit_divisor)
+        return normed

@@ -26,6 +26,7 @@ from moeserve.cuda.memory import kv_memory
 from moeserve.cuda.peers import Peers
 from moeserve.cuda.routing import HeardDecoder
 from moeserve.cuda.runner import GpuModelRunner
+from moeserve.cuda.sampler import SCORED_AT_ONCE
 from moeserve.cuda.step_arrays import capture_sizes
 from moeserve.cuda.warm_up import BeginStep, alone, launch_all_variants, launch_blank_step, launch_variants
 from moeserve.kv_budget import KvBudget, share_kv
@@ -174,11 +175,13 @@ def compute_largest_step(decoder: GpuDecoder, settings: GpuSettings, begin_step:
     dtype, device, kv_dtype = decoder.dtype, decoder.device, settings.kv_dtype or decoder.dtype
     limits = AttentionLimits(spec, size, decoder.max_model_len, dtype, device, kv_dtype=kv_dtype)
     pool = KVPool(spec.kv_layers, 1, size, kv_dtype, device)
-    shape = StepShape(0, (length,) * count, min(settings.max_num_seqs, length * count))
+    num_logits = min(max(settings.max_num_seqs, SCORED_AT_ONCE), length * count)
+    shape = StepShape(0, (length,) * count, num_logits)
     batches = StepBatches(limits, settings.max_num_seqs)
     logits = launch_blank_step(decoder, pool.layers, batches, shape, size, begin_step)
-    # Sampling widens the logits once more.
-    logits.float().softmax(-1)
+    # Penalties and log probabilities widen the logits once each.
+    widened = logits.float()
+    widened.clone().log_softmax(-1)
 
 
 def allocated_bytes(device: torch.device) -> int:

@@ -35,17 +35,19 @@ class StepRouting:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a forward leaves on the device. logits: [S, vocab] of the wanted rows. routing: None if nobody listens."""
+    """What a forward leaves on the device, of the wanted rows: states [S, H] behind the last norm, and logits
+    [S, vocab], None where they are made of some states at a time. routing: None if nobody listens."""
 
-    logits: Tensor
+    states: Tensor
+    logits: Tensor | None
     routing: StepRouting | None = None
 
     def of_first(self, num_rows: int) -> Computed:
         """Of a batch of decodes that is padded from a row on."""
         routing = self.routing
         if routing is not None:
-            routing = StepRouting(routing.ids, self.logits.shape[0], num_rows)
-        return Computed(self.logits[:num_rows], routing)
+            routing = StepRouting(routing.ids, self.states.shape[0], num_rows)
+        return Computed(self.states[:num_rows], None if self.logits is None else self.logits[:num_rows], routing)
 
 
 class HeardDecoder:
@@ -54,14 +56,21 @@ class HeardDecoder:
     def __init__(self, decoder: GpuDecoder, kv_pools: KvPools, tap: RoutingTap | None = None) -> None:
         self._decoder, self._kv_pools, self._tap = decoder, kv_pools, tap
 
-    def __call__(self, batch: GpuBatch) -> Computed:
-        """See `GpuDecoder.forward`. A graph can record it: replayed, it writes the same tensors anew."""
+    def __call__(self, batch: GpuBatch, *, with_logits: bool = True) -> Computed:
+        """See `GpuDecoder.states`. A graph can record it: replayed, it writes the same tensors anew."""
+        routing = None
         if self._tap is None:
-            return Computed(self._decoder.forward(batch, self._kv_pools))
-        self._tap.begin()
-        logits = self._decoder.forward(batch, self._kv_pools)
-        ids = self._tap.take().joined()
-        return Computed(logits, None if ids is None else StepRouting(ids))
+            states = self._decoder.states(batch, self._kv_pools)
+        else:
+            self._tap.begin()
+            states = self._decoder.states(batch, self._kv_pools)
+            ids = self._tap.take().joined()
+            routing = None if ids is None else StepRouting(ids)
+        return Computed(states, self.logits(states) if with_logits else None, routing)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See `GpuDecoder.logits`."""
+        return self._decoder.logits(states)
 
     def serve_others(self) -> Tensor:
         """See `GpuDecoder.serve_others`."""

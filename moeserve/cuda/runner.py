@@ -16,7 +16,7 @@ from torch import Tensor
 from moeserve.cuda.batches import StepBatches, to_device
 from moeserve.cuda.decode_graphs import DecodeSteps
 from moeserve.cuda.routing import Computed, HeardDecoder, StepRouting
-from moeserve.cuda.sampler import Drawn, Logprobs, draw_tokens
+from moeserve.cuda.sampler import Drawn, ScoredTokens, draw_tokens
 from moeserve.cuda.step_arrays import StepArrays, step_arrays
 from moeserve.kv_pool import KVPool
 from moeserve.plan import ChunkResult, StepPlan, StepResult, wanted_logits
@@ -34,7 +34,7 @@ class LaunchedStep:
 
     plan: StepPlan
     drawn: Drawn | None
-    prompt_logprobs: dict[int, Logprobs]
+    prompt_logprobs: dict[int, ScoredTokens]
     done: torch.cuda.Event | None
     wait: Wait = torch.cuda.Event.synchronize
     routing: StepRouting | None = None
@@ -51,9 +51,8 @@ class LaunchedStep:
         results = []
         for number, chunk in enumerate(self.plan.chunks):
             result = next(drawn) if chunk.sampling is not None else ChunkResult()
-            if number in self.prompt_logprobs and chunk.extras is not None and chunk.extras.prompt_targets:
-                found, num_top = self.prompt_logprobs[number], chunk.extras.num_top_logprobs
-                result.prompt_logprobs = [found.of_row(row, num_top) for row in range(len(chunk.extras.prompt_targets))]
+            if number in self.prompt_logprobs:
+                result.prompt_logprobs = self.prompt_logprobs[number].all()
             results.append(result)
         return StepResult(self.plan.step, results, self.routing)
 
@@ -93,38 +92,44 @@ class GpuModelRunner:
             return LaunchedStep(plan, None, {}, _mark(self._serve_others()), self._wait)
         arrays = step_arrays(plan.chunks, self._kv_pool.block_size)
         logit_rows, places = wanted_logits(plan.chunks)
-        computed = self._forward(arrays, logit_rows)
-        logits = computed.logits
+        scored = [
+            (number, chunk.extras.prompt_targets, chunk.extras.num_top_logprobs)
+            for number, chunk in enumerate(plan.chunks)
+            if chunk.extras is not None and chunk.extras.prompt_targets
+        ]
+        computed = self._forward(arrays, logit_rows, with_logits=not scored)
         routing = None if computed.routing is None else computed.routing.at_home()
         sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
         last = [place[-1] for chunk, place in zip(plan.chunks, places, strict=True) if chunk.sampling is not None]
         drawn = None
         if sampled:
-            whole = len(last) == len(logit_rows)
-            drawn = draw_tokens(logits if whole else logits[to_device(array("q", last), logits.device)], sampled)
+            drawn = draw_tokens(self._logits(computed, last, len(logit_rows)), sampled)
             self._drawn = drawn.token_ids
-        prompt_logprobs = {
-            number: Logprobs(
-                logits[place.start : place.start + len(targets)], to_device(targets, logits.device).long(), top
-            )
-            for number, (chunk, place) in enumerate(zip(plan.chunks, places, strict=True))
-            if chunk.extras is not None and (targets := chunk.extras.prompt_targets)
-            for top in (chunk.extras.num_top_logprobs,)
-        }
-        return LaunchedStep(plan, drawn, prompt_logprobs, _mark(logits), self._wait, routing)
+        prompt_logprobs = {}
+        for number, targets, num_top in scored:
+            states = computed.states[places[number].start : places[number].start + len(targets)]
+            prompt_logprobs[number] = ScoredTokens(self._decoder.logits, states, targets, num_top)
+        return LaunchedStep(plan, drawn, prompt_logprobs, _mark(computed.states), self._wait, routing)
 
-    def _forward(self, arrays: StepArrays, logit_rows: list[int]) -> Computed:
+    def _forward(self, arrays: StepArrays, logit_rows: list[int], *, with_logits: bool) -> Computed:
         size = None if self._decode is None else self._decode.size_of(arrays, len(logit_rows))
         if self._decode is not None and size is not None:
             return self._decode.run(arrays, self._drawn, size)
-        return self._decoder(self._batches.make(arrays, logit_rows, self._drawn))
+        return self._decoder(self._batches.make(arrays, logit_rows, self._drawn), with_logits=with_logits)
+
+    def _logits(self, computed: Computed, rows: list[int], num_wanted: int) -> Tensor:
+        """[R, vocab] of some of the wanted rows."""
+        of_wanted = computed.states if computed.logits is None else computed.logits
+        if len(rows) < num_wanted:
+            of_wanted = of_wanted[to_device(array("q", rows), of_wanted.device)]
+        return self._decoder.logits(of_wanted) if computed.logits is None else of_wanted
 
     def _serve_others(self) -> Tensor:
         """A step of several ranks in which this one has no rows; a graph of theirs has padding here."""
         no_rows = StepArrays()
         size = None if self._decode is None else self._decode.size_of(no_rows, 0)
         if self._decode is not None and size is not None:
-            return self._decode.run(no_rows, None, size).logits
+            return self._decode.run(no_rows, None, size).states
         return self._decoder.serve_others()
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ from moeserve.plan import Chunk, ChunkResult, TokenLogprobs
 from moeserve.sampler import NOT_FINITE
 
 _SIGN = 1 << 63
+# Rows of logits that a prompt's log probabilities are made of together.
+SCORED_AT_ONCE = 256
 
 
 class Logprobs:
@@ -35,6 +37,25 @@ class Logprobs:
             return TokenLogprobs(value)
         values, places = (part[row, :num_top].tolist() for part in self._top)
         return TokenLogprobs(value, tuple(zip(places, values, strict=True)))
+
+
+class ScoredTokens:
+    """Log probabilities of the tokens that follow some states: few rows of logits are there at a time."""
+
+    def __init__(
+        self, logits_of: Callable[[Tensor], Tensor], states: Tensor, token_ids: array[int], num_top: int
+    ) -> None:
+        """states [S, H] and the S tokens."""
+        targets = to_device(token_ids, states.device).long()
+        self._num_top = num_top
+        self._parts = [
+            (len(some), Logprobs(logits_of(some), some_targets, num_top))
+            for some, some_targets in zip(states.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True)
+        ]
+
+    def all(self) -> list[TokenLogprobs]:
+        """After the device is done."""
+        return [found.of_row(row, self._num_top) for count, found in self._parts for row in range(count)]
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from moeserve.models.families import build_spec
 from moeserve.models.hf_config import load_config
 from moeserve.models.spec import DecoderSpec
 from moeserve.models.weights import dispatch_here, load_decoder
-from moeserve.plan import StepPlan, StepResult
+from moeserve.plan import Chunk, ChunkExtras, StepPlan, StepResult
 from moeserve.request import Request, SamplingParams
 from moeserve.scheduler import Scheduler
 from moeserve.step_loop import OverlappedSteps, PlainSteps, StepLoop
@@ -216,3 +216,36 @@ def test_draws_biases_penalties_and_log_probabilities(model_dir: Path, device: t
     assert drawn[1] == [77, 77]
     assert drawn[2][1] != drawn[2][0] == 41
     assert serve(runner, spec, wishes, overlapped=True).tokens == drawn
+
+
+def test_a_prompt_is_scored_in_parts_with_the_log_probabilities_of_the_cpu(
+    model_dir: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "llama" not in str(model_dir):
+        pytest.skip("scoring does not depend on the model")
+    monkeypatch.setattr("moeserve.cuda.sampler.SCORED_AT_ONCE", 3)
+    spec, prompt = spec_of(model_dir), array("i", PROMPTS[0])
+    scored = ChunkExtras(prompt_targets=prompt[1:], num_top_logprobs=2)
+    plan = StepPlan(
+        0,
+        [
+            Chunk("plain", array("i", PROMPTS[2]), 0, array("i", [5]), GREEDY[0]),
+            Chunk("scored", prompt, 0, array("i", [2, 9]), GREEDY[0], scored),
+        ],
+    )
+    decoder = load_decoder(model_dir, spec, max_model_len=MAX_LEN)
+    expected = ModelRunner(decoder, KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32)).run(plan)
+    runner = make(model_dir, device, enforce_eager=False)
+    forward, pieces = runner._decoder.logits, []
+    monkeypatch.setattr(runner._decoder, "logits", lambda states: pieces.append(len(states)) or forward(states))
+    found = runner.run(plan)
+    assert [chunk.token_id for chunk in found.chunks] == [chunk.token_id for chunk in expected.chunks]
+    assert found.chunks[0].prompt_logprobs is None
+    of_cpu = expected.chunks[1].prompt_logprobs
+    assert of_cpu is not None
+    assert len(of_cpu) == len(prompt) - 1
+    for one, other in zip(found.chunks[1].prompt_logprobs, of_cpu, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+    # Never more logits at once than that.
+    assert pieces == [2, 3, 3]
