@@ -29,6 +29,7 @@ _PROGRAMS_THAT_FILL = 4
 _RESERVED_BYTES = 1024
 # What a thread may hold in accumulators before the compiler runs out of its 255 registers.
 _MAX_ACCUMULATORS_PER_THREAD = 128
+_SCALE_POINTERS_PER_THREAD = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +123,20 @@ def shared_bytes(tile: Tile, block_m: int, projection: Projection, weights: Weig
 
 def fits(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, device: Device) -> bool:
     """Whether a tile of the `tiled` and `persistent` variants can run on the device without spilling by design."""
-    accumulators = block_m * tile.block_n * (2 if projection == "gate_up" else 1)
+    matrices = 2 if projection == "gate_up" else 1
+    in_registers = matrices * block_m * tile.block_n // (32 * tile.num_warps)
+    limit = _MAX_ACCUMULATORS_PER_THREAD
     if shape.weights == "int4":
-        # The product of a group is held beside the accumulator until it is scaled.
-        accumulators *= 2
+        # The product of a group is held beside the accumulator until it is scaled, by scales that a pointer each leads
+        # to: two registers for each of the quarter of the columns that a thread has.
+        in_registers = 2 * in_registers + matrices * tile.block_n // 2
+        limit += _SCALE_POINTERS_PER_THREAD
     # One int4 group per step: its scale belongs to the product of that step.
     whole_group = shape.weights != "int4" or tile.block_k == shape.group_size
     return (
         whole_group
         and shared_bytes(tile, block_m, projection, shape.weights) <= device.shared_bytes
-        and accumulators <= _MAX_ACCUMULATORS_PER_THREAD * 32 * tile.num_warps
+        and in_registers <= limit
     )
 
 
