@@ -36,7 +36,7 @@ class PeerTime:
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """error: relative to the reference, None where only the checks compare. peers: by name; absent: the reasons of
-    those that failed while they were timed."""
+    those that failed while they were timed. in_graph: see `Timing`."""
 
     microseconds: float
     spread: float
@@ -45,6 +45,7 @@ class Measurement:
     flops_per_second: float
     peers: Mapping[str, PeerTime]
     absent: Mapping[str, str] = field(default_factory=dict)
+    in_graph: bool = True
 
     @property
     def is_right(self) -> bool:
@@ -72,9 +73,8 @@ def measure(case: KernelCase, time_calls: TimeCalls, out_of_time: Callable[[], b
         else:
             peers[name] = PeerTime(peer.microseconds, peer.microseconds / beside.microseconds, peer.in_graph)
     seconds = own.microseconds / 1e6
-    return Measurement(
-        own.microseconds, own.spread, error, case.num_bytes / seconds, case.num_flops / seconds, peers, absent
-    )
+    rates = case.num_bytes / seconds, case.num_flops / seconds
+    return Measurement(own.microseconds, own.spread, error, *rates, peers, absent, own.in_graph)
 
 
 def row(name: str, case: KernelCase, found: Measurement, ceilings: Ceilings, verdict: str) -> str:
@@ -82,7 +82,7 @@ def row(name: str, case: KernelCase, found: Measurement, ceilings: Ceilings, ver
     best = found.best_ratio
     cells = (
         name,
-        f"{found.microseconds:.1f}",
+        f"{found.microseconds:.1f}{_without_graph(found)}",
         f"{found.spread:.0%}",
         "" if found.error is None else f"{found.error:.1e}{'' if found.is_right else ' **WRONG**'}",
         f"{found.bytes_per_second / 1e9:.0f}",
@@ -100,10 +100,14 @@ def row(name: str, case: KernelCase, found: Measurement, ceilings: Ceilings, ver
 def _beside(case: KernelCase, found: Measurement) -> list[str]:
     """The peers' times, fastest first, and why others have none."""
     timed = sorted(found.peers.items(), key=lambda entry: entry[1].microseconds)
-    beside = [f"{name} {peer.microseconds:.1f}{'' if peer.in_graph else ' (no graph)'}" for name, peer in timed]
+    beside = [f"{name} {peer.microseconds:.1f}{_without_graph(peer)}" for name, peer in timed]
     absent = {**case.absent, **found.absent}
     beside += [f"{name}: not measured" for name in case.peers if name not in found.peers and name not in absent]
     return [*beside, *(f"{name}: {reason}" for name, reason in absent.items())]
+
+
+def _without_graph(found: Measurement | PeerTime) -> str:
+    return "" if found.in_graph else " (no graph)"
 
 
 def remark(name: str, text: str) -> str:

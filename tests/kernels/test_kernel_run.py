@@ -144,6 +144,7 @@ def test_what_is_timed_without_a_graph_says_so(tmp_path):
 
     _, text = run(tmp_path, [Section("Small", [planned("a", ["loop"])])], Waiting())
     assert rows(text)["a"][8] == "loop 100.0 (no graph)"
+    assert rows(text)["a"][0] == "100.0 (no graph)"
 
 
 def test_the_time_that_checks_take_counts(tmp_path):
