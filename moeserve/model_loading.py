@@ -70,6 +70,12 @@ class ServedModel:
     kv_bytes: int
     device: str
 
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Those of the generation config, else the model's. Some checkpoints name one that no logit stands for."""
+        named = self.defaults.eos_token_ids or self.spec.eos_token_ids
+        return [token for token in named if 0 <= token < self.spec.vocab_size]
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel(ServedModel):

@@ -81,7 +81,7 @@ def _ready(context: RunContext, model: ServedModel) -> EngineReady:
         model_hash=context.model_hash,
         max_model_len=model.kv.max_model_len,
         vocab_size=model.spec.vocab_size,
-        eos_token_ids=list(model.defaults.eos_token_ids or model.spec.eos_token_ids),
+        eos_token_ids=model.eos_token_ids,
         default_sampling=model.defaults.sampling,
         max_num_seqs=config.max_num_seqs,
         max_num_queued_reqs=config.max_num_queued_reqs,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.sampling import greedy, sample
-from kernels.sampling import apply_penalties
 from moeserve.cuda.batches import to_device
+from moeserve.cuda.logit_adjustments import adjusted_logits
 from moeserve.plan import Chunk, ChunkResult, TokenLogprobs
 from moeserve.sampler import NOT_FINITE
 
@@ -87,7 +87,7 @@ class Drawn:
 def draw_tokens(logits: Tensor, chunks: Sequence[Chunk]) -> Drawn:
     """Launches the draws for logits [S, V], row i being that of `chunks[i]`, which has `sampling`."""
     samplings = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
-    adjusted = _adjusted(logits, chunks)
+    adjusted = adjusted_logits(logits, chunks)
     if all(sampling.temperature == 0.0 for sampling in samplings):
         token_ids, largest = greedy(adjusted)
     else:
@@ -130,37 +130,3 @@ def to_host(values: Tensor) -> Tensor:
     if values.device.type == "cpu":
         return values.clone()
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-
-
-def _adjusted(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
-    """The logits with penalties, biases and bans; the same tensor if no row has any."""
-    rows = [row for row, chunk in enumerate(chunks) if _is_adjusted(chunk)]
-    if not rows:
-        return logits
-    adjusted, device = logits.float() if logits.dtype != torch.float32 else logits.clone(), logits.device
-    for row in rows:
-        chunk, values = chunks[row], adjusted[row]
-        sampling, extras = chunk.sampling, chunk.extras
-        assert sampling is not None
-        if extras is not None and extras.history is not None:
-            apply_penalties(
-                values,
-                to_device(extras.history, device).long(),
-                extras.num_prompt_tokens,
-                sampling.presence_penalty,
-                sampling.frequency_penalty,
-                sampling.repetition_penalty,
-            )
-        if sampling.logit_bias:
-            places = to_device(array("q", sampling.logit_bias), device)
-            values[places] += to_device(array("f", sampling.logit_bias.values()), device)
-        if extras is not None and extras.banned_token_ids:
-            values[to_device(array("q", extras.banned_token_ids), device)] = -torch.inf
-    return adjusted
-
-
-def _is_adjusted(chunk: Chunk) -> bool:
-    extras, sampling = chunk.extras, chunk.sampling
-    if sampling is not None and sampling.logit_bias:
-        return True
-    return extras is not None and (extras.history is not None or bool(extras.banned_token_ids))

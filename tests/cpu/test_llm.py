@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from moeserve.config import ConfigError, ServeConfig
+from moeserve.kv_budget import KvBudget
 from moeserve.llm import LLM, Completion
+from moeserve.model_loading import ServedModel
+from moeserve.models.families import build_spec
+from moeserve.models.generation_config import GenerationDefaults
+from moeserve.models.hf_config import load_config
 from moeserve.request import FinishReason, SamplingParams
 from moeserve.scheduler import Scheduler
 from radix_cache import PrefixCache
@@ -115,3 +120,15 @@ def test_a_cached_prefix_is_reported(model_dir: Path, prompts: list[list[int]]) 
     llm = LLM(model_dir, BASE)
     assert llm.generate(prompts[:1], GREEDY)[0].num_cached_tokens == 0
     assert llm.generate(prompts[1:2], GREEDY)[0].num_cached_tokens == 36
+
+
+def test_end_tokens_beyond_the_vocabulary_are_left_out(tmp_path: Path) -> None:
+    save("olmoe", tmp_path)
+    spec = replace(build_spec(load_config(tmp_path)), eos_token_ids=(3, 50279))
+    assert spec.vocab_size == 128
+
+    def served(defaults: GenerationDefaults) -> ServedModel:
+        return ServedModel(spec, defaults, KvBudget(1, 16), torch.float32, 0, 0, "cpu")
+
+    assert served(GenerationDefaults()).eos_token_ids == [3]
+    assert served(GenerationDefaults(eos_token_ids=(128, 127))).eos_token_ids == [127]

@@ -1,0 +1,72 @@
+"""Penalties, biases and bans of all rows together are those of each row alone, bit by bit."""
+
+import random
+from array import array
+
+import pytest
+import torch
+
+from kernels.sampling import apply_penalties
+from moeserve.cuda.logit_adjustments import adjusted_logits
+from moeserve.plan import Chunk, ChunkExtras
+from moeserve.request import SamplingParams
+
+VOCAB = 50
+
+
+def chunk(sampling, history=None, num_prompt=0, banned=()):
+    extras = None
+    if history is not None or banned:
+        extras = ChunkExtras(None if history is None else array("i", history), num_prompt, banned)
+    return Chunk("", array("i", [1]), 0, array("i", [0]), sampling, extras)
+
+
+def random_chunk(draw):
+    penalties = {
+        "presence_penalty": draw.choice((0.0, 0.7, -1.5)),
+        "frequency_penalty": draw.choice((0.0, 0.3, -0.2)),
+        "repetition_penalty": draw.choice((1.0, 1.3, 0.6)),
+    }
+    bias = {token: draw.uniform(-5, 5) for token in draw.sample(range(VOCAB), draw.randrange(4))}
+    sampling = SamplingParams(max_tokens=4, temperature=1.0, logit_bias=bias or None, **penalties)
+    history = draw.choices(range(VOCAB), k=draw.randrange(1, 90)) if draw.random() < 0.7 else None
+    num_prompt = draw.randrange(len(history) + 1) if history else 0
+    banned = tuple(draw.sample(range(VOCAB), draw.randrange(3)))
+    return chunk(sampling, history, num_prompt, banned)
+
+
+def row_by_row(logits, chunks):
+    rows = logits.float().clone()
+    for row, one in zip(rows, chunks, strict=True):
+        sampling, extras = one.sampling, one.extras
+        if extras is not None and extras.history is not None:
+            apply_penalties(
+                row,
+                torch.tensor(extras.history, dtype=torch.int64),
+                extras.num_prompt_tokens,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+                sampling.repetition_penalty,
+            )
+        for token, bias in (sampling.logit_bias or {}).items():
+            row[token] += bias
+        for token in () if extras is None else extras.banned_token_ids:
+            row[token] = -torch.inf
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 5, 70])
+def test_all_rows_together_have_the_bits_of_each_alone(num_rows, dtype, device):
+    draw = random.Random(num_rows)
+    chunks = [random_chunk(draw) for _ in range(num_rows)]
+    logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(3)).to(dtype)
+    before = logits.clone()
+    found = adjusted_logits(logits.to(device), chunks).cpu()
+    assert torch.equal(found, row_by_row(logits, chunks))
+    assert torch.equal(logits, before)
+
+
+def test_where_nobody_wishes_anything_nothing_is_copied(device):
+    logits = torch.zeros(2, VOCAB, device=device)
+    assert adjusted_logits(logits, [chunk(SamplingParams(max_tokens=1))] * 2) is logits
