@@ -85,7 +85,7 @@ TESTS ?= tests/kernels
 WITHIN := timeout --kill-after=5 590
 
 gpu-test:
-	@$(TIMED) $(WITHIN) $(GPU_PYTHON) -m pytest -m 'not long' $(TESTS)
+	@$(TIMED) $(WITHIN) $(GPU_PYTHON) -m tests.support.side_by_side $(TESTS)
 
 gpu-bench:
 	@$(TIMED) $(WITHIN) $(GPU_PYTHON) -m moeserve.bench.kernel_bench --out-dir $(OUT)
