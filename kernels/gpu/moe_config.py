@@ -190,20 +190,25 @@ def heuristic_config(shape: MoeShape, num_tokens: int, device: Device) -> MoeCon
 def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, device: Device) -> Tile | None:
     """The widest tile first. Few rows want bytes in flight, so a deep step; many want a large product per step.
 
-    A program with few rows is short and waits for memory as it begins: two have to fit a multiprocessor, so that one
-    reads meanwhile, where three stages are enough for that.
+    A program with few rows, or of the short down projection, waits for memory as it begins and for its results as it
+    ends: two have to fit a multiprocessor, so that one computes meanwhile, where three stages are enough for that.
     """
     few = block_m <= 32
     widths, wanted = _wanted_sizes(shape, projection, few)
     depths = _depths(shape, projection, wanted)
-    for block_n, block_k, num_stages in itertools.product(widths, depths, (4, 3, 2)):
+    for block_n, block_k in itertools.product(widths, depths):
         columns = shape.intermediate_size if projection == "gate_up" else shape.hidden_size
         if block_n > max(16, _power_of_two(columns)):
             continue
-        tile = Tile(block_n, block_k, 4 if few else 8, 4 if block_m * block_n <= 64 * 128 else 8, num_stages)
-        alone = programs_that_fit(tile, block_m, projection, shape, device) < 2
-        if fits(tile, block_m, projection, shape, device) and not (few and alone and num_stages > 3):
-            return tile
+        num_warps = 4 if block_m * block_n <= 64 * 128 else 8
+        tiles = [Tile(block_n, block_k, 4 if few else 8, num_warps, num_stages) for num_stages in (4, 3, 2)]
+        if few or projection == "down":
+            tiles.sort(
+                key=lambda tile: tile.num_stages < 3 or programs_that_fit(tile, block_m, projection, shape, device) < 2
+            )
+        for tile in tiles:
+            if fits(tile, block_m, projection, shape, device):
+                return tile
     return None
 
 

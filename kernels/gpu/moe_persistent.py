@@ -204,10 +204,13 @@ def down_persistent(
     y: Tensor,
     num_programs: int,
 ) -> None:
-    """As `kernels.gpu.moe_tiled.down_tiled`, for weights that `persistent_runs`."""
+    """As `kernels.gpu.moe_tiled.down_tiled`, for weights that `persistent_runs`.
+
+    Runs twice `num_programs`: one computes while the other begins or ends its short tiles, where two fit.
+    """
     _, scale, bias = matrix.pointers()
     _, _, stride_scale, _, stride_bias = matrix.strides()
-    _down_kernel[(min(num_programs, tiles.max_tiles * triton.cdiv(matrix.num_rows, tile.block_n)),)](
+    _down_kernel[(min(2 * num_programs, tiles.max_tiles * triton.cdiv(matrix.num_rows, tile.block_n)),)](
         _box(h, block_m, tile.block_k),
         _box(matrix.values, 1, tile.block_n, tile.block_k),
         scale,

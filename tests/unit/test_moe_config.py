@@ -129,10 +129,10 @@ def test_the_heuristic_is_among_the_candidates(num_tokens):
         assert candidate_tiles(QWEN, num_tokens, projection, config.variant, config.block_m, HOPPER)[0] == tile
 
 
-@pytest.mark.parametrize("num_tokens", [64, 128, 256])
-def test_a_multiprocessor_runs_two_programs_of_few_rows_at_once(num_tokens):
+@pytest.mark.parametrize(("num_tokens", "few"), [(64, True), (128, True), (256, True), (1024, False), (8192, False)])
+def test_a_multiprocessor_runs_two_programs_of_few_rows_or_short_products_at_once(num_tokens, few):
     config = heuristic_config(QWEN, num_tokens, HOPPER)
-    assert programs_that_fit(config.gate_up, config.block_m, "gate_up", QWEN, HOPPER) >= 2
+    assert programs_that_fit(config.gate_up, config.block_m, "gate_up", QWEN, HOPPER) >= (2 if few else 1)
     assert programs_that_fit(config.down, config.block_m, "down", QWEN, HOPPER) >= 2
 
 
