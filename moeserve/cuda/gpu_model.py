@@ -108,10 +108,18 @@ def load_gpu_model(
         storage=storage,
     )
     weights_bytes = allocated_bytes(device)
-    block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, settings.kv_dtype or dtype)
     forget_peak(device)
     compute_largest_step(decoder, settings)
-    memory = settings.kv_cache_memory or free_for_kv(device, settings)
+    kv, kv_bytes = kv_blocks(spec, dtype, settings, settings.kv_cache_memory or free_for_kv(device, settings))
+    runner = make_runner(decoder, kv, settings, configs, tap=tap)
+    if experts is not None:
+        experts.memory.forget_counts()
+    return GpuModel(runner, decoder, kv, weights_bytes, kv_bytes, experts)
+
+
+def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memory: int) -> tuple[KvBudget, int]:
+    """The blocks that so many bytes are shared out into, and the bytes that these take. Raises ConfigError."""
+    block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, settings.kv_dtype or dtype)
     kv = share_kv(
         memory,
         block_bytes=block_bytes,
@@ -119,10 +127,7 @@ def load_gpu_model(
         model_max_len=spec.max_position,
         max_model_len=settings.max_model_len,
     )
-    runner = make_runner(decoder, kv, settings, configs, tap=tap)
-    if experts is not None:
-        experts.memory.forget_counts()
-    return GpuModel(runner, decoder, kv, weights_bytes, kv.num_blocks * block_bytes, experts)
+    return kv, kv.num_blocks * block_bytes
 
 
 def gate_tap(spec: DecoderSpec, settings: GpuSettings, memory: GpuExpertSettings | None = None) -> RoutingTap | None:

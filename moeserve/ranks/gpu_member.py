@@ -17,6 +17,8 @@ from experts.dispatch import ExpertParallel
 from experts.memory.stats import ExpertMemoryStats
 from experts.prefetch.home_rows import HomeRows
 from experts.prefetch.prefix_listener import PrefixListener
+from kernels.gpu.moe_config import WeightStorage
+from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage
 from moeserve.cuda.expert_warm_up import launch_expert_variants
 from moeserve.cuda.gpu_model import (
@@ -26,6 +28,7 @@ from moeserve.cuda.gpu_model import (
     forget_peak,
     free_for_kv,
     gate_tap,
+    kv_blocks,
     make_runner,
 )
 from moeserve.cuda.runner import GpuModelRunner
@@ -34,11 +37,10 @@ from moeserve.cuda.weights import load_gpu_decoder
 from moeserve.executor import LaunchingRunner
 from moeserve.expert_service.gpu_prefetch import with_prefetches
 from moeserve.expert_service.links import CountedLauncher
-from moeserve.kv_budget import share_kv
-from moeserve.kv_pool import kv_block_bytes
 from moeserve.model_loading import ModelPlan, ServedModel, no_experts, owned_experts
 from moeserve.models.generation_config import load_generation_defaults
 from moeserve.models.tensor_reader import Progress
+from moeserve.models.weight_plan import OwnedExperts
 from moeserve.ranks.gpu_experts import make_gpu_migrator, open_rank_experts
 from moeserve.ranks.gpu_steps import GpuSteps
 from moeserve.ranks.step_rows import StepRows, captures_decodes
@@ -88,6 +90,8 @@ class GpuMember:
         )
         self._resident, self._compute = here.resident, here.compute_of(spec.moe_layers[0])
         captures = captures_decodes(shape, eager=settings.enforce_eager, all_resident=here.resident is None)
+        if not (captures or settings.enforce_eager or collectives.rank):
+            log.info("decode_steps_not_captured", dispatch=shape, all_experts_in_memory=here.resident is None)
         self._settings = replace(settings, enforce_eager=not captures)
         self.experts = ExpertParallel(
             collectives,
@@ -100,22 +104,26 @@ class GpuMember:
         )
         self.steps = GpuSteps(self.experts, collectives)
         self._home_rows = HomeRows(spec.moe_layers, self.experts)
-        dispatch_of = self._home_rows.around(self.experts.dispatch_of)
-        self._tap = tap = gate_tap(spec, settings, None if here.resident is None else settings.experts)
-        self._decoder = load_gpu_decoder(
-            directory,
-            spec,
-            dtype=plan.dtype,
-            device=device,
-            dispatch_of=dispatch_of if tap is None else tap.around(dispatch_of),
-            storage=storage,
-            owned_experts=owned if here.resident is None else no_experts,
-            max_model_len=settings.max_model_len,
-            progress=progress,
-        )
+        self._tap = gate_tap(spec, settings, None if here.resident is None else settings.experts)
+        self._decoder = self._load_decoder(owned if here.resident is None else no_experts, storage, progress)
         self.migrator = make_gpu_migrator(directory, plan, self.experts, owned, storage, self._decoder.experts)
         self._weights_bytes = allocated_bytes(device)
         forget_peak(device)
+
+    def _load_decoder(self, owned: OwnedExperts, storage: WeightStorage, progress: Progress | None) -> GpuDecoder:
+        """owned: the experts to load with the rest."""
+        dispatch_of = self._home_rows.around(self.experts.dispatch_of)
+        return load_gpu_decoder(
+            self._directory,
+            self._plan.spec,
+            dtype=self._plan.dtype,
+            device=self.collectives.device,
+            dispatch_of=dispatch_of if self._tap is None else self._tap.around(dispatch_of),
+            storage=storage,
+            owned_experts=owned,
+            max_model_len=self._settings.max_model_len,
+            progress=progress,
+        )
 
     def meet_peers(self, lent: Sequence[object]) -> None:
         """No memory is lent."""
@@ -131,14 +139,7 @@ class GpuMember:
         self._choose_shape()
         compute_largest_step(self._decoder, settings, self.steps.begin_alike)
         memory = settings.kv_cache_memory or free_for_kv(self.collectives.device, settings)
-        block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, settings.kv_dtype or dtype)
-        kv = share_kv(
-            self.collectives.agree_on_least(memory),
-            block_bytes=block_bytes,
-            block_size=settings.block_size,
-            model_max_len=spec.max_position,
-            max_model_len=settings.max_model_len,
-        )
+        kv, kv_bytes = kv_blocks(spec, dtype, settings, self.collectives.agree_on_least(memory))
         self._captured = make_runner(self._decoder, kv, settings, self._configs, self.steps, self._tap)
         runner: LaunchingRunner = self._captured
         if self._resident is not None:
@@ -152,7 +153,7 @@ class GpuMember:
             kv,
             dtype,
             self.collectives.add_up(self._weights_bytes),
-            kv.num_blocks * block_bytes,
+            kv_bytes,
             "cuda",
         )
         self.experts.forget_counts()
