@@ -125,13 +125,13 @@ def split_kernel(
         visible_begin = tl.maximum(begin, first_position - window + 1)
         begin = tl.maximum(begin, visible_begin // TILE * TILE)
     visible_end = tl.minimum((first_chunk + part + 1) * chunk, first_position + tile_tokens)
-    # More rows go by whole warpgroups, whose values pass through shared memory in any case.
+    # More rows go by whole warpgroups, whose values pass through shared memory in any case. Values within keys are read
+    # again, from the cache: one copy would be wanted in two orders, and was not made ahead.
     FP8_PAIRS: tl.constexpr = (
         VALUE_DIM % 2 == 0
         and values.dtype.element_ty.primitive_bitwidth == 8
         and query.dtype == tl.float16
         and ROWS < 64
-        and not VALUES_IN_KEYS
     )
     acc = tl.zeros([ROWS, BLOCK_VALUE // 2 if FP8_PAIRS else BLOCK_VALUE], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)

@@ -98,6 +98,24 @@ def test_values_that_are_a_prefix_of_the_keys(heads, key_dim, value_dim, tile, d
     assert_close(run_split(batch, tile=tile, fixed_chunk=2 * tile), batch.reference())
 
 
+def test_values_of_fp8_that_are_a_prefix_of_the_keys(device):
+    batch = make_batch(
+        [1, 0, 37],
+        heads=4,
+        kv_heads=1,
+        key_dim=80,
+        value_dim=64,
+        values_in_keys=True,
+        dtype=torch.bfloat16,
+        kv_dtype=FP8,
+        device=device,
+    )
+    assert_close(
+        run_split(batch, fixed_chunk=32, key_scale=0.5, value_scale=0.5),
+        batch.reference(key_scale=0.5, value_scale=0.5),
+    )
+
+
 @pytest.mark.parametrize(("window", "sinks", "soft_cap"), [(None, False, None), (20, True, 5.0)])
 @pytest.mark.parametrize("tokens_per_tile", [2, 5])
 def test_short_extends_are_split_too(tokens_per_tile, window, sinks, soft_cap, device):
