@@ -11,8 +11,9 @@ import torch
 
 from experts.errors import CollectiveError
 
-# A rank that is missing must be noticed before the device's queue is full, which would block the host for good.
-_MARKS_AHEAD = 16
+# A rank that is missing must be noticed before the device's queue of about a thousand launches is full, which would
+# block the host for good; a mark stands for up to twenty.
+_MARKS_AHEAD = 32
 _POLL_SECONDS = 20e-6
 
 

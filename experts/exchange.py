@@ -115,15 +115,12 @@ class AllGather:
         longest = max(num_rows)
         packed = pack_rows(x, expert_ids, weights)
         if len(packed) < longest:
-            packed = torch.cat((packed, packed.new_zeros((longest - len(packed), packed.shape[1]))))
+            # Every bit set is expert -1, which is nowhere; what else such a row says nobody reads.
+            packed = torch.cat((packed, packed.new_full((longest - len(packed), packed.shape[1]), 255)))
         me = self._collectives.rank
         self.rows_to = [total + longest * (rank != me) for rank, total in enumerate(self.rows_to)]
         rows, ids, of_rows = unpack_rows(self._collectives.all_gather(packed), x, expert_ids.shape[1])
-        slots = tables.slots_here(ids)
-        for rank, count in enumerate(num_rows):
-            if count < longest:
-                slots[rank * longest + count : (rank + 1) * longest] = -1
-        return Arrived(rows, slots, of_rows)
+        return Arrived(rows, tables.slots_here(ids), of_rows)
 
     def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
         return self._collectives.reduce_scatter(partial)[: num_rows[self._collectives.rank]]
