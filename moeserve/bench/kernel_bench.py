@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +30,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--interpret", action="store_true", help="correctness alone, in Triton's interpreter on a CPU")
     parser.add_argument("--out-dir", type=Path, default=Path("docs/benchmarks"), help="where the table is written")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="seconds after which no case begins")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on where the last run into the same folder ended, on the same GPU"
+    )
     options = parser.parse_args(arguments)
-    return run(interpret=options.interpret, out_dir=options.out_dir, time_limit=options.time_limit)
+    return run(
+        interpret=options.interpret, out_dir=options.out_dir, time_limit=options.time_limit, resume=options.resume
+    )
 
 
-def run(*, interpret: bool, out_dir: Path, time_limit: float = TIME_LIMIT) -> int:
-    """Writes and prints. time_limit: seconds from now; what would begin later is left out, targets coming first."""
+def run(*, interpret: bool, out_dir: Path, time_limit: float = TIME_LIMIT, resume: bool = False) -> int:
+    """Writes and prints. time_limit: seconds from now; what would begin later is left out, targets coming first.
+
+    resume: measures only what the last run into the folder has not. Where a kernel takes the GPU from this process,
+    another one takes its place.
+    """
     import torch
 
     if interpret:
@@ -48,16 +57,18 @@ def run(*, interpret: bool, out_dir: Path, time_limit: float = TIME_LIMIT) -> in
         from moeserve.bench.kernel_run import print_checks
 
         with torch.inference_mode():
-            return 0 if print_checks(checks(torch.device("cpu"), 4)) else 1
+            _, right = print_checks(checks(torch.device("cpu"), 4))
+            return 0 if right else 1
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
     from moeserve.bench import kernel_machine
     from moeserve.bench.kernel_checks import checks
     from moeserve.bench.kernel_report import KernelReport
-    from moeserve.bench.kernel_run import Bench, run_bench
+    from moeserve.bench.kernel_results import Results
+    from moeserve.bench.kernel_run import Bench, GpuLostError, Kept, run_bench
     from moeserve.bench.kernel_targets import target_rows
-    from moeserve.bench.kernel_timing import Deadline, measure_ceilings, time_calls
+    from moeserve.bench.kernel_timing import Deadline, is_lost, measure_ceilings, time_calls
 
     deadline = Deadline(time_limit)
     device = torch.device("cuda", 0)
@@ -66,12 +77,24 @@ def run(*, interpret: bool, out_dir: Path, time_limit: float = TIME_LIMIT) -> in
     sections = _sections(device, num_sms)
     report = KernelReport(path, f"Kernels on {name}", sections, target_rows({}, 1.0))
     report.add_line(f"{kernel_machine.versions()} {kernel_machine.hardware(device)}\n")
+    results, of = path.with_suffix(".json"), f"{name}, {kernel_machine.libraries()}"
+    kept = Kept(Results.read(results, of) if resume else Results(of), results)
     of_device = partial(measure_ceilings, device)
-    bench = Bench(sections, partial(checks, device, num_sms), of_device, time_calls, kernel_machine.state)
-    with torch.inference_mode():
-        right = run_bench(bench, report, deadline)
+    bench = Bench(sections, partial(checks, device, num_sms), of_device, time_calls, kernel_machine.state, is_lost)
+    try:
+        with torch.inference_mode():
+            right = run_bench(bench, report, deadline, kept)
+    except GpuLostError as lost:
+        print(f"The GPU refuses further work after {lost}: another process goes on.", flush=True)
+        _go_on(out_dir, deadline.left())
     print(f"written to {path}")
     return 0 if right else 1
+
+
+def _go_on(out_dir: Path, seconds: float) -> NoReturn:
+    """In place of this process. It begins no case that this one has begun, so that this happens once per case."""
+    command = [sys.executable, "-m", __spec__.name, "--resume", "--out-dir", str(out_dir)]
+    os.execv(sys.executable, [*command, "--time-limit", f"{max(0.0, seconds):.0f}"])
 
 
 def _sections(device: torch.device, num_sms: int) -> list[Section]:

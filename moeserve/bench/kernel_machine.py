@@ -24,10 +24,14 @@ def name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
+def libraries() -> str:
+    """Their versions."""
+    return f"torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}"
+
+
 def versions() -> str:
     """Of today's run, with the date."""
-    libraries = f"torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}"
-    return f"{date.today()}, {libraries}."
+    return f"{date.today()}, {libraries()}."
 
 
 def hardware(device: torch.device) -> str:

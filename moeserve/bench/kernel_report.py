@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from moeserve.bench.kernel_case import Section
 from moeserve.bench.kernel_measurement import HEADER, remark
+from moeserve.bench.kernel_results import write_whole
 
 NOT_MEASURED = "not measured"
 
@@ -54,7 +54,4 @@ class KernelReport:
         return "\n".join(lines) + "\n"
 
     def _write(self) -> None:
-        """In one move: whoever is cut off here leaves the previous text."""
-        beside = self._path.with_suffix(".part")
-        beside.write_text(self.text())
-        os.replace(beside, self._path)
+        write_whole(self._path, self.text())

@@ -7,28 +7,50 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from moeserve.bench.kernel_case import PlannedCase, Section
 from moeserve.bench.kernel_check import Check
 from moeserve.bench.kernel_measurement import Measurement, TimeCalls, measure, remark, row
 from moeserve.bench.kernel_report import NOT_MEASURED, KernelReport
+from moeserve.bench.kernel_results import CaseResult, Results
 from moeserve.bench.kernel_targets import in_order, target_rows, verdict_of
 from moeserve.bench.kernel_timing import Ceilings, Deadline
 
 
+class GpuLostError(Exception):
+    """The GPU refuses all further work of this process, as after an access beside its memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a run consists of. sections: in the order in which they are measured. state: clocks and the like, a line."""
+    """What a run consists of. sections: in the order in which they are measured. state: clocks and the like, a line.
+    is_lost: whether the GPU refuses all further work."""
 
     sections: Sequence[Section]
     checks: Callable[[], Iterable[Check]]
     ceilings: Callable[[], Ceilings]
     time_calls: TimeCalls
     state: Callable[[], str] = str
+    is_lost: Callable[[], bool] = bool
 
 
-def run_bench(bench: Bench, report: KernelReport, deadline: Deadline) -> bool:
-    """Whether no kernel is wrong or fails. What is wrong or fails is told of and keeps nothing from being measured."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a run has found and where it is kept; at first what runs before it have found."""
+
+    results: Results
+    path: Path
+
+    def write(self) -> None:
+        self.results.write(self.path)
+
+
+def run_bench(bench: Bench, report: KernelReport, deadline: Deadline, kept: Kept) -> bool:
+    """Whether no kernel is wrong or fails. What is wrong or fails is told of and keeps nothing from being measured.
+
+    Cases that `kept` has are not measured again. Raises GpuLostError when only another process can go on.
+    """
     ceilings = bench.ceilings()
     report.add_line("Percentages are of the ceilings measured in the same run:\n")
     for line in (
@@ -38,17 +60,24 @@ def run_bench(bench: Bench, report: KernelReport, deadline: Deadline) -> bool:
         print(line, flush=True)
         report.add_line(line)
     report.add_line(f"\nAfter the ceilings {bench.state()}.\n")
-    right = print_checks(bench.checks(), report)
-    run = _Run(bench.time_calls, ceilings, report, deadline)
-    right &= run.all(bench.sections)
+    results = kept.results
+    if not results.checks:
+        results.checks, results.checks_right = print_checks(bench.checks())
+        kept.write()
+        if bench.is_lost():
+            raise GpuLostError("the checks")
+    for line in results.checks:
+        report.add_line(line)
+    run = _Run(bench, ceilings, report, deadline, kept)
+    right = run.all()
     report.add_line(f"At the end {bench.state()}.")
     for line in run.targets():
         print(line, flush=True)
-    return right
+    return right and results.checks_right
 
 
-def print_checks(checks: Iterable[Check], report: KernelReport | None = None) -> bool:
-    """Prints each; whether all passed. The report gets a line for those that did, and one per other."""
+def print_checks(checks: Iterable[Check]) -> tuple[list[str], bool]:
+    """Prints each. What a report says of them, a line for those that passed and one per other, and whether all did."""
     passed, wrong = 0, []
     try:
         for check in checks:
@@ -60,11 +89,8 @@ def print_checks(checks: Iterable[Check], report: KernelReport | None = None) ->
     except Exception as error:  # A kernel that does not run leaves the cases to be measured.
         traceback.print_exc(file=sys.stderr)
         wrong.append(f"**FAILED** after {passed} checks: {_one_line(error)}\n")
-    if report is not None:
-        report.add_line(f"{passed} of {passed + len(wrong)} checks of correctness on small shapes passed.\n")
-        for line in wrong:
-            report.add_line(line)
-    return not wrong
+    number = f"{passed} of {passed + len(wrong)} checks of correctness on small shapes passed.\n"
+    return [number, *wrong], not wrong
 
 
 def _one_line(error: Exception) -> str:
@@ -72,52 +98,67 @@ def _one_line(error: Exception) -> str:
 
 
 class _Run:
-    """Measures case after case and keeps the report up to date."""
+    """Measures case after case and keeps the report and the results up to date."""
 
-    def __init__(self, time_calls: TimeCalls, ceilings: Ceilings, report: KernelReport, deadline: Deadline) -> None:
-        self._time_calls, self._ceilings = time_calls, ceilings
-        self._report, self._deadline = report, deadline
-        self._found: dict[str, Measurement] = {}
+    def __init__(self, bench: Bench, ceilings: Ceilings, report: KernelReport, deadline: Deadline, kept: Kept) -> None:
+        self._bench, self._ceilings = bench, ceilings
+        self._report, self._deadline, self._kept = report, deadline, kept
 
     def targets(self) -> list[str]:
-        return target_rows(self._found, self._ceilings.copy)
+        return target_rows(self._found(), self._ceilings.copy)
 
-    def all(self, sections: Sequence[Section]) -> bool:
-        """Whether nothing of them is wrong or fails."""
-        right, cases = True, in_order(sections)
+    def _found(self) -> dict[str, Measurement]:
+        cases = self._kept.results.cases.items()
+        return {name: case.found for name, case in cases if case.found is not None}
+
+    def all(self) -> bool:
+        """Whether nothing is wrong or fails."""
+        cases = in_order(self._bench.sections)
+        kept = self._kept.results.cases
+        if known := [case.name for case in cases if case.name in kept]:
+            self._report.add_line(f"{len(known)} cases were measured before, by a run that ended.\n")
+            for name in known:
+                self._tell(name)
         for number, planned in enumerate(cases):
+            if planned.name in kept:
+                continue
             if self._deadline.passed():
-                left = f"{len(cases) - number} of {len(cases)} cases {NOT_MEASURED}"
-                text = f"{left}: {self._deadline.seconds:.0f} s were used up."
+                left = sum(case.name not in kept for case in cases[number:])
+                text = f"{left} of {len(cases)} cases {NOT_MEASURED}: {self._deadline.seconds:.0f} s were used up."
                 self._report.add_line(f"{text}\n")
                 print(text, flush=True)
                 break
-            try:
-                text, is_right = self._measured(planned)
-            except Exception as error:  # One kernel that does not run leaves the others to be measured.
-                traceback.print_exc(file=sys.stderr)
-                text, is_right = remark(planned.name, f"FAILED: {_one_line(error)}"), False
-            right &= is_right
-            self._report.set_row(planned.name, text, self.targets())
-            print(text, flush=True)
-            for section in sections:
-                if planned in section.cases:
-                    self._tell_mean(section)
-        return right
+            kept[planned.name] = self._result(planned)
+            self._kept.write()
+            self._tell(planned.name)
+            print(kept[planned.name].row, flush=True)
+            if kept[planned.name].found is None and self._bench.is_lost():
+                raise GpuLostError(planned.name)
+        return all(case.is_right for case in kept.values())
 
-    def _measured(self, planned: PlannedCase) -> tuple[str, bool]:
-        """The case's row, and whether its results are right."""
-        case = planned.make()
-        found = measure(case, self._time_calls, self._deadline.passed)
-        self._found[planned.name] = found
-        verdict = verdict_of(planned.name, found, self._ceilings.copy)
-        return row(planned.name, case, found, self._ceilings, verdict), found.is_right
+    def _result(self, planned: PlannedCase) -> CaseResult:
+        try:
+            case = planned.make()
+            found = measure(case, self._bench.time_calls, self._deadline.passed)
+            verdict = verdict_of(planned.name, found, self._ceilings.copy)
+            return CaseResult(row(planned.name, case, found, self._ceilings, verdict), found)
+        except Exception as error:  # One kernel that does not run leaves the others to be measured.
+            traceback.print_exc(file=sys.stderr)
+            return CaseResult(remark(planned.name, f"FAILED: {_one_line(error)}"), None)
+
+    def _tell(self, name: str) -> None:
+        """The report, of a case."""
+        self._report.set_row(name, self._kept.results.cases[name].row, self.targets())
+        for section in self._bench.sections:
+            if any(case.name == name for case in section.cases):
+                self._tell_mean(section)
 
     def _tell_mean(self, section: Section) -> None:
         """Over one section's cases: what differs in kind has no mean."""
-        found = [self._found[case.name] for case in section.cases if case.name in self._found]
-        ratios = [each.best_ratio for each in found if each.best_ratio is not None]
-        if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            text = f"Geometric mean over {len(ratios)} cases with peers: {mean:.2f} times the best peer."
+        found = self._found()
+        ratios = [found[case.name].best_ratio for case in section.cases if case.name in found]
+        known = [ratio for ratio in ratios if ratio is not None]
+        if known:
+            mean = math.exp(sum(map(math.log, known)) / len(known))
+            text = f"Geometric mean over {len(known)} cases with peers: {mean:.2f} times the best peer."
             self._report.set_remark(section.title, text)

@@ -123,6 +123,15 @@ def _captured(run: Callable[[], None]) -> Callable[[], None] | None:
     return graph.replay
 
 
+def is_lost() -> bool:
+    """Whether the GPU refuses all further work of this process."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Takes and gives back some 9 GB. Numbers are random: zeros are faster."""
     random = torch.Generator(device).manual_seed(0)
@@ -147,4 +156,8 @@ class Deadline:
         self._end = clock() + seconds
 
     def passed(self) -> bool:
-        return self._clock() >= self._end
+        return self.left() <= 0
+
+    def left(self) -> float:
+        """Seconds, less than 0 behind it."""
+        return self._end - self._clock()

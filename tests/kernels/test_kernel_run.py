@@ -7,73 +7,13 @@ import pytest
 import torch
 
 from moeserve.bench.kernel_bench import _attention_case, _sections, main
-from moeserve.bench.kernel_case import KernelCase, PlannedCase, Section
+from moeserve.bench.kernel_case import Section
 from moeserve.bench.kernel_cases_attention import AttentionCase
 from moeserve.bench.kernel_check import Check
-from moeserve.bench.kernel_measurement import HEADER, Measurement, PeerTime
-from moeserve.bench.kernel_report import KernelReport
-from moeserve.bench.kernel_run import Bench, run_bench
-from moeserve.bench.kernel_targets import TARGETS, Target, in_order, target_rows
-from moeserve.bench.kernel_timing import Ceilings, Deadline, Timing
-
-CEILINGS = Ceilings(copy=4e12, read=4.4e12, flops=8e14)
-
-
-PASSED = (Check("norm", 1e-4),)
-
-
-class Machine:
-    """Every timing takes `seconds` of its clock and finds `microseconds`."""
-
-    def __init__(self, seconds=10.0, microseconds=100.0):
-        self.now, self.seconds, self.microseconds = 0.0, seconds, microseconds
-        self.timed = 0
-
-    def clock(self):
-        return self.now
-
-    def time_calls(self, *groups):
-        self.now += self.seconds
-        self.timed += 1
-        return [Timing(self.microseconds, 0.02) for _ in groups]
-
-
-def planned(name, peers=(), error=1e-3):
-    def make():
-        if error is None:
-            raise RuntimeError("out of resource | shared memory")
-        calls = [lambda: torch.zeros(1)]
-        return KernelCase(
-            calls, dict.fromkeys(peers, calls), 340_000_000, 10**9, {"config": "rows=16"}, {}, lambda: error
-        )
-
-    return PlannedCase(name, make)
-
-
-def run(tmp_path, sections, machine, limit=1000.0, checks=PASSED):
-    path = tmp_path / "benchmarks" / "kernels-gpu.md"
-    report = KernelReport(path, "Kernels on a GPU", sections, target_rows({}, 1.0))
-    bench = Bench(sections, lambda: iter(checks), lambda: CEILINGS, machine.time_calls, lambda: "clocks are high")
-    right = run_bench(bench, report, Deadline(limit, machine.clock))
-    assert not list(path.parent.glob("*.part"))
-    return right, path.read_text()
-
-
-def tables(text):
-    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line[:1] == "|"]
-    width = len(HEADER[0].strip("|").split("|"))
-    assert {len(row) for row in cells} == {4, width}
-    return [row for row in cells if len(row) == 4], [row for row in cells if len(row) == width]
-
-
-def rows(text):
-    """Cells by case."""
-    return {row[0]: row[1:] for row in tables(text)[1]}
-
-
-def targets(text):
-    """What was found and the state, by case and what is asked."""
-    return {tuple(row[:2]): tuple(row[2:]) for row in tables(text)[0]}
+from moeserve.bench.kernel_measurement import Measurement, PeerTime
+from moeserve.bench.kernel_targets import TARGETS, Target, in_order
+from moeserve.bench.kernel_timing import Timing
+from tests.support.made_up_gpu import CEILINGS, Machine, planned, rows, run, tables, targets
 
 
 def test_a_row_has_time_rate_error_peers_and_configuration(tmp_path):
@@ -256,6 +196,7 @@ def test_the_command_writes_a_file_named_after_the_gpu(tmp_path, monkeypatch, ca
     monkeypatch.setattr("moeserve.bench.kernel_checks.checks", lambda *_: [Check("norm", 1e-4)])
     monkeypatch.setattr("moeserve.bench.kernel_timing.measure_ceilings", lambda _: CEILINGS)
     monkeypatch.setattr("moeserve.bench.kernel_timing.time_calls", machine.time_calls)
+    monkeypatch.setattr("moeserve.bench.kernel_timing.is_lost", lambda: False)
     assert main(["--out-dir", str(tmp_path), "--time-limit", "100"]) == 0
     path = tmp_path / "kernels-nvidia-h200.md"
     assert capsys.readouterr().out.endswith(f"written to {path}\n")
