@@ -12,6 +12,17 @@ def column(device, values, dtype=torch.float32):
     return torch.tensor(values, dtype=dtype, device=device)
 
 
+def filters(device, rows):
+    """Temperatures, top-k, top-p and min-p as tensors, of such tuples."""
+    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
+    return (
+        column(device, temperature),
+        column(device, top_k, torch.int32),
+        column(device, top_p),
+        column(device, min_p),
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab", [1, 5, 1000, 4096, 4097, 9001])
 def test_greedy_takes_the_first_of_the_largest_as_torch_does(device, vocab, dtype):
@@ -113,13 +124,7 @@ def test_thresholds_keep_what_sorting_keeps(device, dtype):
         (1.0, 0, 1.0, 0.0),
     ]
     logits = (torch.randn(len(rows), 1100, device=device) * 3).to(dtype)
-    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    arguments = (
-        column(device, temperature),
-        column(device, top_k, torch.int32),
-        column(device, top_p),
-        column(device, min_p),
-    )
+    arguments = filters(device, rows)
     actual = filter_thresholds(logits, *arguments)
     expected = filter_thresholds_reference(logits, *arguments)
     kept = logits.float() >= actual[:, None]
@@ -137,13 +142,7 @@ def test_thresholds_of_likely_tokens_anywhere_in_a_large_vocabulary(device, apar
     logits = torch.randn(len(rows), 6 * 4096 - 5, device=device)
     logits[:, : 6 * apart : apart] += torch.rand(len(rows), 6, device=device) + 20.0
     logits[1, 7::2] = -torch.inf
-    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    arguments = (
-        column(device, temperature),
-        column(device, top_k, torch.int32),
-        column(device, top_p),
-        column(device, min_p),
-    )
+    arguments = filters(device, rows)
     kept = (logits >= filter_thresholds(logits, *arguments)[:, None]).sum(-1).tolist()
     expected = (logits >= filter_thresholds_reference(logits, *arguments)[:, None]).sum(-1).tolist()
     # The nucleus of the third row is thousands of tokens: sums in another order end at another of them.
