@@ -105,7 +105,8 @@ class _Run:
         self._report, self._deadline, self._kept = report, deadline, kept
 
     def targets(self) -> list[str]:
-        return target_rows(self._found(), self._ceilings.copy)
+        failed = {name for name, case in self._kept.results.cases.items() if case.found is None}
+        return target_rows(self._found(), self._ceilings.copy, failed)
 
     def _found(self) -> dict[str, Measurement]:
         cases = self._kept.results.cases.items()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from moeserve.bench.kernel_case import PlannedCase, Section
 from moeserve.bench.kernel_measurement import Measurement, table_row
 
-State = Literal["met", "MISSED", "not measured"]
+State = Literal["met", "MISSED", "FAILED", "not measured"]
 TABLE_HEADER = ("| target | asked | found | |", "|---|---|---|---|")
 # Kernels that are written as ours are: none of them is to be faster anywhere.
 TRITON_PEERS = ("vLLM Triton", "SGLang Triton")
@@ -85,11 +85,11 @@ def verdict_of(name: str, found: Measurement, copy: float) -> str:
     return "; ".join(f"{target.asked} {verdict.state}" for target, verdict in judged)
 
 
-def target_rows(found: Mapping[str, Measurement], copy: float) -> list[str]:
-    """A table of all targets, one row each, by the measurements there are."""
+def target_rows(found: Mapping[str, Measurement], copy: float, failed: Collection[str] = ()) -> list[str]:
+    """A table of all targets, one row each, by the measurements there are. failed: cases that did not run."""
     rows = []
     for target in TARGETS:
-        verdict = target.judge(found.get(target.case), copy)
+        verdict = Verdict("FAILED") if target.case in failed else target.judge(found.get(target.case), copy)
         rows.append(table_row((target.case, target.asked, verdict.found, verdict.state)))
     verdict = _beside_triton(found)
     return [*TABLE_HEADER, *rows, table_row((*NO_SLOWER, verdict.found, verdict.state))]

@@ -150,6 +150,8 @@ def test_cases_with_targets_come_first_and_a_table_says_whether_they_are_met(tmp
         # The time is over.
         assert targets(text)[other, "400 TFLOP/s"] == ("", "not measured")
     assert len(tables(text)[0]) == len(TARGETS) + 3
+    _, text = run(tmp_path, [Section("Decode", [planned(name, error=None)])], Machine())
+    assert targets(text)[name, "85% of copy"] == ("", "FAILED")
 
 
 def test_every_triton_peer_of_every_case_counts(tmp_path):
