@@ -93,7 +93,8 @@ def deep_nvme(num_locked: int, compiling: Callable[[], None]) -> DeepNvme | None
     try:
         with extensions_kept_in(extensions_folder()):
             return DeepNvme(builder.load(verbose=False))
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, ImportError):
+        # The last where a compilation was broken off earlier in this process: torch takes it for done.
         return None
 
 

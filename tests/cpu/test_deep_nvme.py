@@ -83,3 +83,13 @@ def test_a_process_that_was_killed_while_it_compiled_keeps_nobody_waiting(tmp_pa
         assert not left_behind.exists()
         assert os.environ["TORCH_EXTENSIONS_DIR"] == str(folder)
     assert "TORCH_EXTENSIONS_DIR" not in os.environ
+
+
+def test_a_library_that_was_never_finished_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    def unfinished(_: AsyncIOBuilder, verbose: bool) -> None:
+        raise ImportError("cannot open shared object file")
+
+    monkeypatch.setattr(AsyncIOBuilder, "load", unfinished)
+    assert deep_nvme(PAGE_BYTES, lambda: None) is None
