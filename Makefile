@@ -67,9 +67,10 @@ cpu: deep-nvme
 	@echo "-- tests of the model on a CPU"
 	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/cpu
 
+# What a module prepares, compiled kernels or ranks of their own, is made by one process.
 kernels: venv
 	@echo "-- Triton kernels, in the interpreter where there is no GPU"
-	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/kernels
+	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -n $(shell nproc) --dist loadscope --no-loadscope-reorder tests/kernels
 
 e2e: deep-nvme
 	@echo "-- end-to-end tests over HTTP"

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.machine_code import MOST_PER_KIB
-from tests.support.separate_process import numbers, output_of
+from tests.support.separate_process import compiled, numbers, output_of
 
 
 def test_batches_of_all_sizes_share_one_compiled_variant():
@@ -14,7 +14,7 @@ def test_batches_of_all_sizes_share_one_compiled_variant():
 @pytest.fixture(scope="module")
 def kernels():
     """(case, what its compiled code says) of every kernel that reads keys and values."""
-    lines = output_of("tests.support.compile_only", "tests.support.compile_cases_attention")
+    lines = compiled("compile_cases_attention")
     found = [line for line in lines if "split_kernel" in line or "prefill_kernel" in line]
     assert len(found) == 10
     return [(line.split(":")[0], numbers(line)) for line in found]

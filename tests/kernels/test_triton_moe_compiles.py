@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.support.machine_code import MOST_PER_KIB
-from tests.support.separate_process import numbers, output_of
+from tests.support.separate_process import compiled, numbers
 
 LINE = re.compile(r"(?P<variant>\w+) (?P<weights>\w+) (?P<tokens>\d+): _(gate_up|down)_kernel .*")
 
@@ -13,8 +13,7 @@ LINE = re.compile(r"(?P<variant>\w+) (?P<weights>\w+) (?P<tokens>\d+): _(gate_up
 @pytest.fixture(scope="module")
 def products():
     """(variant, weights, tokens, instructions) of every product."""
-    lines = output_of("tests.support.compile_only", "tests.support.compile_cases_moe")
-    found = [match for line in lines if (match := LINE.fullmatch(line))]
+    found = [match for line in compiled("compile_cases_moe") if (match := LINE.fullmatch(line))]
     assert {match["variant"] for match in found} == {"gemv", "gemv_split", "tiled", "persistent"}
     return [(match["variant"], match["weights"], int(match["tokens"]), numbers(match[0])) for match in found]
 

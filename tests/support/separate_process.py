@@ -18,6 +18,20 @@ def output_of(module: str, *arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
+def compiled(cases: str) -> list[str]:
+    """What `tests.support.compile_only` says of the kernels of a module of cases, which have to fit a GPU of compute
+    capability 9.0 without spilling."""
+    lines = output_of("tests.support.compile_only", f"tests.support.{cases}")
+    assert lines
+    for line in lines:
+        said = numbers(line)
+        assert said["stack"] == 0, line
+        assert said["shared"] <= 227 * 1024, line
+        # 64 Ki registers of 32 bits per block of threads.
+        assert said["registers"] * 32 * said["warps"] <= 1 << 16, line
+    return lines
+
+
 def numbers(line: str) -> dict[str, int]:
     """Its name=number parts."""
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", line)}
