@@ -22,7 +22,7 @@ def main(wanted: list[str]) -> int:
 
 
 def run(job: Path | str) -> int:
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not long", str(job)]
+    command = [sys.executable, "-m", "pytest", "-q", "--disable-warnings", "-m", "not long", str(job)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(f"-- {job}\n{done.stdout}", end="", flush=True)
     return int(done.returncode not in (0, _NOTHING_TO_RUN))
