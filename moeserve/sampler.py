@@ -53,6 +53,15 @@ def token_logprobs(logits: Tensor, token_ids: list[int] | array[int], num_top: i
 
 
 def _choose(row: Tensor, chunk: Chunk, sampling: SamplingParams) -> int:
+    row = adjusted_row(row, chunk, sampling)
+    if sampling.temperature == 0.0:
+        return int(row.argmax())
+    uniform = uniform_at(sampling.seed, chunk.start + len(chunk.token_ids))
+    return draw(row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, uniform)
+
+
+def adjusted_row(row: Tensor, chunk: Chunk, sampling: SamplingParams) -> Tensor:
+    """A copy of logits [V] with the penalties, then the biases, then the bans that the chunk wishes."""
     row = row.clone()
     if chunk.extras is not None:
         _apply_extras(row, chunk.extras, sampling)
@@ -61,10 +70,7 @@ def _choose(row: Tensor, chunk: Chunk, sampling: SamplingParams) -> int:
         row[places] += torch.tensor(list(sampling.logit_bias.values()), dtype=row.dtype)
     if chunk.extras is not None and chunk.extras.banned_token_ids:
         row[list(chunk.extras.banned_token_ids)] = -torch.inf
-    if sampling.temperature == 0.0:
-        return int(row.argmax())
-    uniform = uniform_at(sampling.seed, chunk.start + len(chunk.token_ids))
-    return draw(row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, uniform)
+    return row
 
 
 def _apply_extras(row: Tensor, extras: ChunkExtras, sampling: SamplingParams) -> None:

@@ -6,10 +6,10 @@ from array import array
 import pytest
 import torch
 
-from kernels.sampling import apply_penalties
 from moeserve.cuda.logit_adjustments import adjusted_logits
 from moeserve.plan import Chunk, ChunkExtras
 from moeserve.request import SamplingParams
+from moeserve.sampler import adjusted_row
 
 VOCAB = 50
 
@@ -36,23 +36,8 @@ def random_chunk(draw):
 
 
 def row_by_row(logits, chunks):
-    rows = logits.float().clone()
-    for row, one in zip(rows, chunks, strict=True):
-        sampling, extras = one.sampling, one.extras
-        if extras is not None and extras.history is not None:
-            apply_penalties(
-                row,
-                torch.tensor(extras.history, dtype=torch.int64),
-                extras.num_prompt_tokens,
-                sampling.presence_penalty,
-                sampling.frequency_penalty,
-                sampling.repetition_penalty,
-            )
-        for token, bias in (sampling.logit_bias or {}).items():
-            row[token] += bias
-        for token in () if extras is None else extras.banned_token_ids:
-            row[token] = -torch.inf
-    return rows
+    """As a CPU adjusts them."""
+    return torch.stack([adjusted_row(row, one, one.sampling) for row, one in zip(logits.float(), chunks, strict=True)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
