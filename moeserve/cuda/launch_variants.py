@@ -49,8 +49,8 @@ class LaunchVariants:
         limits: StepLimits,
         prefill: Choice,
         experts: Choice | None,
-        extends: ExtendLimits | None = None,
-        sparse_layers: Sequence[bool] = (True, True),
+        extends: ExtendLimits | None,
+        sparse_layers: Sequence[bool],
     ) -> None:
         self._limits, self._prefill, self._experts, self._extends = limits, prefill, experts, extends
         self._meet_all, self._meet_wanted = any(sparse_layers[:-1]), sparse_layers[-1]

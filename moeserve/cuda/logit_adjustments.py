@@ -65,9 +65,9 @@ def _penalise(logits: Tensor, rows: Tensor, chunks: Sequence[Chunk]) -> None:
         num_prompt.append(extras.num_prompt_tokens)
         samplings.append(chunk.sampling)
 
-    ends = to_device(lengths, device).cumsum(0)
-    row_of = torch.repeat_interleave(to_device(lengths, device), output_size=len(joined))
-    place_in_row = torch.arange(len(joined), device=device) - (ends - to_device(lengths, device))[row_of]
+    num_tokens = to_device(lengths, device)
+    row_of = torch.repeat_interleave(num_tokens, output_size=len(joined))
+    place_in_row = torch.arange(len(joined), device=device) - (num_tokens.cumsum(0) - num_tokens)[row_of]
     flat = row_of * vocab_size + to_device(joined, device)
     seen = torch.zeros(num_rows * vocab_size, dtype=torch.bool, device=device).index_fill_(0, flat, value=True)
     is_output = place_in_row >= to_device(num_prompt, device)[row_of]
