@@ -117,7 +117,9 @@ class _Run:
         cases = in_order(self._bench.sections)
         kept = self._kept.results.cases
         if known := [case.name for case in cases if case.name in kept]:
-            self._report.add_line(f"{len(known)} cases were measured before, by a run that ended.\n")
+            self._report.add_line(
+                f"{len(known)} cases were measured before, by a run that ended, beside its own ceilings.\n"
+            )
             for name in known:
                 self._tell(name)
         for number, planned in enumerate(cases):
