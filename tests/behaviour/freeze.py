@@ -1,0 +1,190 @@
+"""Behaviour that stays while the code moves: tokens, bits of log probabilities and plans, recorded once and checked.
+
+`python -m tests.behaviour.freeze record|check [--only PART ...]` goes through the outermost faces alone: `LLM` in a
+process of its own, `moeserve serve` over HTTP, and the plans of the simulator's script. A part is `plans`, `cpu`,
+`ranks`, `gpu` (Triton's interpreter) or `demo`, or one of a model, as `cpu/gpt_oss`. Every process has one thread: with
+more, sums are in another order. Bits also depend on the machine. Where its arithmetic or the weights that transformers
+draws are not those of the record, tokens alone are compared, and the check says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.behaviour.cases import MODELS, Record
+from tests.behaviour.services import ROOT, demo_on_two_ranks, interpreted_gpu, two_ranks
+
+FROZEN = Path(__file__).with_name("frozen.json")
+PARTS = (
+    "plans",
+    *(f"cpu/{model}" for model in MODELS),
+    "demo/cpu",
+    "demo/ranks",
+    *(f"gpu/{model}" for model in MODELS),
+    *(f"ranks/{model}" for model in MODELS),
+)
+_ON_SERVICES = {"gpu": interpreted_gpu, "ranks": two_ranks}
+_AT_ONCE = 2
+
+Records = dict[str, Record]
+
+
+def chosen_parts(only: Sequence[str]) -> list[str]:
+    """Raises ValueError for a name that begins no part."""
+    for name in only:
+        if not any(_is_under(part, name) for part in PARTS):
+            raise ValueError(f"{name} is no part: {', '.join(PARTS)}")
+    return [part for part in PARTS if not only or any(_is_under(part, name) for name in only)]
+
+
+def _is_under(name: str, part: str) -> bool:
+    return name == part or name.startswith(f"{part}/")
+
+
+def measure(parts: Sequence[str]) -> dict[str, Any]:
+    """The machine, the digests of the models' weights and the records of every case of the parts.
+
+    A GPU that is there cannot be interpreted: those parts are left out. Raises RuntimeError for a part that fails.
+    """
+    models = [model for model in MODELS if any(part.endswith(f"/{model}") for part in parts)]
+    in_process = [part for part in parts if part.partition("/")[0] in ("plans", "cpu") or part == "demo/cpu"]
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(_AT_ONCE) as pool:
+        folder = Path(name)
+        with _engine_process(folder, models, in_process) as engine:
+            assert engine.stdout is not None
+            found = json.loads(_next_line(engine))
+            found["cases"] = {}
+            waiting: list[Future[Records]] = [pool.submit(_engine_records, engine, len(in_process))]
+            for part in parts:
+                if part not in in_process and not (found["has_gpu"] and part.startswith("gpu/")):
+                    waiting.append(pool.submit(_prefixed, part, _on_services(part, folder)))
+            for future in as_completed(waiting):
+                found["cases"] |= future.result()
+    found["cases"] = {case: found["cases"][case] for case in sorted(found["cases"])}
+    return found
+
+
+def _engine_process(folder: Path, models: Sequence[str], parts: Sequence[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.behaviour.in_process", str(folder), "--models", *models, "--parts", *parts]
+    return subprocess.Popen(command, cwd=ROOT, env=_environment(folder), stdout=subprocess.PIPE, text=True)
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def _next_line(engine: subprocess.Popen[str]) -> str:
+    """Logs go to the same place, but are no JSON."""
+    assert engine.stdout is not None
+    for line in engine.stdout:
+        if line.startswith("{"):
+            return line
+    raise RuntimeError(f"The engine's process ended with status {engine.wait()}.")
+
+
+def _engine_records(engine: subprocess.Popen[str], count: int) -> Records:
+    records: Records = {}
+    for _ in range(count):
+        records |= json.loads(_next_line(engine))
+    return records
+
+
+def _on_services(part: str, folder: Path) -> Callable[[], Records]:
+    work = folder / "services" / part
+    if part == "demo/ranks":
+        return partial(demo_on_two_ranks, work)
+    kind, model = part.split("/")
+    return partial(_ON_SERVICES[kind], folder, model, work)
+
+
+def _prefixed(part: str, records: Callable[[], Records]) -> Records:
+    return {f"{part}/{case}": record for case, record in records().items()}
+
+
+def differences(frozen: dict[str, Any], found: dict[str, Any], parts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What is not as it was, one line a case with its first difference; and what could not be compared."""
+    wrong, notes = [], []
+    machines = [{key: of["machine"][key] for key in ("cpu", "arithmetic")} for of in (frozen, found)]
+    same_machine = machines[0] == machines[1]
+    if not same_machine:
+        notes.append(f"tokens only, no bits: recorded on {frozen['machine']}, this is {found['machine']}")
+    other_weights = {name for name, digest in found["weights"].items() if frozen["weights"].get(name) != digest}
+    notes += [f"tokens only of {name}: this machine draws other weights" for name in sorted(other_weights)]
+    if found["has_gpu"] and any(part.startswith("gpu/") for part in parts):
+        notes.append("gpu left out: a GPU that is there is not interpreted")
+        parts = [part for part in parts if not part.startswith("gpu/")]
+    expected = {case: record for case, record in frozen["cases"].items() if any(_is_under(case, p) for p in parts)}
+    for case in sorted(expected.keys() | found["cases"].keys()):
+        if case not in expected or case not in found["cases"]:
+            wrong.append(f"{case}: {'not recorded yet' if case not in expected else 'gave nothing'}")
+            continue
+        exact = case.startswith("plans/") or (same_machine and other_weights.isdisjoint(case.split("/")))
+        line = first_difference(expected[case], found["cases"][case], exact)
+        if line is not None:
+            wrong.append(f"{case}: {line}")
+    return wrong, notes
+
+
+def first_difference(frozen: Record, found: Record, exact: bool) -> str | None:
+    """exact: bits too, which are compared after tokens, so that a token that changed is said first."""
+    for field in ("tokens", "cached", *(["bits"] if exact else [])):
+        old, new = frozen.get(field, []), found.get(field, [])
+        if len(old) != len(new):
+            return f"{len(old)} lists of {field} became {len(new)}"
+        if field == "cached":
+            old, new = [old], [new]
+        for number, (before, after) in enumerate(zip(old, new, strict=True)):
+            pair = [values.split() if isinstance(values, str) else values for values in (before, after)]
+            for place, (was, is_now) in enumerate(zip(*pair, strict=False)):
+                if was != is_now:
+                    return f"list {number}, place {place}: {field} were {was!r}, are {is_now!r}"
+            if len(pair[0]) != len(pair[1]):
+                return f"list {number}: {len(pair[0])} {field} became {len(pair[1])}"
+    return None
+
+
+def write(found: dict[str, Any], parts: Sequence[str], frozen: dict[str, Any] | None) -> None:
+    """One line a case; the cases of other parts stay. Raises ValueError where they are of another machine."""
+    weights, cases = found["weights"], found["cases"]
+    if frozen is not None and len(parts) < len(PARTS):
+        if frozen["machine"] != found["machine"]:
+            raise ValueError("The other parts were recorded on another machine: record all of them.")
+        kept = {case: record for case, record in frozen["cases"].items() if not any(_is_under(case, p) for p in parts)}
+        weights, cases = frozen["weights"] | weights, kept | cases
+    lines = [f"  {json.dumps(case)}: {json.dumps(cases[case], ensure_ascii=False)}" for case in sorted(cases)]
+    heads = [f'"{key}": {json.dumps(value)}' for key, value in (("machine", found["machine"]), ("weights", weights))]
+    FROZEN.write_text("{\n" + ",\n".join([*heads, '"cases": {\n' + ",\n".join(lines) + "\n}"]) + "\n}\n")
+
+
+def check(only: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Differences and notes, see `differences`."""
+    parts = chosen_parts(only)
+    return differences(json.loads(FROZEN.read_text()), measure(parts), parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("command", choices=("record", "check"))
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART")
+    arguments = parser.parse_args()
+    if arguments.command == "record":
+        parts = chosen_parts(arguments.only)
+        write(measure(parts), parts, json.loads(FROZEN.read_text()) if FROZEN.exists() else None)
+        return 0
+    wrong, notes = check(arguments.only)
+    print("\n".join([*notes, *wrong, f"{len(wrong)} cases differ" if wrong else "all as recorded"]))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""What the service computes is what it computed when `frozen.json` was recorded; see `freeze`."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from tests.behaviour.cases import Record
+from tests.behaviour.freeze import check, differences, first_difference
+
+
+@pytest.mark.parametrize("parts", [("plans", "cpu"), ("ranks",), ("gpu",), ("demo",)], ids="-".join)
+def test_tokens_bits_and_plans_are_those_recorded(parts: tuple[str, ...]) -> None:
+    wrong, notes = check(parts)
+    for note in notes:
+        warnings.warn(note, stacklevel=1)
+    assert wrong == []
+
+
+RECORD: Record = {"tokens": [[1, 2], [3]], "bits": ["aa bb", "cc"], "cached": [0, 4]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, None),
+        ({"tokens": [[1, 2], [4]], "bits": ["aa bb", "dd"]}, "list 1, place 0: tokens were 3, are 4"),
+        ({"tokens": [[1, 2], [3, 3]]}, "list 1: 1 tokens became 2"),
+        ({"bits": ["aa bx", "cc"]}, "list 0, place 1: bits were 'bb', are 'bx'"),
+        ({"cached": [0, 0]}, "list 0, place 1: cached were 4, are 0"),
+    ],
+)
+def test_the_first_difference_is_told(changed: Record, told: str | None) -> None:
+    assert first_difference(RECORD, RECORD | changed, exact=True) == told
+
+
+def test_other_arithmetic_or_weights_leave_tokens_to_compare() -> None:
+    def found(arithmetic: str, weights: str, bits: str) -> dict[str, object]:
+        record = RECORD | {"bits": [bits, "cc"]}
+        machine = {"cpu": "AVX2", "arithmetic": arithmetic, "versions": "torch"}
+        cases = {"cpu/qwen/cold": record, "plans/fcfs-0": {"bits": ["aa"]}}
+        return {"machine": machine, "weights": {"qwen": weights}, "has_gpu": False, "cases": cases}
+
+    frozen = found("1", "w", "aa bb")
+    assert differences(frozen, found("1", "w", "aa bx"), ["cpu/qwen", "plans"])[0] != []
+    for other in (found("2", "w", "aa bx"), found("1", "v", "aa bx")):
+        wrong, notes = differences(frozen, other, ["cpu/qwen", "plans"])
+        assert wrong == []
+        assert "tokens only" in notes[0]
