@@ -25,7 +25,7 @@ SIDE_BY_SIDE := -n $(shell nproc) --dist worksteal
 FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv test lint unit deep-nvme cpu kernels e2e test-long gpu gpu-test gpu-bench gpu-decode clean
+.PHONY: serve venv test lint unit deep-nvme cpu kernels behaviour e2e test-long gpu gpu-test gpu-bench gpu-decode clean
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(MODEL) $(ARGS)
@@ -49,7 +49,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-demo.txt
 	$$install --no-deps --requirement requirements-demo.txt
 	@touch $@
 
-test: lint unit cpu kernels e2e
+test: lint unit cpu kernels behaviour e2e
 
 lint: venv
 	@echo "-- ruff and mypy"
@@ -71,6 +71,11 @@ cpu: deep-nvme
 kernels: venv
 	@echo "-- Triton kernels, in the interpreter where there is no GPU"
 	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -n $(shell nproc) --dist loadscope --no-loadscope-reorder tests/kernels
+
+# It pins its own threads, and runs two things at once.
+behaviour: venv
+	@echo "-- tokens, bits and plans are those recorded"
+	@$(TIMED) $(RUN) -m pytest tests/behaviour
 
 e2e: deep-nvme
 	@echo "-- end-to-end tests over HTTP"

@@ -114,7 +114,7 @@ def interpreted_gpu(folder: Path, name: str, work: Path) -> dict[str, Record]:
         return {
             "prompt": answers(address, SHORT_PROMPTS[:1], 2, **_GREEDY, echo=True),
             "hit": answers(address, SHORT_PROMPTS[1:], 2, **_GREEDY),
-            "sampled": answers(address, SHORT_PROMPTS[1:], 2, **SAMPLING),
+            "sampled": answers(address, SHORT_PROMPTS[1:], 4, **SAMPLING),
         }
 
 
