@@ -61,7 +61,7 @@ unit: venv
 
 # Compiles for minutes where libaio is and that was not done; a test is not given so long.
 deep-nvme: venv
-	@$(RUN) -c 'from experts.memory.deep_nvme import deep_nvme; deep_nvme(4096, lambda: print("-- DeepNVMe"))'
+	@$(RUN) -c 'from experts.deep_nvme import deep_nvme; deep_nvme(4096, lambda: print("-- DeepNVMe"))'
 
 cpu: deep-nvme
 	@echo "-- tests of the model on a CPU"

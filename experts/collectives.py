@@ -6,11 +6,14 @@ Importing this loads torch.distributed and deepspeed; a service of one rank does
 from __future__ import annotations
 
 import os
+import time
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Protocol
 
 import deepspeed
 import deepspeed.comm as comm
@@ -18,8 +21,62 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from experts.device_waits import DeviceWaits
 from experts.errors import CollectiveError
+
+# Waiting for a GPU as long as ranks may be apart and no longer: what the device waits for may never come.
+
+
+# A rank that is missing must be noticed before the device's queue of about a thousand launches is full, which would
+# block the host for good; a mark stands for up to twenty.
+_MARKS_AHEAD = 32
+_POLL_SECONDS = 20e-6
+
+
+class DeviceWaits:
+    """All of it does nothing for a CPU, whose collectives are over when they return.
+
+    seconds: how long a wait may take, which may change.
+    """
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self.seconds = seconds
+        self._on_gpu = self._marking = device.type == "cuda"
+        self._marks: deque[torch.cuda.Event] = deque()
+
+    def mark(self) -> None:
+        """Marks a place in the device's queue, and waits for the place of some marks before. Raises CollectiveError."""
+        if not self._marking:
+            return
+        event = torch.cuda.Event()
+        event.record()
+        self._marks.append(event)
+        if len(self._marks) > _MARKS_AHEAD:
+            self.wait_for(self._marks.popleft())
+
+    @contextmanager
+    def without_marks(self) -> Iterator[None]:
+        """While a graph is captured: what is queued then does not run, so no mark behind it is ever reached."""
+        before, self._marking = self._marking, False
+        try:
+            yield
+        finally:
+            self._marking = before
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Raises CollectiveError if the device does not get there in time."""
+        deadline = time.monotonic() + self.seconds
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise CollectiveError(f"the GPU waited for other ranks for {self.seconds:g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def wait_for_device(self) -> None:
+        """Until everything queued is done. Raises CollectiveError."""
+        if self._on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+            self.wait_for(event)
+
 
 # Ranks come from loading, at different times.
 _SECONDS_TO_MEET = 60
@@ -170,3 +227,65 @@ def _let_senders_finish(threads: set[int]) -> None:
 
 def _first_line(error: RuntimeError) -> str:
     return str(error).partition("\n")[0]
+
+
+# What a captured graph sends to other ranks: counted with every replay, when the host calls no collective.
+
+
+class Marks(Protocol):
+    """See `experts.collectives.DeviceWaits`."""
+
+    def mark(self) -> None: ...
+
+    def without_marks(self) -> AbstractContextManager[None]: ...
+
+
+class CountedCollectives(Protocol):
+    """See `experts.collectives.Collectives`."""
+
+    num_entered: int
+    bytes_to: list[int]
+
+    @property
+    def waits(self) -> Marks: ...
+
+
+class CountedRows(Protocol):
+    """See `experts.exchange.Exchange`."""
+
+    rows_to: list[int]
+
+
+class RecordedTraffic:
+    """Of one graph. A replay counts as all of its collectives, and is marked in the device's queue as one."""
+
+    def __init__(self, collectives: CountedCollectives, exchange: CountedRows) -> None:
+        self._collectives, self._exchange = collectives, exchange
+        self._num_entered = 0
+        self._bytes_to: Sequence[int] = ()
+        self._rows_to: Sequence[int] = ()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """What is called inside is captured: nothing is sent yet, and nothing can be waited for."""
+        collectives, exchange = self._collectives, self._exchange
+        before = collectives.num_entered, collectives.bytes_to, exchange.rows_to
+        zeros = [0] * len(collectives.bytes_to)
+        collectives.num_entered, collectives.bytes_to, exchange.rows_to = 0, [*zeros], [*zeros]
+        try:
+            with collectives.waits.without_marks():
+                yield
+            self._num_entered, self._bytes_to = collectives.num_entered, collectives.bytes_to
+            self._rows_to = exchange.rows_to
+        finally:
+            collectives.num_entered, collectives.bytes_to, exchange.rows_to = before
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """The graph is launched inside. Raises CollectiveError if one of some replays before does not end in time."""
+        collectives, exchange = self._collectives, self._exchange
+        collectives.num_entered += self._num_entered
+        collectives.bytes_to = [sum(pair) for pair in zip(collectives.bytes_to, self._bytes_to, strict=True)]
+        exchange.rows_to = [sum(pair) for pair in zip(exchange.rows_to, self._rows_to, strict=True)]
+        yield
+        collectives.waits.mark()

@@ -9,17 +9,14 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from experts.collectives import Collectives
-from experts.device_exchange import DeviceAllToAll
-from experts.exchange import AllGather, AllToAll, Exchange
-from experts.placement.placement import Placement, Ranks, refilled
-from experts.recorded_traffic import RecordedTraffic
-from experts.slot_tables import SlotTables
+from experts.collectives import Collectives, RecordedTraffic
+from experts.exchange import AllGather, AllToAll, DeviceAllToAll, Exchange, SlotTables
+from experts.placement import Placement, Ranks, refilled
 from kernels.activation import Activation
 
 # The experts of a layer as those hold them who compute: packed on a CPU, tensors of a GPU.
 Experts = TypeVar("Experts")
-# As `kernels.moe_gemm.moe_experts_partial`: (x, slots, weights, experts, activation) -> [M, H] fp32.
+# As `kernels.moe.moe_experts_partial`: (x, slots, weights, experts, activation) -> [M, H] fp32.
 Compute = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 
 _MEASURED_ROWS = 16

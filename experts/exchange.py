@@ -12,11 +12,63 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from experts.collectives import Collectives
-from experts.slot_tables import SlotTables
+
+# A layer's placement as the tables that dispatch looks experts up in.
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTables:
+    """What rank `here` has to know of a layer's placement; the first two [R, E + 1] int64, -1 for "not there".
+
+    to_ranks[r, e]: the slot on rank r that serves expert e for tokens at home here.
+    from_homes[h, e]: the slot here that serves expert e for tokens at home on rank h.
+    The last column is -1 throughout: expert -1 of a row that is padding finds it. homes: [R, 1], 0 to R - 1.
+    """
+
+    to_ranks: Tensor
+    from_homes: Tensor
+    homes: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        destinations: NDArray[np.int64],
+        experts_of: Sequence[Sequence[int]],
+        here: int,
+        device: torch.device | None = None,
+    ) -> SlotTables:
+        """destinations: as `Placement.destinations`. experts_of[rank][slot]: the expert in a rank's slot."""
+        num_ranks = len(destinations)
+        slots = np.full(destinations.shape, -1, np.int64)
+        for of_rank, experts in zip(slots, experts_of, strict=True):
+            of_rank[list(experts)] = np.arange(len(experts))
+        nowhere = np.full((num_ranks, 1), -1, np.int64)
+        served = destinations[here] == np.arange(num_ranks)[:, None]
+        return cls(
+            torch.from_numpy(np.hstack((np.where(served, slots, -1), nowhere))).to(device),
+            torch.from_numpy(np.hstack((np.where(destinations == here, slots[here], -1), nowhere))).to(device),
+            torch.arange(num_ranks, device=device)[:, None],
+        )
+
+    def become(self, other: SlotTables) -> None:
+        """Takes over another placement where the tables lie, so that graphs which read them there go by it."""
+        self.to_ranks.copy_(other.to_ranks)
+        self.from_homes.copy_(other.from_homes)
+
+    def slots_on_ranks(self, expert_ids: Tensor) -> Tensor:
+        """Ids [T, k] of tokens at home here -> [R, T, k]."""
+        return self.to_ranks[:, expert_ids]
+
+    def slots_here(self, expert_ids: Tensor) -> Tensor:
+        """Ids [R * T, k], T tokens of each home in rank order -> [R * T, k]."""
+        of_homes = expert_ids.view(len(self.from_homes), -1)
+        return self.from_homes[self.homes, of_homes].view(expert_ids.shape)
 
 
 @dataclass(slots=True)
@@ -137,3 +189,55 @@ def unpack_rows(packed: Tensor, like: Tensor, top_k: int) -> tuple[Tensor, Tenso
     # `contiguous` would leave a single row with its stride, at an offset that may be no multiple of its numbers' size.
     rows, weights, ids = (part.new_empty(part.shape).copy_(part) for part in packed.split(sizes, 1))
     return rows.view(like.dtype), ids.view(torch.int16).long(), weights.view(torch.float32)
+
+
+# The all-to-all shape where rows are on a GPU: the host waits once a layer, for the numbers of rows.
+
+
+class DeviceAllToAll:
+    """As `experts.exchange.AllToAll`, with the same bits: one row per (token, rank that serves some of its experts).
+
+    The rows that stay take part in the exchange, which for them is a copy, so that what arrives is in order.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self.rows_to = [0] * collectives.num_ranks
+
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
+    ) -> Arrived:
+        slots = tables.slots_on_ranks(expert_ids)
+        num_ranks, num_here, top_k = slots.shape
+        reached = (slots >= 0).any(2)
+        # Of every (rank, row) pair, rank by rank; what is behind the last is cut off when the numbers are known.
+        pairs = reached.flatten().nonzero_static(size=num_ranks * num_here).flatten()
+        num_to, num_from = self._exchange_counts(reached.sum(1))
+        pairs = pairs[: sum(num_to)]
+        rows = pairs % max(1, num_here)
+        packed = pack_rows(x[rows], slots.view(-1, top_k)[pairs], weights[rows])
+        received = self._collectives.all_to_all(packed, num_to, num_from)
+        me = self._collectives.rank
+        self.rows_to = [
+            total + count * (rank != me) for rank, (total, count) in enumerate(zip(self.rows_to, num_to, strict=True))
+        ]
+        arrived, ids, of_rows = unpack_rows(received, x, top_k)
+        return Arrived(arrived, ids, of_rows, num_from, list(rows.split(num_to)))
+
+    def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
+        num_to = [len(rows) for rows in arrived.of_home]
+        parts = self._collectives.all_to_all(partial, arrived.num_from, num_to).split(num_to)
+        out = partial.new_zeros((num_rows[self._collectives.rank], partial.shape[1]))
+        for rows, part in zip(arrived.of_home, parts, strict=True):
+            # A row is there at most once for each rank, so no two additions meet.
+            out.index_add_(0, rows, part)
+        return out
+
+    def _exchange_counts(self, num_to: Tensor) -> tuple[list[int], list[int]]:
+        """How many rows go to each rank, and come from it."""
+        ones = [1] * len(num_to)
+        num_from = self._collectives.all_to_all(num_to, ones, ones)
+        counts = torch.stack((num_to, num_from))
+        self._collectives.waits.wait_for_device()
+        to_ranks, from_ranks = counts.tolist()
+        return to_ranks, from_ranks

@@ -7,18 +7,47 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from experts.glu_mlp import GluMlp
 from kernels.activation import Activation, sigmoid
 from kernels.linear import Linear
+from kernels.moe import moe_experts, pack_experts
 from kernels.moe_gate import GateSpec, select_experts
-from kernels.moe_gemm import moe_experts
 from kernels.packed_experts import PackedExperts
+
+# A dense gated feed-forward block: the shared expert of a sparse layer, or the whole of a dense one.
+
+
+class GluMlp:
+    """``down(act(gate(x)) * up(x))``: an expert that every token chooses, with weight one."""
+
+    __slots__ = ("_activation", "_expert")
+
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        activation: Activation,
+        *,
+        biases: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """gate_up [2I, H] (gate rows first), down [H, I], biases [2I + H]; it computes in `dtype`, by default the
+        weights'."""
+        of_each = (None, None) if biases is None else biases[None].split([gate_up.shape[0], down.shape[0]], 1)
+        self._expert = pack_experts(gate_up[None], down[None], *of_each, dtype=dtype)
+        self._activation = activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        ids = torch.zeros((len(x), 1), dtype=torch.int64, device=x.device)
+        weights = torch.ones((len(x), 1), device=x.device)
+        return moe_experts(x, ids, weights, self._expert, self._activation)
+
 
 # How tokens reach their experts: (x [T, H], ids [T, k], weights [T, k], experts, activation) -> [T, H], a new tensor
 # unless T is 0. One that reaches other ranks is called in every layer of every step, with no rows if need be.
 Dispatch = Callable[[Tensor, Tensor, Tensor, PackedExperts, Activation], Tensor]
 
-# What computes rows with the experts that are here: as `kernels.moe_gemm.moe_experts_partial`.
+# What computes rows with the experts that are here: as `kernels.moe.moe_experts_partial`.
 LocalExperts = Callable[[Tensor, Tensor, Tensor, PackedExperts, Activation], Tensor]
 
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from kernels.attention_plan import AttentionPlan
-from kernels.cpu.attention_tiles import AttentionTiles
+from kernels.cpu.attention import AttentionTiles, torch_attention
 from kernels.cpu.library import NativeKernels, native_kernels
 from kernels.cpu.panels import LANES
-from kernels.cpu.torch_attention import torch_attention
 
 
 def paged_attention(

@@ -9,9 +9,44 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import NativeKernels, native_kernels
-from kernels.kv_write import write_kv
 from kernels.norm import rms_norm_reference
-from kernels.rotary import apply_rotary
+
+# Writing new keys and values into the paged pool.
+
+
+def write_kv(keys_pool: Tensor, values_pool: Tensor | None, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
+    """Stores keys [T, KV, Dk] and values [T, KV, Dv] in the slots [T] (int64) of pools [KV, num_slots, D].
+
+    Mutates the pools. With `values_pool` None (values are a prefix of the keys) only keys are stored.
+    """
+    keys_pool.index_copy_(1, slots, keys.transpose(0, 1))
+    if values_pool is not None and values is not None:
+        values_pool.index_copy_(1, slots, values.transpose(0, 1))
+
+
+# Rotary position embedding (Su et al., 2021).
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotates the first R channels of x [T, H, D] by angles cos, sin [T, R/2]; a new tensor of x's dtype.
+
+    Channel pairs are (i, i + R/2), or (2i, 2i + 1) when interleaved. Angles wider than x make the products wider too.
+    """
+    rotary_dim = 2 * cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    out = torch.empty_like(x)
+    first_channels = slice(0, rotary_dim, 2) if interleaved else slice(0, rotary_dim // 2)
+    second_channels = slice(1, rotary_dim, 2) if interleaved else slice(rotary_dim // 2, rotary_dim)
+    first, second = x[..., first_channels], x[..., second_channels]
+    if x.dtype == cos.dtype:
+        torch.mul(first, cos, out=out[..., first_channels]).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=out[..., second_channels]).addcmul_(first, sin)
+    else:
+        out[..., first_channels] = first * cos - second * sin
+        out[..., second_channels] = second * cos + first * sin
+    if rotary_dim < x.shape[-1]:
+        out[..., rotary_dim:] = x[..., rotary_dim:]
+    return out
 
 
 def rotate_and_store(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from launcher.lazy_group import LazyGroup
+from launcher.cli import LazyGroup
 
 _COMMANDS = {
     "serve": ("moeserve.bench.serve:command", "Measure OpenAI-compatible servers under load, side by side."),

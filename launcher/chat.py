@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from launcher.server_option import server_option
+from launcher.experts_commands import server_option
 
 _TIMEOUT = 600.0
 _COMMANDS = "/reset forgets the conversation, /exit ends."

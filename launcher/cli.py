@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
+import platform
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
 import click
 
-from launcher.lazy_group import LazyGroup
-from moeserve.version import VERSION
+from moeserve.config import VERSION, ConfigError
+from moeserve.ranks.meeting import create_keys
+
+# A group of commands that are imported when they are called, so that `--help` costs nothing.
+
+
+class LazyGroup(click.Group):
+    """entries: by name, where the command is (`module:attribute`) and its line in the list of commands."""
+
+    def __init__(self, *args: Any, entries: Mapping[str, tuple[str, str]], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._entries = entries
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._entries)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._entries:
+            return None
+        module, attribute = self._entries[cmd_name][0].split(":")
+        command: click.Command = getattr(import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in self._entries.items()])
+
 
 _COMMANDS = {
     "serve": ("launcher.serve:serve", "Serve a model over HTTP until stopped."),
     "chat": ("launcher.chat:chat", "Talk to a running server from the terminal."),
     "bench": ("launcher.bench:bench", "Measure a server, the experts or the GPU kernels."),
     "tune": ("moeserve.bench.tune:tune", "Measure the kernels of a model's experts on this GPU."),
-    "curve-key": ("launcher.curve_key:curve_key", "Make the key that several nodes of one service share."),
-    "experts": ("launcher.experts:experts", "Record, draw and replay where tokens meet their experts."),
-    "demo": ("launcher.demo:demo", "Build variants of the demo model."),
-    "version": ("launcher.version:version", "Print the versions of moeserve and of what it runs on."),
+    "curve-key": ("launcher.cli:curve_key", "Make the key that several nodes of one service share."),
+    "experts": ("launcher.cli:experts", "Record, draw and replay where tokens meet their experts."),
+    "demo": ("launcher.cli:demo", "Build variants of the demo model."),
+    "version": ("launcher.cli:version", "Print the versions of moeserve and of what it runs on."),
 }
 
 
@@ -31,3 +65,63 @@ def main() -> None:
 
 if __name__ == "__main__":
     main(prog_name="moeserve")
+
+
+# The `moeserve experts` group.
+
+
+_EXPERTS_COMMANDS = {
+    "trace": ("launcher.experts_commands:trace", "Record a routing trace of a running server."),
+    "simulate": ("moeserve.experts.simulate:simulate_command", "Replay a routing trace through the expert memory."),
+    "fit": ("launcher.experts_commands:fit", "Fit gates to a model, to load its experts ahead by."),
+    "report": ("launcher.experts_commands:report", "Draw load, affinity and balance from a file."),
+}
+
+
+@click.group(cls=LazyGroup, entries=_EXPERTS_COMMANDS)
+def experts() -> None:
+    """Record, draw, replay and foresee where tokens meet their experts."""
+
+
+# The `moeserve demo` group.
+
+
+_DEMO_COMMANDS = {"build": ("launcher.experts_commands:build", "Build a variant of the demo model.")}
+
+
+@click.group(cls=LazyGroup, entries=_DEMO_COMMANDS)
+def demo() -> None:
+    """Build variants of the demo model."""
+
+
+# `moeserve version`.
+
+
+_REPORTED = ("torch", "triton", "deepspeed", "transformers", "pyzmq", "starlette", "uvicorn")
+
+
+@click.command()
+def version() -> None:
+    """Print the versions of moeserve and of what it runs on."""
+    click.echo(f"moeserve {VERSION}")
+    click.echo(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    for name in _REPORTED:
+        try:
+            click.echo(f"{name} {installed_version(name)}")
+        except PackageNotFoundError:
+            click.echo(f"{name} is not installed")
+
+
+# `moeserve curve-key`: makes the key that the nodes of one service share.
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path))
+def curve_key(file: Path) -> None:
+    """Write a new key to FILE, which only its owner may read. Copy it to every node (--curve-key-file)."""
+    try:
+        create_keys(file)
+    except ConfigError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+    click.echo(f"The key is in {file}: copy it to every node by a safe way, and give --curve-key-file there.")

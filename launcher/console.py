@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 from rich.text import Text
 
-from launcher.status import Ready
+from launcher.processes import Ready
 
 
 class ProgressDisplay:

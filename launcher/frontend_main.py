@@ -14,7 +14,7 @@ from moeserve.config import ConfigError
 from moeserve.frontend.logs import configure_logs
 from moeserve.frontend.server import serve
 from moeserve.frontend.services import Services
-from moeserve.run_context import load_run_context
+from moeserve.wire import load_run_context
 
 
 def main(arguments: list[str] | None = None) -> int:

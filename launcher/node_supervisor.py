@@ -9,10 +9,18 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from launcher.processes import Child, child_environment, default_threads
-from launcher.status import Computing, Failed, Loading, Ready, decode_status
+from launcher.processes import (
+    Child,
+    Computing,
+    Failed,
+    Loading,
+    Ready,
+    child_environment,
+    decode_status,
+    default_threads,
+)
 from launcher.supervisor import GROUP_MODULE
-from moeserve.run_context import RunContext
+from moeserve.wire import RunContext
 
 # A node that is told to stop waits for node 0, which drains, this much longer than node 0 gives its streams.
 _PATIENCE = 10.0

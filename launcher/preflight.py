@@ -7,12 +7,17 @@ import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-from launcher.errors import LaunchError
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
-from moeserve.expert_service.settings import check_expert_memory
-from moeserve.ranks.keys import load_keys
-from moeserve.ranks.network import is_own, resolve
+from moeserve.experts.settings import check_expert_memory
+from moeserve.ranks.meeting import is_own, load_keys, resolve
+
+# The exception that ends a start with one sentence on the terminal.
+
+
+class LaunchError(Exception):
+    """The service cannot start or go on. The message is one sentence: what is wrong and what to do."""
+
 
 _SHORTEST_TIMEOUT_OF_RANKS = 4.0
 _FOR_SEVERAL_RANKS = ("dispatch", "placement", "num_redundant_experts", "rebalance_interval", "expert_peer_memory")
@@ -92,3 +97,29 @@ def check_packages() -> None:
         f"The package 'kernels' {other.version} is installed beside moeserve, which has a package of the same name: "
         "remove it with 'pip uninstall kernels', then reinstall moeserve."
     )
+
+
+# What this machine offers, found without loading anything.
+
+
+_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
+_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def usable_cores(cpu_quota: Path = _CGROUP_CPU) -> int:
+    """Cores this process may use: its affinity, cut to the container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cpu_quota.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def gpu_names(gpus: Path = _NVIDIA_GPUS) -> list[str]:
+    """Models of the NVIDIA GPUs that the driver lists."""
+    names = []
+    for information in sorted(gpus.glob("*/information")):
+        lines = information.read_text().splitlines()
+        names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return names

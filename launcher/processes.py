@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, TextIO
 
-from launcher.machine import usable_cores
-from moeserve.config import ServeConfig
-from moeserve.settings import environment_name
+import msgspec
+
+from launcher.preflight import LaunchError, usable_cores
+from moeserve.config import ServeConfig, environment_name
 
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
@@ -105,3 +109,125 @@ class Child:
         os.close(self._pidfd)
         if not self.ended.done():
             self.ended.set_result(None)
+
+
+# The listening HTTP socket, bound before anything slow begins, so that a taken port is known at once.
+
+
+_BACKLOG = 2048
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Clients that connect early wait in its backlog until the frontend accepts.
+
+    Raises LaunchError when the address is not usable.
+    """
+    try:
+        candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise LaunchError(f"The host name {host!r} cannot be resolved: {reason}.") from None
+    family, kind, protocol, _, address = candidates[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Two sockets may share an address while neither listens: only listening makes it ours.
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise LaunchError(_bind_failure(host, port, error)) from None
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def reachable_address(listener: socket.socket) -> tuple[str, int]:
+    """Host and port under which this machine itself reaches the socket."""
+    host, port = listener.getsockname()[:2]
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port
+
+
+def url(address: tuple[str, int]) -> str:
+    """`http://host:port`."""
+    host, port = address
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _bind_failure(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"Port {port} on {host} is taken by another process: stop that one or choose another with --port."
+    if error.errno == errno.EACCES:
+        return f"Port {port} needs more rights than this user has: choose one above 1023 with --port."
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"This machine has no address {host}: choose one of its own with --host."
+    return f"Cannot listen on {host} port {port}: {error.strerror}."
+
+
+# What the model process tells the supervisor, one JSON object per line on a pipe.
+
+
+# Called by the engine with an object that carries "event" and the fields of one class below.
+Report = Callable[[dict[str, Any]], None]
+
+
+class Loading(msgspec.Struct, tag_field="event", tag="loading"):
+    """Bytes of weights read so far, of how many."""
+
+    done: int
+    total: int
+    stage: str = "loading weights"
+
+
+class Ready(msgspec.Struct, tag_field="event", tag="ready"):
+    """The engine takes requests. `model_max_len` is what the model allows; `max_model_len` may be clamped below it.
+
+    `no_compiled_kernels` says in a sentence why torch computes on the CPU in their place, if so.
+    """
+
+    device: str
+    dtype: str
+    weights_bytes: int
+    kv_bytes: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    model_max_len: int | None = None
+    no_compiled_kernels: str | None = None
+
+
+class Computing(msgspec.Struct, tag_field="event", tag="computing"):
+    """A rank other than 0 takes steps from now on."""
+
+
+class Failed(msgspec.Struct, tag_field="event", tag="error"):
+    """The engine ends; one sentence why."""
+
+    message: str
+
+
+Status = Loading | Ready | Computing | Failed
+_decoder = msgspec.json.Decoder(Status)
+_encoder = msgspec.json.Encoder()
+
+
+def decode_status(line: bytes) -> Status:
+    """The status in one line; one that is not understood becomes `Failed`."""
+    try:
+        status: Status = _decoder.decode(line)
+    except msgspec.MsgspecError as error:
+        return Failed(f"The model process sent a status that is not understood: {error}.")
+    return status
+
+
+def reporter(pipe: TextIO) -> Report:
+    """A function that writes one status per call to `pipe`."""
+
+    def report(status: dict[str, Any]) -> None:
+        pipe.write(_encoder.encode(status).decode() + "\n")
+        pipe.flush()
+
+    return report

@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 
-from launcher.status import Report, reporter
-from moeserve.run_context import RunContext, load_run_context
+from launcher.processes import Report, reporter
+from moeserve.wire import RunContext, load_run_context
 
 _MEETING_SECONDS = 600
 

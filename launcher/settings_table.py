@@ -7,8 +7,7 @@ from dataclasses import Field, fields
 from itertools import groupby
 from typing import Any
 
-from moeserve.config import ServeConfig
-from moeserve.settings import environment_name, flag_name
+from moeserve.config import ServeConfig, environment_name, flag_name
 
 
 def settings_table() -> str:

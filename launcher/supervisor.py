@@ -10,16 +10,87 @@ import asyncio
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.hang_watch import wait_for_hang
-from launcher.http_probe import wait_until_ready
-from launcher.listener import reachable_address
-from launcher.processes import Child, child_environment, default_threads
-from launcher.status import Computing, Failed, Loading, Ready, decode_status
-from moeserve.run_context import RunContext
+import zmq
+import zmq.asyncio
+
+from launcher.processes import (
+    Child,
+    Computing,
+    Failed,
+    Loading,
+    Ready,
+    child_environment,
+    decode_status,
+    default_threads,
+    reachable_address,
+)
+from moeserve.frontend.engine_client import ProgressWatch
+from moeserve.wire import DecodeError, Heartbeat, RunContext, decode
+
+# Listens to the engine's heartbeats until they tell of a hang.
+
+
+_TICK = 0.25
+
+
+async def wait_for_hang(address: str, incarnation: int, timeout: float) -> str:
+    """Returns why the engine at `address` counts as hung, once it does; until then it runs for ever.
+
+    timeout: seconds that a busy engine may take without a new step, or any engine without a heartbeat.
+    """
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heartbeats:
+        heartbeats.setsockopt(zmq.LINGER, 0)
+        heartbeats.setsockopt(zmq.RCVHWM, 100)
+        heartbeats.subscribe(b"")
+        heartbeats.connect(address)
+        watch = ProgressWatch(timeout, time.monotonic())
+        while (verdict := watch.verdict(time.monotonic())) is None:
+            await asyncio.sleep(_TICK)
+            await _observe_all(heartbeats, incarnation, watch)
+        return verdict
+
+
+async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, watch: ProgressWatch) -> None:
+    # Polling first, so that no receive is ever cancelled: a cancelled one may lose its message.
+    while await heartbeats.poll(0):
+        try:
+            life, heartbeat = decode(await heartbeats.recv(), Heartbeat)
+        except DecodeError:
+            continue
+        if life == incarnation:
+            watch.observe(heartbeat, time.monotonic())
+
+
+# Asks the service itself, over HTTP, whether it is ready.
+
+
+_PAUSE = 0.05
+
+
+async def wait_until_ready(host: str, port: int) -> None:
+    """Returns once `GET /ready` answers 200. Never gives up: the caller sets the limit."""
+    while not await _is_ready(host, port):
+        await asyncio.sleep(_PAUSE)
+
+
+async def _is_ready(host: str, port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return b" 200 " in await reader.readline()
+    except OSError:
+        return False
+    finally:
+        writer.close()
+
 
 WORKER_MODULE = "launcher.worker"
 GROUP_MODULE = "launcher.rank_group"

@@ -18,17 +18,14 @@ import click
 from rich.console import Console
 
 from launcher.child import die_with_parent
-from launcher.errors import LaunchError
-from launcher.preflight import check_machine, check_nodes, check_packages, check_settings
+from launcher.preflight import LaunchError, check_machine, check_nodes, check_packages, check_settings
 from launcher.processes import child_environment, default_threads
-from launcher.serve import make_context, resolve, run_first_node, say
-from launcher.serve_options import ServeCommand, settings_options
+from launcher.serve import ServeCommand, make_context, resolve, run_first_node, say, settings_options
 from launcher.supervisor import WORKER_MODULE
-from moeserve.config import ConfigError, ServeConfig
+from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.frontend.logs import configure_logs
-from moeserve.models.errors import ModelError
+from moeserve.model.spec import ModelError
 from moeserve.ranks.messages import RankError
-from moeserve.settings import load_config
 
 _EXIT_FAILED = 3
 # Torchrun kills what has not ended this long after its SIGTERM.

@@ -15,12 +15,12 @@ import threading
 import traceback
 
 from launcher.child import die_with_parent
-from launcher.status import Report, reporter
+from launcher.processes import Report, reporter
 from moeserve.config import ConfigError
 from moeserve.frontend.logs import configure_logs
-from moeserve.models.errors import ModelError
+from moeserve.model.spec import ModelError
 from moeserve.ranks.messages import RankError
-from moeserve.run_context import RunContext, load_run_context
+from moeserve.wire import RunContext, load_run_context
 
 _EXIT_FAILED = 3
 

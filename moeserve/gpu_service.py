@@ -11,23 +11,18 @@ from moeserve.config import ServeConfig
 from moeserve.cuda.attention_kernels import kv_dtype_of
 from moeserve.cuda.expert_memory import GpuExpertSettings
 from moeserve.cuda.gpu_model import GpuModel, GpuSettings, load_gpu_model
-from moeserve.device import current_gpu, step_budget
-from moeserve.executor import LaunchingRunner, LocalLauncher
-from moeserve.expert_service.gpu_prefetch import with_prefetches
-from moeserve.expert_service.monitor import ExpertSources
-from moeserve.expert_service.placement import measured_load
-from moeserve.expert_service.recording import open_recording
-from moeserve.expert_service.signatures import signs_prefixes
-from moeserve.expert_service.strategy import expert_strategy
-from moeserve.memory import available_bytes
+from moeserve.device import available_bytes, current_gpu, step_budget
+from moeserve.experts.load_ahead import with_prefetches
+from moeserve.experts.monitor import ExpertSources, expert_strategy
+from moeserve.experts.observe import open_recording, signs_prefixes
+from moeserve.experts.settings import measured_load
+from moeserve.model.families import build_spec, load_config, load_generation_defaults
+from moeserve.model.spec import DecoderSpec
+from moeserve.model.tensor_reader import Progress
 from moeserve.model_loading import Report, ServedModel
-from moeserve.models.families import build_spec
-from moeserve.models.generation_config import load_generation_defaults
-from moeserve.models.hf_config import load_config
-from moeserve.models.spec import DecoderSpec
-from moeserve.models.tensor_reader import Progress
-from moeserve.run_context import RunContext
 from moeserve.serving import serve
+from moeserve.steps import LaunchingRunner, LocalLauncher
+from moeserve.wire import RunContext
 
 # Of the host memory that is free, all experts of a model may take so much before they are read from disk instead.
 _SHARE_FOR_EXPERTS = 0.8

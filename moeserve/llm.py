@@ -9,13 +9,12 @@ from pathlib import Path
 
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
-from moeserve.executor import LocalExecutor
-from moeserve.expert_service.signatures import signature_merger
+from moeserve.experts.observe import signature_merger
 from moeserve.model_loading import load_model, plan_model
-from moeserve.plan import TokenLogprobs
-from moeserve.request import FinishReason, Request, SamplingParams
+from moeserve.plan import FinishReason, Request, SamplingParams, TokenLogprobs
 from moeserve.serving import build_scheduler
 from moeserve.startup import rank_runner, signature_tap
+from moeserve.steps import LocalExecutor
 
 
 @dataclass(slots=True)

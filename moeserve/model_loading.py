@@ -10,32 +10,25 @@ from typing import Any
 import structlog
 import torch
 
-from experts.placement.placement import Placement
-from experts.prefetch.home_rows import HomeRows
-from experts.prefetch.prefix_listener import PrefixListener
-from experts.routing_tap import RoutingTap
+from experts.observer import RoutingTap
+from experts.placement import Placement
+from experts.prefetcher import HomeRows, PrefixListener
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.packed_experts import PackedExperts
 from moeserve.config import ServeConfig
-from moeserve.device import step_budget
-from moeserve.executor import Runner
-from moeserve.expert_service.load_ahead import load_ahead
-from moeserve.expert_service.placement import plan_placement, read_statistics
-from moeserve.expert_service.prefetch import PrefetchingRunner
-from moeserve.expert_service.residency import CpuResidentModel, ResidencyPlan, open_experts, plan_residency
-from moeserve.kv_budget import KvBudget, plan_kv
-from moeserve.kv_pool import KVPool, kv_block_bytes
-from moeserve.memory import available_bytes
-from moeserve.model_runner import ModelRunner
-from moeserve.models.checkpoint import read_index
-from moeserve.models.errors import ModelError
-from moeserve.models.families import build_spec
-from moeserve.models.generation_config import GenerationDefaults, load_generation_defaults
-from moeserve.models.hf_config import load_config
-from moeserve.models.spec import DecoderSpec
-from moeserve.models.tensor_reader import Progress
-from moeserve.models.weight_plan import OwnedExperts, plan_weights
-from moeserve.models.weights import DispatchOf, dispatch_here, load_decoder
+from moeserve.device import KvBudget, available_bytes, plan_kv, step_budget
+from moeserve.experts.load_ahead import load_ahead
+from moeserve.experts.memory import CpuResidentModel, ResidencyPlan, open_experts, plan_residency
+from moeserve.experts.prefetch import PrefetchingRunner
+from moeserve.experts.settings import plan_placement, read_statistics
+from moeserve.model.checkpoint import OwnedExperts, plan_weights, read_index
+from moeserve.model.families import GenerationDefaults, build_spec, load_config, load_generation_defaults
+from moeserve.model.kv_pool import KVPool, kv_block_bytes
+from moeserve.model.runner import ModelRunner
+from moeserve.model.spec import DecoderSpec, ModelError
+from moeserve.model.tensor_reader import Progress
+from moeserve.model.weights import DispatchOf, dispatch_here, load_decoder
+from moeserve.steps import Runner
 
 Report = Callable[[dict[str, Any]], None]
 

@@ -7,18 +7,250 @@ hits, chunked prefill, preemption and resuming are all that one idea.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from moeserve.outputs import NeverFitsError, QueueFullError, RequestOutput, SchedulerCounters, take_over
-from moeserve.plan import StepPlan, StepResult
-from moeserve.plan_draft import PlanDraft
-from moeserve.rank_choice import Placement, RankLoads
-from moeserve.request import FinishReason, Request
-from moeserve.request_memory import MergeAnnotations, RequestMemory
-from moeserve.run_ahead import plan_drawn
-from moeserve.waiting_queue import WaitingQueue
+from moeserve.plan import Chunk, ChunkExtras, ChunkResult, FinishReason, Request, StepPlan, StepResult, TokenLogprobs
+from moeserve.request_memory import MergeAnnotations, Placement, RankLoads, RequestMemory
 from radix_cache import PrefixCache
+
+# What the scheduler tells the engine of its requests, and how it follows from what was computed.
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What became of a request: new tokens, or its end. Exactly one output per request has a `finish_reason`."""
+
+    request: Request
+    token_id: int | None = None
+    finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+
+
+class QueueFullError(Exception):
+    """As many requests wait as may."""
+
+
+class NeverFitsError(Exception):
+    """The request could not run even alone; the message names both token counts."""
+
+
+def take_over(request: Request, chunk: Chunk, computed: ChunkResult) -> RequestOutput | None:
+    """Appends the token that was drawn behind a chunk of the request, and says whether it is the last one.
+
+    Returns None where there is nothing to tell, as in the middle of a prompt.
+    """
+    prompt_logprobs = computed.prompt_logprobs
+    if prompt_logprobs is not None:
+        # What a preemption made the request compute again was reported before.
+        prompt_logprobs = prompt_logprobs[request.num_prompt_logprobs - chunk.start :]
+        request.num_prompt_logprobs += len(prompt_logprobs)
+    token_id = computed.token_id
+    if chunk.sampling is None or token_id is None:
+        return RequestOutput(request, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+    request.token_ids.append(token_id)
+    output = RequestOutput(request, token_id, None, computed.logprobs, prompt_logprobs)
+    if token_id in chunk.sampling.stop_token_ids:
+        output.finish_reason = FinishReason.STOP
+    elif request.num_output_tokens >= chunk.sampling.max_tokens:
+        output.finish_reason = FinishReason.LENGTH
+    return output
+
+
+# A plan in the making, with the requests behind its rows.
+
+
+class PlanDraft:
+    """Collects the chunks of one step, one plan per rank. The scheduler keeps it until the step's results have come.
+
+    `requests` are those behind all chunks, in the order in which they were added: those of rank r are the requests of
+    `plans[r].chunks`. The first `num_decodes` lacked one token, the others are prompts. `budgets[r]` is the number of
+    tokens that still fit into the plan of rank r. `duplicates` are (rank, block ids) that this plan may be the last to
+    read.
+    """
+
+    __slots__ = ("budgets", "duplicates", "num_decodes", "plans", "requests")
+
+    def __init__(self, step: int, budget: int, num_ranks: int) -> None:
+        self.plans = [StepPlan(step, [], array("i")) for _ in range(num_ranks)]
+        self.requests: list[Request] = []
+        self.num_decodes = 0
+        self.budgets = [budget] * num_ranks
+        self.duplicates: list[tuple[int, list[int]]] = []
+
+    @property
+    def is_full(self) -> bool:
+        return max(self.budgets) <= 0
+
+    @property
+    def prompts(self) -> list[Request]:
+        return self.requests[self.num_decodes :]
+
+    def add(self, request: Request, count: int) -> None:
+        """Plans the next `count` known tokens of a request that has leased blocks for them."""
+        start = request.num_planned_tokens
+        end = start + count
+        token_ids = request.token_ids
+        lease = request.lease
+        assert lease is not None
+        request.num_scheduled_tokens += count
+        sampling = request.sampling if end == len(token_ids) else None
+        extras = None if request.is_plain else chunk_extras(request, start, end)
+        chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
+        chunk.annotation, request.annotation = request.annotation, None
+        self.plans[request.rank].chunks.append(chunk)
+        self.requests.append(request)
+        self.budgets[request.rank] -= count
+
+    def add_drawn(self, request: Request, drawn_by: int) -> None:
+        """Plans the token that the plan before will draw for a plain request, as its sampled chunk `drawn_by`."""
+        lease = request.lease
+        assert lease is not None
+        start = request.num_planned_tokens
+        request.num_scheduled_tokens += 1
+        chunk = Chunk(request.request_id, array("i", [0]), start, lease.block_ids, request.sampling, None, drawn_by)
+        self.plans[request.rank].chunks.append(chunk)
+        self.requests.append(request)
+        self.budgets[request.rank] -= 1
+
+    def rows(self, results: Sequence[StepResult]) -> list[Iterator[tuple[Chunk, ChunkResult]]]:
+        """Per rank its chunks with what came of them. Raises ValueError for results of another shape."""
+        for plan, result in zip(self.plans, results, strict=True):
+            if result.step != plan.step or len(result.chunks) != len(plan.chunks):
+                raise ValueError(f"step {plan.step} and the result of step {result.step} do not belong together")
+        return [zip(plan.chunks, result.chunks, strict=True) for plan, result in zip(self.plans, results, strict=True)]
+
+    def sampled_place(self, request: Request) -> int | None:
+        """The request's place among the sampled chunks of its rank's plan; None if it has none there."""
+        place = 0
+        for chunk in self.plans[request.rank].chunks:
+            if chunk.sampling is not None:
+                if chunk.request_id == request.request_id:
+                    return place
+                place += 1
+        return None
+
+
+def chunk_extras(request: Request, start: int, end: int) -> ChunkExtras | None:
+    """What the chunk `token_ids[start:end]` of a request that is not plain needs besides; None for nothing."""
+    sampling = request.sampling
+    targets = None
+    if request.wants_prompt_logprobs and end > request.num_prompt_logprobs:
+        targets = request.token_ids[start + 1 : min(end + 1, request.num_prompt_tokens)]
+    is_sampled = end == len(request.token_ids)
+    if targets is None and not is_sampled:
+        return None
+    is_banned = is_sampled and request.num_output_tokens < sampling.min_tokens
+    return ChunkExtras(
+        history=request.token_ids[:] if is_sampled and sampling.needs_history else None,
+        num_prompt_tokens=request.num_prompt_tokens,
+        banned_token_ids=sampling.stop_token_ids if is_banned else (),
+        prompt_targets=targets,
+        num_top_logprobs=sampling.prompt_logprobs or 0,
+    )
+
+
+# Planning a token before it is known: the plan in flight will draw it, and the device hands it to the next one.
+
+
+def plan_drawn(request: Request, draft: PlanDraft, before: PlanDraft, memory: RequestMemory) -> None:
+    """Plans the token that the plan `before` will draw for a request, if it is sure to go on with that token.
+
+    Only for plain requests: what is banned or penalised depends on tokens not known yet. It never preempts: after the
+    commit the request has its turn like every other.
+    """
+    if not request.is_plain or request.num_output_tokens + 1 >= request.sampling.max_tokens:
+        return
+    drawn_by = before.sampled_place(request)
+    if drawn_by is None or draft.budgets[request.rank] <= 0:
+        return
+    new = memory.grow(request, 1)
+    if new is not None:
+        draft.plans[request.rank].zeroed_blocks.extend(new)
+        draft.add_drawn(request, drawn_by)
+
+
+# The order in which waiting requests are tried.
+
+
+_LPM_WINDOW = 64
+_LPM_MAX_OVERTAKERS = 32
+
+
+def _queue_key(request: Request) -> tuple[int, int]:
+    return request.queue_key
+
+
+class WaitingQueue:
+    """Requests by (priority, arrival); a preempted one returns to the place its arrival gives it.
+
+    Policy `fcfs` tries them in that order. `lpm` tries those of the most urgent priority with the longest cached prefix
+    first, so that requests which share a prompt run while it is in memory; whoever was overtaken `_LPM_MAX_OVERTAKERS`
+    times goes first, so nobody starves.
+    """
+
+    def __init__(self, policy: str, matched_tokens: Callable[[Request], int]) -> None:
+        if policy not in ("fcfs", "lpm"):
+            raise ValueError(f"unknown scheduling policy {policy!r}")
+        self._policy = policy
+        self._matched_tokens = matched_tokens
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @property
+    def top_priority(self) -> int | None:
+        """The priority of the most urgent request, None if nobody waits."""
+        return self._requests[0].priority if self._requests else None
+
+    def add(self, request: Request) -> None:
+        insort(self._requests, request, key=_queue_key)
+
+    def remove(self, request: Request) -> None:
+        """Raises ValueError for one that is not here."""
+        index = bisect_left(self._requests, request.queue_key, key=_queue_key)
+        if index == len(self._requests) or self._requests[index] is not request:
+            raise ValueError(f"request {request.request_id} does not wait")
+        del self._requests[index]
+
+    def candidates(self) -> list[Request]:
+        """Who is to be tried, in order."""
+        if self._policy == "fcfs" or len(self._requests) < 2:
+            return list(self._requests)
+        window = [r for r in self._requests[:_LPM_WINDOW] if r.priority == self._requests[0].priority]
+        starving = [r for r in window if r.num_overtakers >= _LPM_MAX_OVERTAKERS]
+        others = [r for r in window if r.num_overtakers < _LPM_MAX_OVERTAKERS]
+        others.sort(key=self._matched_tokens, reverse=True)
+        return starving + others + self._requests[len(window) :]
+
+    def take(self, request: Request) -> None:
+        """Removes the request, counting it as an overtaker of those who stood before it."""
+        self.remove(request)
+        for other in self._requests:
+            if other.queue_key >= request.queue_key:
+                break
+            other.num_overtakers += 1
+
 
 _MAX_FOLLOWERS_TRIED = 16
 

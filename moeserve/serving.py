@@ -12,22 +12,16 @@ import zmq
 
 from kernels.cpu.library import native_kernels_absence
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.device import step_budget
-from moeserve.engine import Engine
-from moeserve.engine_socket import EngineSocket, HeartbeatThread
-from moeserve.executor import Executor, LaunchingExecutor
-from moeserve.expert_service.monitor import ExpertFacts, ExpertMonitor, ExpertSources
-from moeserve.expert_service.recording import ExpertRecording
-from moeserve.expert_service.signatures import signature_merger
-from moeserve.expert_service.step_recording import recording_executor
-from moeserve.kv_budget import KvBudget
-from moeserve.messages import EngineReady
+from moeserve.device import KvBudget, step_budget
+from moeserve.engine import Engine, EngineSocket, HeartbeatThread
+from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources
+from moeserve.experts.observe import ExpertRecording, recording_executor, signature_merger
+from moeserve.model.spec import DecoderSpec
 from moeserve.model_loading import Report, ServedModel
-from moeserve.models.spec import DecoderSpec
 from moeserve.request_memory import MergeAnnotations
-from moeserve.run_context import RunContext
 from moeserve.scheduler import Scheduler
-from moeserve.step_loop import OverlappedSteps
+from moeserve.steps import Executor, LaunchingExecutor, OverlappedSteps
+from moeserve.wire import EngineReady, RunContext
 from radix_cache import PrefixCache
 
 log = structlog.get_logger(__name__)

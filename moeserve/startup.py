@@ -6,20 +6,16 @@ import threading
 from pathlib import Path
 
 from experts.errors import ExpertStoreError
-from experts.routing_tap import RoutingTap
+from experts.observer import RoutingTap
 from moeserve.config import ServeConfig
 from moeserve.device import choose_device, cuda_absence
-from moeserve.executor import LocalExecutor, Runner
-from moeserve.expert_service.monitor import ExpertSources
-from moeserve.expert_service.recording import open_recording, routing_shape
-from moeserve.expert_service.signatures import AnnotatingRunner, signs_prefixes
-from moeserve.expert_service.step_recording import TappedRunner
-from moeserve.expert_service.strategy import expert_strategy
+from moeserve.experts.monitor import ExpertSources, expert_strategy
+from moeserve.experts.observe import AnnotatingRunner, TappedRunner, open_recording, routing_shape, signs_prefixes
+from moeserve.model.spec import DecoderSpec, ModelError
 from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, plan_model
-from moeserve.models.errors import ModelError
-from moeserve.models.spec import DecoderSpec
-from moeserve.run_context import RunContext
 from moeserve.serving import serve
+from moeserve.steps import LocalExecutor, Runner
+from moeserve.wire import RunContext
 
 
 def run_engine(context: RunContext, report: Report, stop: threading.Event) -> None:

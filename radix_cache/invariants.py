@@ -6,8 +6,7 @@ from array import array
 from collections.abc import Iterable
 
 from radix_cache.errors import require
-from radix_cache.lease import Lease
-from radix_cache.tree import Node, RadixTree
+from radix_cache.tree import Lease, Node, RadixTree
 
 
 def check_tree(tree: RadixTree, leases: Iterable[Lease], block_size: int) -> array[int]:

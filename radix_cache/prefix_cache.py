@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from radix_cache.block_allocator import BlockAllocator
 from radix_cache.errors import LeaseError, require
 from radix_cache.invariants import check_tree
-from radix_cache.lease import Lease
-from radix_cache.tree import Node, RadixTree
+from radix_cache.tree import Lease, Node, RadixTree
 
 
 class PrefixCache:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeserve.models.spec import AttentionSpec, DecoderSpec
+from moeserve.model.spec import AttentionSpec, DecoderSpec
 
 
 def distinct_experts(num_experts: int, top_k: int, num_tokens: int) -> float:

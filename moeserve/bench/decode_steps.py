@@ -11,21 +11,19 @@ from typing import SupportsBytes
 
 import torch
 
-from experts.routing.step_routing import RoutingShape, unpack
-from experts.routing_tap import RoutingTap
-from kernels.gpu.tuning import MoeConfigs
+from experts.observer import RoutingTap
+from experts.routing import RoutingShape, unpack
+from kernels.gpu.moe_config import MoeConfigs
 from moeserve.bench.random_model import qwen3_moe_spec, random_decoder
 from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage
 from moeserve.cuda.gpu_model import GpuSettings, make_runner
 from moeserve.cuda.runner import GpuModelRunner
-from moeserve.executor import FinishedStep, LocalLauncher
-from moeserve.kv_budget import KvBudget
-from moeserve.models.spec import DecoderSpec
-from moeserve.plan import StepPlan, StepResult
-from moeserve.request import Request, SamplingParams
+from moeserve.device import KvBudget
+from moeserve.model.spec import DecoderSpec
+from moeserve.plan import Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduler import Scheduler
-from moeserve.step_loop import OverlappedSteps
+from moeserve.steps import FinishedStep, LocalLauncher, OverlappedSteps
 from radix_cache import PrefixCache
 
 # Tokens of a request before and behind the steps that are timed.

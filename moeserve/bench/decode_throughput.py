@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from moeserve.bench.decode_steps import DecodeBench, Load, Throughput
     from moeserve.bench.kernel_timing import Deadline
-    from moeserve.models.spec import DecoderSpec
+    from moeserve.model.spec import DecoderSpec
 
 NO_GPU = "There is no CUDA device to measure on; --interpret runs the steps in Triton's interpreter."
 QWEN3_30B = {

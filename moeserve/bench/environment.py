@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from moeserve.version import VERSION
+from moeserve.config import VERSION
 
 
 @dataclass(frozen=True, slots=True)

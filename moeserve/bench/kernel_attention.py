@@ -14,12 +14,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention import Partials, prefill_attention, split_attention
-from kernels.gpu.attention_arguments import PagedContext, Scoring
-from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
-from kernels.gpu.attention_reference import paged_attention_reference
-from kernels.gpu.attention_tuning import AnyConfig, AttentionConfigs
-from kernels.gpu.attention_work import SplitWork
+from kernels.gpu.attention import (
+    PagedContext,
+    Partials,
+    Scoring,
+    paged_attention_reference,
+    prefill_attention,
+    split_attention,
+)
+from kernels.gpu.attention_config import AnyConfig, AttentionConfigs, ExtendConfig, PrefillConfig, SplitConfig
+from kernels.gpu.attention_kernels import SplitWork
 from moeserve.bench.kernel_case import cold_sets
 from moeserve.bench.kernel_cases_attention import AttentionCase
 from moeserve.bench.kernel_guard import relative_error, run_guarded

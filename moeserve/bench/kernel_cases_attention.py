@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from kernels.gpu.attention_tuning import AttentionShape
+from kernels.gpu.attention_config import AttentionShape
 
 # What computes it: a decode has one new token per sequence, an extend few, packed into tiles with the query heads of a
 # KV head, and a prefill as many as fill tiles of one head.

@@ -9,9 +9,9 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from kernels.gpu.moe import device_of
 from kernels.gpu.moe_config import MoeConfig, MoeShape
-from kernels.gpu.moe_experts import device_of
-from kernels.gpu.moe_tiled import combine
+from kernels.gpu.moe_kernels import combine
 from kernels.gpu.moe_weights import GpuExperts
 from moeserve.bench.kernel_case import KernelCase, Peers, PlannedCase, cold_sets
 from moeserve.bench.kernel_guard import relative_error, run_guarded
@@ -49,7 +49,7 @@ def moe_cases(
     """The whole operation after the gate, of the model `name`, one of `SHAPES` unless `shape` is given; and for
     `num_tokens_alone` its two products, with the activation between them, over rows that are sorted already.
 
-    configs: what serving would choose, see `kernels.gpu.tuning.MoeConfigs`. Weights of one layer are made with the
+    configs: what serving would choose, see `kernels.gpu.moe_config.MoeConfigs`. Weights of one layer are made with the
     first case and kept.
     """
     shape = SHAPES[name] if shape is None else shape

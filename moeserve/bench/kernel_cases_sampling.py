@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.gpu.sampling import greedy, sample
-from kernels.gpu.sampling_reference import sample_reference
+from kernels.gpu.sampling import greedy, sample, sample_reference
 from moeserve.bench.kernel_case import KernelCase, PlannedCase, cold_sets
 from moeserve.bench.kernel_cases_small import Numbers
 

@@ -9,11 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.gpu.norm import add_rms_norm, rms_norm
-from kernels.gpu.rope_kv import norm_rope_write_kv
-from kernels.gpu.rope_kv_reference import norm_rope_write_kv_reference
-from kernels.gpu.sampling import greedy, sample
-from kernels.gpu.sampling_filters import filter_thresholds
-from kernels.gpu.sampling_reference import filter_thresholds_reference, sample_reference
+from kernels.gpu.rope_kv import norm_rope_write_kv, norm_rope_write_kv_reference
+from kernels.gpu.sampling import filter_thresholds, filter_thresholds_reference, greedy, sample, sample_reference
 from moeserve.bench.kernel_check import Check, checked
 from moeserve.bench.kernel_checks_layers import attention_checks, expert_checks
 from moeserve.bench.kernel_guard import relative_error, run_guarded

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.gpu.moe import device_of, moe_experts_reference
 from kernels.gpu.moe_config import MoeConfig, MoeShape, Tile, Variant, WeightFormat, heuristic_config
-from kernels.gpu.moe_experts import device_of, moe_experts_reference
 from moeserve.bench.kernel_attention import AttentionTensors, PreparedAttention, prepare
 from moeserve.bench.kernel_cases_attention import AttentionCase, Kind
 from moeserve.bench.kernel_check import Check, checked, same_bits

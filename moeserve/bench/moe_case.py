@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kernels.gpu.moe import MoeWorkspace, device_of, moe_experts, moe_experts_reference
 from kernels.gpu.moe_config import MoeConfig, MoeShape
-from kernels.gpu.moe_experts import MoeWorkspace, device_of, moe_experts, moe_experts_reference
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.specs import Activation
 from moeserve.bench.kernel_guard import relative_error, run_guarded

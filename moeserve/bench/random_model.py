@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from experts.routing_tap import RoutingTap
+from experts.observer import RoutingTap
+from kernels.gpu.moe_config import MoeConfigs
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
-from kernels.gpu.tuning import MoeConfigs
 from moeserve.cuda.attention import GpuGqa
 from moeserve.cuda.decoder import GpuDecoder, GpuLayer
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage, triton_moe
 from moeserve.cuda.parts import GpuDispatch, GpuMoe, GpuNorm, Projection
-from moeserve.models.families import build_spec
-from moeserve.models.spec import AttentionSpec, DecoderSpec
+from moeserve.model.families import build_spec
+from moeserve.model.spec import AttentionSpec, DecoderSpec
 
 
 def qwen3_moe_spec(

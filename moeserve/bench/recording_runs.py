@@ -12,14 +12,12 @@ import click
 import torch
 
 from moeserve.config import ServeConfig
-from moeserve.executor import LocalExecutor
-from moeserve.expert_service.recording import open_recording
-from moeserve.expert_service.step_recording import RecordingExecutor, TappedRunner
+from moeserve.experts.observe import RecordingExecutor, TappedRunner, open_recording
 from moeserve.model_loading import load_model, plan_model
-from moeserve.plan import StepPlan, StepResult
-from moeserve.request import Request, SamplingParams
+from moeserve.plan import Request, SamplingParams, StepPlan, StepResult
 from moeserve.serving import build_scheduler
 from moeserve.startup import routing_tap
+from moeserve.steps import LocalExecutor
 
 _WARM_UP_STEPS = 8
 

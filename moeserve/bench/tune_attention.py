@@ -8,10 +8,11 @@ from functools import partial
 
 import torch
 
-from kernels.gpu.attention_config import SHORT_QUERIES, ExtendConfig
-from kernels.gpu.attention_tuning import (
+from kernels.gpu.attention_config import (
+    SHORT_QUERIES,
     AnyConfig,
     AttentionShape,
+    ExtendConfig,
     extend_candidates,
     prefill_candidates,
     split_candidates,

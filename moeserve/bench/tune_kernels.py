@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from kernels.gpu.moe_config import TUNED_NUM_TOKENS, MoeShape, WeightFormat
-from moeserve.models.errors import ModelError
-from moeserve.models.spec import DecoderSpec
+from moeserve.model.spec import DecoderSpec, ModelError
 
 if TYPE_CHECKING:
-    from kernels.gpu.attention_tuning import AnyConfig
+    from kernels.gpu.attention_config import AnyConfig
     from kernels.gpu.moe_config import MoeConfig
 
 BLOCK_SIZE, GROUP_SIZES = 16, (128, 64, 32)
@@ -165,8 +164,7 @@ def _moe_shape(sizes: Sizes, weights: WeightFormat, group_size: int | None) -> M
 
 
 def _spec_of(model: str) -> DecoderSpec:
-    from moeserve.models.families import build_spec
-    from moeserve.models.hf_config import load_config
+    from moeserve.model.families import build_spec, load_config
 
     try:
         return build_spec(load_config(_folder_of(model)))
@@ -180,7 +178,7 @@ def _folder_of(model: str) -> Path:
     if folder.is_dir():
         return folder
     try:
-        from moeserve.models.source import resolve_model
+        from moeserve.model.source import resolve_model
     except ImportError as error:
         raise TuneError(f"There is no folder {model}, and finding models by name needs {error.name}.") from error
     return resolve_model(model)
@@ -190,8 +188,8 @@ def _tune_attention(spec: DecoderSpec, block_size: int, weights: WeightFormat, k
     """For activations as wide as the weights, and for bfloat16 where weights are quantised."""
     import torch
 
-    from kernels.gpu.attention_tuning import write_attention
-    from kernels.gpu.tuning import file_name
+    from kernels.gpu.attention_config import write_attention
+    from kernels.gpu.moe_config import file_name
     from moeserve.bench.tune_attention import tune_attention
     from moeserve.cuda.attention_kernels import attention_shape, kv_dtype_of
     from moeserve.cuda.expert_kernels import platform_of, tuned_folder
@@ -230,7 +228,7 @@ def _tell(line: str) -> None:
 def _tune_experts(shape: MoeShape, all_num_tokens: tuple[int, ...], out: Path | None) -> None:
     import torch
 
-    from kernels.gpu.tuning import file_name, write_tuned
+    from kernels.gpu.moe_config import file_name, write_tuned
     from moeserve.bench.tune_moe import tune_shape
     from moeserve.cuda.expert_kernels import platform_of, tuned_folder
 

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from kernels.gpu.moe import device_of
 from kernels.gpu.moe_align import SortedPairs, sort_pairs
 from kernels.gpu.moe_config import (
     Device,
@@ -24,10 +25,15 @@ from kernels.gpu.moe_config import (
     candidate_tiles,
     candidate_variants,
 )
-from kernels.gpu.moe_experts import device_of
-from kernels.gpu.moe_gemv import down_gemv, down_products_gemv, gate_up_gemv
-from kernels.gpu.moe_persistent import down_persistent, gate_up_persistent
-from kernels.gpu.moe_tiled import down_tiled, gate_up_tiled
+from kernels.gpu.moe_kernels import (
+    down_gemv,
+    down_persistent,
+    down_products_gemv,
+    down_tiled,
+    gate_up_gemv,
+    gate_up_persistent,
+    gate_up_tiled,
+)
 from moeserve.bench.kernel_case import cold_sets
 from moeserve.bench.kernel_check import checked
 from moeserve.bench.kernel_timing import time_calls

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention import ExtendRun, Partials, paged_attention
-from kernels.gpu.attention_arguments import PagedContext, Scoring
+from kernels.gpu.attention import ExtendRun, PagedContext, Partials, Scoring, paged_attention
 from kernels.gpu.attention_config import PrefillConfig
-from kernels.gpu.attention_work import SplitWork
+from kernels.gpu.attention_kernels import SplitWork
 from kernels.gpu.norm import rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv
 from moeserve.cuda.parts import Projection
-from moeserve.models.spec import AttentionSpec, MlaSpec
+from moeserve.model.spec import AttentionSpec, MlaSpec
 
 
 @dataclass(slots=True)
@@ -69,7 +68,7 @@ class GpuStep:
 
 
 class GpuGqa:
-    """Multi-head attention with shared key-value heads. See `moeserve.models.attention.GqaAttention`."""
+    """Multi-head attention with shared key-value heads. See `moeserve.model.decoder.GqaAttention`."""
 
     __slots__ = (
         "_eps",
@@ -136,7 +135,7 @@ class GpuGqa:
 
 
 class GpuMla:
-    """Multi-head latent attention, absorbed. See `moeserve.models.attention.MlaAttention`.
+    """Multi-head latent attention, absorbed. See `moeserve.model.decoder.MlaAttention`.
 
     to_latent: [H, nope_dim, kv_lora_rank]. from_latent: [H, kv_lora_rank, value_dim].
     """

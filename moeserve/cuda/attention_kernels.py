@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kernels.gpu.attention_tuning import AttentionConfigs, AttentionShape
-from kernels.gpu.tuning import PACKAGED
+from kernels.gpu.attention_config import AttentionConfigs, AttentionShape
+from kernels.gpu.moe_config import PACKAGED
 from moeserve.cuda.expert_kernels import platform_of, tuned_folder
-from moeserve.models.spec import DecoderSpec, MlaSpec
+from moeserve.model.spec import DecoderSpec, MlaSpec
 
 
 def attention_shape(

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.attention import ExtendRun, Partials
-from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
-from kernels.gpu.attention_tuning import AttentionConfigs, AttentionShape
-from kernels.gpu.attention_work import SplitWork
+from kernels.gpu.attention_config import AttentionConfigs, AttentionShape, ExtendConfig, PrefillConfig, SplitConfig
+from kernels.gpu.attention_kernels import SplitWork
 from moeserve.cuda.attention import Sequences
 from moeserve.cuda.attention_kernels import attention_shape
 from moeserve.cuda.decoder import GpuBatch
 from moeserve.cuda.step_arrays import ExtendLimits, StepArrays, share_prompts
-from moeserve.models.spec import DecoderSpec
+from moeserve.model.spec import DecoderSpec
 
 # Table widths are multiples of this: Triton compiles anew for a stride that is no multiple of 16.
 _TABLE_STEP = 16

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import torch
 
-from experts.routing_tap import RoutingTap
-from kernels.gpu.moe_config import WeightStorage
-from kernels.gpu.tuning import MoeConfigs
+from experts.observer import RoutingTap
+from kernels.gpu.moe_config import MoeConfigs, WeightStorage
 from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage, triton_moe
 from moeserve.cuda.expert_memory import GpuResidentModel
 from moeserve.cuda.parts import GpuDispatch
 from moeserve.cuda.weights import load_gpu_decoder
-from moeserve.models.spec import DecoderSpec
-from moeserve.models.tensor_reader import Progress
+from moeserve.model.spec import DecoderSpec
+from moeserve.model.tensor_reader import Progress
 
 
 def build_gpu_decoder(

@@ -1,4 +1,4 @@
-"""The generic decoder on a GPU: the model of `moeserve.models.decoder`, with every residual sum fused into a norm."""
+"""The generic decoder on a GPU: the model of `moeserve.model.decoder`, with every residual sum fused into a norm."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.nn import functional
 from kernels.gpu.moe_weights import GpuExperts
 from moeserve.cuda.attention import GpuGqa, GpuMla, GpuStep, Sequences
 from moeserve.cuda.parts import GpuMlp, GpuMoe, GpuNorm, Projection
-from moeserve.models.rope import RopeSpec, rope_frequencies
-from moeserve.models.spec import DecoderSpec
+from moeserve.model.spec import DecoderSpec, RopeSpec, rope_frequencies
 
 KvPools = Sequence[tuple[Tensor, Tensor | None]]
 
@@ -63,7 +62,7 @@ class RopeAngles:
 class GpuDecoder:
     """A loaded model. Holds weights and tables only; whatever belongs to requests comes with each call.
 
-    after_layer: see `moeserve.models.decoder.Decoder`; a graph that is replayed tells nothing.
+    after_layer: see `moeserve.model.decoder.Decoder`; a graph that is replayed tells nothing.
     """
 
     def __init__(

@@ -7,13 +7,11 @@ from pathlib import Path
 import torch
 import triton
 
-from kernels.gpu.moe_config import MoeShape, WeightFormat, WeightStorage
-from kernels.gpu.moe_experts import MoeWorkspace, TritonMoe, device_of
+from kernels.gpu.moe import MoeWorkspace, TritonMoe, device_of
+from kernels.gpu.moe_config import PACKAGED, MoeConfigs, MoeShape, Platform, WeightFormat, WeightStorage
 from kernels.gpu.moe_weights import FORMAT_OF
-from kernels.gpu.tuning import PACKAGED, MoeConfigs, Platform
-from moeserve.config import ConfigError
-from moeserve.models.cache_folder import cache_root
-from moeserve.models.spec import DecoderSpec
+from moeserve.config import ConfigError, cache_root
+from moeserve.model.spec import DecoderSpec
 
 _QUANTISED: dict[str, WeightFormat] = {"int8": "int8", "fp8": "fp8", "int4": "int4"}
 # Of values that share an int4 scale, the first that the model's sizes allow.

@@ -9,24 +9,18 @@ from pathlib import Path
 import torch
 
 from experts.errors import ExpertStoreError
-from experts.memory.device_slots import DeviceSlots
-from experts.memory.expert_memory import ExpertMemory
-from experts.memory.host_tier import HostTier
-from experts.memory.store import DiskTier, ExpertTier, SlowedTier
-from kernels.gpu.moe_config import WeightStorage
-from kernels.gpu.moe_slots import SlotExperts, SlotLayout
-from kernels.gpu.tuning import MoeConfigs
+from experts.expert_memory import ExpertMemory
+from experts.slots import DeviceSlots
+from experts.tiers import DiskTier, ExpertTier, HostTier, SlowedTier
+from kernels.gpu.moe import SlotExperts, SlotLayout
+from kernels.gpu.moe_config import MoeConfigs, WeightStorage
 from kernels.packed_experts import ExpertShape
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage, triton_moe
 from moeserve.cuda.resident_experts import GpuResidentExperts
-from moeserve.expert_service.resident_model import ResidentModel, resident_model
-from moeserve.expert_service.slot_plan import SlotPlan, experts_of, plan_slots
-from moeserve.models.checkpoint import read_index
-from moeserve.models.errors import ModelError
-from moeserve.models.packing import packed_experts
-from moeserve.models.progress import Progress
-from moeserve.models.spec import DecoderSpec
-from moeserve.models.weight_plan import OwnedExperts
+from moeserve.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
+from moeserve.model.checkpoint import OwnedExperts, read_index
+from moeserve.model.expert_weights import packed_experts
+from moeserve.model.spec import DecoderSpec, ModelError, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +30,7 @@ class GpuExpertSettings:
     num_bytes: of the slots. host_bytes: the host memory that the experts of this GPU may take; beyond it they are read
     from disk.
     bandwidth: of an emulated link, in bytes per second. load: [L, E], for a policy that goes by it. prefetch: see
-    `moeserve.expert_service.prefetch.start_prefetching`. signs_prefixes: whether results tell what the gates chose, of
+    `moeserve.experts.prefetch.start_prefetching`. signs_prefixes: whether results tell what the gates chose, of
     which signatures of cached prefixes are made.
     """
 
@@ -132,7 +126,7 @@ def _open_tier(
     spec, layout, dtype = plan.spec, plan.layout, plan.dtype
     if sum(map(len, plan.held)) * plan.slots.slot_bytes > settings.host_bytes:
         # Building files takes packages that computing does not.
-        from moeserve.models.expert_store import ensure_expert_store
+        from moeserve.model.expert_store import ensure_expert_store
 
         store = ensure_expert_store(directory, spec, layout, dtype, settings.store_dir, progress)
         return f"disk, {store.path}", DiskTier(store.path, store.source)

@@ -11,7 +11,7 @@ from kernels.gpu.moe_weights import GpuExperts
 from kernels.specs import Activation
 from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.launch_variants import Choice
-from moeserve.models.spec import MoeSpec
+from moeserve.model.spec import MoeSpec
 
 
 def launch_expert_variants(

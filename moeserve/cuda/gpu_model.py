@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from experts.routing_tap import RoutingTap
-from kernels.gpu.tuning import MoeConfigs
+from experts.observer import RoutingTap
+from kernels.gpu.moe_config import MoeConfigs
 from moeserve.cuda.attention_kernels import attention_shape, tuned_attention
 from moeserve.cuda.batches import AttentionLimits, StepBatches
 from moeserve.cuda.build import build_gpu_decoder
@@ -29,10 +29,10 @@ from moeserve.cuda.runner import GpuModelRunner
 from moeserve.cuda.sampler import SCORED_AT_ONCE
 from moeserve.cuda.step_arrays import capture_sizes
 from moeserve.cuda.warm_up import BeginStep, alone, launch_all_variants, launch_blank_step, launch_variants
-from moeserve.kv_budget import KvBudget, share_kv
-from moeserve.kv_pool import KVPool, kv_block_bytes
-from moeserve.models.spec import DecoderSpec
-from moeserve.models.tensor_reader import Progress
+from moeserve.device import KvBudget, share_kv
+from moeserve.model.kv_pool import KVPool, kv_block_bytes
+from moeserve.model.spec import DecoderSpec
+from moeserve.model.tensor_reader import Progress
 
 
 @dataclass(frozen=True, slots=True)

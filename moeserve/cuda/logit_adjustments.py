@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from moeserve.cuda.batches import to_device
-from moeserve.plan import Chunk
-from moeserve.request import SamplingParams
+from moeserve.plan import Chunk, SamplingParams
 
 # Rows that are penalised together: counts of every token of the vocabulary are kept for each.
 _ROWS_AT_ONCE = 32

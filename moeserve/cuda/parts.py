@@ -122,7 +122,7 @@ class GpuMoe:
         self._dispatch(no_rows, ids, ids.float(), self._experts, self._activation)
 
     def preview(self, x: Tensor) -> Tensor:
-        """See `experts.prefetch.gate_preview.GatedBlock`."""
+        """See `experts.gates.GatedBlock`."""
         logits = self._gate(x.to(self._gate.weight.dtype))
         if self._correction_bias is None:
             return logits

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from experts.memory.expert_memory import ExpertMemory
-from experts.prefetch.prefetcher import LayerListener
-from kernels.gpu.moe_slots import SlotExperts
+from experts.expert_memory import ExpertMemory
+from experts.prefetcher import LayerListener
+from kernels.gpu.moe import SlotExperts
 from kernels.specs import Activation
 from moeserve.cuda.expert_kernels import rows_at_once
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from experts.routing_tap import RoutingTap
+from experts.observer import RoutingTap
 from moeserve.cuda.decoder import GpuBatch, GpuDecoder, KvPools
 from moeserve.cuda.sampler import to_host
 
@@ -21,7 +21,7 @@ class StepRouting:
     num_rows: int = 0
 
     def __bytes__(self) -> bytes:
-        """See `experts.routing.step_routing.unpack`. Only of ids at home."""
+        """See `experts.routing.unpack`. Only of ids at home."""
         ids = self.ids
         if self.num_padded:
             ids = ids.view(-1, self.num_padded, ids.shape[1])[:, : self.num_rows]

@@ -18,7 +18,7 @@ from moeserve.cuda.decode_graphs import DecodeSteps
 from moeserve.cuda.routing import Computed, HeardDecoder, StepRouting
 from moeserve.cuda.sampler import Drawn, ScoredTokens, draw_tokens
 from moeserve.cuda.step_arrays import StepArrays, step_arrays
-from moeserve.kv_pool import KVPool
+from moeserve.model.kv_pool import KVPool
 from moeserve.plan import ChunkResult, StepPlan, StepResult, wanted_logits
 
 # How the host waits for a place in the device's queue.

@@ -13,8 +13,8 @@ from torch import Tensor
 from kernels.gpu.sampling import greedy, sample
 from moeserve.cuda.batches import to_device
 from moeserve.cuda.logit_adjustments import adjusted_logits
+from moeserve.model.runner import NOT_FINITE
 from moeserve.plan import Chunk, ChunkResult, TokenLogprobs
-from moeserve.sampler import NOT_FINITE
 
 _SIGN = 1 << 63
 # Rows of logits that a prompt's log probabilities are made of together.

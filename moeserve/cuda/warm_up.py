@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.gpu.tuning import MoeConfigs
+from kernels.gpu.moe_config import MoeConfigs
 from moeserve.cuda.batches import AttentionLimits, StepBatches
 from moeserve.cuda.decoder import GpuDecoder, KvPools
 from moeserve.cuda.launch_variants import LaunchVariants, StepLimits, StepShape

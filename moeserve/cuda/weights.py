@@ -13,12 +13,11 @@ from kernels.gpu.moe_weights import GpuExperts, empty_weights, store_weights
 from moeserve.cuda.attention import GpuGqa, GpuMla
 from moeserve.cuda.decoder import GpuDecoder, GpuLayer
 from moeserve.cuda.parts import GpuDispatch, GpuMlp, GpuMoe, GpuNorm, Projection
-from moeserve.models.checkpoint import read_index
-from moeserve.models.expert_weights import ExpertReader
-from moeserve.models.layer_loader import LayerLoader, Tensors
-from moeserve.models.spec import DecoderSpec, MlaSpec
-from moeserve.models.tensor_reader import Progress, TensorReader
-from moeserve.models.weight_plan import ExpertsPlan, OwnedExperts, StoredTensor, plan_weights
+from moeserve.model.checkpoint import ExpertsPlan, OwnedExperts, StoredTensor, plan_weights, read_index
+from moeserve.model.expert_weights import ExpertReader
+from moeserve.model.spec import DecoderSpec, MlaSpec
+from moeserve.model.tensor_reader import Progress, TensorReader
+from moeserve.model.weights import LayerLoader, Tensors
 
 
 def load_gpu_decoder(
@@ -59,7 +58,7 @@ def load_gpu_decoder(
 
 
 class _GpuParts:
-    """See `moeserve.models.layer_loader.DecoderParts`."""
+    """See `moeserve.model.weights.DecoderParts`."""
 
     def __init__(
         self,

@@ -11,13 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from moeserve.frontend.auth import AuthGate, load_keys
-from moeserve.frontend.boundary import RequestBoundary
-from moeserve.frontend.errors import ApiError
-from moeserve.frontend.routes.experts import ExpertRoutes
-from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, GenerateRoute
-from moeserve.frontend.routes.service import ServiceRoutes
-from moeserve.frontend.routes.tokens import TokenRoutes
+from moeserve.frontend.generate import CHAT, COMPLETIONS, GenerateRoute
+from moeserve.frontend.http import ApiError
+from moeserve.frontend.middleware import AuthGate, RequestBoundary, load_keys
+from moeserve.frontend.routes import ExpertRoutes, ServiceRoutes, TokenRoutes
 from moeserve.frontend.services import Services
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -17,10 +18,8 @@ import structlog
 import zmq
 import zmq.asyncio
 
-from moeserve import frames, messages
-from moeserve.frontend.engine_watch import ProgressWatch
-from moeserve.frontend.request_group import EngineGone, RequestGroup
-from moeserve.messages import (
+from moeserve import wire
+from moeserve.wire import (
     Abort,
     Admitted,
     Control,
@@ -31,12 +30,161 @@ from moeserve.messages import (
     Heartbeat,
     Hello,
     Message,
+    Output,
     Outputs,
     Refused,
     Rejected,
+    RunContext,
     Stats,
+    unpack_token_ids,
 )
-from moeserve.run_context import RunContext
+
+# Judges from heartbeats whether the engine still makes progress.
+
+
+class ProgressWatch:
+    """Times are seconds of one monotonic clock, given by the caller.
+
+    An engine is hung when it is busy and its step does not change, or when no heartbeat comes at all, for `timeout`.
+    """
+
+    def __init__(self, timeout: float, now: float) -> None:
+        self._timeout = timeout
+        self._last_beat = now
+        self._last_progress = now
+        self._step: int | None = None
+        self._last_check = now
+
+    def observe(self, heartbeat: Heartbeat, now: float) -> None:
+        """Notes a heartbeat."""
+        self._last_beat = now
+        if not heartbeat.busy or heartbeat.step != self._step:
+            self._last_progress = now
+        self._step = heartbeat.step
+
+    def verdict(self, now: float) -> str | None:
+        """Why the engine counts as hung, or None. To be called a few times per timeout.
+
+        If the caller itself was held up since its last check (the machine was suspended, say), the engine gets a new
+        chance: the heartbeats of that time may still be unread.
+        """
+        late = now - self._last_check > self._timeout / 2
+        self._last_check = now
+        if late:
+            self._last_beat = self._last_progress = now
+        if now - self._last_beat > self._timeout:
+            return f"no heartbeat for {self._timeout:g} s"
+        if now - self._last_progress > self._timeout:
+            return f"busy without progress for {self._timeout:g} s"
+        return None
+
+
+# The requests that one HTTP request became, and the queue of what the engine says about them.
+
+
+class EngineGone(Exception):
+    """The engine cannot answer any more; the message says why."""
+
+
+class RequestRejected(Exception):
+    """The engine did not take a request."""
+
+    def __init__(self, rejected: Rejected) -> None:
+        super().__init__(rejected.reason)
+        self.rejected = rejected
+
+
+class RequestGroup:
+    """Filled by the engine client, read by one HTTP handler.
+
+    The queue is bounded by what its requests may produce. Prompt and output ids are kept so that a request can be
+    continued elsewhere.
+    """
+
+    def __init__(self, generates: list[Generate], finish: Callable[[str, int], None]) -> None:
+        self.prompts = [unpack_token_ids(generate.token_ids) for generate in generates]
+        self.output_ids = [array("i") for _ in generates]
+        self._finish = finish
+        self._ids = [generate.request_id for generate in generates]
+        self._index = {request_id: index for index, request_id in enumerate(self._ids)}
+        self._unanswered = set(self._ids)
+        self._open: set[str] = set()
+        self._queue: list[tuple[int, Output]] = []
+        self._failure: Exception | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def num_open(self) -> int:
+        """Requests without a terminal output."""
+        return len(self._open)
+
+    def mark_sent(self, request_id: str) -> None:
+        """From here on the request needs a terminal output, or an abort."""
+        self._open.add(request_id)
+
+    def answer(self, message: Admitted | Rejected) -> None:
+        """Notes the engine's verdict on a request."""
+        self._unanswered.discard(message.request_id)
+        if isinstance(message, Rejected):
+            self._open.discard(message.request_id)
+            self.fail(RequestRejected(message))
+        self._news.set()
+
+    def put(self, output: Output) -> None:
+        """Queues an output; a terminal one closes its request."""
+        if output.request_id not in self._open:
+            return
+        if output.finish_reason is not None:
+            self._open.discard(output.request_id)
+        index = self._index[output.request_id]
+        self.output_ids[index].extend(output.token_ids)
+        self._queue.append((index, output))
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the group with an error, unless it already has one. What is queued stays readable before it."""
+        if self._failure is None:
+            self._failure = error
+            self._news.set()
+
+    async def admitted(self) -> None:
+        """Waits until the engine took every request. Raises RequestRejected or EngineGone."""
+        while self._unanswered and self._failure is None:
+            await self._wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def next(self, patience_s: float | None = None) -> list[tuple[int, Output]]:
+        """All outputs since the last call, each with the index of its request.
+
+        Waits for one if there are none, and returns none after `patience_s`. Raises EngineGone when none will come.
+        """
+        try:
+            async with asyncio.timeout(patience_s):
+                while not self._queue:
+                    if self._failure is not None:
+                        raise self._failure
+                    await self._wait()
+        except TimeoutError:
+            return []
+        batch, self._queue = self._queue, []
+        return batch
+
+    def finish(self, index: int, keep_tokens: int) -> None:
+        """Ends a request at a stop string; its terminal output follows. No effect on one that has ended."""
+        if self._ids[index] in self._open:
+            self._finish(self._ids[index], keep_tokens)
+
+    def close(self) -> list[str]:
+        """The requests that still need an abort. Whatever comes later is dropped."""
+        left = [request_id for request_id in self._ids if request_id in self._open]
+        self._open.clear()
+        return left
+
+    async def _wait(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +221,7 @@ class EngineClient:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED_FRAMES)
             socket.setsockopt(zmq.RCVHWM, _MAX_QUEUED_FRAMES)
-            socket.setsockopt(zmq.MAXMSGSIZE, frames.MAX_FRAME_BYTES)
+            socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
             socket.connect(address)
         self._spawn(self._read())
         self._spawn(self._introduce())
@@ -152,7 +300,7 @@ class EngineClient:
 
     def _try_send(self, message: Message) -> bool:
         """Whether the socket took the message, which it says at once."""
-        error = self._send_now(frames.encode(message, self._run.incarnation))
+        error = self._send_now(wire.encode(message, self._run.incarnation))
         if error is not None:
             log.warning("engine_send_failed", message=type(message).__name__, error=str(error))
         return error is None
@@ -164,7 +312,7 @@ class EngineClient:
 
     async def _introduce(self) -> None:
         """Hello as soon as the engine's socket is there."""
-        hello = frames.encode(Hello(messages.PROTOCOL_VERSION, self._run.model_hash), self._run.incarnation)
+        hello = wire.encode(Hello(wire.PROTOCOL_VERSION, self._run.model_hash), self._run.incarnation)
         while self._send_now(hello) is not None:
             await asyncio.sleep(_HELLO_INTERVAL_S)
 
@@ -172,8 +320,8 @@ class EngineClient:
         while True:
             frame = await self._socket.recv()
             try:
-                incarnation, message = frames.decode(frame, messages.FromEngine)
-            except frames.DecodeError as error:
+                incarnation, message = wire.decode(frame, wire.FromEngine)
+            except wire.DecodeError as error:
                 # Whose tokens were in it is unknown; going on would give some request a text with a hole.
                 self.num_bad_frames += 1
                 log.error("engine_frame_unreadable", error=str(error)[:200])
@@ -227,8 +375,8 @@ class EngineClient:
         while True:
             frame = await self._beats.recv()
             try:
-                incarnation, beat = frames.decode(frame, Heartbeat)
-            except frames.DecodeError:
+                incarnation, beat = wire.decode(frame, Heartbeat)
+            except wire.DecodeError:
                 self.num_bad_frames += 1
                 continue
             if incarnation == self._run.incarnation:

@@ -20,7 +20,7 @@ import jinja2.sandbox
 import msgspec
 
 from moeserve.frontend import limits
-from moeserve.frontend.errors import invalid
+from moeserve.frontend.http import invalid
 from moeserve.frontend.text import CUT_MARKS, TextTokenizer
 
 ALLOWED_TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "reasoning_effort", "thinking_budget"})

@@ -13,25 +13,19 @@ import msgspec
 import zmq
 
 from experts.errors import CollectiveError
-from experts.memory.stats import ExpertMemoryStats
-from moeserve.expert_service.links import count_links
-from moeserve.expert_service.monitor import ExpertSources
-from moeserve.expert_service.rank_memories import RankMemories
-from moeserve.expert_service.rebalancing import RebalancingExecutor, rebalancing
-from moeserve.expert_service.recording import ExpertRecording, open_recording
-from moeserve.expert_service.strategy import expert_strategy
+from experts.residency import ExpertMemoryStats
+from moeserve.experts.monitor import ExpertSources, expert_strategy
+from moeserve.experts.observe import ExpertRecording, count_links, open_recording
+from moeserve.experts.rebalancing import RankMemories, RebalancingExecutor, rebalancing
 from moeserve.model_loading import ModelPlan, Report
-from moeserve.ranks.executor import RankedExecutor, ranked_executor
-from moeserve.ranks.fault import find_fault
-from moeserve.ranks.hub import RankHub
-from moeserve.ranks.introduction import dismiss_strangers, introduction
-from moeserve.ranks.meeting import Meeting, meet_as_first
+from moeserve.ranks.meeting import Meeting, machine_id, meet_as_first
 from moeserve.ranks.member import collective_timeout
 from moeserve.ranks.members import RankMember, make_member, plan_ranks
 from moeserve.ranks.messages import Joined, Loaded, RankError, Setup, Start
-from moeserve.ranks.network import machine_id
-from moeserve.run_context import RunContext
+from moeserve.ranks.steps import RankedExecutor, ranked_executor
+from moeserve.ranks.transport import RankHub, dismiss_strangers, find_fault, introduction
 from moeserve.serving import serve
+from moeserve.wire import RunContext
 
 # Of the engine's timeout: how long a rank that loads may be silent.
 _LOADING_PATIENCE = 3

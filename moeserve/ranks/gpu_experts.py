@@ -8,22 +8,21 @@ from pathlib import Path
 
 import torch
 
-from experts.device_waits import DeviceWaits
+from experts.collectives import DeviceWaits
 from experts.dispatch import Compute
-from experts.placement.migration import ExpertMigrator, PlacedExperts
+from experts.rebalance import ExpertMigrator, PlacedExperts
 from kernels.activation import Activation
-from kernels.gpu.moe_config import WeightStorage
-from kernels.gpu.moe_experts import TritonMoe
+from kernels.gpu.moe import TritonMoe
+from kernels.gpu.moe_config import MoeConfigs, WeightStorage
 from kernels.gpu.moe_weights import GpuExperts
-from kernels.gpu.tuning import MoeConfigs
 from moeserve.cuda.expert_kernels import rows_at_once, triton_moe
 from moeserve.cuda.expert_memory import GpuResidentModel, open_gpu_experts, plan_gpu_residency
 from moeserve.cuda.gpu_model import GpuSettings
 from moeserve.cuda.weights import stored_expert
-from moeserve.expert_service.migrator import Rereader
+from moeserve.experts.migrator import Rereader
+from moeserve.model.checkpoint import OwnedExperts
+from moeserve.model.tensor_reader import Progress
 from moeserve.model_loading import ModelPlan
-from moeserve.models.tensor_reader import Progress
-from moeserve.models.weight_plan import OwnedExperts
 
 
 @dataclass(frozen=True, slots=True)

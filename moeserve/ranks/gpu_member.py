@@ -14,9 +14,8 @@ import torch
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.memory.stats import ExpertMemoryStats
-from experts.prefetch.home_rows import HomeRows
-from experts.prefetch.prefix_listener import PrefixListener
+from experts.prefetcher import HomeRows, PrefixListener
+from experts.residency import ExpertMemoryStats
 from kernels.gpu.moe_config import WeightStorage
 from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage
@@ -34,16 +33,16 @@ from moeserve.cuda.gpu_model import (
 from moeserve.cuda.runner import GpuModelRunner
 from moeserve.cuda.step_arrays import capture_sizes
 from moeserve.cuda.weights import load_gpu_decoder
-from moeserve.executor import LaunchingRunner
-from moeserve.expert_service.gpu_prefetch import with_prefetches
-from moeserve.expert_service.links import CountedLauncher
+from moeserve.experts.load_ahead import with_prefetches
+from moeserve.experts.observe import CountedLauncher
+from moeserve.model.checkpoint import OwnedExperts
+from moeserve.model.families import load_generation_defaults
+from moeserve.model.tensor_reader import Progress
 from moeserve.model_loading import ModelPlan, ServedModel, no_experts, owned_experts
-from moeserve.models.generation_config import load_generation_defaults
-from moeserve.models.tensor_reader import Progress
-from moeserve.models.weight_plan import OwnedExperts
 from moeserve.ranks.gpu_experts import make_gpu_migrator, open_rank_experts
 from moeserve.ranks.gpu_steps import GpuSteps
-from moeserve.ranks.step_rows import StepRows, captures_decodes
+from moeserve.ranks.messages import StepRows, captures_decodes
+from moeserve.steps import LaunchingRunner
 
 log = structlog.get_logger(__name__)
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from experts.collectives import Collectives
+from experts.collectives import Collectives, RecordedTraffic
 from experts.dispatch import ExpertParallel
-from experts.recorded_traffic import RecordedTraffic
 from kernels.gpu.moe_weights import GpuExperts
 from moeserve.cuda.launch_variants import StepShape
-from moeserve.ranks.step_rows import StepRows
+from moeserve.ranks.messages import StepRows
 
 # Its sizes follow from the number of rows alone, so a graph can hold it.
 _CAPTURED_SHAPE = "allgather"

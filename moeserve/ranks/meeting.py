@@ -7,21 +7,158 @@ talks only to a rank 0 that has it.
 
 from __future__ import annotations
 
+import fcntl
 import os
-from dataclasses import dataclass
+import socket
+import struct
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import zmq
+import zmq.auth
 
-from moeserve.ranks.keys import RankKeys, load_keys
+from moeserve.config import ConfigError
 from moeserve.ranks.messages import RankError
-from moeserve.ranks.network import interface_of, own_address_towards, resolve
-from moeserve.run_context import RunContext
+from moeserve.wire import RunContext
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+
+# The key that the nodes of one service share: it encrypts what ranks on several nodes tell each other (ZeroMQ
+# CURVE). One key pair serves both ends: whoever has the file is let in, and nobody else. It does not cover tensors,
+# which travel through torch's own collectives.
+
+
+_ZAP_DOMAIN = "moeserve"
+
+
+@dataclass(frozen=True, slots=True)
+class RankKeys:
+    """A CURVE key pair, Z85 text of 40 bytes each."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Lets only holders of this key connect to `socket`, which is not bound yet. Needs `Gatekeeper`."""
+        socket.zap_domain = _ZAP_DOMAIN.encode()
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+        socket.curve_server = True
+
+    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+        """Has `socket`, which is not connected yet, speak only to a holder of this key."""
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+        socket.curve_serverkey = self.public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client with this public key may enter: the interface of `zmq.auth`'s credentials provider."""
+        return key == self.public
+
+
+def create_keys(path: Path) -> None:
+    """Writes a new key with mode 0600. Raises ConfigError if the file exists or cannot be written."""
+    public, secret = zmq.curve_keypair()
+    text = f'metadata\ncurve\n    public-key = "{public.decode()}"\n    secret-key = "{secret.decode()}"\n'
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already and is left as it is.") from None
+    except OSError as error:
+        raise ConfigError(f"Cannot write {path}: {error.strerror}.") from None
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+def load_keys(path: Path) -> RankKeys:
+    """The key that `create_keys` wrote. Raises ConfigError for a file that is none, or that everybody may read."""
+    advice = "make one with 'moeserve curve-key FILE' and copy it to every node"
+    try:
+        mode = path.stat().st_mode
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError):
+        raise ConfigError(f"--curve-key-file {path} cannot be read as a key: {advice}.") from None
+    if mode & 0o007:
+        raise ConfigError(f"--curve-key-file {path} is open to every user of this machine: chmod 600 it.")
+    if secret is None or len(public) != 40 or len(secret) != 40:
+        raise ConfigError(f"--curve-key-file {path} holds no key pair: {advice}.")
+    return RankKeys(public, secret)
+
+
+class Gatekeeper:
+    """Answers ZeroMQ's question whether a client's key is the right one, for all servers of a context."""
+
+    def __init__(self, context: zmq.Context[Any], keys: RankKeys) -> None:
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, keys)
+
+    def close(self) -> None:
+        self._authenticator.stop()
+
+
+# Which of a machine's addresses and network interfaces its ranks use to reach another node. IPv4 only.
+
+
+_SIOCGIFADDR = 0x8915
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine_id() -> str:
+    """Equal for two processes exactly if they see each other's process ids."""
+    return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def resolve(host: str) -> str:
+    """The IPv4 address of a host. Raises RankError."""
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        raise RankError(f"{host} has no IPv4 address: check --rdzv-endpoint.") from None
+
+
+def is_own(address: str) -> bool:
+    """Whether an IPv4 address belongs to this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def own_address_towards(host: str) -> str:
+    """The address of this machine from which packets to `host` leave; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((resolve(host), 9))
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an IPv4 address; that of GLOO_SOCKET_IFNAME if it is set."""
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return chosen
+    wanted = socket.inet_aton(address)
+    if wanted[0] == 127:
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                # Without an IPv4 address.
+                continue
+            if reply[20:24] == wanted:
+                return name
+    raise RankError(f"No network interface has the address {address}: set GLOO_SOCKET_IFNAME.")
+
 
 _KEY = "moeserve"
 

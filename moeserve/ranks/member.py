@@ -11,23 +11,20 @@ import structlog
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
 from experts.errors import ExpertStoreError
-from experts.memory.peer_memory import LentMemory
-from experts.memory.stats import ExpertMemoryStats
-from experts.prefetch.home_rows import HomeRows
-from experts.prefetch.prefix_listener import PrefixListener
-from kernels.moe_gemm import moe_experts_partial
+from experts.prefetcher import HomeRows, PrefixListener
+from experts.residency import ExpertMemoryStats, LentMemory
+from kernels.moe import moe_experts_partial
 from moeserve.config import ServeConfig
 from moeserve.device import step_budget
-from moeserve.expert_service.links import CountedRunner
-from moeserve.expert_service.migrator import make_migrator
-from moeserve.expert_service.residency import CpuResidentModel, local_of, open_experts
+from moeserve.experts.memory import CpuResidentModel, local_of, open_experts
+from moeserve.experts.migrator import make_migrator
+from moeserve.experts.observe import CountedRunner
+from moeserve.model.weights import DispatchOf
 from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, owned_experts
-from moeserve.models.weights import DispatchOf
 from moeserve.ranks.meeting import Meeting
-from moeserve.ranks.messages import RankError
-from moeserve.ranks.step_rows import StepRows
-from moeserve.run_context import RunContext
+from moeserve.ranks.messages import RankError, StepRows
 from moeserve.startup import rank_runner, routing_tap, signature_tap
+from moeserve.wire import RunContext
 
 log = structlog.get_logger(__name__)
 

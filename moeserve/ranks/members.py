@@ -8,21 +8,19 @@ from typing import Any, Protocol
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.memory.peer_memory import LentMemory
-from experts.memory.stats import ExpertMemoryStats
-from experts.placement.placement import Placement
+from experts.placement import Placement
+from experts.residency import ExpertMemoryStats, LentMemory
 from moeserve.config import ServeConfig
-from moeserve.device import choose_device, cuda_absence, current_gpu
-from moeserve.executor import Runner
-from moeserve.expert_service.placement import plan_placement
-from moeserve.expert_service.rebalancing import Migrator
-from moeserve.expert_service.strategy import Prefetching
-from moeserve.kv_budget import KvBudget
+from moeserve.device import KvBudget, choose_device, cuda_absence, current_gpu
+from moeserve.experts.monitor import Prefetching
+from moeserve.experts.rebalancing import Migrator
+from moeserve.experts.settings import plan_placement
 from moeserve.model_loading import ModelPlan, Report, ServedModel, plan_model, read_spec
 from moeserve.ranks.meeting import Meeting
 from moeserve.ranks.member import CpuMember, collective_timeout
-from moeserve.ranks.step_rows import StepRows
-from moeserve.run_context import RunContext
+from moeserve.ranks.messages import StepRows
+from moeserve.steps import Runner
+from moeserve.wire import RunContext
 
 
 class RankMember(Protocol):

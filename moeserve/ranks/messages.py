@@ -1,4 +1,4 @@
-"""What rank 0 and the other ranks of one service tell each other, in the frames of `moeserve.frames`.
+"""What rank 0 and the other ranks of one service tell each other, in the frames of `moeserve.wire`.
 
 A start: every rank says `Joined`, gets `Setup` (or `Dismissed`), loads, says `Loaded` and gets `Start`. Then each step
 is a `Forward` to every rank and a `RankResult` from it, until `Shutdown`. From `Joined` on a rank sends `RankBeat`.
@@ -8,9 +8,13 @@ says so.
 
 from __future__ import annotations
 
-from experts.memory.peer_memory import LentMemory
-from experts.memory.stats import ExpertMemoryStats
-from moeserve.messages import Message
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from experts.residency import ExpertMemoryStats, LentMemory
+from moeserve.cuda.step_arrays import padded_size
+from moeserve.plan import StepPlan
+from moeserve.wire import Message
 
 
 class RankError(Exception):
@@ -20,7 +24,7 @@ class RankError(Exception):
 class Joined(Message):
     """A rank's process is there, on a machine named `node`. `software` and `model_hash` must be those of rank 0.
 
-    Only where `machine` (`moeserve.ranks.network.machine_id`) is that of the receiver does `pid` mean something to it.
+    Only where `machine` (`moeserve.ranks.meeting.machine_id`) is that of the receiver does `pid` mean something to it.
     """
 
     rank: int
@@ -41,7 +45,7 @@ class Setup(Message):
     """What rank 0 decided for all: `pid` is its own process, the blocks are those of each rank.
 
     `settings` are those of rank 0 (JSON of a `ServeConfig` without keys), which hold for all ranks.
-    placement[layer][expert]: the ranks that hold the expert (`experts.placement.placement`). expert_slots: of each
+    placement[layer][expert]: the ranks that hold the expert (`experts.placement`). expert_slots: of each
     layer on each rank, None where all experts of a rank are in memory. lent[rank]: the experts (layer, expert) that a
     rank keeps for the others.
     """
@@ -69,7 +73,7 @@ class Start(Message):
 
 
 class Forward(Message):
-    """A step: this rank's plan (`plan_codec`), and what all ranks know of all plans (`moeserve.ranks.step_rows`).
+    """A step: this rank's plan (`plan_codec`), and what all ranks know of all plans (`moeserve.ranks.messages`).
 
     placement_version: the migration (`PlaceLayer`) that is in use from this step on, 0 before the first.
     """
@@ -127,3 +131,48 @@ class Shutdown(Message):
 
 ToRank = Setup | Dismissed | Start | Forward | PlaceLayer | DropLayer | Shutdown
 FromRank = Joined | Loaded | RankResult | LayerLoaded | RankBeat
+
+
+# How many rows every rank has in a step, known to all, and what follows from that alone. No torch here.
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """num_rows[r], num_logit_rows[r]: of rank r, in all layers and in the last one.
+
+    only_decodes: whether all chunks of all ranks are single tokens whose logits are wanted.
+    """
+
+    num_rows: Sequence[int]
+    num_logit_rows: Sequence[int]
+    only_decodes: bool
+
+    @classmethod
+    def of(cls, plans: Sequence[StepPlan]) -> StepRows:
+        """plans[r] is what rank r computes."""
+        return cls(
+            [plan.num_tokens for plan in plans],
+            [plan.num_logit_rows for plan in plans],
+            all(len(chunk.token_ids) == chunk.num_logit_rows == 1 for plan in plans for chunk in plan.chunks),
+        )
+
+    @classmethod
+    def alike(cls, num_ranks: int, num_rows: int, num_logit_rows: int) -> StepRows:
+        """Every rank computes a step of the same shape, of its own."""
+        return cls([num_rows] * num_ranks, [num_logit_rows] * num_ranks, only_decodes=False)
+
+    def captured_size(self, sizes: Sequence[int]) -> int | None:
+        """The one of the captured sizes (ascending) that all ranks replay, those with fewer rows or none padded to it.
+
+        None for a step that each rank computes with its own rows.
+        """
+        return padded_size(max(self.num_rows), sizes) if self.only_decodes else None
+
+
+def captures_decodes(shape: str, *, eager: bool, all_resident: bool) -> bool:
+    """Whether ranks on GPUs replay decode steps; follows from settings alone, so that all ranks do the same.
+
+    shape: of dispatch. Only the sizes of `allgather` need no word from the device; with `auto` decodes take it whatever
+    suits the other steps. eager: `--enforce-eager`. all_resident: what the gate chose is not looked at on the host.
+    """
+    return shape != "alltoall" and all_resident and not eager

@@ -10,14 +10,11 @@ import msgspec
 import zmq
 
 from experts.errors import CollectiveError
-from experts.placement.placement import Placement
+from experts.placement import Placement
 from moeserve.config import ServeConfig
-from moeserve.device import choose_device, cuda_absence
-from moeserve.expert_service.residency import residency_with
-from moeserve.kv_budget import KvBudget
+from moeserve.device import KvBudget, choose_device, cuda_absence
+from moeserve.experts.memory import residency_with
 from moeserve.model_loading import ModelPlan, Report, read_spec
-from moeserve.ranks.introduction import introduction
-from moeserve.ranks.link import BeatThread, RankLink
 from moeserve.ranks.meeting import meet_first
 from moeserve.ranks.members import RankMember, make_member, plan_gpu_rank
 from moeserve.ranks.messages import (
@@ -27,8 +24,9 @@ from moeserve.ranks.messages import (
     Setup,
     Start,
 )
-from moeserve.ranks.rank_steps import RankSteps
-from moeserve.run_context import RunContext
+from moeserve.ranks.steps import RankSteps
+from moeserve.ranks.transport import BeatThread, RankLink, introduction
+from moeserve.wire import RunContext
 
 
 def run_other_rank(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], rank: int, report: Report) -> None:

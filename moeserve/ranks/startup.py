@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 
 import structlog
 import torch
@@ -12,12 +13,36 @@ import zmq
 from experts.errors import ExpertStoreError
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import too_few_gpus
+from moeserve.model.spec import ModelError
 from moeserve.model_loading import Report
-from moeserve.models.errors import ModelError
-from moeserve.ranks.cores import bind_to_cores
 from moeserve.ranks.first_rank import run_first_rank
 from moeserve.ranks.other_rank import run_other_rank
-from moeserve.run_context import RunContext
+from moeserve.wire import RunContext
+
+# Which cores a rank keeps to: its own, where the ranks of a machine take all of them.
+
+
+def own_cores(place: int, num_ranks: int, threads: int, usable: Sequence[int]) -> list[int]:
+    """The cores of the rank in `place` among the `num_ranks` of a machine, each with so many threads.
+
+    All `usable` ones, unless the ranks fill them exactly. With fewer threads there is room to go elsewhere, and under a
+    container's quota these cores are not this service's alone: others would keep to the same ones.
+    """
+    if num_ranks * threads != len(usable):
+        return list(usable)
+    return sorted(usable)[place * threads : (place + 1) * threads]
+
+
+def bind_to_cores(place: int, num_ranks: int, threads: int) -> list[int]:
+    """Has this thread, and all that it starts from now on, keep to `own_cores`; returns them.
+
+    Ranks meet in every layer, so that two of them on one core for a moment cost a step twice its time. The system moves
+    them there now and then: while one waits, its core looks idle.
+    """
+    cores = own_cores(place, num_ranks, threads, sorted(os.sched_getaffinity(0)))
+    os.sched_setaffinity(0, cores)
+    return cores
+
 
 log = structlog.get_logger(__name__)
 

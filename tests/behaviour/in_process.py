@@ -22,8 +22,8 @@ import transformers
 # All that this folder takes from the product, and the only lines to follow it when it moves.
 from moeserve.config import ServeConfig
 from moeserve.llm import LLM, Completion
-from moeserve.models.demo.cache import ensure_demo
-from moeserve.request import SamplingParams
+from moeserve.model.demo import ensure_demo
+from moeserve.plan import SamplingParams
 from tests.behaviour.cases import (
     DEMO_TEXTS,
     MODELS,

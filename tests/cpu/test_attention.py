@@ -11,9 +11,8 @@ from torch import Tensor
 
 from kernels.attention import paged_attention, paged_attention_reference
 from kernels.attention_plan import AttentionPlan, ChunkSpan
-from kernels.cpu.attention_tiles import AttentionTiles
-from kernels.cpu.torch_attention import torch_attention
-from kernels.kv_write import write_kv
+from kernels.cpu.attention import AttentionTiles, torch_attention
+from kernels.rope_kv import write_kv
 
 BLOCK_SIZE = 8
 Attend = Callable[..., Tensor]

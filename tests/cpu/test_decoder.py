@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels.specs import GateSpec
-from moeserve.models.decoder import Decoder
-from moeserve.models.families import build_spec
-from moeserve.models.hf_config import load_config
-from moeserve.models.spec import AttentionSpec, DecoderSpec, MlaSpec, MoeSpec
-from moeserve.models.weights import load_decoder
+from moeserve.model.decoder import Decoder
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, MoeSpec
+from moeserve.model.weights import load_decoder
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import CASES, save
 

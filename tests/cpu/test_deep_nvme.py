@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from experts.deep_nvme import DeepNvme, deep_nvme, extensions_folder, extensions_kept_in
 from experts.errors import ExpertStoreError
-from experts.memory.deep_nvme import DeepNvme, deep_nvme, extensions_folder, extensions_kept_in
-from experts.memory.expert_file import PAGE_BYTES, write_expert_file
-from experts.memory.slot_arena import SlotArena
-from experts.memory.store import DiskTier
+from experts.expert_file import PAGE_BYTES, write_expert_file
+from experts.slots import SlotArena
+from experts.tiers import DiskTier
 
 SOURCE = bytes(32)
 EXPERT_BYTES = 5 * PAGE_BYTES + 100

@@ -9,11 +9,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moeserve.models.demo import build, worker
-from moeserve.models.demo.build import build_demo, build_dense
-from moeserve.models.demo.gguf_source import GgufSource
-from moeserve.models.errors import ModelError
-from moeserve.models.folder import check_folder
+from moeserve.model import demo_build
+from moeserve.model.demo_build import GgufSource, build_demo, build_dense
+from moeserve.model.source import check_folder
+from moeserve.model.spec import ModelError
 from tests.support.tiny_gguf import LAYERS, NEURONS, TOKENS, write_gguf
 
 
@@ -26,7 +25,7 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def from_tiny(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "locate_gguf", lambda: tiny_gguf)
+    monkeypatch.setattr(demo_build, "locate_gguf", lambda: tiny_gguf)
 
 
 def logits(folder: Path, ids: Tensor) -> Tensor:
@@ -102,18 +101,18 @@ def test_a_gguf_of_another_type_is_refused(tmp_path: Path) -> None:
         GgufSource(tmp_path / "other.gguf")
 
 
-def run_worker(capfd: pytest.CaptureFixture[str], out_dir: Path, **numbers: int) -> tuple[int, list[worker.Event]]:
-    job = worker.Job(str(out_dir), **numbers)
-    status = worker.main(msgspec.json.encode(job).decode())
+def run_worker(capfd: pytest.CaptureFixture[str], out_dir: Path, **numbers: int) -> tuple[int, list[demo_build.Event]]:
+    job = demo_build.Job(str(out_dir), **numbers)
+    status = demo_build.main(msgspec.json.encode(job).decode())
     lines = capfd.readouterr().out.splitlines()
-    return status, [msgspec.json.decode(line, type=worker.Event) for line in lines]
+    return status, [msgspec.json.decode(line, type=demo_build.Event) for line in lines]
 
 
 @pytest.mark.usefixtures("from_tiny")
 def test_the_builder_process_tells_its_progress(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, events = run_worker(capfd, tmp_path / "out", experts=8, top_k=2)
     assert status == 0
-    assert events[-1] == worker.Event("build layers", LAYERS, LAYERS)
+    assert events[-1] == demo_build.Event("build layers", LAYERS, LAYERS)
     check_folder(tmp_path / "out")
 
 

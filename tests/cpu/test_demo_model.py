@@ -8,9 +8,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from moeserve.models.demo.build import build_dense
-from moeserve.models.demo.cache import ensure_demo
-from moeserve.models.manifest import verify
+from moeserve.model.cache import verify
+from moeserve.model.demo import ensure_demo
+from moeserve.model.demo_build import build_dense
 
 ANSWERS = {
     "What is the capital of France? Answer in one sentence.": "The capital of France is Paris.",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from moeserve.models.demo.partition import TiedExperts, check_partition, gate_centroids, split_ffn
+from moeserve.model.demo_build import TiedExperts, check_partition, gate_centroids, split_ffn
 
 HIDDEN, NEURONS, TOKENS = 32, 48, 200
 

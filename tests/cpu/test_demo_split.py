@@ -12,15 +12,12 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 from transformers import AutoModelForCausalLM
 
-from moeserve.models.demo import build, split_build
-from moeserve.models.demo.build import build_dense
-from moeserve.models.demo.neuron_split import num_shared, split_neurons
-from moeserve.models.demo.quality import read_quality
-from moeserve.models.demo.split_build import build_split
-from moeserve.models.families import build_spec
-from moeserve.models.folder import check_folder
-from moeserve.models.hf_config import load_config
-from moeserve.models.weights import load_decoder
+from moeserve.model import demo_build, split_demo
+from moeserve.model.demo_build import build_dense, read_quality
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.source import check_folder
+from moeserve.model.split_demo import build_split, num_shared, split_neurons
+from moeserve.model.weights import load_decoder
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_gguf import NEURONS, TOKENS, write_gguf
 
@@ -38,7 +35,7 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folders(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("built")
     with pytest.MonkeyPatch.context() as patch:
-        for module in (build, split_build):
+        for module in (demo_build, split_demo):
             patch.setattr(module, "locate_gguf", lambda: gguf)
         build_dense(root / "dense")
         build_split(root / "all", experts=EXPERTS, top_k=EXPERTS)

@@ -7,10 +7,9 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from moeserve.models.demo.gguf_source import DenseShape, GgufSource
-from moeserve.models.demo.package import locate_gguf
-from moeserve.models.demo.text_files import mixtral_config, write_text_files
-from moeserve.models.generation_config import load_generation_defaults
+from moeserve.model.demo import locate_gguf
+from moeserve.model.demo_build import DenseShape, GgufSource, mixtral_config, write_text_files
+from moeserve.model.families import load_generation_defaults
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from experts.errors import ExpertStoreError
-from experts.memory.device_slots import DeviceSlots
-from experts.memory.eviction import lru
-from experts.memory.expert_file import write_expert_file
-from experts.memory.expert_memory import ExpertMemory
-from experts.memory.host_tier import HostTier
-from experts.memory.residency_control import ResidencyControl
-from experts.memory.store import DiskTier, ExpertTier
+from experts.expert_file import write_expert_file
+from experts.expert_memory import ExpertMemory
+from experts.residency import ResidencyControl, lru
+from experts.slots import DeviceSlots
+from experts.tiers import DiskTier, ExpertTier, HostTier
 from tests.support.late_copies import LateCopies
 
 CPU = torch.device("cpu")

@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 
-import moeserve.expert_service.residency
+import moeserve.experts.memory
 from experts.errors import ExpertStoreError
-from experts.memory.eviction import POLICIES
-from experts.memory.expert_file import PAGE_BYTES, round_to_page
+from experts.expert_file import PAGE_BYTES, round_to_page
 from experts.moe_layer import MoeLayer
-from experts.prediction.recall import RecallSample
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from experts.routing.statistics_file import save_statistics
-from kernels.moe_gemm import moe_experts
+from experts.predictor import RecallSample
+from experts.residency import POLICIES
+from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.routing_files import save_statistics
+from kernels.moe import moe_experts
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.expert_service.placement import statistics_key
+from moeserve.experts.settings import statistics_key
 from moeserve.llm import LLM, Completion
+from moeserve.model.expert_store import layout_in_store
+from moeserve.model.spec import ModelError
 from moeserve.model_loading import read_spec
-from moeserve.models.errors import ModelError
-from moeserve.models.expert_store import layout_in_store
-from moeserve.request import SamplingParams
+from moeserve.plan import SamplingParams
 from tests.support.tiny_models import CASES, save
 
 BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160, max_num_batched_tokens=64)
@@ -141,7 +141,7 @@ def test_nothing_of_it_is_built_where_all_experts_fit(
         raise AssertionError("built")
 
     for name in ("ExpertMemory", "SlotArena", "ResidentExperts", "ensure_expert_store"):
-        monkeypatch.setattr(moeserve.expert_service.residency, name, refuse)
+        monkeypatch.setattr(moeserve.experts.memory, name, refuse)
     dispatches: list[object] = []
     init = MoeLayer.__init__
     monkeypatch.setattr(
@@ -252,7 +252,7 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     save("llama", tmp_path)
     config = ServeConfig(expert_memory=1 << 30)
     with pytest.raises(ConfigError, match="--expert-memory: a llama model has no experts"):
-        moeserve.expert_service.residency.plan_residency(tmp_path, *read_spec(tmp_path, config), config)
+        moeserve.experts.memory.plan_residency(tmp_path, *read_spec(tmp_path, config), config)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lfru", "static", "affinity"])

@@ -7,15 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experts.memory.eviction import POLICIES
-from experts.memory.expert_file import PAGE_BYTES, write_expert_file
-from experts.memory.expert_memory import ExpertMemory
-from experts.memory.residency_control import ResidencyControl, ResidencyCounters
-from experts.memory.slot_arena import SlotArena
-from experts.memory.store import DiskTier
-from experts.routing.traces import RoutingTrace
-from experts.simulation.link_model import LinkModel
-from experts.simulation.replay import LayerTiming, Simulation, steps_of
+from experts.expert_file import PAGE_BYTES, write_expert_file
+from experts.expert_memory import ExpertMemory
+from experts.residency import POLICIES, ResidencyControl, ResidencyCounters
+from experts.routing_files import RoutingTrace
+from experts.simulator import LayerTiming, LinkModel, Simulation, steps_of
+from experts.slots import SlotArena
+from experts.tiers import DiskTier
 
 SOURCE = bytes(32)
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS, TOP_K, NUM_STREAMS = 3, 10, 6, 2, 3

@@ -5,15 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experts.memory.eviction import POLICIES
-from experts.memory.expert_file import round_to_page
-from experts.memory.expert_memory import ExpertMemory
-from experts.memory.residency_control import ResidencyControl, ResidencyCounters
-from experts.memory.slot_arena import SlotArena
-from experts.routing.synthetic import SyntheticSpec, synthetic_trace
-from experts.routing.traces import RoutingTrace
-from experts.simulation.link_model import LinkModel
-from experts.simulation.replay import LayerTiming, Simulation, steps_of
+from experts.expert_file import round_to_page
+from experts.expert_memory import ExpertMemory
+from experts.residency import POLICIES, ResidencyControl, ResidencyCounters
+from experts.routing_files import RoutingTrace
+from experts.simulator import LayerTiming, LinkModel, Simulation, SyntheticSpec, steps_of, synthetic_trace
+from experts.slots import SlotArena
 
 EXPERT_BYTES = round_to_page(1)
 

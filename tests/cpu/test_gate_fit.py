@@ -9,14 +9,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from experts.prediction.predictor import Tap
-from experts.prefetch.fitted_gates import FittedGates, FittedGatesError, load_fitted_gates, save_fitted_gates
-from experts.prefetch.gate_fit import GateFit
+from experts.gates import FittedGates, FittedGatesError, load_fitted_gates, save_fitted_gates
+from experts.predictor import Tap
 from launcher.cli import main
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.expert_service.gate_fitting import TextReader, fit_gates, pieces
+from moeserve.experts.fit import GateFit, TextReader, fit_gates, pieces
 from moeserve.llm import LLM
-from moeserve.request import SamplingParams
+from moeserve.plan import SamplingParams
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 TEXT = "The harbour wakes before the town does. At half past four the first boats come back. " * 8

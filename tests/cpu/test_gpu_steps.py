@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from moeserve.cuda.launch_variants import StepShape
 from moeserve.ranks.gpu_steps import GpuSteps
-from moeserve.ranks.step_rows import StepRows
+from moeserve.ranks.messages import StepRows
 
 
 class Experts:

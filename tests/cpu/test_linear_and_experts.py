@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Activation, glu
+from kernels.cpu.experts import PanelLayout, RowLayout
 from kernels.cpu.library import native_kernels
-from kernels.cpu.native_experts import PanelLayout
-from kernels.cpu.torch_experts import RowLayout
 from kernels.linear import linear_reference, pack_linear
-from kernels.moe_gemm import moe_experts, moe_experts_reference, pack_experts
+from kernels.moe import moe_experts, moe_experts_reference, pack_experts
 from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE = 6, 80, 40

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.kv_budget import KvBudget
+from moeserve.device import KvBudget
 from moeserve.llm import LLM, Completion
+from moeserve.model.families import GenerationDefaults, build_spec, load_config
 from moeserve.model_loading import ServedModel
-from moeserve.models.families import build_spec
-from moeserve.models.generation_config import GenerationDefaults
-from moeserve.models.hf_config import load_config
-from moeserve.request import FinishReason, SamplingParams
+from moeserve.plan import FinishReason, SamplingParams
 from moeserve.scheduler import Scheduler
 from radix_cache import PrefixCache
 from tests.support.tiny_models import save

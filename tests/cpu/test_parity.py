@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeserve.models.families import OWN_MODEL_TYPES, build_spec, supported_model_types
-from moeserve.models.hf_config import load_config
-from moeserve.models.weights import load_decoder
+from moeserve.model.families import OWN_MODEL_TYPES, build_spec, load_config, supported_model_types
+from moeserve.model.weights import load_decoder
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import CASES, save
 

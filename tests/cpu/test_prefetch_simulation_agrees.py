@@ -9,17 +9,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experts.memory.expert_memory import ExpertMemory
-from experts.memory.residency_control import ResidencyControl, ResidencyCounters
-from experts.memory.slot_arena import SlotArena
-from experts.prediction.combined import CombinedSource
-from experts.prediction.predictor import StepPredictor, Tap
-from experts.prediction.sources import GateSource
-from experts.prefetch.lookahead_planning import LookaheadPlanner
-from experts.routing.synthetic import SyntheticSpec, synthetic_trace
-from experts.routing.traces import GateGuesses, RoutingTrace
-from experts.simulation.link_model import LinkModel
-from experts.simulation.replay import LayerTiming, Simulation, steps_of
+from experts.expert_memory import ExpertMemory
+from experts.lookahead import LookaheadPlanner
+from experts.predictor import StepPredictor, Tap
+from experts.predictors import CombinedSource, GateSource
+from experts.residency import ResidencyControl, ResidencyCounters
+from experts.routing_files import GateGuesses, RoutingTrace
+from experts.simulator import LayerTiming, LinkModel, Simulation, SyntheticSpec, steps_of, synthetic_trace
+from experts.slots import SlotArena
 from tests.cpu.test_expert_simulation_agrees import EXPERT_BYTES, OwnNumbers, control_of
 
 TOP_K, REACH = 2, 2

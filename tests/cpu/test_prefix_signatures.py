@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 import moeserve.startup
-from experts.memory.expert_file import round_to_page
-from experts.prefetch.gate_lookahead import GateLookahead
-from experts.prefetch.prefix_listener import PrefixListener
-from experts.prefetch.prefix_warmth import PrefixWarmth
-from experts.routing.request_profiles import RequestProfiles
+from experts.expert_file import round_to_page
+from experts.lookahead import GateLookahead
+from experts.prefetcher import PrefixListener
+from experts.prefix_warmth import PrefixWarmth
+from experts.signatures import RequestProfiles
 from moeserve.config import ServeConfig
 from moeserve.llm import LLM
+from moeserve.model.expert_store import layout_in_store
 from moeserve.model_loading import read_spec
-from moeserve.models.expert_store import layout_in_store
-from moeserve.request import SamplingParams
+from moeserve.plan import SamplingParams
 from radix_cache import PrefixCache
 from tests.support.tiny_models import save
 

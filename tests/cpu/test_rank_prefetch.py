@@ -10,16 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.memory.expert_memory import ExpertMemory
-from experts.prediction.predictor import Tap
-from experts.prediction.rank_predictor import RankPredictor, RankShare
-from experts.prediction.recall import RecallSample
-from experts.prefetch.gate_preview import GatePreview
-from experts.prefetch.gates_ahead import GatesAhead
-from experts.prefetch.home_recall import HomeRecall
-from experts.prefetch.home_rows import HomeRows
-from experts.prefetch.prefetcher import LayerListener, Prefetcher
-from experts.prefetch.rank_prefetcher import RankPrefetcher
+from experts.expert_memory import ExpertMemory
+from experts.gates import GatePreview, GatesAhead
+from experts.predictor import RecallSample, Tap
+from experts.prefetcher import HomeRecall, HomeRows, LayerListener, Prefetcher, RankPrefetcher
+from experts.rank_predictor import RankPredictor, RankShare
 from kernels.activation import Activation
 
 NUM_EXPERTS, TOP_K = 4, 2

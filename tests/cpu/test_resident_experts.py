@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.memory.eviction import lru
-from experts.memory.expert_memory import ExpertMemory
-from experts.memory.residency_control import ResidencyControl
-from experts.memory.resident_experts import ResidentExperts
-from experts.memory.slot_arena import SlotArena
+from experts.expert_memory import ExpertMemory
+from experts.residency import ResidencyControl, lru
+from experts.resident_experts import ResidentExperts
+from experts.slots import SlotArena
 from kernels.activation import Activation
-from kernels.moe_gemm import expert_layout, moe_experts_partial
+from kernels.moe import expert_layout, moe_experts_partial
 from kernels.packed_experts import ExpertShape, SplitExperts
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 32, 24, 3

@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from experts.routing.step_routing import RoutingShape, unpack
-from experts.routing_tap import RoutingTap
+from experts.observer import RoutingTap
+from experts.routing import RoutingShape, unpack
 from kernels.moe_gate import GateSpec, select_experts
 from moeserve.config import ServeConfig
-from moeserve.executor import LocalExecutor
-from moeserve.expert_service.recording import open_recording
-from moeserve.expert_service.step_recording import RecordingExecutor
+from moeserve.experts.observe import RecordingExecutor, open_recording
 from moeserve.llm import LLM
+from moeserve.model.weights import dispatch_here
 from moeserve.model_loading import load_model, plan_model
-from moeserve.models.weights import dispatch_here
-from moeserve.request import SamplingParams
+from moeserve.plan import SamplingParams
 from moeserve.startup import routing_tap, tapped
+from moeserve.steps import LocalExecutor
 from tests.support.checkpoints import TOKENS, load, logits_of, spec_of
 from tests.support.tiny_models import save
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from kernels.sampling import draw, uniform_at
-from moeserve.plan import Chunk, ChunkExtras
-from moeserve.request import SamplingParams
-from moeserve.sampler import NOT_FINITE, sample, token_logprobs
+from moeserve.model.runner import NOT_FINITE, sample, token_logprobs
+from moeserve.plan import Chunk, ChunkExtras, SamplingParams
 
 VOCAB = 50
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)

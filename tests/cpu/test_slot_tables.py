@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.placement.placement import Placement, contiguous
-from experts.slot_tables import SlotTables
+from experts.exchange import SlotTables
+from experts.placement import Placement, contiguous
 from kernels.activation import Activation
 
 NUM_EXPERTS, NUM_ROWS, TOP_K, HIDDEN = 6, 4, 2, 3

@@ -13,15 +13,12 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.moe_gemm import moe_experts, moe_experts_partial
+from kernels.moe import moe_experts, moe_experts_partial
 from kernels.packed_experts import PackedExperts
-from moeserve.models.checkpoint import read_index
-from moeserve.models.fp8 import dequantise_fp8
-from moeserve.models.layout import layer_tensors, outer_tensors
-from moeserve.models.mxfp4 import dequantise_mxfp4
-from moeserve.models.spec import DecoderSpec, QuantizationSpec
-from moeserve.models.weight_plan import plan_weights
-from moeserve.models.weights import load_decoder
+from moeserve.model.checkpoint import layer_tensors, outer_tensors, plan_weights, read_index
+from moeserve.model.spec import DecoderSpec, QuantizationSpec
+from moeserve.model.tensor_reader import dequantise_fp8, dequantise_mxfp4
+from moeserve.model.weights import load_decoder
 from tests.support.checkpoints import change_tensors, load, logits_of, reference_logits, spec_of
 from tests.support.tiny_models import save
 

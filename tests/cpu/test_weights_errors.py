@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.models.checkpoint import read_index
-from moeserve.models.errors import CheckpointError, ModelError, UnsupportedModel
-from moeserve.models.hf_config import load_config
-from moeserve.models.weights import load_decoder
+from moeserve.model.checkpoint import read_index
+from moeserve.model.families import load_config
+from moeserve.model.spec import CheckpointError, ModelError, UnsupportedModel
+from moeserve.model.weights import load_decoder
 from tests.support.checkpoints import change_tensors, load, spec_of
 from tests.support.tiny_models import save
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from experts.routing.statistics_file import load_statistics, save_statistics
-from experts.routing.synthetic import SyntheticSpec, synthetic_trace
-from moeserve.expert_service.placement import statistics_key
+from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.routing_files import load_statistics, save_statistics
+from experts.simulator import SyntheticSpec, synthetic_trace
+from moeserve.experts.settings import statistics_key
 from tests.support.service import Service, descendants, is_alive, listening_addresses, service, wait_until
 from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
 from tests.support.tiny_model import write_model_dir

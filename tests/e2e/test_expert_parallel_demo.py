@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.models.source import resolve_model
+from moeserve.model.source import resolve_model
 from tests.support.service import Service, service
 
 _TOPICS = ("rivers", "bread", "prime numbers", "old ships", "sleep", "maps", "rain", "chess")

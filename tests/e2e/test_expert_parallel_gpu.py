@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experts.memory.expert_file import round_to_page
+from experts.expert_file import round_to_page
 from moeserve.cuda.expert_memory import slot_layout
 from tests.e2e.test_expert_parallel import RESTLESS, ranks_of
 from tests.support.checkpoints import spec_of

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from experts.memory.expert_file import round_to_page
-from experts.prediction.choice import COMBINED
+from experts.expert_file import round_to_page
+from experts.predictors import COMBINED
 from moeserve.config import ServeConfig
+from moeserve.model.expert_store import layout_in_store
 from moeserve.model_loading import read_spec
-from moeserve.models.expert_store import layout_in_store
 from tests.e2e.test_expert_parallel import REPLICAS, RESTLESS, TWO, complete_all
 from tests.support.service import Service, service, wait_until
 from tests.support.tiny_model import write_model_dir

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from moeserve.ranks.keys import create_keys
+from moeserve.ranks.meeting import create_keys
 from tests.support.service import ROOT, Service, descendants, is_alive, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 

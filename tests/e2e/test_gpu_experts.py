@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from experts.memory.expert_file import round_to_page
-from experts.routing.trace_file import load_trace
+from experts.expert_file import round_to_page
+from experts.routing_files import load_trace
 from moeserve.cuda.expert_memory import slot_layout
-from moeserve.expert_service.fitted_gates import keep_fitted_gates
-from moeserve.models.families import build_spec
-from moeserve.models.hf_config import load_config
+from moeserve.experts.load_ahead import keep_fitted_gates
+from moeserve.model.families import build_spec, load_config
 from tests.support.fitted_gates import some_gates
 from tests.support.service import ROOT, Service, service
 from tests.support.tiny_model import write_model_dir

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from moeserve.frames import unpack_token_ids
-from moeserve.messages import Admitted, Finish, Generate, Output, Outputs
-from moeserve.plan import TokenLogprobs
-from moeserve.request import FinishReason
+from moeserve.plan import FinishReason, TokenLogprobs
+from moeserve.wire import Admitted, Finish, Generate, Output, Outputs, unpack_token_ids
 from tests.support.fake_engine import FakeEngine, say
 from tests.support.frontend import Frontend, frontend
 from tests.support.tiny_model import ASSISTANT, BOS, END, USER

@@ -10,8 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from moeserve import frames
-from moeserve.messages import EngineReady, Generate, Hello, Refused
+from moeserve import wire
+from moeserve.wire import EngineReady, Generate, Hello, Refused
 from tests.support.fake_engine import admit_only, say, trickle
 from tests.support.frontend import Frontend, frontend
 
@@ -115,6 +115,6 @@ def test_messages_of_another_life_are_dropped(tmp_path: Path) -> None:
     with frontend(tmp_path, wait_ready=False, engine={"introduces": False}) as server:
         server.engine.wait_for(Hello)
         ready: EngineReady = server.engine.ready_message()
-        server.engine.send(frames.encode(ready, 6))
+        server.engine.send(wire.encode(ready, 6))
         server.engine.send(ready)
         server.wait("/ready", 200)

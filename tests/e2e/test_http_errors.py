@@ -9,8 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from moeserve.messages import Abort, Generate, Output, Outputs
-from moeserve.request import FinishReason
+from moeserve.plan import FinishReason
+from moeserve.wire import Abort, Generate, Output, Outputs
 from tests.support.fake_engine import FakeEngine, admit_only, reject, say
 from tests.support.frontend import Frontend, frontend
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from experts.routing.statistics_file import load_statistics
-from experts.routing.trace_file import load_trace
-from moeserve.expert_service.placement import statistics_key
+from experts.routing_files import load_statistics, load_trace
+from moeserve.experts.settings import statistics_key
 from tests.support.frontend import frontend
 from tests.support.service import Service, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint

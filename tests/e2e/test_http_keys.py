@@ -8,9 +8,9 @@ import pytest
 from starlette.routing import Route
 
 from moeserve.frontend.app import create_app
-from moeserve.frontend.auth import PUBLIC_PATHS, ROLE_OF_PATH
+from moeserve.frontend.middleware import PUBLIC_PATHS, ROLE_OF_PATH
 from moeserve.frontend.services import Services
-from moeserve.messages import Generate
+from moeserve.wire import Generate
 from tests.support.frontend import Frontend, frontend, run_context
 
 BODY = {"model": "tiny", "prompt": "hi"}

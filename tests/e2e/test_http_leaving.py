@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from moeserve.messages import Abort, Generate
+from moeserve.wire import Abort, Generate
 from tests.support.fake_engine import Script, admit_only, ignore, say, trickle
 from tests.support.frontend import Frontend, frontend
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from moeserve.frontend import limits
-from moeserve.messages import Abort, Generate, Output, Outputs
-from moeserve.request import FinishReason
+from moeserve.plan import FinishReason
+from moeserve.wire import Abort, Generate, Output, Outputs
 from tests.support.fake_engine import admit_only, say, trickle
 from tests.support.in_process import Exchange, application, completion
 

@@ -13,22 +13,23 @@ from triton.runtime.errors import OutOfResources
 import moeserve.bench.tune_attention as tune_attention_module
 import moeserve.cuda.attention_kernels as attention_kernels
 import moeserve.cuda.expert_kernels as expert_kernels
-from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
-from kernels.gpu.attention_tuning import (
+from kernels.gpu.attention_config import (
     MAX_CANDIDATES,
     AttentionConfigs,
     AttentionShape,
+    ExtendConfig,
+    PrefillConfig,
+    SplitConfig,
     extend_candidates,
     prefill_candidates,
     read_attention,
     split_candidates,
     write_attention,
 )
-from kernels.gpu.tuning import Platform, TuningError, file_name
+from kernels.gpu.moe_config import Platform, TuningError, file_name
 from moeserve.bench.tune_attention import Batch, Batches, tune_attention
 from moeserve.cuda.batches import AttentionLimits
-from moeserve.models.families import build_spec
-from moeserve.models.hf_config import load_config
+from moeserve.model.families import build_spec, load_config
 from tests.support.commands import invoke
 from tests.support.tiny_models import save
 
@@ -239,7 +240,7 @@ def test_the_command_writes_where_serving_looks(kv_cache_dtype, monkeypatch, tmp
     save("llama", tmp_path / "model")
     platform = expert_kernels.platform_of(CPU)
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
-    monkeypatch.setattr("moeserve.models.source.resolve_model", Path)
+    monkeypatch.setattr("moeserve.model.source.resolve_model", Path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Gpu", (), {"multi_processor_count": 132}))
     monkeypatch.setattr(expert_kernels, "platform_of", lambda device: platform)
@@ -276,7 +277,7 @@ def test_fp8_keys_under_float32_are_refused_in_one_sentence(monkeypatch, tmp_pat
 def test_a_block_size_that_is_no_power_of_two_is_one_sentence(monkeypatch, tmp_path):
     pytest.importorskip("msgspec", reason="finding a model by name needs the whole service")
     save("llama", tmp_path)
-    monkeypatch.setattr("moeserve.models.source.resolve_model", Path)
+    monkeypatch.setattr("moeserve.model.source.resolve_model", Path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     result = invoke("tune", str(tmp_path), "--block-size", "24")
     assert result.exit_code == 2

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from moeserve.cuda.build import build_gpu_decoder
-from moeserve.models.families import build_spec
-from moeserve.models.hf_config import load_config
+from moeserve.model.families import build_spec, load_config
 from tests.support.gpu_logits import MAX_LEN, MAX_TOKENS, difference, gpu_logits, two_requests
 from tests.support.tiny_models import CASES, save
 

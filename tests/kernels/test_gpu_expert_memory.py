@@ -10,20 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from experts.gates import FittedGates, GatePreview
 from experts.moe_layer import Dispatch
-from experts.prediction.predictor import Tap
-from experts.prefetch.fitted_gates import FittedGates
-from experts.prefetch.gate_preview import GatePreview
-from kernels.moe_gemm import moe_experts
+from experts.predictor import Tap
+from kernels.moe import moe_experts
 from moeserve.config import ConfigError
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.expert_memory import plan_gpu_residency
 from moeserve.cuda.gpu_model import make_runner
-from moeserve.kv_budget import KvBudget
-from moeserve.models.families import build_spec
-from moeserve.models.hf_config import load_config
-from moeserve.models.spec import DecoderSpec
-from moeserve.models.weights import load_decoder
+from moeserve.device import KvBudget
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.spec import DecoderSpec
+from moeserve.model.weights import load_decoder
 from moeserve.plan import ChunkResult, StepPlan
 from tests.support.fitted_gates import some_gates
 from tests.support.gpu_experts import (

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from moeserve.cuda.gpu_model import load_gpu_model
-from moeserve.executor import LocalExecutor, LocalLauncher
-from moeserve.kv_budget import KvBudget
-from moeserve.kv_pool import KVPool
-from moeserve.model_runner import ModelRunner
-from moeserve.models.weights import load_decoder
+from moeserve.device import KvBudget
+from moeserve.model.kv_pool import KVPool
+from moeserve.model.runner import ModelRunner
+from moeserve.model.weights import load_decoder
+from moeserve.steps import LocalExecutor, LocalLauncher
 from tests.support.checkpoints import spec_of
 from tests.support.rank_requests import MAX_LEN, RankCase, Said, serve
 from tests.support.tiny_models import save

@@ -12,27 +12,30 @@ import numpy as np
 import pytest
 import torch
 
-from experts.routing.recorder import RoutingRecorder
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from experts.routing_tap import RoutingTap
+from experts.observer import RoutingTap
+from experts.routing import RoutingRecorder, RoutingStatistics, StatisticsSpec
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.gpu_model import GpuSettings, make_runner
 from moeserve.cuda.runner import GpuModelRunner
-from moeserve.executor import LaunchedStep, LaunchingExecutor, LaunchingRunner, LocalLauncher, Runner
-from moeserve.expert_service.recording import ExpertRecording, routing_shape
-from moeserve.expert_service.signatures import AnnotatingLauncher
-from moeserve.expert_service.step_recording import RecordingLauncher, TappedRunner
-from moeserve.kv_budget import KvBudget
-from moeserve.kv_pool import KVPool
-from moeserve.model_runner import ModelRunner
-from moeserve.models.families import build_spec
-from moeserve.models.hf_config import load_config
-from moeserve.models.spec import DecoderSpec
-from moeserve.models.weights import dispatch_here, load_decoder
-from moeserve.plan import Chunk, ChunkExtras, StepPlan, StepResult
-from moeserve.request import Request, SamplingParams
+from moeserve.device import KvBudget
+from moeserve.experts.observe import AnnotatingLauncher, ExpertRecording, RecordingLauncher, TappedRunner, routing_shape
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.kv_pool import KVPool
+from moeserve.model.runner import ModelRunner
+from moeserve.model.spec import DecoderSpec
+from moeserve.model.weights import dispatch_here, load_decoder
+from moeserve.plan import Chunk, ChunkExtras, Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduler import Scheduler
-from moeserve.step_loop import OverlappedSteps, PlainSteps, StepLoop
+from moeserve.steps import (
+    LaunchedStep,
+    LaunchingExecutor,
+    LaunchingRunner,
+    LocalLauncher,
+    OverlappedSteps,
+    PlainSteps,
+    Runner,
+    StepLoop,
+)
 from radix_cache import PrefixCache
 from tests.support.tiny_models import save
 

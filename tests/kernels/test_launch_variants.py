@@ -4,8 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from kernels.gpu.moe_config import Device, MoeShape
-from kernels.gpu.tuning import MoeConfigs, Platform
+from kernels.gpu.moe_config import Device, MoeConfigs, MoeShape, Platform
 from moeserve.cuda.launch_variants import LaunchVariants, StepLimits, StepShape
 from moeserve.cuda.step_arrays import ExtendLimits
 from tests.support.separate_process import output_of

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from moeserve.cuda.logit_adjustments import adjusted_logits
-from moeserve.plan import Chunk, ChunkExtras
-from moeserve.request import SamplingParams
-from moeserve.sampler import adjusted_row
+from moeserve.model.runner import adjusted_row
+from moeserve.plan import Chunk, ChunkExtras, SamplingParams
 
 VOCAB = 50
 

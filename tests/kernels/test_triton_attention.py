@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.gpu.attention import ExtendRun, Partials, paged_attention, split_attention
-from kernels.gpu.attention_arguments import Scoring
+from kernels.gpu.attention import ExtendRun, Partials, Scoring, paged_attention, split_attention
 from kernels.gpu.attention_config import PrefillConfig, SplitConfig
-from kernels.gpu.attention_work import SplitWork
+from kernels.gpu.attention_kernels import SplitWork
 from tests.support.paged_batch import Batch, assert_close, guarded, make_batch, run_prefill, run_split
 
 TILE = 16

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.gpu.attention_config import SplitConfig
-from kernels.gpu.attention_work import SplitWork
+from kernels.gpu.attention_kernels import SplitWork
 from tests.support.paged_batch import Batch, assert_close, make_batch, run_prefill, run_split
 
 TILE = 16

@@ -4,8 +4,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from kernels.gpu.moe import device_of, moe_experts_reference
 from kernels.gpu.moe_config import MoeConfig, MoeShape, Tile, heuristic_config
-from kernels.gpu.moe_experts import device_of, moe_experts_reference
 from moeserve.bench.kernel_cases_moe import SHAPES, combine_cases, moe_cases
 from moeserve.bench.moe_case import ACTIVATION, MoeCase, make_case, route
 from moeserve.bench.tune_moe import projection_call, sorted_pairs, tune_shape

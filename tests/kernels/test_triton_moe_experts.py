@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kernels.gpu.moe import MoeWorkspace, TritonMoe, moe_experts, moe_experts_reference
 from kernels.gpu.moe_config import MoeConfig, Tile
-from kernels.gpu.moe_experts import MoeWorkspace, TritonMoe, moe_experts, moe_experts_reference
 from kernels.gpu.moe_weights import (
     GpuExperts,
     StoredMatrix,

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
+from kernels.gpu.moe import MoeWorkspace, SlotExperts, SlotLayout, TritonMoe, moe_experts_reference
 from kernels.gpu.moe_config import MoeConfig, Tile, WeightStorage
-from kernels.gpu.moe_experts import MoeWorkspace, TritonMoe, moe_experts_reference
-from kernels.gpu.moe_slots import SlotExperts, SlotLayout
 from kernels.packed_experts import ExpertShape
 from kernels.specs import Activation
 

@@ -5,8 +5,7 @@ import mmap
 import pytest
 import torch
 
-from kernels.gpu.rope_kv import norm_rope_write_kv
-from kernels.gpu.rope_kv_reference import norm_rope_write_kv_reference
+from kernels.gpu.rope_kv import norm_rope_write_kv, norm_rope_write_kv_reference
 
 NUM_SLOTS = 24
 

@@ -3,9 +3,15 @@
 import pytest
 import torch
 
-from kernels.gpu.sampling import greedy, sample
-from kernels.gpu.sampling_filters import filter_thresholds
-from kernels.gpu.sampling_reference import filter_thresholds_reference, gumbel_noise, philox, sample_reference
+from kernels.gpu.sampling import (
+    filter_thresholds,
+    filter_thresholds_reference,
+    greedy,
+    gumbel_noise,
+    philox,
+    sample,
+    sample_reference,
+)
 
 
 def column(device, values, dtype=torch.float32):

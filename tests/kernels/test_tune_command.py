@@ -9,8 +9,8 @@ import torch
 
 import moeserve.bench.tune_moe as tune_moe
 import moeserve.cuda.expert_kernels as expert_kernels
+from kernels.gpu.moe import device_of, moe_experts_reference
 from kernels.gpu.moe_config import MoeShape, heuristic_config
-from kernels.gpu.moe_experts import device_of, moe_experts_reference
 from moeserve.bench.moe_case import ACTIVATION, make_case
 from tests.support.commands import invoke
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention import Partials, prefill_attention, split_attention
-from kernels.gpu.attention_arguments import PagedContext, Scoring
+from kernels.gpu.attention import PagedContext, Partials, Scoring, prefill_attention, split_attention
 from kernels.gpu.attention_config import split_config
-from kernels.gpu.attention_work import SplitWork
+from kernels.gpu.attention_kernels import SplitWork
 
 KV_HEADS = 2
 Shape = tuple[int, int, int, int, torch.dtype, torch.dtype]

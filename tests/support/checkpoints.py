@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moeserve.models.decoder import Decoder
-from moeserve.models.families import build_spec
-from moeserve.models.hf_config import load_config
-from moeserve.models.spec import DecoderSpec
-from moeserve.models.weights import load_decoder
+from moeserve.model.decoder import Decoder
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.spec import DecoderSpec
+from moeserve.model.weights import load_decoder
 from tests.support.paged_runner import PagedRunner
 
 TOKENS = list(range(1, 14))

@@ -2,8 +2,8 @@
 
 import torch
 
+from kernels.gpu.moe import MoeWorkspace, moe_experts
 from kernels.gpu.moe_config import Device, MoeShape, heuristic_config
-from kernels.gpu.moe_experts import MoeWorkspace, moe_experts
 from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.specs import Activation, GateSpec

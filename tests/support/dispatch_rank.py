@@ -12,10 +12,10 @@ from torch import Tensor
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.placement.load_balance import load_balanced
-from experts.placement.placement import Placement, contiguous
+from experts.placement import Placement, contiguous
+from experts.placement_search import load_balanced
 from kernels.activation import Activation
-from kernels.moe_gemm import moe_experts, moe_experts_partial, pack_experts
+from kernels.moe import moe_experts, moe_experts_partial, pack_experts
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 12, 32, 24, 3
 # Rows of each rank and step; the last layer of a step computes the first half of them.

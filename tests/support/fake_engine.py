@@ -12,7 +12,8 @@ from typing import Any
 import zmq
 
 from moeserve import frames, messages
-from moeserve.messages import (
+from moeserve.plan import FinishReason
+from moeserve.wire import (
     Abort,
     Admitted,
     Control,
@@ -26,9 +27,8 @@ from moeserve.messages import (
     Output,
     Outputs,
     Rejected,
+    RunContext,
 )
-from moeserve.request import FinishReason
-from moeserve.run_context import RunContext
 from tests.support.tiny_model import EOS, VOCAB_SIZE
 
 Script = Callable[["FakeEngine", Generate], None]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from experts.prediction.predictor import Tap
-from experts.prefetch.fitted_gates import FittedGates
-from moeserve.models.spec import DecoderSpec
+from experts.gates import FittedGates
+from experts.predictor import Tap
+from moeserve.model.spec import DecoderSpec
 
 
 def some_gates(spec: DecoderSpec) -> FittedGates:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from experts.memory.expert_file import round_to_page
-from experts.prefetch.fitted_gates import FittedGates
+from experts.expert_file import round_to_page
+from experts.gates import FittedGates
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.expert_kernels import expert_storage
 from moeserve.cuda.expert_memory import (
@@ -20,13 +20,11 @@ from moeserve.cuda.expert_memory import (
     slot_layout,
 )
 from moeserve.cuda.gpu_model import GpuSettings, make_runner
-from moeserve.executor import LaunchingRunner
-from moeserve.expert_service.prefetch import PrefetchingLauncher, start_prefetching
-from moeserve.kv_budget import KvBudget
-from moeserve.models.progress import silent
-from moeserve.models.spec import DecoderSpec
-from moeserve.plan import Chunk, ChunkResult, StepPlan
-from moeserve.request import SamplingParams
+from moeserve.device import KvBudget
+from moeserve.experts.prefetch import PrefetchingLauncher, start_prefetching
+from moeserve.model.spec import DecoderSpec, silent
+from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan
+from moeserve.steps import LaunchingRunner
 
 BLOCK_SIZE, MAX_LEN, MAX_TOKENS = 4, 32, 16
 SETTINGS = GpuSettings(BLOCK_SIZE, 4, MAX_TOKENS, MAX_LEN, None, 0.9, enforce_eager=True)

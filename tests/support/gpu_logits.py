@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention_tuning import AttentionConfigs
+from kernels.gpu.attention_config import AttentionConfigs
 from moeserve.cuda.attention_kernels import attention_shape
 from moeserve.cuda.batches import AttentionLimits, StepBatches
 from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.step_arrays import step_arrays
-from moeserve.kv_pool import KVPool
-from moeserve.models.decoder import Decoder
+from moeserve.model.decoder import Decoder
+from moeserve.model.kv_pool import KVPool
 from moeserve.plan import Chunk
 from tests.support.paged_runner import PagedRunner
 

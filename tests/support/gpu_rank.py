@@ -25,17 +25,16 @@ if not torch.cuda.is_available():
     mend_interpreter()
 
 from experts.collectives import Collectives
-from experts.placement.choice import choose_placement
-from experts.placement.rebalance import Migration
-from experts.routing.step_routing import NOT_COMPUTED, unpack
-from moeserve.expert_service.recording import routing_shape
-from moeserve.kv_budget import KvBudget
+from experts.placement_search import choose_placement
+from experts.rebalance import Migration
+from experts.routing import NOT_COMPUTED, unpack
+from moeserve.device import KvBudget
+from moeserve.experts.observe import routing_shape
+from moeserve.model.families import build_spec, load_config
 from moeserve.model_loading import ModelPlan
-from moeserve.models.families import build_spec
-from moeserve.models.hf_config import load_config
 from moeserve.plan import StepPlan, StepResult, wanted_logits
 from moeserve.ranks.gpu_member import GpuMember
-from moeserve.ranks.step_rows import StepRows, captures_decodes
+from moeserve.ranks.messages import StepRows, captures_decodes
 from tests.support.rank_requests import NUM_BLOCKS, RankCase, serve
 
 TIMEOUT = 120

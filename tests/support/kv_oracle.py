@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult, TokenLogprobs
-from moeserve.plan_codec import decode_plan, encode_plan
-from moeserve.request import FinishReason, Request, SamplingParams
+from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, SamplingParams, StepPlan, StepResult, TokenLogprobs
+from moeserve.wire import decode_plan, encode_plan
 from radix_cache import PrefixCache
 from radix_cache.tree import Node
 

@@ -20,7 +20,7 @@ import torch
 import moeserve.cuda.batches
 import moeserve.cuda.expert_kernels
 import moeserve.cuda.parts
-from experts.memory.expert_file import round_to_page
+from experts.expert_file import round_to_page
 from kernels.gpu.moe_config import Device, WeightStorage
 from moeserve.cuda.attention_kernels import kv_dtype_of
 from moeserve.cuda.batches import AttentionLimits, StepBatches
@@ -39,13 +39,10 @@ from moeserve.cuda.routing import HeardDecoder
 from moeserve.cuda.runner import GpuModelRunner
 from moeserve.cuda.step_arrays import capture_sizes
 from moeserve.cuda.warm_up import blank_arrays, launch_all_variants, launch_variants
-from moeserve.kv_pool import KVPool
-from moeserve.models.families import build_spec
-from moeserve.models.hf_config import load_config
-from moeserve.models.progress import silent
-from moeserve.models.spec import DecoderSpec
-from moeserve.plan import Chunk, ChunkExtras, StepPlan
-from moeserve.request import SamplingParams
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.kv_pool import KVPool
+from moeserve.model.spec import DecoderSpec, silent
+from moeserve.plan import Chunk, ChunkExtras, SamplingParams, StepPlan
 from tests.support.caught_launches import launches_go_to
 from tests.support.tiny_models import save
 

@@ -9,11 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention import Partials, prefill_attention, split_attention
-from kernels.gpu.attention_arguments import PagedContext, Scoring
+from kernels.gpu.attention import (
+    PagedContext,
+    Partials,
+    Scoring,
+    paged_attention_reference,
+    prefill_attention,
+    split_attention,
+)
 from kernels.gpu.attention_config import PrefillConfig, SplitConfig
-from kernels.gpu.attention_reference import paged_attention_reference
-from kernels.gpu.attention_work import SplitWork
+from kernels.gpu.attention_kernels import SplitWork
 
 CANARY = 123.0
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_plan import AttentionPlan, ChunkSpan
-from moeserve.models.decoder import Decoder, ForwardBatch, KvPools
+from moeserve.model.decoder import Decoder, ForwardBatch, KvPools
 
 
 def make_pools(decoder: Decoder, num_slots: int) -> KvPools:

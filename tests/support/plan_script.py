@@ -6,8 +6,8 @@ import sys
 from hashlib import sha256
 from random import Random
 
-from moeserve.plan_codec import encode_plan
-from moeserve.request import SamplingParams
+from moeserve.plan import SamplingParams
+from moeserve.wire import encode_plan
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
 
 

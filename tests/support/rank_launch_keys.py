@@ -15,10 +15,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from experts.collectives import Collectives
-from experts.device_waits import DeviceWaits
-from experts.memory.expert_file import round_to_page
-from experts.placement.placement import contiguous
+from experts.collectives import Collectives, DeviceWaits
+from experts.expert_file import round_to_page
+from experts.placement import contiguous
 from kernels.gpu.moe_config import WeightStorage
 from moeserve.cuda.attention_kernels import kv_dtype_of
 from moeserve.cuda.batches import AttentionLimits
@@ -28,15 +27,14 @@ from moeserve.cuda.gpu_model import GpuSettings
 from moeserve.cuda.launch_variants import StepLimits, StepShape
 from moeserve.cuda.step_arrays import capture_sizes
 from moeserve.cuda.warm_up import blank_arrays, launch_all_variants, launch_variants
-from moeserve.kv_budget import KvBudget
-from moeserve.kv_pool import kv_block_bytes
+from moeserve.device import KvBudget
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.kv_pool import kv_block_bytes
+from moeserve.model.spec import DecoderSpec
 from moeserve.model_loading import ModelPlan
-from moeserve.models.families import build_spec
-from moeserve.models.hf_config import load_config
-from moeserve.models.spec import DecoderSpec
 from moeserve.plan import StepPlan
 from moeserve.ranks.gpu_member import GpuMember
-from moeserve.ranks.step_rows import StepRows
+from moeserve.ranks.messages import StepRows
 from tests.support.launch_keys import (
     BLOCK_SIZE,
     CPU,

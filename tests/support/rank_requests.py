@@ -11,18 +11,17 @@ from pathlib import Path
 
 import torch
 
-from experts.memory.expert_file import round_to_page
+from experts.expert_file import round_to_page
 from moeserve.cuda.attention_kernels import kv_dtype_of
 from moeserve.cuda.expert_kernels import expert_storage
 from moeserve.cuda.expert_memory import GpuExpertSettings, slot_layout
 from moeserve.cuda.gpu_model import GpuSettings
-from moeserve.executor import Executor, LaunchingExecutor
-from moeserve.kv_budget import KvBudget
-from moeserve.kv_pool import kv_block_bytes
-from moeserve.models.spec import DecoderSpec
-from moeserve.request import Request, SamplingParams
+from moeserve.device import KvBudget
+from moeserve.model.kv_pool import kv_block_bytes
+from moeserve.model.spec import DecoderSpec
+from moeserve.plan import Request, SamplingParams
 from moeserve.scheduler import Scheduler
-from moeserve.step_loop import OverlappedSteps, PlainSteps, StepLoop
+from moeserve.steps import Executor, LaunchingExecutor, OverlappedSteps, PlainSteps, StepLoop
 from radix_cache import PrefixCache
 
 MAX_LEN, NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 32, 24, 4, 4, 8

@@ -5,10 +5,8 @@ from __future__ import annotations
 from array import array
 from collections import deque
 
-from moeserve.outputs import RequestOutput
-from moeserve.plan import StepPlan
-from moeserve.request import FinishReason, Request, SamplingParams
-from moeserve.scheduler import Scheduler
+from moeserve.plan import FinishReason, Request, SamplingParams, StepPlan
+from moeserve.scheduler import RequestOutput, Scheduler
 from radix_cache import PrefixCache
 from tests.support.kv_oracle import KvOracle, Record, undisturbed
 

@@ -8,12 +8,17 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from experts.prediction.predictor import Tap
-from experts.routing.synthetic import MIXTRAL_LIKE, SyntheticSpec, synthetic_trace
-from experts.routing.traces import GateGuesses, RoutingTrace
-from experts.simulation.prefix_hits import PrefixHits
-from experts.simulation.replay import LayerTiming
-from experts.simulation.setup import SimulationSetup, link_for
+from experts.predictor import Tap
+from experts.routing_files import GateGuesses, RoutingTrace
+from experts.simulator import (
+    MIXTRAL_LIKE,
+    LayerTiming,
+    PrefixHits,
+    SimulationSetup,
+    SyntheticSpec,
+    link_for,
+    synthetic_trace,
+)
 from launcher.cli import main
 from moeserve.bench.experts import balance, hops, migration, prefix_signature, recall, remote_ranks, rows_sent, stall
 from moeserve.bench.experts.controls import halves

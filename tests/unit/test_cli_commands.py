@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli import main
-from moeserve.version import VERSION
+from moeserve.config import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 

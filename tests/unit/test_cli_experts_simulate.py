@@ -5,10 +5,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from experts.routing.synthetic import SyntheticSpec, synthetic_trace
-from experts.routing.trace_file import save_trace
+from experts.routing_files import save_trace
+from experts.simulator import SyntheticSpec, synthetic_trace
 from launcher.cli import main
-from moeserve.simulation.runs import first_requests
+from moeserve.experts.simulate import first_requests
 
 
 @pytest.fixture

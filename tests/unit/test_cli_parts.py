@@ -13,15 +13,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher import preflight, systemd
+from launcher import preflight
 from launcher.console import ProgressDisplay, format_bytes, ready_banner
-from launcher.errors import LaunchError
-from launcher.listener import is_loopback, open_listener, reachable_address, url
-from launcher.machine import gpu_names, usable_cores
-from launcher.model_hash import hash_model
-from launcher.processes import child_environment
-from launcher.run_directory import remove_stale, run_directory
-from launcher.status import Failed, Loading, Ready, decode_status
+from launcher.preflight import LaunchError, gpu_names, usable_cores
+from launcher.processes import (
+    Failed,
+    Loading,
+    Ready,
+    child_environment,
+    decode_status,
+    is_loopback,
+    open_listener,
+    reachable_address,
+    url,
+)
+from launcher.serve import hash_model, notify, remove_stale, run_directory
 
 READY = Ready(
     device="cpu",
@@ -169,10 +175,10 @@ def test_systemd_is_told_through_its_socket(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        systemd.notify("READY=1")
+        notify("READY=1")
         assert manager.recv(100) == b"READY=1"
 
 
 def test_without_systemd_nothing_is_told(monkeypatch):
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    systemd.notify("READY=1")
+    notify("READY=1")

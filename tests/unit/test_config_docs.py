@@ -5,8 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from launcher.settings_table import settings_table
-from moeserve.config import ServeConfig
-from moeserve.settings import load_config
+from moeserve.config import ServeConfig, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

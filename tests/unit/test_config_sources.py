@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.config import ConfigError, ServeConfig, parse_size
-from moeserve.settings import load_config
+from moeserve.config import ConfigError, ServeConfig, load_config, parse_size
 
 
 def toml(folder: Path, text: str) -> Path:

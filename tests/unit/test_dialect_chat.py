@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from moeserve.frontend.dialects import chat
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
-from moeserve.frontend.errors import ApiError
+from moeserve.frontend.http import ApiError
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
 from tests.support.tiny_model import byte_tokenizer

@@ -8,7 +8,7 @@ from openai.types import Completion
 
 from moeserve.frontend.dialects import completions
 from moeserve.frontend.dialects.internal import Delta, GenerateRequest, ModelFacts, TokenText, Usage
-from moeserve.frontend.errors import ApiError
+from moeserve.frontend.http import ApiError
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
 from tests.support.tiny_model import byte_tokenizer

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moeserve.frontend.dialects import chat, completions
 from moeserve.frontend.dialects.fields import UNSUPPORTED
 from moeserve.frontend.dialects.internal import GenerateRequest, ModelFacts
-from moeserve.frontend.errors import ApiError
+from moeserve.frontend.http import ApiError
 
 FACTS = ModelFacts(
     names=("tiny", "alias"),

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import zmq
 
-from moeserve.engine import Engine
-from moeserve.engine_socket import EngineSocket, HeartbeatThread
-from moeserve.frames import decode, encode, pack_token_ids
-from moeserve.messages import (
+from moeserve.engine import Engine, EngineSocket, HeartbeatThread
+from moeserve.plan import ChunkResult, FinishReason, SamplingParams, StepPlan, StepResult
+from moeserve.scheduler import Scheduler
+from moeserve.wire import (
     PROTOCOL_VERSION,
     Abort,
     Admitted,
@@ -34,10 +34,10 @@ from moeserve.messages import (
     Refused,
     Rejected,
     Stats,
+    decode,
+    encode,
+    pack_token_ids,
 )
-from moeserve.plan import ChunkResult, StepPlan, StepResult
-from moeserve.request import FinishReason, SamplingParams
-from moeserve.scheduler import Scheduler
 from radix_cache import PrefixCache
 
 INCARNATION = 7

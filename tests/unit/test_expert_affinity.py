@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from experts.routing.affinity import Affinity
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from experts.routing import Affinity, RoutingStatistics, StatisticsSpec
 
 LAYERS, EXPERTS, TOP_K = 5, 6, 2
 

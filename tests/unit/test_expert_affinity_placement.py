@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.placement.affinity_placement import affinity_placement, staying
-from experts.placement.assignment import balanced_assignment
-from experts.placement.metrics import hops
-from experts.placement.placement import round_robin
-from experts.routing.synthetic import MIXTRAL_LIKE, synthetic_trace
-from experts.routing.traces import shuffled_control, uniform_control
+from experts.placement import balanced_assignment, hops, round_robin
+from experts.placement_search import affinity_placement, staying
+from experts.routing_files import shuffled_control, uniform_control
+from experts.simulator import MIXTRAL_LIKE, synthetic_trace
 
 
 @given(st.sampled_from([(4, 2), (6, 2), (6, 3), (8, 4), (5, 5)]), st.integers(0, 10**6), st.booleans())

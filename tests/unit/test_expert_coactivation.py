@@ -6,13 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.placement.coactivation_placement import coactivation_placement
-from experts.placement.exchange_search import Exchanges, fewest_ranks
-from experts.placement.metrics import balancedness, remote_ranks
-from experts.placement.placement import contiguous, round_robin
-from experts.placement.token_sets import token_sets
-from experts.routing.synthetic import MIXTRAL_LIKE, SPARSE, synthetic_trace
-from experts.routing.traces import shuffled_control, uniform_control
+from experts.placement import balancedness, contiguous, remote_ranks, round_robin
+from experts.placement_search import Exchanges, coactivation_placement, fewest_ranks, token_sets
+from experts.routing_files import shuffled_control, uniform_control
+from experts.simulator import MIXTRAL_LIKE, SPARSE, synthetic_trace
 
 
 def grouped_routing(num_tokens, num_experts, top_k, seed):

@@ -5,13 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from experts.prediction.choice import SOURCE_NAMES, make_predictor, source_names
-from experts.prediction.combined import CombinedSource
-from experts.prediction.predictor import BEFORE, ObservedStep, StepPredictor
-from experts.prediction.route_source import RouteSource
-from experts.prediction.sources import LearntAffinity
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from experts.routing.synthetic import SyntheticSpec, synthetic_trace
+from experts.predictor import BEFORE, ObservedStep, StepPredictor
+from experts.predictors import SOURCE_NAMES, CombinedSource, LearntAffinity, RouteSource, make_predictor, source_names
+from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.simulator import SyntheticSpec, synthetic_trace
 
 
 class Says:

@@ -5,15 +5,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.placement.figures import hops_figure, remote_ranks_figure
-from experts.prediction.figures import StallFigure, recall_figures
-from experts.prediction.predictor import Tap
-from experts.prefetch.planning import PrefetchRules
-from experts.routing.synthetic import SyntheticSpec, synthetic_trace
-from experts.routing.traces import GateGuesses, shuffled_control, uniform_control
-from experts.simulation.foretold import Foretold
-from experts.simulation.replay import LayerTiming
-from experts.simulation.setup import POLICY_NAMES, SimulationSetup, link_for, simulate
+from experts.predictor import Tap
+from experts.prefetch_planning import PrefetchRules
+from experts.routing_files import GateGuesses, shuffled_control, uniform_control
+from experts.simulator import (
+    POLICY_NAMES,
+    Foretold,
+    LayerTiming,
+    SimulationSetup,
+    StallFigure,
+    SyntheticSpec,
+    hops_figure,
+    link_for,
+    recall_figures,
+    remote_ranks_figure,
+    simulate,
+    synthetic_trace,
+)
 
 EXPERT_BYTES = 2**20
 TIMING = LayerTiming(attention=0.5e-3, experts=0.5e-3)

@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
-from experts.prediction.history_sources import ActivationMatrixSource, SignatureSource
-from experts.prediction.predictor import BEFORE, ObservedStep, StepPredictor
-from experts.prediction.sources import LearntAffinity
-from experts.routing.request_profiles import RequestProfiles
-from experts.routing.signatures import encode_signature, merge_signatures
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from experts.predictor import BEFORE, ObservedStep, StepPredictor
+from experts.predictors import ActivationMatrixSource, LearntAffinity, SignatureSource
+from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.signatures import RequestProfiles, encode_signature, merge_signatures
 
 
 def step_of(requests, *layers):

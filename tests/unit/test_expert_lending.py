@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from experts.errors import ExpertStoreError
-from experts.memory.expert_file import PAGE_BYTES, write_expert_file
-from experts.memory.lending import lend_experts
-from experts.memory.peer_memory import LentMemory, PeerTier, lend
-from experts.memory.store import DiskTier
-from experts.placement.placement import Placement, contiguous
+from experts.expert_file import PAGE_BYTES, write_expert_file
+from experts.peer_memory import LentMemory, PeerTier, lend, lend_experts
+from experts.placement import Placement, contiguous
+from experts.tiers import DiskTier
 
 SOURCE = bytes(32)
 EXPERT_BYTES = PAGE_BYTES + 100

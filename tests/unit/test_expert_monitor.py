@@ -7,22 +7,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from experts.memory.residency_control import ResidencyCounters
-from experts.memory.stats import ExpertMemoryStats
-from experts.placement.placement import Placement, contiguous
-from experts.placement.rebalance import RebalanceStats
-from experts.prediction.recall import SourceRecall
-from experts.routing.recorder import RoutingRecorder
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from experts.routing.step_routing import RoutingShape
-from experts.routing.trace_file import load_trace
-from experts.routing.trace_recorder import RequestRows
+from experts.placement import Placement, contiguous
+from experts.predictor import SourceRecall
+from experts.rebalance import RebalanceStats
+from experts.residency import ExpertMemoryStats, ResidencyCounters
+from experts.routing import RoutingRecorder, RoutingShape, RoutingStatistics, StatisticsSpec
+from experts.routing_files import RequestRows, load_trace
 from moeserve.config import ServeConfig
-from moeserve.expert_service.monitor import ExpertCommandError, ExpertFacts, ExpertMonitor, ExpertSources
-from moeserve.expert_service.recording import ExpertRecording
-from moeserve.expert_service.strategy import expert_strategy
-from moeserve.frontend.expert_metrics import expert_metrics
-from moeserve.messages import ExpertMemoryCounters, ExpertStats, PrefetchCounters, RecallCounters
+from moeserve.experts.monitor import ExpertCommandError, ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
+from moeserve.experts.observe import ExpertRecording
+from moeserve.frontend.metrics import expert_metrics
+from moeserve.wire import ExpertMemoryCounters, ExpertStats, PrefetchCounters, RecallCounters
 
 FACTS = ExpertFacts((1, 2), 4, 1, 2)
 IDS = np.array([[[0], [1], [1], [2]], [[3], [3], [3], [3]]], np.int16)

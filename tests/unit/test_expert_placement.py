@@ -7,9 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.placement.load_balance import load_balanced, with_replicas
-from experts.placement.metrics import balancedness, hops, rank_load, remote_ranks
-from experts.placement.placement import Placement, PlacementError, contiguous, from_first_ranks, round_robin
+from experts.placement import (
+    Placement,
+    PlacementError,
+    balancedness,
+    contiguous,
+    from_first_ranks,
+    hops,
+    rank_load,
+    remote_ranks,
+    round_robin,
+)
+from experts.placement_search import load_balanced, with_replicas
 
 
 def zipf(num_layers, num_experts, seed, exponent=1.0):

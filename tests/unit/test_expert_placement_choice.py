@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experts.placement.choice import LEARNT, PLAIN, choose_placement
-from experts.placement.placement import PlacementError, refilled
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from experts.routing.statistics_file import save_statistics
-from experts.routing.synthetic import SyntheticSpec, synthetic_trace
+from experts.placement import PlacementError, refilled
+from experts.placement_search import LEARNT, PLAIN, choose_placement
+from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.routing_files import save_statistics
+from experts.simulator import SyntheticSpec, synthetic_trace
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.expert_service.placement import plan_placement, statistics_key
-from moeserve.models.families import build_spec
-from moeserve.models.hf_config import load_config
+from moeserve.experts.settings import plan_placement, statistics_key
+from moeserve.model.families import build_spec, load_config
 
 SIZES = (3, 8, 4)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experts.prediction.predictor import BEFORE, StepPredictor, Tap, any_token
+from experts.predictor import BEFORE, StepPredictor, Tap, any_token
 
 
 class Recorder:

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from experts.prediction.predictor import BEFORE, StepPredictor, Tap
-from experts.prediction.sources import AffinitySource, GateSource, LearntAffinity, PopularitySource, gate_margin
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from experts.routing.synthetic import SyntheticSpec, synthetic_trace
-from experts.routing.traces import shuffled_control
+from experts.predictor import BEFORE, StepPredictor, Tap
+from experts.predictors import AffinitySource, GateSource, LearntAffinity, PopularitySource, gate_margin
+from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.routing_files import shuffled_control
+from experts.simulator import SyntheticSpec, synthetic_trace
 
 
 def learnt_from(routing, num_experts, token_ids=None):

@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
-from experts.memory.eviction import Affinity, lru
-from experts.memory.residency import SlotState
-from experts.memory.residency_control import ResidencyControl
-from experts.prediction.predictor import BEFORE, Tap
-from experts.prefetch.lookahead_planning import LookaheadPlanner
-from experts.prefetch.planning import PrefetchPlanner, PrefetchRules
+from experts.lookahead import LookaheadPlanner
+from experts.predictor import BEFORE, Tap
+from experts.prefetch_planning import PrefetchPlanner, PrefetchRules
+from experts.residency import Affinity, ResidencyControl, SlotState, lru
 
 EXPERT_BYTES = 100
 

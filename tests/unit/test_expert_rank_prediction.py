@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 
-from experts.prediction.choice import open_predictor
-from experts.prediction.combined import CombinedSource
-from experts.prediction.predictor import BEFORE, Tap
-from experts.prediction.rank_predictor import RankPredictor, VisitorShares
-from experts.prediction.recall import RecallSample
-from experts.prediction.sources import GateSource, LearntAffinity
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
+from experts.predictor import BEFORE, RecallSample, Tap
+from experts.predictors import CombinedSource, GateSource, LearntAffinity, open_predictor
+from experts.rank_predictor import RankPredictor, VisitorShares
+from experts.routing import RoutingStatistics, StatisticsSpec
 
 SPEC = StatisticsSpec(num_layers=2, num_experts=4, top_k=1)
 

@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from experts.placement.layer_balance import evened_out, load_shares
-from experts.placement.load_balance import load_balanced
-from experts.placement.metrics import balancedness, rank_load
-from experts.placement.placement import Placement, contiguous
-from experts.placement.rebalance import Drop, Load, LoadWindow, RebalancePolicy, Rebalancer, Switch
+from experts.placement import Placement, balancedness, contiguous, rank_load
+from experts.placement_search import evened_out, load_balanced, load_shares
+from experts.rebalance import Drop, Load, LoadWindow, RebalancePolicy, Rebalancer, Switch
 
 
 def zipf(num_experts: int, seed: int) -> NDArray[np.float64]:

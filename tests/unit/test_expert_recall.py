@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 
-from experts.prediction.choice import make_predictor
-from experts.prediction.figures import recall_figures
-from experts.prediction.recall import RecallSample, SourceRecall, num_recalled
-from experts.prediction.sources import LearntAffinity
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from experts.routing.synthetic import SyntheticSpec, synthetic_trace
+from experts.predictor import RecallSample, SourceRecall, num_recalled
+from experts.predictors import LearntAffinity, make_predictor
+from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.simulator import SyntheticSpec, recall_figures, synthetic_trace
 
 SCORES = np.array([[0.1, 0.9, 0.8, 0.2], [0.7, 0.1, 0.2, 0.6]])
 

@@ -8,15 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experts.routing.recorder import RoutingRecorder
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from experts.routing.step_routing import NOT_COMPUTED, RoutingShape, unpack
+from experts.routing import NOT_COMPUTED, RoutingRecorder, RoutingShape, RoutingStatistics, StatisticsSpec, unpack
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.expert_service.recording import ExpertRecording, open_recording, routing_shape
-from moeserve.expert_service.step_recording import RecordingExecutor, RecordingLauncher, TappedRunner
-from moeserve.models.families import build_spec
-from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
-from moeserve.request import SamplingParams
+from moeserve.experts.observe import (
+    ExpertRecording,
+    RecordingExecutor,
+    RecordingLauncher,
+    TappedRunner,
+    open_recording,
+    routing_shape,
+)
+from moeserve.model.families import build_spec
+from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
 SPEC = StatisticsSpec(LAYERS, EXPERTS, TOP_K)

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from experts.routing.statistics_file import save_statistics
-from experts.routing.trace_file import save_trace
-from experts.routing.traces import RoutingTrace
+from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.routing_files import RoutingTrace, save_statistics, save_trace
 from launcher.cli import main
-from moeserve.report.source import count_trace
+from moeserve.experts.report import count_trace
 from tests.support.local_http import Handler, local_server
 
 
@@ -81,7 +79,7 @@ def test_a_file_that_cannot_be_drawn_is_one_sentence(tmp_path: Path, content: by
 
 def test_without_matplotlib_the_report_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in [name for name in sys.modules if name.startswith(("matplotlib.", "moeserve.report.pictures"))]:
+    for name in [name for name in sys.modules if name.startswith(("matplotlib.", "moeserve.experts.report"))]:
         monkeypatch.delitem(sys.modules, name)
     result = moeserve("experts", "report", tmp_path / "file")
     assert result.exit_code == 1

@@ -6,10 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.memory.eviction import POLICIES, POLICY_NAMES, Affinity, Static, lru, make_policies
-from experts.memory.residency import LayerResidency, SlotState
-from experts.memory.residency_control import ResidencyControl
-from experts.memory.transfers import Priority
+from experts.residency import (
+    POLICIES,
+    POLICY_NAMES,
+    Affinity,
+    LayerResidency,
+    Priority,
+    ResidencyControl,
+    SlotState,
+    Static,
+    lru,
+    make_policies,
+)
 
 BYTES = 4
 

@@ -7,16 +7,13 @@ from array import array
 import numpy as np
 import pytest
 
-from experts.memory.eviction import lru
-from experts.memory.residency_control import ResidencyControl
-from experts.memory.transfers import Priority
-from experts.prefetch.prefix_warmth import PrefixWarmth
-from experts.prefetch.switch import SwitchRules
-from experts.routing.signatures import MAX_SIGNATURE_BYTES, decode_signature, encode_signature, merge_signatures
-from experts.routing.step_routing import RoutingShape
-from moeserve.expert_service.signatures import AnnotatingRunner
-from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
-from moeserve.request import SamplingParams
+from experts.prefetch_planning import SwitchRules
+from experts.prefix_warmth import PrefixWarmth
+from experts.residency import Priority, ResidencyControl, lru
+from experts.routing import RoutingShape
+from experts.signatures import MAX_SIGNATURE_BYTES, decode_signature, encode_signature, merge_signatures
+from moeserve.experts.observe import AnnotatingRunner
+from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 SHAPE = RoutingShape(num_layers=2, num_experts=4, top_k=1)

@@ -5,14 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.memory.eviction import lru
-from experts.memory.residency_control import ResidencyControl, ResidencyCounters
-from experts.prefetch.planning import PrefetchPlanner, PrefetchRules
-from experts.routing.synthetic import SyntheticSpec, synthetic_trace
-from experts.routing.traces import RoutingTrace
-from experts.simulation.belady import Belady
-from experts.simulation.link_model import LinkModel
-from experts.simulation.replay import LayerTiming, Simulation, steps_of
+from experts.prefetch_planning import PrefetchPlanner, PrefetchRules
+from experts.residency import ResidencyControl, ResidencyCounters, lru
+from experts.routing_files import RoutingTrace
+from experts.simulator import Belady, LayerTiming, LinkModel, Simulation, SyntheticSpec, steps_of, synthetic_trace
 from tests.support.trace_figures import hit_rate
 
 EXPERT_BYTES = 100

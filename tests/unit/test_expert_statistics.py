@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from experts.routing.statistics_file import StatisticsError, load_statistics, model_key, save_statistics
+from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.routing_files import StatisticsError, load_statistics, model_key, save_statistics
 
 LAYERS, EXPERTS, TOP_K = 4, 6, 2
 SPEC = StatisticsSpec(LAYERS, EXPERTS, TOP_K, num_tokens=8, num_recent=16)

@@ -5,13 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.prediction.choice import SOURCE_NAMES, make_predictor, make_source
-from experts.prediction.predictor import Tap
-from experts.prediction.sources import LearntAffinity
-from experts.prediction.token_predictions import predict_tokens
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from experts.routing.synthetic import SyntheticSpec, synthetic_trace
-from experts.routing.traces import GateGuesses
+from experts.predictor import Tap
+from experts.predictors import SOURCE_NAMES, LearntAffinity, make_predictor, make_source
+from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.routing_files import GateGuesses
+from experts.simulator import SyntheticSpec, predict_tokens, synthetic_trace
 
 NUM_LAYERS, NUM_EXPERTS, TOP_K, MAX_DISTANCE = 5, 8, 2, 2
 TAPS = (Tap.EARLY, Tap.LATE)

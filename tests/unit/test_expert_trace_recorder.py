@@ -5,15 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experts.placement.metrics import remote_ranks
-from experts.placement.placement import contiguous
-from experts.placement.remote_ranks import RemoteRanks
-from experts.routing.recorder import RoutingRecorder
-from experts.routing.statistics import RoutingStatistics, StatisticsSpec
-from experts.routing.step_routing import NOT_COMPUTED, RoutingShape
-from experts.routing.trace_file import load_trace
-from experts.routing.trace_recorder import UNKNOWN_TOKEN, RequestRows, TraceRecorder
-from moeserve.expert_service.recording import ExpertRecording
+from experts.placement import contiguous, remote_ranks
+from experts.rebalance import RemoteRanks
+from experts.routing import NOT_COMPUTED, RoutingRecorder, RoutingShape, RoutingStatistics, StatisticsSpec
+from experts.routing_files import UNKNOWN_TOKEN, RequestRows, TraceRecorder, load_trace
+from moeserve.experts.observe import ExpertRecording
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 SHAPE = RoutingShape(LAYERS, EXPERTS, TOP_K)

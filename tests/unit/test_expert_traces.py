@@ -6,10 +6,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from experts.prediction.predictor import Tap
-from experts.routing.synthetic import MIXTRAL_LIKE, QWEN3_LIKE, SPARSE, SyntheticSpec, synthetic_trace
-from experts.routing.trace_file import TraceError, load_trace, save_trace
-from experts.routing.traces import GateGuesses, RoutingTrace, shuffled_control, uniform_control
+from experts.predictor import Tap
+from experts.routing_files import (
+    GateGuesses,
+    RoutingTrace,
+    TraceError,
+    load_trace,
+    save_trace,
+    shuffled_control,
+    uniform_control,
+)
+from experts.simulator import MIXTRAL_LIKE, QWEN3_LIKE, SPARSE, SyntheticSpec, synthetic_trace
 from tests.support.trace_figures import (
     adjacent_jaccard,
     adjacent_overlap,

@@ -1,10 +1,10 @@
 """One choice from tokens to deltas: stop strings, what counts, log probabilities with their text."""
 
+from moeserve.frontend.answer import OutputText
 from moeserve.frontend.dialects.internal import Delta, TokenText
-from moeserve.frontend.output_text import OutputText
 from moeserve.frontend.text import TextTokenizer
-from moeserve.messages import Output
 from moeserve.plan import TokenLogprobs
+from moeserve.wire import Output
 from tests.support.tiny_model import END, byte_tokenizer
 
 TOKENIZER = TextTokenizer(byte_tokenizer())

@@ -7,17 +7,15 @@ from collections import Counter
 
 import pytest
 
-from moeserve.frames import unpack_token_ids
-from moeserve.frontend.admission import Admission
 from moeserve.frontend.answer import Answer, build_generates, check_length, derive_seed
 from moeserve.frontend.dialects.internal import GenerateRequest
-from moeserve.frontend.engine_watch import ProgressWatch
-from moeserve.frontend.errors import ApiError, context_length_exceeded, unavailable
+from moeserve.frontend.engine_client import ProgressWatch
+from moeserve.frontend.http import ApiError, context_length_exceeded, unavailable
 from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.services import Admission
 from moeserve.frontend.text import TextTokenizer
-from moeserve.messages import Heartbeat, Output, Stats
-from moeserve.plan import TokenLogprobs
-from moeserve.request import FinishReason, SamplingParams
+from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs
+from moeserve.wire import Heartbeat, Output, Stats, unpack_token_ids
 from tests.support.tiny_model import byte_tokenizer
 
 TOKENIZER = TextTokenizer(byte_tokenizer())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.frontend.errors import ApiError
+from moeserve.frontend.http import ApiError
 from moeserve.frontend.templates import ChatTemplate, TemplateError, load_chat_template, render_prompt
 from moeserve.frontend.text import CUT_MARKS, TextTokenizer
 from tests.support.tiny_model import ASSISTANT, BOS, END, TEMPLATE, USER, byte_tokenizer

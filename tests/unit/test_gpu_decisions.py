@@ -10,8 +10,7 @@ from moeserve.config import ConfigError, ServeConfig
 from moeserve.cuda.memory import GRAPH_BYTES, kv_memory
 from moeserve.cuda.step_arrays import ExtendLimits, capture_sizes, padded_size, share_prompts, step_arrays
 from moeserve.device import choose_device, incapability, step_budget, too_few_gpus
-from moeserve.plan import Chunk
-from moeserve.request import SamplingParams
+from moeserve.plan import Chunk, SamplingParams
 
 GIB = 2**30
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from moeserve.config import ConfigError
-from moeserve.kv_budget import KvBudget, plan_kv
-from moeserve.memory import available_bytes
+from moeserve.device import KvBudget, available_bytes, plan_kv
 
 GIB = 2**30
 

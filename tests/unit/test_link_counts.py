@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from moeserve.executor import ComputedStep, Executor, LaunchedStep, LaunchingExecutor
-from moeserve.expert_service.links import CountedLauncher, count_links
+from moeserve.experts.observe import CountedLauncher, count_links
 from moeserve.plan import StepPlan, StepResult
+from moeserve.steps import ComputedStep, Executor, LaunchedStep, LaunchingExecutor
 
 
 class Plain:

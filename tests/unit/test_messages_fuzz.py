@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeserve import frames, messages
-from moeserve.frames import DecodeError
-from moeserve.messages import (
+from moeserve import wire
+from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs
+from moeserve.wire import (
     Abort,
     Admitted,
     Control,
     ControlResult,
+    DecodeError,
     Finish,
     Generate,
     Heartbeat,
@@ -23,13 +24,11 @@ from moeserve.messages import (
     Outputs,
     Rejected,
 )
-from moeserve.plan import TokenLogprobs
-from moeserve.request import FinishReason, SamplingParams
 
-KINDS = (messages.ToEngine, messages.FromEngine, Heartbeat)
-SAMPLES: list[messages.Message] = [
+KINDS = (wire.ToEngine, wire.FromEngine, Heartbeat)
+SAMPLES: list[wire.Message] = [
     Hello(1, "hash"),
-    Generate("r", frames.pack_token_ids([1, 2, 3]), SamplingParams(max_tokens=5, logit_bias={3: -1.5}), "ns", -2),
+    Generate("r", wire.pack_token_ids([1, 2, 3]), SamplingParams(max_tokens=5, logit_bias={3: -1.5}), "ns", -2),
     Finish("r", 3),
     Abort("r"),
     Control(1, "reset_prefix_cache"),
@@ -61,16 +60,16 @@ BUILTINS = st.recursive(
 def decode_all(frame: bytes) -> None:
     for kinds in KINDS:
         try:
-            incarnation, message = frames.decode(frame, kinds)
+            incarnation, message = wire.decode(frame, kinds)
         except DecodeError:
             continue
         assert type(incarnation) is int
-        assert isinstance(message, messages.Message)
+        assert isinstance(message, wire.Message)
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda message: type(message).__name__)
-def test_a_message_survives_the_wire(message: messages.Message) -> None:
-    assert frames.decode(frames.encode(message, 3), type(message)) == (3, message)
+def test_a_message_survives_the_wire(message: wire.Message) -> None:
+    assert wire.decode(wire.encode(message, 3), type(message)) == (3, message)
 
 
 @given(st.binary(max_size=200))
@@ -85,16 +84,16 @@ def test_random_values_decode_or_are_refused(value: Any) -> None:
 
 @given(st.sampled_from(SAMPLES), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=8), st.data())
 def test_mutated_frames_decode_or_are_refused(
-    message: messages.Message, changes: list[tuple[int, int]], data: st.DataObject
+    message: wire.Message, changes: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    frame = bytearray(frames.encode(message, 1))
+    frame = bytearray(wire.encode(message, 1))
     for position, byte in changes:
         frame[position % len(frame)] = byte
     decode_all(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
 
 
 @given(st.sampled_from(SAMPLES), st.data())
-def test_messages_with_one_foreign_field_decode_or_are_refused(message: messages.Message, data: st.DataObject) -> None:
+def test_messages_with_one_foreign_field_decode_or_are_refused(message: wire.Message, data: st.DataObject) -> None:
     body = msgspec.to_builtins(message, builtin_types=(bytes,))
     body[data.draw(st.integers(0, len(body) - 1))] = data.draw(BUILTINS)
     decode_all(msgpack.packb([1, body]))
@@ -116,20 +115,20 @@ def test_messages_with_one_foreign_field_decode_or_are_refused(message: messages
         b"\xdd\xff\xff\xff\xff",
         b"\xdf\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
-        b"\x00" * (frames.MAX_FRAME_BYTES + 1),
+        b"\x00" * (wire.MAX_FRAME_BYTES + 1),
     ],
     ids=range(14),
 )
 def test_known_troublemakers_are_refused(frame: bytes) -> None:
     for kinds in KINDS:
         with pytest.raises(DecodeError):
-            frames.decode(frame, kinds)
+            wire.decode(frame, kinds)
 
 
 @given(st.binary(max_size=40))
 def test_token_ids_are_whole_numbers_or_refused(data: bytes) -> None:
     if len(data) % 4:
         with pytest.raises(DecodeError):
-            frames.unpack_token_ids(data)
+            wire.unpack_token_ids(data)
     else:
-        assert frames.pack_token_ids(frames.unpack_token_ids(data)) == data
+        assert wire.pack_token_ids(wire.unpack_token_ids(data)) == data

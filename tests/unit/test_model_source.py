@@ -13,8 +13,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from moeserve.models import hub
-from moeserve.models.source import ModelError, resolve_model
+from moeserve.model import source
+from moeserve.model.source import ModelError, resolve_model
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_revision_of_a_folder_or_of_the_demo_is_refused(folder: Path) -> None:
 
 def test_importing_the_resolver_imports_neither_torch_nor_hub() -> None:
     code = (
-        "import sys; import moeserve.models.source, moeserve.models.demo.cache; "
+        "import sys; import moeserve.model.source, moeserve.model.demo; "
         "print([name for name in ('torch', 'transformers', 'huggingface_hub') if name in sys.modules])"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
@@ -257,7 +257,7 @@ def test_a_disk_too_small_is_said_with_numbers_before_the_download(
     fake: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fake.files["model.safetensors"] = 90 * 10**9
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * 10**9))
+    monkeypatch.setattr(source.shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * 10**9))
     message = refusal("owner/name", cache_dir=tmp_path / "not" / "yet")
     assert "90.0 GB" in message
     assert "2.0 GB" in message

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from moeserve.models import build_cache
-from moeserve.models.build_cache import cache_root, ensure_built
-from moeserve.models.errors import ModelError
-from moeserve.models.progress import Progress
+from moeserve.model import cache
+from moeserve.model.cache import cache_root, ensure_built
+from moeserve.model.spec import ModelError, Progress
 
 
 class FakeBuilder:
@@ -154,7 +153,7 @@ def test_two_that_start_together_build_once(target: Path, builder: FakeBuilder) 
 def test_a_disk_too_small_is_said_with_numbers(
     target: Path, builder: FakeBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**7))
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**7))
     with pytest.raises(ModelError, match=r"needs 0\.75 GB in .*, but only 0\.01 GB are free"):
         ensure_built(target, builder="test/1", build=builder, bytes_needed=750_000_000)
     assert builder.builds == 0

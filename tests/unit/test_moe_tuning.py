@@ -6,8 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from kernels.gpu.moe_config import Device, MoeShape, Tile, heuristic_config
-from kernels.gpu.tuning import PACKAGED, MoeConfigs, Platform, TuningError, file_name, nearest, read_tuned, write_tuned
+from kernels.gpu.moe_config import (
+    PACKAGED,
+    Device,
+    MoeConfigs,
+    MoeShape,
+    Platform,
+    Tile,
+    TuningError,
+    file_name,
+    heuristic_config,
+    nearest,
+    read_tuned,
+    write_tuned,
+)
 
 SHAPE = MoeShape(128, 768, 2048, 8, "bfloat16")
 HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)
@@ -78,7 +90,7 @@ def test_the_first_folder_with_a_good_file_serves_and_the_log_names_it_once(tmp_
     (broken / file_name(SHAPE, PLATFORM)).write_text("{")
     path = write(good)
     configs = MoeConfigs(SHAPE, HOPPER, PLATFORM, (tmp_path / "missing", broken, good))
-    with caplog.at_level(logging.INFO, logger="kernels.gpu.tuning"):
+    with caplog.at_level(logging.INFO, logger="kernels.gpu.moe_config"):
         assert configs(60) == tuned_config(64)
         assert configs(1) == tuned_config(1)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeserve.frames import DecodeError
-from moeserve.plan import MAX_ANNOTATION_BYTES, Chunk, ChunkExtras, StepPlan
-from moeserve.plan_codec import decode_plan, encode_plan
-from moeserve.request import SamplingParams
+from moeserve.plan import MAX_ANNOTATION_BYTES, Chunk, ChunkExtras, SamplingParams, StepPlan
+from moeserve.wire import DecodeError, decode_plan, encode_plan
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 ARRAYS = st.lists(INT32, max_size=9).map(lambda values: array("i", values))

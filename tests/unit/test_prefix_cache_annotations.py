@@ -5,7 +5,7 @@ from array import array
 import numpy as np
 import pytest
 
-from experts.routing.signatures import encode_signature, merge_signatures
+from experts.signatures import encode_signature, merge_signatures
 from radix_cache import LeaseError, PrefixCache
 
 SIZE = 4

@@ -9,17 +9,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from experts.errors import CollectiveError
-from experts.placement.migration import Outcome
-from experts.placement.rebalance import Migration
-from moeserve.executor import LaunchedStep
-from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult
-from moeserve.plan_codec import encode_plan
-from moeserve.ranks.link import BeatThread, RankLink
-from moeserve.ranks.messages import Forward, LayerLoaded, PlaceLayer, RankResult, Shutdown
-from moeserve.ranks.rank_steps import RankSteps
-from moeserve.ranks.step_rows import StepRows
-from moeserve.request import SamplingParams
-from moeserve.result_codec import decode_result
+from experts.rebalance import Migration, Outcome
+from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult
+from moeserve.ranks.messages import Forward, LayerLoaded, PlaceLayer, RankResult, Shutdown, StepRows
+from moeserve.ranks.steps import RankSteps
+from moeserve.ranks.transport import BeatThread, RankLink
+from moeserve.steps import LaunchedStep
+from moeserve.wire import decode_result, encode_plan
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,19 @@ from structlog.testing import capture_logs
 
 from launcher.preflight import check_nodes
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.ranks.hub import RankHub
-from moeserve.ranks.keys import RankKeys, create_keys, load_keys
-from moeserve.ranks.link import RankLink
-from moeserve.ranks.meeting import Meeting
+from moeserve.ranks.meeting import (
+    Meeting,
+    RankKeys,
+    create_keys,
+    interface_of,
+    is_own,
+    load_keys,
+    machine_id,
+    own_address_towards,
+    resolve,
+)
 from moeserve.ranks.messages import Joined, RankError, Start
-from moeserve.ranks.network import interface_of, is_own, machine_id, own_address_towards, resolve
+from moeserve.ranks.transport import RankHub, RankLink
 
 JOINED = Joined(1, os.getpid(), "other", "elsewhere", "software", "model")
 

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from experts.recorded_traffic import RecordedTraffic
-from moeserve.plan import Chunk, ChunkExtras, StepPlan
-from moeserve.ranks.step_rows import StepRows, captures_decodes
-from moeserve.request import SamplingParams
+from experts.collectives import RecordedTraffic
+from moeserve.plan import Chunk, ChunkExtras, SamplingParams, StepPlan
+from moeserve.ranks.messages import StepRows, captures_decodes
 
 SIZES = (1, 2, 4, 8)
 SAMPLING = SamplingParams(max_tokens=2)

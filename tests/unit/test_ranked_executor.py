@@ -17,18 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.errors import CollectiveError
-from moeserve.executor import LaunchedStep
-from moeserve.frames import DecodeError
-from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult, TokenLogprobs
-from moeserve.plan_codec import decode_plan
-from moeserve.ranks.executor import RankedExecutor, RankedLauncher, ranked_executor
-from moeserve.ranks.hub import RankHub
-from moeserve.ranks.link import RankLink
+from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from moeserve.ranks.meeting import Meeting
-from moeserve.ranks.messages import Forward, Joined, RankBeat, RankError, RankResult, Shutdown
-from moeserve.ranks.step_rows import StepRows
-from moeserve.request import SamplingParams
-from moeserve.result_codec import decode_result, encode_result
+from moeserve.ranks.messages import Forward, Joined, RankBeat, RankError, RankResult, Shutdown, StepRows
+from moeserve.ranks.steps import RankedExecutor, RankedLauncher, ranked_executor
+from moeserve.ranks.transport import RankHub, RankLink
+from moeserve.steps import LaunchedStep
+from moeserve.wire import DecodeError, decode_plan, decode_result, encode_result
 
 LOGPROBS = st.builds(
     TokenLogprobs,

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from experts.placement.migration import ExpertMigrator, Outcome
-from experts.placement.placement import Placement, Ranks, contiguous, refilled
-from experts.placement.rebalance import Migration, RebalancePolicy, Rebalancer
-from moeserve.expert_service.rebalancing import RebalancingExecutor, RebalancingLauncher, follow
+from experts.placement import Placement, Ranks, contiguous, refilled
+from experts.rebalance import ExpertMigrator, Migration, Outcome, RebalancePolicy, Rebalancer
+from moeserve.experts.rebalancing import RebalancingExecutor, RebalancingLauncher, follow
 from moeserve.plan import StepPlan, StepResult
 from moeserve.ranks.messages import DropLayer, LayerLoaded, PlaceLayer, ToRank
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from moeserve.plan import MAX_ANNOTATION_BYTES, Chunk, ChunkResult, StepPlan, StepResult
-from moeserve.request import Request, SamplingParams
+from moeserve.plan import MAX_ANNOTATION_BYTES, Chunk, ChunkResult, Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduler import Scheduler
 from radix_cache import PrefixCache
 

@@ -7,8 +7,7 @@ from itertools import count
 
 import pytest
 
-from moeserve.plan import ChunkResult, StepPlan, StepResult
-from moeserve.request import FinishReason, Request, SamplingParams
+from moeserve.plan import ChunkResult, FinishReason, Request, SamplingParams, StepPlan, StepResult
 from tests.support.kv_oracle import Record
 from tests.support.scheduler_simulation import Simulation
 

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from moeserve.outputs import NeverFitsError, QueueFullError
-from moeserve.request import FinishReason, SamplingParams
+from moeserve.plan import FinishReason, SamplingParams
+from moeserve.scheduler import NeverFitsError, QueueFullError
 from tests.support.scheduler_simulation import Simulation
 
 SHARED = [(7 * i + 3) % 50 for i in range(40)]

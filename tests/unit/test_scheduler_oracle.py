@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from moeserve.request import SamplingParams
+from moeserve.plan import SamplingParams
 from tests.support.kv_oracle import Record
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
 

@@ -6,8 +6,8 @@ from array import array
 
 import pytest
 
-from moeserve.request import Request, SamplingParams
-from moeserve.waiting_queue import WaitingQueue
+from moeserve.plan import Request, SamplingParams
+from moeserve.scheduler import WaitingQueue
 
 
 def make_queue(policy: str, priorities: list[int]) -> tuple[WaitingQueue, list[Request]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeserve.request import FinishReason, SamplingParams
+from moeserve.plan import FinishReason, SamplingParams
 from tests.support.scheduler_simulation import Simulation
 
 MAX_LEN = 54

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from moeserve.request import SamplingParams
+from moeserve.plan import SamplingParams
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
 from tests.unit.test_scheduler_oracle import converse, make_conversations
 

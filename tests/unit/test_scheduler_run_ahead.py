@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeserve.request import SamplingParams
+from moeserve.plan import SamplingParams
 from tests.support.scheduler_simulation import Simulation
 
 PROMPT = [7, 8, 9, 10, 11]

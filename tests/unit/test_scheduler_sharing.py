@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeserve.request import FinishReason, SamplingParams
+from moeserve.plan import FinishReason, SamplingParams
 from tests.support.scheduler_simulation import Simulation
 
 SHARED = [(7 * i + 3) % 50 for i in range(100)]

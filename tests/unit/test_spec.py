@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from moeserve.models.errors import ModelError, UnsupportedModel
-from moeserve.models.families import build_spec, check_model_type, supported_model_types
-from moeserve.models.spec import AttentionSpec, KvLayerSpec, MlaSpec, QuantizationSpec
+from moeserve.model.families import build_spec, check_model_type, supported_model_types
+from moeserve.model.spec import AttentionSpec, KvLayerSpec, MlaSpec, ModelError, QuantizationSpec, UnsupportedModel
 
 _MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
@@ -160,7 +159,7 @@ def test_a_missing_value_is_named() -> None:
 
 
 def test_describing_a_model_takes_no_torch() -> None:
-    modules = "moeserve.models.families, moeserve.models.checkpoint, moeserve.models.weight_plan"
+    modules = "moeserve.model.families, moeserve.model.checkpoint, moeserve.model.checkpoint"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from moeserve.plan import ChunkResult, StepPlan, StepResult
-from moeserve.request import FinishReason, Request, SamplingParams
+from moeserve.plan import ChunkResult, FinishReason, Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduler import Scheduler
-from moeserve.step_loop import OverlappedSteps, PlainSteps, StepLoop
+from moeserve.steps import OverlappedSteps, PlainSteps, StepLoop
 from radix_cache import PrefixCache
 
 

@@ -8,10 +8,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.load_balance import load_balanced
-from experts.placement.metrics import balancedness
-from experts.placement.placement import contiguous
-from experts.routing.traces import RoutingTrace
+from experts.placement import balancedness, contiguous
+from experts.placement_search import load_balanced
+from experts.routing_files import RoutingTrace
 from moeserve.bench.experts.controls import halves
 from moeserve.bench.experts.figures import Figure, at_least, over_seeds, within
 from moeserve.bench.experts.measuring import Amount

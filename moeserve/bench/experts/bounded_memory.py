@@ -14,15 +14,15 @@ from tempfile import mkdtemp
 import structlog
 from tokenizers import Tokenizer
 
-from experts.memory.expert_file import round_to_page
+from experts.expert_file import round_to_page
 from moeserve.bench.experts.texts import documents
 from moeserve.bench.experts.unavailable import Unavailable
 from moeserve.config import ServeConfig
 from moeserve.llm import LLM, Completion
+from moeserve.model.expert_store import layout_in_store
+from moeserve.model.spec import ModelError
 from moeserve.model_loading import read_spec
-from moeserve.models.errors import ModelError
-from moeserve.models.expert_store import layout_in_store
-from moeserve.request import SamplingParams
+from moeserve.plan import SamplingParams
 
 _PROMPT_TOKENS = 24
 # Memory that is a file system: a disk may be slower than the link that is emulated.

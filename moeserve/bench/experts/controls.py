@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experts.routing.traces import RoutingTrace, shuffled_control, uniform_control
+from experts.routing_files import RoutingTrace, shuffled_control, uniform_control
 
 
 def halves(trace: RoutingTrace, seed: int) -> tuple[RoutingTrace, RoutingTrace]:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.placement.placement import contiguous
-from experts.routing.synthetic import SyntheticSpec, synthetic_trace
+from experts.placement import contiguous
+from experts.simulator import SyntheticSpec, synthetic_trace
 from kernels.activation import Activation
-from kernels.moe_gemm import moe_experts_partial, pack_experts
+from kernels.moe import moe_experts_partial, pack_experts
 from moeserve.bench.experts.rank_process import arguments
-from moeserve.ranks.cores import bind_to_cores
+from moeserve.ranks.startup import bind_to_cores
 
 _REQUESTS_PER_RANK = 16
 

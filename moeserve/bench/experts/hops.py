@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from experts.placement.affinity_placement import affinity_placement, staying
-from experts.placement.figures import HopsFigure, hops_figure
-from experts.routing.synthetic import MIXTRAL_LIKE, QWEN3_LIKE, synthetic_trace
-from experts.routing.traces import RoutingTrace
+from experts.placement_search import affinity_placement, staying
+from experts.routing_files import RoutingTrace
+from experts.simulator import MIXTRAL_LIKE, QWEN3_LIKE, HopsFigure, hops_figure, synthetic_trace
 from moeserve.bench.experts.controls import halves, with_controls
 from moeserve.bench.experts.figures import Figure, Limit, at_least, at_most, within
 from moeserve.bench.experts.measuring import Amount

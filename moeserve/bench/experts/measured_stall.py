@@ -11,9 +11,8 @@ from moeserve.bench.experts.bounded_memory import Run, Setting, bandwidth_for, c
 from moeserve.bench.experts.figures import Figure, at_least, at_most
 from moeserve.bench.experts.measuring import Amount
 from moeserve.bench.experts.recording import BUILDS, folder_of
-from moeserve.expert_service.fitted_gates import find_fitted_gates, keep_fitted_gates
-from moeserve.expert_service.gate_fitting import TextReader, fit_gates, pieces
-from moeserve.expert_service.texts import half_of_topics
+from moeserve.experts.fit import TextReader, fit_gates, half_of_topics, pieces
+from moeserve.experts.load_ahead import find_fitted_gates, keep_fitted_gates
 
 _PREDICTORS = ("gate", "fitted")
 _FITTED_TOKENS = 8192

@@ -8,8 +8,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.placement import Placement, from_first_ranks
-from experts.placement.token_sets import token_sets
+from experts.placement import Placement, from_first_ranks
+from experts.placement_search import token_sets
 
 
 def most_staying(transitions: NDArray[np.float64], num_ranks: int) -> float:

@@ -7,15 +7,13 @@ from functools import partial
 
 import numpy as np
 
-from experts.routing.traces import RoutingTrace
-from experts.simulation.prefix_hits import PrefixHits, Signature, replay_hits
-from experts.simulation.replay import LayerTiming
-from experts.simulation.setup import SimulationSetup, link_for
+from experts.routing_files import RoutingTrace
+from experts.simulator import LayerTiming, PrefixHits, Signature, SimulationSetup, link_for, replay_hits
 from moeserve.bench.experts.controls import halves
 from moeserve.bench.experts.figures import Figure, at_most, over_seeds
 from moeserve.bench.experts.measuring import Amount
 from moeserve.bench.experts.recording import BUILDS, recorded_trace
-from moeserve.simulation.runs import first_requests
+from moeserve.experts.simulate import first_requests
 
 _BETA = 1.0
 _RESIDENCIES = (0.25, 0.5)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from experts.prediction.figures import recall_figures
-from experts.routing.traces import RoutingTrace
+from experts.routing_files import RoutingTrace
+from experts.simulator import recall_figures
 from moeserve.bench.experts.controls import halves, with_controls
 from moeserve.bench.experts.figures import Figure, at_least, at_most, over_seeds
 from moeserve.bench.experts.measuring import Amount
 from moeserve.bench.experts.recording import BOUND, BUILDS, FITTED, PLAIN, Build, perplexity, recorded_trace
-from moeserve.simulation.runs import first_requests
+from moeserve.experts.simulate import first_requests
 
 _POPULARITY, _AFFINITY, _EARLY, _LATE = "popularity", "affinity", "gate-early", "gate-late"
 _GATES = (_EARLY, _LATE)

@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.prediction.predictor import Tap
-from experts.prefetch.fitted_gates import FittedGates
-from experts.prefetch.gate_preview import GatePreview
-from experts.routing.traces import GateGuesses, RoutingTrace
-from moeserve.expert_service.gate_fitting import DISTANCES, TextRead, TextReader, fit_gates, pieces
+from experts.gates import FittedGates, GatePreview
+from experts.predictor import Tap
+from experts.routing_files import GateGuesses, RoutingTrace
+from moeserve.experts.fit import DISTANCES, TextRead, TextReader, fit_gates, pieces
 
 # By tap and distance, [L - distance, T, E].
 _Guesses = dict[tuple[Tap, int], NDArray[np.float16]]

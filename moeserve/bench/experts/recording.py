@@ -8,15 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from experts.routing.trace_file import load_trace, save_trace
-from experts.routing.traces import RoutingTrace
+from experts.routing_files import RoutingTrace, load_trace, save_trace
 from moeserve.bench.experts.measuring import Amount
 from moeserve.bench.experts.texts import documents
 from moeserve.bench.experts.unavailable import Unavailable
-from moeserve.expert_service.texts import half_of_topics
-from moeserve.models.cache_folder import cache_root
-from moeserve.models.demo.cache import ensure_demo
-from moeserve.models.errors import ModelError
+from moeserve.config import cache_root
+from moeserve.experts.fit import half_of_topics
+from moeserve.model.demo import ensure_demo
+from moeserve.model.spec import ModelError
 
 # Raise when what is recorded of a text changes.
 _VERSION = 2

@@ -6,9 +6,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import fmean
 
-from experts.placement.figures import RemoteRanksFigure, remote_ranks_figure, remote_ranks_of
-from experts.routing.synthetic import MIXTRAL_LIKE, SPARSE, SyntheticSpec, synthetic_trace
-from experts.routing.traces import RoutingTrace
+from experts.routing_files import RoutingTrace
+from experts.simulator import (
+    MIXTRAL_LIKE,
+    SPARSE,
+    RemoteRanksFigure,
+    SyntheticSpec,
+    remote_ranks_figure,
+    remote_ranks_of,
+    synthetic_trace,
+)
 from moeserve.bench.experts.controls import halves, with_controls
 from moeserve.bench.experts.figures import Figure, at_least, within
 from moeserve.bench.experts.measuring import Amount

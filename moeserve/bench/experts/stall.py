@@ -7,18 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from experts.prediction.figures import StallFigure
-from experts.prediction.predictor import Tap
-from experts.prefetch.planning import PrefetchRules
-from experts.routing.traces import GateGuesses, RoutingTrace
-from experts.simulation.foretold import Foretold
-from experts.simulation.replay import LayerTiming, SimulationResult
-from experts.simulation.setup import SimulationSetup, link_for, simulate
+from experts.predictor import Tap
+from experts.prefetch_planning import PrefetchRules
+from experts.routing_files import GateGuesses, RoutingTrace
+from experts.simulator import Foretold, LayerTiming, SimulationResult, SimulationSetup, StallFigure, link_for, simulate
 from moeserve.bench.experts.controls import halves, with_controls
 from moeserve.bench.experts.figures import Figure, at_least, at_most, over_seeds, within
 from moeserve.bench.experts.measuring import Amount
 from moeserve.bench.experts.recording import BUILDS, FITTED, Build, recorded_trace
-from moeserve.simulation.runs import first_requests
+from moeserve.experts.simulate import first_requests
 
 # Gates fitted to other texts. Where a load takes no longer than a layer, a late look is in time, and little that is not
 # sure need be asked for before it; on a slower link it would only take back what was begun.

@@ -8,9 +8,9 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
-from moeserve.frontend.dialects.events import EventWriter, finite
+from moeserve.frontend.dialects.fields import EventWriter, finite
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
-from moeserve.frontend.errors import invalid, unsupported
+from moeserve.frontend.http import invalid, unsupported
 from moeserve.frontend.templates import ALLOWED_TEMPLATE_KWARGS
 from moeserve.frontend.text import TextTokenizer
 

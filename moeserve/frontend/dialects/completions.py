@@ -8,9 +8,9 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
-from moeserve.frontend.dialects.events import EventWriter, finite
+from moeserve.frontend.dialects.fields import EventWriter, finite
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
-from moeserve.frontend.errors import ApiError, invalid
+from moeserve.frontend.http import ApiError, invalid
 from moeserve.frontend.text import TextTokenizer
 
 DEFAULT_MAX_TOKENS = 16

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from moeserve.plan import TokenLogprobs
-from moeserve.request import SamplingParams
+from moeserve.plan import SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.listener import open_listener
-from launcher.run_directory import run_directory
+from launcher.processes import open_listener
+from launcher.serve import run_directory
 from launcher.supervisor import Grace, Listeners, Supervisor
 from moeserve.config import ServeConfig
-from moeserve.run_context import RunContext
+from moeserve.wire import RunContext
 
 
 def say(*words: object) -> None:

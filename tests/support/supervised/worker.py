@@ -8,10 +8,8 @@ import threading
 
 import zmq
 
-from launcher.status import reporter
-from moeserve.frames import encode
-from moeserve.messages import Heartbeat
-from moeserve.run_context import load_run_context
+from launcher.processes import reporter
+from moeserve.wire import Heartbeat, encode, load_run_context
 
 READY = {
     "event": "ready",

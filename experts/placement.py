@@ -1,0 +1,250 @@
+"""Which ranks hold which experts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ranks = tuple[int, ...]
+
+
+class PlacementError(ValueError):
+    """A placement that cannot be; the message is one sentence for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """ranks[layer][expert]: the ranks that hold the expert, the first of them by default.
+
+    Layers are those that have experts, in the model's order.
+
+    Every expert is somewhere, never twice on a rank, and within a layer all ranks hold equally many: their
+    expert memory is one array. PlacementError otherwise.
+    """
+
+    num_ranks: int
+    ranks: tuple[tuple[Ranks, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise PlacementError(f"A placement needs at least one rank, not {self.num_ranks}.")
+        for layer, experts in enumerate(self.ranks):
+            if len(experts) != self.num_experts:
+                raise PlacementError(f"Layer {layer} has {len(experts)} experts, layer 0 has {self.num_experts}.")
+            _check_layer(layer, experts, self.num_ranks)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.ranks[0]) if self.ranks else 0
+
+    def slots_per_rank(self, layer: int) -> int:
+        """Experts of the layer on each rank, replicas included."""
+        return sum(map(len, self.ranks[layer])) // self.num_ranks
+
+    def experts_on(self, layer: int, rank: int) -> tuple[int, ...]:
+        """The experts of the layer on the rank, ascending."""
+        return tuple(expert for expert, ranks in enumerate(self.ranks[layer]) if rank in ranks)
+
+    def first_ranks(self) -> NDArray[np.int64]:
+        """[L, E]: the first rank of each expert."""
+        return np.array([[ranks[0] for ranks in experts] for experts in self.ranks], np.int64)
+
+    def with_layer(self, layer: int, ranks: tuple[Ranks, ...]) -> Placement:
+        """The same but for one layer. ranks[expert]."""
+        return Placement(self.num_ranks, (*self.ranks[:layer], ranks, *self.ranks[layer + 1 :]))
+
+    def destinations(self, layer: int) -> NDArray[np.int64]:
+        """[R, E]: where a token at home on a rank is sent for an expert.
+
+        At home if the expert is there. The other homes take its replicas in turn. The choice depends on nothing but
+        the home, so that a request computes the same in any batch.
+        """
+        return np.array([destinations_of(ranks, self.num_ranks) for ranks in self.ranks[layer]], np.int64).T
+
+
+def refilled(slots: Sequence[int], held: Collection[int]) -> tuple[int, ...]:
+    """The experts of a rank's slots once it holds `held`: who stays keeps its slot, the others fill those of leavers.
+
+    slots[s]: the expert in slot s now; equally many as `held`.
+    """
+    arriving = iter(sorted(set(held) - set(slots)))
+    return tuple(expert if expert in held else next(arriving) for expert in slots)
+
+
+# Cached, as are the destinations: while serving, all layers but one stay when a placement changes.
+@lru_cache(maxsize=1024)
+def _check_layer(layer: int, experts: tuple[Ranks, ...], num_ranks: int) -> None:
+    held = [0] * num_ranks
+    for expert, ranks in enumerate(experts):
+        if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= rank < num_ranks for rank in ranks):
+            raise PlacementError(
+                f"Expert {expert} of layer {layer} is on ranks {list(ranks)}; "
+                f"it needs one or more different ranks below {num_ranks}."
+            )
+        for rank in ranks:
+            held[rank] += 1
+    if len(set(held)) > 1:
+        raise PlacementError(f"The ranks hold {held} experts of layer {layer}; they must hold equally many.")
+
+
+@lru_cache(maxsize=4096)
+def destinations_of(ranks: Ranks, num_ranks: int) -> tuple[int, ...]:
+    """For each home the rank that serves an expert held by `ranks`."""
+    turns = iter(range(num_ranks))
+    return tuple(home if home in ranks else ranks[next(turns) % len(ranks)] for home in range(num_ranks))
+
+
+def from_first_ranks(first_ranks: NDArray[np.integer], num_ranks: int) -> Placement:
+    """Without replicas. first_ranks: [L, E]."""
+    return Placement(num_ranks, tuple(tuple((rank,) for rank in experts) for experts in first_ranks.tolist()))
+
+
+def contiguous(num_layers: int, num_experts: int, num_ranks: int) -> Placement:
+    """The first E / R experts on rank 0, the next on rank 1, and so on."""
+    share = _share(num_experts, num_ranks)
+    return _same_in_all_layers(num_layers, num_ranks, (expert // share for expert in range(num_experts)))
+
+
+def round_robin(num_layers: int, num_experts: int, num_ranks: int) -> Placement:
+    """Expert e on rank e mod R."""
+    _share(num_experts, num_ranks)
+    return _same_in_all_layers(num_layers, num_ranks, (expert % num_ranks for expert in range(num_experts)))
+
+
+def _same_in_all_layers(num_layers: int, num_ranks: int, ranks: Iterable[int]) -> Placement:
+    return Placement(num_ranks, (tuple((rank,) for rank in ranks),) * num_layers)
+
+
+def _share(num_experts: int, num_ranks: int) -> int:
+    if num_ranks < 1 or num_experts % num_ranks:
+        raise PlacementError(f"{num_experts} experts cannot be shared equally among {num_ranks} ranks.")
+    return num_experts // num_ranks
+
+
+# The best assignment of items to ranks with equal numbers of items on each. Pure.
+
+
+Gain = NDArray[np.float64]
+RankOf = NDArray[np.int64]
+
+
+def balanced_assignment(gain: Gain, start: RankOf) -> RankOf:
+    """A new rank_of [E] that maximises the sum of gain[e, rank_of[e]] with E / R items on each of R ranks. Exact.
+
+    gain: [E, R]. start: [E], any balanced assignment; the closer to the best, the faster. An assignment is optimal if
+    no cyclic exchange among ranks gains (Klein's cycle cancelling for transportation problems; Ahuja, Magnanti and
+    Orlin, "Network Flows", section 9.6), and for a cycle only the best mover between each two ranks matters, so the
+    search is over R nodes.
+    """
+    rank_of = start.astype(np.int64, copy=True)
+    tolerance = 1e-9 * max(1.0, float(np.abs(gain).max(initial=0.0)))
+    while True:
+        moves, movers = _best_moves(gain, rank_of)
+        cycle = _best_exchange(moves, tolerance) or _improving_cycle(moves, tolerance)
+        if not cycle:
+            return rank_of
+        for source, target in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+            rank_of[movers[source, target]] = target
+
+
+def _best_moves(gain: Gain, rank_of: RankOf) -> tuple[Gain, RankOf]:
+    """[R, R]: what moving one item from a rank to another gains at best, and which item that is."""
+    num_ranks = gain.shape[1]
+    items = np.argsort(rank_of, kind="stable")
+    delta = gain[items] - gain[items, rank_of[items]][:, None]
+    delta = delta.reshape(num_ranks, -1, num_ranks)
+    best = delta.argmax(axis=1)
+    moves = np.take_along_axis(delta, best[:, None], axis=1)[:, 0]
+    movers = np.take_along_axis(items.reshape(num_ranks, -1), best, axis=1)
+    np.fill_diagonal(moves, -np.inf)
+    return moves, movers
+
+
+def _best_exchange(moves: Gain, tolerance: float) -> list[int]:
+    both = moves + moves.T
+    source, target = np.unravel_index(both.argmax(), both.shape)
+    return [int(source), int(target)] if both[source, target] > tolerance else []
+
+
+def _improving_cycle(moves: Gain, tolerance: float) -> list[int]:
+    """A cycle of ranks with a positive sum of moves, or none (Bellman and Ford, from every node at once)."""
+    num_ranks = len(moves)
+    reached = np.zeros(num_ranks)
+    before = np.zeros(num_ranks, np.int64)
+    step = tolerance / num_ranks
+    last = -1
+    for _ in range(num_ranks):
+        through = reached[:, None] + moves
+        found = through.max(axis=0)
+        better = found > reached + step
+        if not better.any():
+            return []
+        before = np.where(better, through.argmax(axis=0), before)
+        reached = np.where(better, found, reached)
+        last = int(better.argmax())
+    for _ in range(num_ranks):
+        last = int(before[last])
+    cycle = [last]
+    while (previous := int(before[cycle[-1]])) != last:
+        cycle.append(previous)
+    return cycle[::-1]
+
+
+# What a placement costs on recorded routing: remote ranks, hops, balance. Pure.
+
+
+Float = NDArray[np.float64]
+Ids = NDArray[np.integer]
+
+
+def remote_ranks(routing: Ids, homes: Ids, placement: Placement) -> Float:
+    """[L]: the mean number of ranks other than its home to which a token is sent, each rank once.
+
+    This is the number of rows per token that dispatch moves, one way. routing: [L, T, k]; homes: [T].
+    """
+    num_tokens = routing.shape[1]
+    found = np.empty(len(routing))
+    for layer, ids in enumerate(routing):
+        touched = np.zeros((num_tokens, placement.num_ranks), np.bool_)
+        np.put_along_axis(touched, placement.destinations(layer)[homes[:, None], ids], True, axis=1)
+        touched[np.arange(num_tokens), homes] = False
+        found[layer] = touched.sum() / num_tokens
+    return found
+
+
+def hops(first_choices: Ids, placement: Placement) -> float:
+    """The share of layer transitions in which a token's first choice lies on another rank than the one before.
+
+    ExFlow's metric (arXiv 2401.08383), for routing in which a token stays on its expert's rank. Where it returns
+    home after every layer, as with data-parallel attention, count `remote_ranks`. first_choices: [L, T].
+    """
+    ranks = np.take_along_axis(placement.first_ranks(), first_choices.astype(np.int64), axis=1)
+    return float((ranks[1:] != ranks[:-1]).mean())
+
+
+def rank_load(load: NDArray[np.floating], placement: Placement, home_load: Float | None = None) -> Float:
+    """[L, R]: the load that arrives at each rank.
+
+    load: [L, E]. home_load: [R], the share of tokens at home on each rank, equal by default.
+    """
+    num_ranks = placement.num_ranks
+    homes = np.full(num_ranks, 1 / num_ranks) if home_load is None else home_load
+    found = np.zeros((placement.num_layers, num_ranks))
+    for layer, of_experts in enumerate(load):
+        np.add.at(found[layer], placement.destinations(layer), homes[:, None] * of_experts)
+    return found
+
+
+def balancedness(load: NDArray[np.floating], placement: Placement, home_load: Float | None = None) -> Float:
+    """[L]: mean over maximum of the ranks' load; 1 is perfect, 1 / R is all on one rank. A layer without load has 1."""
+    of_ranks = rank_load(load, placement, home_load)
+    most = of_ranks.max(axis=1)
+    return np.divide(of_ranks.mean(axis=1), most, out=np.ones(len(most)), where=most > 0)

@@ -1,0 +1,706 @@
+"""A placement by name, from the sizes of the model and what is known of its routing. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement import (
+    Placement,
+    PlacementError,
+    Ranks,
+    balanced_assignment,
+    contiguous,
+    destinations_of,
+    from_first_ranks,
+    round_robin,
+)
+from experts.routing import RoutingStatistics
+
+# Placement by affinity between layers: a token's next expert should be where its last one was. Pure. ExFlow's
+# objective (arXiv 2401.08383): the fewest transitions between ranks, with equally many experts per rank and layer.
+# It is summed over pair counts, so that the work does not depend on how many tokens were seen. Two moves take turns
+# until neither gains: while its neighbours stay, the best ranks of one layer are an exact assignment; and the best
+# chain of single exchanges in all layers is found by dynamic programming. The objective says nothing about load, nor
+# about serving in which tokens return home after every layer.
+
+
+RankOf = NDArray[np.int64]
+Counts = NDArray[np.float64]
+
+_NUM_EXCHANGES = 32
+
+
+def affinity_placement(
+    transitions: NDArray[np.floating], num_ranks: int, *, num_starts: int = 8, num_kicks: int = 20, seed: int = 0
+) -> Placement:
+    """transitions: [L - 1, E, E] counts of expert i at layer l and j at l + 1. Deterministic.
+
+    num_starts: placements grown from different layers, of which the best is taken further. num_kicks: how often a
+    random run of layers is made anew, and kept if it is no worse. PlacementError if the ranks cannot share the experts
+    equally.
+    """
+    counts = transitions.astype(np.float64)
+    num_layers, num_experts = len(counts) + 1, counts.shape[1]
+    even = round_robin(num_layers, num_experts, num_ranks).first_ranks()
+    random = np.random.default_rng(seed)
+    best, most = even, staying(even, counts)
+    for attempt in range(num_starts + num_kicks):
+        if attempt < num_starts:
+            begin, end = 0, num_layers
+        else:
+            begin, end = np.sort(random.choice(num_layers + 1, 2, replace=False)).tolist()
+        found = _renewed(best, begin, end, counts, random)
+        stays = staying(found, counts)
+        if stays >= most:
+            best, most = found, stays
+    return from_first_ranks(best, num_ranks)
+
+
+def staying(rank_of: RankOf, transitions: NDArray[np.floating]) -> float:
+    """The count of transitions within a rank. rank_of: [L, E]."""
+    same = rank_of[:-1, :, None] == rank_of[1:, None, :]
+    return float((transitions * same).sum())
+
+
+def _renewed(rank_of: RankOf, begin: int, end: int, counts: Counts, random: np.random.Generator) -> RankOf:
+    """With layers begin … end - 1 made anew: one at random, the others outwards from it, then all in turns."""
+    found = rank_of.copy()
+    origin = int(random.integers(begin, end))
+    found[origin] = random.permutation(found[origin])
+    for layer in range(origin + 1, end):
+        found[layer] = balanced_assignment(_gain(found, layer, counts, after=False), found[layer])
+    for layer in range(origin - 1, begin - 1, -1):
+        found[layer] = balanced_assignment(_gain(found, layer, counts, before=False), found[layer])
+    stays = staying(found, counts)
+    while True:
+        for layer in [*range(begin, end), *range(end - 2, begin - 1, -1)]:
+            found[layer] = balanced_assignment(_gain(found, layer, counts), found[layer])
+        found[begin:end] = _exchange_along(found, begin, end, counts)
+        now = staying(found, counts)
+        if now <= stays * (1 + 1e-9):
+            return found
+        stays = now
+
+
+def _exchange_along(rank_of: RankOf, begin: int, end: int, counts: Counts) -> RankOf:
+    """[end - begin, E]: the best of all placements that differ by at most one exchange in each of these layers.
+
+    Experts that follow each other have to move together, which no layer does by itself. Of each layer the exchanges
+    that cost least there are considered, and the best chain of them is found by dynamic programming.
+    """
+    num_ranks = int(rank_of[0].max()) + 1
+    options = [_exchanges(rank_of[layer], _gain(rank_of, layer, counts)) for layer in range(begin, end)]
+    places = [np.eye(num_ranks)[option] for option in options]
+    best = np.zeros(len(options[0]))
+    if begin > 0:
+        best = np.einsum("ir,pir->p", counts[begin - 1].T @ np.eye(num_ranks)[rank_of[begin - 1]], places[0])
+    before = []
+    for step in range(1, len(options)):
+        reached = counts[begin + step - 1].T @ places[step - 1]
+        stays = best[:, None] + np.tensordot(reached, places[step], ((1, 2), (1, 2)))
+        before.append(stays.argmax(axis=0))
+        best = stays.max(axis=0)
+    if end < len(rank_of):
+        best = best + np.einsum("ir,pir->p", counts[end - 1] @ np.eye(num_ranks)[rank_of[end]], places[-1])
+    chosen = [int(best.argmax())]
+    for step in reversed(before):
+        chosen.append(int(step[chosen[-1]]))
+    return np.stack([option[index] for option, index in zip(options, reversed(chosen), strict=True)])
+
+
+def _exchanges(rank_of: RankOf, gain: Counts) -> RankOf:
+    """[N, E]: the placement as it is, then those after the exchanges that cost least while the neighbours stay."""
+    here = np.take_along_axis(gain, rank_of[:, None], axis=1)
+    there = gain[:, rank_of]
+    cost = here + here.T - there - there.T
+    cost[rank_of[:, None] == rank_of] = np.inf
+    one, other = np.triu_indices(len(rank_of), 1)
+    cost = cost[one, other]
+    order = np.argsort(cost, kind="stable")[:_NUM_EXCHANGES]
+    order = order[cost[order] < np.inf]
+    options = np.repeat(rank_of[None], len(order) + 1, axis=0)
+    rows = np.arange(1, len(order) + 1)
+    options[rows, one[order]], options[rows, other[order]] = rank_of[other[order]], rank_of[one[order]]
+    return options
+
+
+def _gain(rank_of: RankOf, layer: int, counts: Counts, *, before: bool = True, after: bool = True) -> Counts:
+    """[E, R]: transitions from the layer before and to the one after that stay, for each rank of each expert."""
+    num_ranks = int(rank_of[0].max()) + 1
+    gain = np.zeros((rank_of.shape[1], num_ranks))
+    if before and layer > 0:
+        gain += counts[layer - 1].T @ np.eye(num_ranks)[rank_of[layer - 1]]
+    if after and layer < len(counts):
+        gain += counts[layer] @ np.eye(num_ranks)[rank_of[layer + 1]]
+    return gain
+
+
+# The expert sets of a layer's tokens, and how many ranks they touch. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSets:
+    """Distinct sets only. ids: [N, k], ascending; weight: [N] tokens with the set.
+
+    homes: [N], the rank that the tokens touch in any case; -1 where it is not told.
+    """
+
+    num_experts: int
+    num_ranks: int
+    ids: NDArray[np.int64]
+    weight: Float
+    homes: NDArray[np.int64]
+
+    def load(self) -> Float:
+        """[E]: tokens that choose the expert."""
+        return summed_at(self.ids, self.weight, self.num_experts)
+
+    def on_rank(self, rank_of: RankOf) -> NDArray[np.int64]:
+        """[N, R]: what keeps a set on a rank: its experts there, and its home."""
+        size = len(self.ids) * self.num_ranks
+        rows = np.arange(len(self.ids))[:, None] * self.num_ranks
+        found = np.bincount((rows + rank_of[self.ids]).reshape(-1), minlength=size).reshape(-1, self.num_ranks)
+        known = self.homes >= 0
+        found[known, self.homes[known]] += 1
+        return found
+
+    def ranks_touched(self, rank_of: RankOf) -> float:
+        """Summed over tokens, home included where it is told."""
+        return float(self.weight @ (self.on_rank(rank_of) > 0).sum(axis=1))
+
+
+def token_sets(
+    ids: NDArray[np.integer], num_experts: int, num_ranks: int, homes: NDArray[np.integer] | None = None
+) -> TokenSets:
+    """ids: [T, k], distinct within a token. homes: [T]."""
+    keyed = np.column_stack([np.sort(ids, axis=1).astype(np.int64), np.full(len(ids), -1) if homes is None else homes])
+    distinct, counts = np.unique(keyed, axis=0, return_counts=True)
+    return TokenSets(num_experts, num_ranks, distinct[:, :-1], counts.astype(np.float64), distinct[:, -1])
+
+
+def summed_at(cells: NDArray[np.int64], weight: Float, size: int) -> Float:
+    """[size]: the weights of the rows [N] in whose cells [N, M] the place occurs."""
+    return np.bincount(cells.reshape(-1), np.repeat(weight, cells.shape[1]), size).astype(np.float64, copy=False)
+
+
+# Exchanges of experts between ranks until tokens touch as few ranks as they can. Pure. The number of distinct ranks
+# per token is the connectivity of a hypergraph whose edges are the tokens' expert sets. What every exchange of two
+# experts would gain is known exactly for all pairs at once, and kept up to date by looking at no more than the
+# tokens that choose one of the two (Fiduccia and Mattheyses' gains, for Kernighan and Lin's exchanges). The best one
+# is made even if it loses, and its experts then rest for some steps (Glover's tabu search).
+
+
+_ONE_TOKEN = 0.5
+_OVERLOAD = 1e3
+
+
+class Exchanges:
+    """A placement of one layer and what each exchange would gain. `make` mutates it.
+
+    alone_with[e, f]: tokens with both of which e is the only thing on its rank; the diagonal is what e's leaving saves.
+    arriving[e, r]: tokens of e that touch nothing on rank r yet.
+    """
+
+    def __init__(self, sets: TokenSets, rank_of: RankOf) -> None:
+        self.rank_of = rank_of.copy()
+        self._sets = sets
+        self._on_rank = sets.on_rank(rank_of)
+        self._alone_with = np.zeros((sets.num_experts, sets.num_experts))
+        self._arriving = np.zeros((sets.num_experts, sets.num_ranks))
+        order = np.argsort(sets.ids.reshape(-1), kind="stable") // sets.ids.shape[1]
+        ends = np.cumsum(np.bincount(sets.ids.reshape(-1), minlength=sets.num_experts))
+        self._sets_of = np.split(order, ends[:-1])
+        self._count(np.arange(len(sets.ids)), 1.0)
+
+    def gain(self) -> Float:
+        """[E, E]: rank touches saved if e and f change places; meaningless within a rank.
+
+        A token with both touches the same ranks afterwards: what leaving seemed to save there is taken back.
+        """
+        half = self._alone_with.diagonal()[:, None] - self._arriving[:, self.rank_of] - self._alone_with
+        return half + half.T
+
+    def make(self, one: int, other: int) -> None:
+        chosen = np.unique(np.concatenate([self._sets_of[one], self._sets_of[other]]))
+        self._count(chosen, -1.0)
+        ids = self._sets.ids[chosen]
+        moved = (ids == one).sum(axis=1) - (ids == other).sum(axis=1)
+        here, there = self.rank_of[[one, other]]
+        self._on_rank[chosen, here] -= moved
+        self._on_rank[chosen, there] += moved
+        self.rank_of[[one, other]] = there, here
+        self._count(chosen, 1.0)
+
+    def _count(self, chosen: NDArray[np.int64], sign: float) -> None:
+        """Adds what these sets contribute to both tables, or takes it away."""
+        size, num_ranks = self._sets.num_experts, self._sets.num_ranks
+        ids, weight = self._sets.ids[chosen], sign * self._sets.weight[chosen]
+        on_rank = self._on_rank[chosen]
+        row, place = np.nonzero(np.take_along_axis(on_rank, self.rank_of[ids], axis=1) == 1)
+        cells = ids[row, place][:, None] * size + ids[row]
+        self._alone_with += summed_at(cells, weight[row], size * size).reshape(size, size)
+        row, rank = np.nonzero(on_rank == 0)
+        cells = ids[row] * num_ranks + rank[:, None]
+        self._arriving += summed_at(cells, weight[row], size * num_ranks).reshape(size, num_ranks)
+
+
+def fewest_ranks(sets: TokenSets, start: RankOf, bound: float, patience: int) -> RankOf:
+    """The best placement [E] on the way from `start`, which ends `patience` exchanges after it.
+
+    bound: of the load of a rank. What is above it weighs more than any rank touched, so it goes first if it can.
+    """
+    exchanges = Exchanges(sets, start)
+    load = sets.load()
+    best, gained, most, since = start, 0.0, 0.0, 0
+    rests_until = np.zeros(sets.num_experts, np.int64)
+    tenure = max(2, sets.num_experts // 8)
+    for step in range(1, 100 * sets.num_experts):
+        gain = exchanges.gain() - _OVERLOAD * _more_overload(exchanges.rank_of, load, sets.num_ranks, bound)
+        gain[exchanges.rank_of[:, None] == exchanges.rank_of] = -np.inf
+        resting = rests_until >= step
+        gain[(resting[:, None] | resting) & (gained + gain < most + _ONE_TOKEN)] = -np.inf
+        one, other = divmod(int(gain.argmax()), sets.num_experts)
+        if gain[one, other] == -np.inf:
+            break
+        gained += float(gain[one, other])
+        exchanges.make(one, other)
+        rests_until[[one, other]] = step + tenure
+        since += 1
+        if gained > most + _ONE_TOKEN:
+            best, most, since = exchanges.rank_of.copy(), gained, 0
+        elif since == patience:
+            break
+    return best
+
+
+def cost(sets: TokenSets, rank_of: RankOf, bound: float) -> float:
+    """What `fewest_ranks` makes least."""
+    total = np.bincount(rank_of, sets.load(), sets.num_ranks)
+    return sets.ranks_touched(rank_of) + _OVERLOAD * float(np.maximum(total - bound, 0).sum())
+
+
+def _more_overload(rank_of: RankOf, load: Float, num_ranks: int, bound: float) -> Float:
+    """[E, E]: load above the bound that an exchange adds."""
+    total = np.bincount(rank_of, load, num_ranks)[rank_of]
+    after = np.maximum((total - load)[:, None] + load - bound, 0) - np.maximum(total - bound, 0)[:, None]
+    added: Float = after + after.T
+    return added
+
+
+# Placement by load with replicas of the busiest experts. Pure. The three greedy steps of EPLB (github.com/deepseek-
+# ai/EPLB): groups of experts to nodes, replicas to experts within a node, replicas to ranks. Unlike there, a rank
+# never holds an expert twice, and the order of an expert's ranks spreads the homes that have no replica.
+
+
+Load = NDArray[np.floating]
+
+
+def load_balanced(
+    load: Load, num_ranks: int, *, num_redundant: int = 0, num_nodes: int = 1, num_groups: int = 1
+) -> Placement:
+    """Equal load for the ranks, as far as it goes.
+
+    load: [L, E]. num_redundant: replicas per layer beyond the E first ones. num_nodes: the ranks are split evenly over
+    them; num_groups: experts of a group (equal runs of ids) stay in one node, if the nodes can share the groups.
+    PlacementError if the sizes do not divide.
+    """
+    num_experts = load.shape[1]
+    slots, rest = divmod(num_experts + num_redundant, num_ranks)
+    if rest:
+        raise PlacementError(
+            f"{num_experts} experts and {num_redundant} redundant ones cannot be shared equally by {num_ranks} ranks."
+        )
+    if num_groups < 1 or num_nodes < 1 or num_groups % num_nodes or num_experts % num_groups or num_ranks % num_nodes:
+        num_groups = num_nodes = 1
+    if num_redundant < 0 or slots > num_experts // num_nodes:
+        raise PlacementError(f"{num_redundant} redundant experts are too many or too few for {num_experts} experts.")
+    return Placement(
+        num_ranks, tuple(_layer(of_experts, num_ranks, slots, num_nodes, num_groups) for of_experts in load)
+    )
+
+
+def with_replicas(placement: Placement, load: Load, num_redundant: int) -> Placement:
+    """Adds replicas of the busiest experts to a placement that has none; what it holds already stays where it is.
+
+    load: [L, E]. Each copy goes to the lightest rank that has room and lacks the expert. PlacementError if
+    the copies cannot be shared equally.
+    """
+    num_ranks = placement.num_ranks
+    extra, rest = divmod(num_redundant, num_ranks)
+    if rest or not 0 <= extra <= placement.num_experts - placement.slots_per_rank(0):
+        raise PlacementError(f"{num_redundant} redundant experts cannot be shared equally among {num_ranks} ranks.")
+    layers = []
+    for of_experts, ranks in zip(load, placement.ranks, strict=True):
+        held = [set(placed) for placed in ranks]
+        room = [extra] * num_ranks
+        for _ in range(num_redundant):
+            _add_copy(held, room, of_experts)
+        layers.append(ordered_ranks([sorted(placed) for placed in held], of_experts, num_ranks))
+    return Placement(num_ranks, tuple(layers))
+
+
+def ordered_ranks(held: Sequence[Sequence[int]], load: Load, num_ranks: int) -> tuple[Ranks, ...]:
+    """Orders each expert's ranks so that homes left over by turns go to the ranks that are lightest so far."""
+    total = np.zeros(num_ranks)
+    ordered: list[Ranks] = [()] * len(held)
+    for expert in sorted(range(len(held)), key=lambda candidate: (-float(load[candidate]), candidate)):
+        ranks = tuple(sorted(held[expert], key=lambda rank: (total[rank], rank)))
+        np.add.at(total, list(destinations_of(ranks, num_ranks)), float(load[expert]) / num_ranks)
+        ordered[expert] = ranks
+    return tuple(ordered)
+
+
+def _add_copy(held: list[set[int]], room: list[int], load: Load) -> None:
+    total = [0.0] * len(room)
+    for expert, ranks in enumerate(held):
+        for rank in ranks:
+            total[rank] += float(load[expert]) / len(ranks)
+    open_ranks = [rank for rank, free in enumerate(room) if free]
+    _, negative = max(
+        (float(load[expert]) / len(ranks), -expert)
+        for expert, ranks in enumerate(held)
+        if not ranks.issuperset(open_ranks)
+    )
+    rank = min((rank for rank in open_ranks if rank not in held[-negative]), key=lambda candidate: total[candidate])
+    held[-negative].add(rank)
+    room[rank] -= 1
+
+
+def _layer(load: Load, num_ranks: int, slots: int, num_nodes: int, num_groups: int) -> tuple[Ranks, ...]:
+    groups = np.arange(len(load)).reshape(num_groups, -1)
+    node_of_group = _pack(load[groups].sum(axis=1), num_nodes)
+    ranks_per_node = num_ranks // num_nodes
+    held: list[list[int]] = [[] for _ in load]
+    for node in range(num_nodes):
+        experts = groups[node_of_group == node].reshape(-1)
+        counts = _replicas(load[experts], ranks_per_node * slots, ranks_per_node)
+        shares = [
+            (float(load[expert]) / int(count), int(expert)) for expert, count in zip(experts, counts, strict=True)
+        ]
+        copies = [
+            (share, expert) for (share, expert), count in zip(shares, counts, strict=True) for _ in range(int(count))
+        ]
+        for rank, of_rank in enumerate(_spread(copies, ranks_per_node, slots)):
+            for expert in of_rank:
+                held[expert].append(node * ranks_per_node + rank)
+    return ordered_ranks(held, load, num_ranks)
+
+
+def _pack(weights: Load, num_packs: int) -> NDArray[np.int64]:
+    """The pack of each item: heaviest first, into the lightest pack that has room; all packs get equally many."""
+    room = np.full(num_packs, len(weights) // num_packs)
+    total = np.zeros(num_packs)
+    pack_of = np.empty(len(weights), np.int64)
+    for item in np.argsort(-weights, kind="stable"):
+        pack = int(np.where(room > 0, total, np.inf).argmin())
+        pack_of[item] = pack
+        total[pack] += weights[item]
+        room[pack] -= 1
+    return pack_of
+
+
+def _replicas(load: Load, num_slots: int, most: int) -> NDArray[np.int64]:
+    """Copies of each expert: one more for the one with the highest load per copy, at most `most`."""
+    counts = np.ones(len(load), np.int64)
+    for _ in range(num_slots - len(load)):
+        counts[np.where(counts < most, load / counts, -1.0).argmax()] += 1
+    return counts
+
+
+def _spread(copies: list[tuple[float, int]], num_ranks: int, slots: int) -> list[set[int]]:
+    """The experts on each rank. copies: (load, expert), together as many as there are slots."""
+    held: list[set[int]] = [set() for _ in range(num_ranks)]
+    total = [0.0] * num_ranks
+    share_of = {expert: share for share, expert in copies}
+    for share, expert in sorted(copies, key=lambda copy: (-copy[0], copy[1])):
+        open_ranks = [rank for rank in range(num_ranks) if len(held[rank]) < slots]
+        able = [rank for rank in open_ranks if expert not in held[rank]]
+        if able:
+            rank = min(able, key=lambda candidate: total[candidate])
+        else:
+            rank = _exchange(held, total, share_of, open_ranks[0], expert)
+        held[rank].add(expert)
+        total[rank] += share
+    return held
+
+
+def _exchange(held: list[set[int]], total: list[float], share_of: dict[int, float], room: int, expert: int) -> int:
+    """Every rank with room holds the expert: another gives one of its own to `room`, the lightest that may go there."""
+    share, rank, given = min(
+        (share_of[other], rank, other)
+        for rank, experts in enumerate(held)
+        if expert not in experts
+        for other in experts - held[room]
+    )
+    held[rank].remove(given)
+    held[room].add(given)
+    total[rank] -= share
+    total[room] += share
+    return rank
+
+
+# Placement by co-activation: experts that a token chooses together share a rank. Pure. A token costs one row per
+# rank that it touches, so what counts is the number of distinct ranks, home excluded. What is found has to be better
+# on tokens that it was not fitted to, and no rank may be busier than it would be anyway: in skewed routing the
+# popular experts on one rank would be the cheapest placement and the slowest.
+
+
+Ids = NDArray[np.integer]
+
+_PATIENCE = 8
+# Of the held-out tokens, which are compared in runs because neighbours choose alike.
+_NUM_RUNS = 16
+_STANDARD_ERRORS = 2.0
+
+
+def coactivation_placement(
+    routing: Ids, num_experts: int, num_ranks: int, homes: Ids | None = None, *, max_load: float | None = 1.1
+) -> Placement:
+    """The fewest distinct ranks per token that exchanges find, each layer by itself. Deterministic.
+
+    routing: [L, T, k], a sample of tokens in order (`RoutingStatistics.recent`). homes: [T]; worth telling where
+    requests that choose alike live together, otherwise a home says nothing about experts. max_load: bound of a rank's
+    load in units of the mean, or the best balance known where that is above it. None: what the busiest rank has in the
+    plain placement, contiguous or round-robin, that touches fewer ranks.
+
+    First it is learnt on half of the tokens. Where the other half does not show that it saves ranks, that plain
+    placement is the answer.
+    """
+    plain = _better_plain(routing, num_experts, num_ranks, homes)
+    half = routing.shape[1] // 2
+    if num_ranks == 1 or half < _NUM_RUNS:
+        return from_first_ranks(plain, num_ranks)
+    seen, unseen = (None, None) if homes is None else (homes[:half], homes[half:])
+    learnt = _coactivation_placement_learnt(routing[:, :half], plain, plain, num_ranks, seen, max_load)
+    if not _helps(learnt, plain, routing[:, half:], num_ranks, unseen):
+        return from_first_ranks(plain, num_ranks)
+    return from_first_ranks(
+        _coactivation_placement_learnt(routing, plain, learnt, num_ranks, homes, max_load), num_ranks
+    )
+
+
+def _better_plain(routing: Ids, num_experts: int, num_ranks: int, homes: Ids | None) -> RankOf:
+    """[L, E]: contiguous or round-robin, whichever touches fewer ranks."""
+    sizes = len(routing), num_experts, num_ranks
+    plain = [build(*sizes).first_ranks() for build in (contiguous, round_robin)]
+    touched = [_touches(rank_of, routing, num_ranks, homes).sum() for rank_of in plain]
+    return plain[int(np.argmin(touched))]
+
+
+def _touches(rank_of: RankOf, routing: Ids, num_ranks: int, homes: Ids | None) -> Float:
+    """[T]: the ranks that each token touches, summed over layers. rank_of: [L, E]."""
+    ranks = rank_of[np.arange(len(routing))[:, None, None], routing]
+    if homes is not None:
+        ranks = np.concatenate([ranks, np.broadcast_to(homes[:, None], (*ranks.shape[:2], 1))], axis=2)
+    changes = np.diff(np.sort(ranks, axis=2), axis=2) != 0
+    return (1 + changes.sum(axis=2)).sum(axis=0, dtype=np.float64)
+
+
+def _helps(learnt: RankOf, plain: RankOf, routing: Ids, num_ranks: int, homes: Ids | None) -> bool:
+    """Whether the tokens show more than chance that the learnt placement touches fewer ranks."""
+    saved = _touches(plain, routing, num_ranks, homes) - _touches(learnt, routing, num_ranks, homes)
+    of_runs = np.array([run.mean() for run in np.array_split(saved, _NUM_RUNS)])
+    return float(of_runs.mean()) > _STANDARD_ERRORS * float(of_runs.std(ddof=1)) / _NUM_RUNS**0.5
+
+
+def _coactivation_placement_learnt(
+    routing: Ids, plain: RankOf, start: RankOf, num_ranks: int, homes: Ids | None, max_load: float | None
+) -> RankOf:
+    """[L, E]: layer by layer the best that exchanges lead to, from `start` and from balanced loads."""
+    num_experts = plain.shape[1]
+    load = np.stack([np.bincount(ids.reshape(-1), minlength=num_experts) for ids in routing]).astype(np.float64)
+    balanced = load_balanced(load, num_ranks).first_ranks()
+    found = np.empty_like(plain)
+    for layer, ids in enumerate(routing):
+        sets = token_sets(ids, num_experts, num_ranks, homes)
+        known = plain if max_load is None else balanced
+        bound = max(
+            (max_load or 1.0) * load[layer].sum() / num_ranks,
+            float(np.bincount(known[layer], load[layer], num_ranks).max()),
+        )
+        ended = [_refined(begin[layer], sets, bound) for begin in (start, balanced)]
+        found[layer] = min(ended, key=partial(cost, sets, bound=bound))
+    return found
+
+
+def _refined(rank_of: RankOf, sets: TokenSets, bound: float) -> RankOf:
+    """Exchanges, and where homes matter renaming of ranks, until neither gains."""
+    if not (sets.homes >= 0).any():
+        return fewest_ranks(sets, rank_of, bound, _PATIENCE)
+    touched = sets.ranks_touched(rank_of)
+    while True:
+        rank_of = fewest_ranks(sets, _with_ranks_named(rank_of, sets), bound, _PATIENCE)
+        now = sets.ranks_touched(rank_of)
+        if now > touched - 0.5:
+            return rank_of
+        touched = now
+
+
+def _with_ranks_named(rank_of: RankOf, sets: TokenSets) -> RankOf:
+    """Gives each group of experts the rank where most of its tokens live. Exact."""
+    visited = sets.on_rank(rank_of)
+    visited[np.arange(len(sets.homes)), sets.homes] -= 1
+    at_home = np.eye(sets.num_ranks)[sets.homes] * sets.weight[:, None]
+    visits = (visited > 0).astype(np.float64).T @ at_home
+    return balanced_assignment(visits, np.arange(sets.num_ranks))[rank_of]
+
+
+# Those that need no statistics, then those that do.
+PLAIN: Final = ("contiguous", "round-robin")
+LEARNT: Final = ("balanced", "coactivation", "affinity")
+
+
+def choose_placement(
+    name: str,
+    sizes: Sequence[int],
+    *,
+    num_redundant: int = 0,
+    num_nodes: int = 1,
+    num_groups: int = 1,
+    statistics: RoutingStatistics | None = None,
+) -> Placement:
+    """sizes: layers with experts, experts, ranks. num_redundant: replicas per layer, of the busiest experts.
+
+    num_nodes, num_groups: see `load_balanced`; the other placements do not look at them.
+
+    Without statistics all experts count as equally busy. PlacementError where the sizes do not divide, or where the
+    statistics are missing, empty or of other sizes.
+    """
+    num_layers, num_experts, num_ranks = sizes
+    if statistics is None:
+        if name in LEARNT:
+            raise PlacementError(f"A {name} placement is learnt from statistics, and there are none.")
+        load = np.ones((num_layers, num_experts), np.float32)
+    else:
+        load = statistics.load()
+        if load.shape != (num_layers, num_experts):
+            raise PlacementError(
+                f"The statistics are of {load.shape[0]} layers with {load.shape[1]} experts, "
+                f"but the model has {num_layers} with {num_experts}."
+            )
+        if name in LEARNT and not load.any():
+            raise PlacementError(f"A {name} placement is learnt from statistics, and these are empty.")
+    if name == "balanced":
+        return load_balanced(load, num_ranks, num_redundant=num_redundant, num_nodes=num_nodes, num_groups=num_groups)
+    if name == "contiguous":
+        placement = contiguous(num_layers, num_experts, num_ranks)
+    elif name == "round-robin":
+        placement = round_robin(num_layers, num_experts, num_ranks)
+    else:
+        assert statistics is not None
+        placement = _learnt(name, statistics, num_ranks)
+    return with_replicas(placement, load, num_redundant) if num_redundant else placement
+
+
+def _learnt(name: str, statistics: RoutingStatistics, num_ranks: int) -> Placement:
+    num_layers, num_experts = statistics.load().shape
+    if name == "coactivation":
+        return coactivation_placement(statistics.recent(), num_experts, num_ranks)
+    if name == "affinity":
+        if num_layers == 1:
+            return round_robin(num_layers, num_experts, num_ranks)
+        return affinity_placement(statistics.transitions(1), num_ranks)
+    raise PlacementError(f"There is no placement {name!r}.")
+
+
+# A layer's placement made more even by few moves, for a service that has to load what moves. Pure. `load_balance`
+# places a layer from nothing and would move most of it each time. Here the heaviest rank exchanges an expert with
+# another rank, or is given relief by a replica that replaces another one, as long as the heaviest load falls.
+
+
+Float = NDArray[np.float64]
+
+
+def load_shares(ranks: Sequence[Ranks], num_ranks: int) -> Float:
+    """[E, R]: the share of an expert's load that arrives at each rank if tokens are at home on all ranks equally."""
+    shares = np.zeros((len(ranks), num_ranks))
+    for of_expert, held_by in zip(shares, ranks, strict=True):
+        np.add.at(of_expert, list(destinations_of(held_by, num_ranks)), 1 / num_ranks)
+    return shares
+
+
+def evened_out(ranks: Sequence[Ranks], load: NDArray[np.floating], num_ranks: int, max_moves: int) -> tuple[Ranks, ...]:
+    """The ranks of each expert after at most `max_moves` moves, each of which lowers the heaviest rank's load.
+
+    load: [E]. Ranks hold as many experts as before, and every expert stays somewhere. A replica is taken to bear an
+    equal part of its expert's load. The input itself if no move helps.
+    """
+    held = np.zeros((len(ranks), num_ranks), np.bool_)
+    for expert, held_by in enumerate(ranks):
+        held[expert, list(held_by)] = True
+    before = held.copy()
+    weight = load.astype(np.float64)
+    for _ in range(max_moves):
+        move = _best_exchange(held, weight)
+        move = _best_relief(held, weight, move)
+        if move is None:
+            break
+        held = move[1]
+    if (held == before).all():
+        return tuple(ranks)
+    return ordered_ranks([np.flatnonzero(of_expert).tolist() for of_expert in held], weight, num_ranks)
+
+
+Move = tuple[float, NDArray[np.bool_]]
+
+
+def _totals(held: NDArray[np.bool_], weight: Float) -> Float:
+    """[R]: the load of each rank."""
+    return (weight / held.sum(axis=1)) @ held
+
+
+def _best_exchange(held: NDArray[np.bool_], weight: Float) -> Move | None:
+    """The exchange of two experts that lowers the heaviest rank most: (heaviest load of the two afterwards, held)."""
+    share = weight / held.sum(axis=1)
+    totals = share @ held
+    heavy = int(totals.argmax())
+    best: tuple[float, int, int, int] | None = None
+    for other in range(held.shape[1]):
+        leaving = np.flatnonzero(held[:, heavy] & ~held[:, other])
+        coming = np.flatnonzero(held[:, other] & ~held[:, heavy])
+        if not len(leaving) or not len(coming):
+            continue
+        relief = share[leaving][:, None] - share[coming][None, :]
+        worst = np.maximum(totals[heavy] - relief, totals[other] + relief)
+        one, two = np.unravel_index(worst.argmin(), worst.shape)
+        if best is None or worst[one, two] < best[0]:
+            best = float(worst[one, two]), other, int(leaving[one]), int(coming[two])
+    if best is None or best[0] >= totals[heavy] * (1 - 1e-9):
+        return None
+    worst_after, other, out, back = best
+    changed = held.copy()
+    changed[[out, back], heavy] = False, True
+    changed[[out, back], other] = True, False
+    return worst_after, changed
+
+
+def _best_relief(held: NDArray[np.bool_], weight: Float, best: Move | None) -> Move | None:
+    """The move that replaces a replica by one of an expert of the heaviest rank, if it is better than `best`."""
+    totals = _totals(held, weight)
+    heavy = int(totals.argmax())
+    bound = totals[heavy] * (1 - 1e-9) if best is None else best[0]
+    counts = held.sum(axis=1)
+    now = held * (weight / counts)[:, None]
+    for other in range(held.shape[1]):
+        out = np.flatnonzero(held[:, other] & (counts > 1))
+        into = np.flatnonzero(held[:, heavy] & ~held[:, other])
+        if not len(out) or not len(into):
+            continue
+        without, grown = held[out], held[into]
+        without[:, other], grown[:, other] = False, True
+        change_out = without * (weight[out] / (counts[out] - 1))[:, None] - now[out]
+        change_into = grown * (weight[into] / (counts[into] + 1))[:, None] - now[into]
+        worst = (totals + change_out[:, None] + change_into[None, :]).max(axis=2)
+        one, two = np.unravel_index(worst.argmin(), worst.shape)
+        if worst[one, two] < bound:
+            bound = float(worst[one, two])
+            changed = held.copy()
+            changed[[out[one], into[two]], other] = False, True
+            best = bound, changed
+    return best

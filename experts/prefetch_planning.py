@@ -1,0 +1,192 @@
+"""Whether prefetching pays: it is switched off where it gains no more than it costs, and tried again. Pure.
+
+Prefetches move no fewer bytes, they hide waiting. What a step gained and what it cost is told by the switch's owner,
+both in one unit: seconds of waiting (`experts.lookahead`) or experts used (`experts.prefix_warmth`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.predictor import Predictor
+from experts.residency import Affinity, Priority, ResidencyControl
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRules:
+    """memory: steps over which gain and cost are averaged. trial: steps before a judgement. first_pause,
+    longest_pause: steps of rest after it was negative; each negative trial doubles the pause."""
+
+    memory: int = 64
+    trial: int = 32
+    first_pause: int = 256
+    longest_pause: int = 8192
+
+
+class PrefetchSwitch:
+    """Asked before each step whether to predict at all; told after it what that gained and cost."""
+
+    __slots__ = ("_mean", "_pause", "_resting", "_rules", "_tried")
+
+    def __init__(self, rules: SwitchRules = SwitchRules()) -> None:
+        self._rules = rules
+        self._mean = 0.0
+        self._tried = 0
+        self._pause = rules.first_pause
+        self._resting = 0
+
+    @property
+    def on(self) -> bool:
+        return self._resting == 0
+
+    def step_done(self, gain: float, cost: float) -> None:
+        """A step ended that gained and cost so much, in one unit; while off, the figures are not looked at."""
+        if not self.on:
+            self._resting -= 1
+            return
+        self._tried += 1
+        self._mean += (gain - cost - self._mean) / min(self._tried, self._rules.memory)
+        if self._tried < self._rules.trial:
+            return
+        if self._mean > 0:
+            self._pause = self._rules.first_pause
+            return
+        self._resting = self._pause
+        self._pause = min(2 * self._pause, self._rules.longest_pause)
+        self._tried = 0
+        self._mean = 0.0
+
+
+# From predictions to prefetches: which absent experts are worth a copy, and how many arrive in time. Pure. Experts
+# are unit jobs on one link, and each layer ahead is a deadline. Taking the likeliest first as long as all taken can
+# still be on time is optimal for such jobs (the greedy rule of a scheduling matroid). With a predictor that follows
+# routes (`experts.predictors`) what is taken is the best part of a spanning tree of routes within a byte budget.
+
+
+Float = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchRules:
+    """What is worth a prefetch.
+
+    min_probability: of an absent expert. keep_probability: of one that is on its way, so that a prediction that
+    wavers does not undo what was begun. margin: by how much an expert must be likelier than the one it evicts.
+    max_bytes: what one plan may ask for, None for as much as can be on time.
+    """
+
+    max_distance: int = 3
+    min_probability: float = 0.4
+    keep_probability: float = 0.1
+    margin: float = 0.2
+    max_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class _Target:
+    """A layer ahead. scores: of all experts; lists, since there are few and each is looked at several times.
+
+    ready: resident. begun: on their way, and likely enough to go on. absent: worth a copy. wanted: of these, those to
+    ask for, the likeliest first.
+    """
+
+    layer: int
+    scores: list[float]
+    ready: list[int]
+    begun: list[int]
+    absent: list[int]
+    wanted: list[int] = field(default_factory=list)
+
+
+class PrefetchPlanner:
+    """Tells a `ResidencyControl` what a `Predictor` expects. The caller runs both through the step."""
+
+    __slots__ = ("_control", "_expert_bytes", "_predictor", "_rated", "rules")
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        control: ResidencyControl,
+        expert_bytes: int,
+        rules: PrefetchRules,
+        rated: list[Affinity] | None = None,
+    ) -> None:
+        """rated: the eviction policy of each layer, if it is the one that wants scores."""
+        self._predictor = predictor
+        self._control = control
+        self._expert_bytes = expert_bytes
+        self._rated = rated
+        self.rules = rules
+
+    def expect(self, layer: int) -> list[Float]:
+        """[E] for each layer after `layer`, nearest first: the predictor's probabilities. Does not touch the control.
+
+        `layer` was observed, or is `BEFORE`.
+        """
+        num_layers = len(self._control.layers)
+        last = min(self.rules.max_distance, num_layers - 1 - layer)
+        return [self._predictor.predict(layer, distance) for distance in range(1, last + 1)]
+
+    def request(self, layer: int, expected: list[Float], loads_per_layer: float) -> None:
+        """Tells the control what `expect` found; the caller holds whatever lock guards the control.
+
+        Where nothing at all is expected of a layer, nothing is known of it yet: what was asked for stays.
+
+        loads_per_layer: how many experts the link can bring while one layer is computed, as measured.
+        """
+        ahead = [self._look(layer + distance, scores.tolist()) for distance, scores in enumerate(expected, start=1)]
+        self._take(ahead, loads_per_layer)
+        for distance, target in enumerate(ahead, start=1):
+            if not any(target.scores):
+                continue
+            # Who may not make room for `wanted`, and whose copy goes on.
+            least = min(map(target.scores.__getitem__, target.wanted), default=1.0) - self.rules.margin
+            kept = [expert for expert in target.ready if target.scores[expert] > least]
+            named = target.wanted + kept + target.begun
+            named.sort(key=target.scores.__getitem__, reverse=True)
+            if self._rated is not None:
+                self._rated[target.layer].rate(target.scores)
+            priority = Priority.NEXT_LAYER if distance == 1 else Priority.SPECULATIVE
+            self._control.predict(target.layer, named, priority)
+
+    def _look(self, layer: int, scores: list[float]) -> _Target:
+        residency = self._control.layers[layer]
+        ready = residency.resident()
+        begun = [expert for expert in residency.loading() if scores[expert] >= self.rules.keep_probability]
+        needed = self.rules.min_probability
+        if len(ready) == residency.num_slots:
+            needed = max(needed, min(map(scores.__getitem__, ready)) + self.rules.margin)
+        absent = []
+        if max(scores) >= needed:
+            absent = [
+                expert
+                for expert, probability in enumerate(scores)
+                if probability >= needed and residency.slot_of(expert) is None
+            ]
+        return _Target(layer, scores, ready, begun, absent)
+
+    def _take(self, ahead: list[_Target], loads_per_layer: float) -> None:
+        """Fills `wanted`, nearest layer first in `ahead`."""
+        room = [ceil(distance * loads_per_layer) for distance in range(1, len(ahead) + 1)]
+        for place, target in enumerate(ahead):
+            # They take time on the link as well.
+            for later in range(place, len(ahead)):
+                room[later] -= len(target.begun)
+        candidates = [
+            (-target.scores[expert], place, expert) for place, target in enumerate(ahead) for expert in target.absent
+        ]
+        budget = None if self.rules.max_bytes is None else self.rules.max_bytes // self._expert_bytes
+        num_taken = 0
+        for _, place, expert in sorted(candidates):
+            if min(room[place:]) < 1:
+                continue
+            if budget is not None and num_taken >= budget:
+                break
+            for later in range(place, len(room)):
+                room[later] -= 1
+            ahead[place].wanted.append(expert)
+            num_taken += 1

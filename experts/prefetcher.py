@@ -1,0 +1,342 @@
+"""Predictions at work: follows the computation through the layers and asks for the experts to come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from experts.expert_memory import ExpertMemory
+from experts.gates import GatesAhead
+from experts.observer import Dispatch, Experts
+from experts.predictor import BEFORE, Ids, Predictor, RecallSample, Tap
+from experts.predictors import LearntAffinity
+from experts.prefetch_planning import PrefetchPlanner
+from experts.prefix_warmth import PrefixWarmth
+from experts.rank_predictor import RankPredictor, RankShare
+from experts.routing import NOT_COMPUTED, RoutingRecorder
+from experts.signatures import RequestProfiles, decode_signature
+from kernels.activation import Activation
+
+
+class LayerListener(Protocol):
+    """Hears the computation of steps, and may ask for experts. See `Prefetcher`.
+
+    is_on: whether it asks for any in the step that runs.
+    """
+
+    @property
+    def is_on(self) -> bool: ...
+
+    def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None: ...
+
+    def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None: ...
+
+    def after_layer(self, layer: int, residual: Tensor) -> None: ...
+
+    def end_step(self, ended_requests: Iterable[int]) -> None: ...
+
+
+class Prefetcher:
+    """Called by the computing thread, which pays for predictions: `ExpertMemory.predictor_seconds` counts that.
+
+    A wrong prediction costs time and never changes what is computed. Layers must be told in order within a step.
+    """
+
+    def __init__(
+        self,
+        memory: ExpertMemory,
+        predictor: Predictor,
+        planner: PrefetchPlanner,
+        learnt: LearntAffinity,
+        gates: Mapping[Tap, GatesAhead],
+    ) -> None:
+        """planner: asks this predictor and tells the control of this memory. learnt: what the predictor learns from.
+        gates: of each tap that the predictor listens to."""
+        self._memory = memory
+        self._predictor = predictor
+        self._planner = planner
+        self._learnt = learnt
+        self._recorder = RoutingRecorder(learnt.statistics)
+        self._gates = gates
+        self._token_ids: NDArray[np.int64] = np.empty(0, np.int64)
+        self._ids: NDArray[np.int16] = np.empty((0, 0, 0), np.int16)
+
+    @property
+    def is_on(self) -> bool:
+        return True
+
+    def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None:
+        """A step of T tokens begins: token_ids, requests [T]."""
+        started = time.perf_counter()
+        spec = self._learnt.statistics.spec
+        self._token_ids = token_ids
+        self._ids = np.full((spec.num_layers, len(token_ids), spec.top_k), NOT_COMPUTED, np.int16)
+        self._predictor.begin(token_ids, requests)
+        self._plan(BEFORE)
+        self._memory.predictor_seconds += time.perf_counter() - started
+
+    def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        """The gate of a layer chose: x [T, H] is what it saw, expert_ids and weights [T, k]."""
+        started = time.perf_counter()
+        chosen = expert_ids.cpu().numpy()
+        if len(chosen) == len(self._token_ids):
+            self._ids[layer] = chosen
+        self._predictor.observe(layer, chosen, weights.cpu().numpy())
+        self._hear_gates(Tap.EARLY, layer, x)
+        self._plan(layer)
+        self._memory.predictor_seconds += time.perf_counter() - started
+
+    def after_layer(self, layer: int, residual: Tensor) -> None:
+        """A layer is computed, residual [T, H]: the last look before the next one. Not called for the last layer."""
+        if Tap.LATE not in self._gates:
+            return
+        started = time.perf_counter()
+        self._hear_gates(Tap.LATE, layer, residual)
+        self._plan(layer)
+        self._memory.predictor_seconds += time.perf_counter() - started
+
+    def end_step(self, ended_requests: Iterable[int]) -> None:
+        """The step is computed, and these requests are over."""
+        started = time.perf_counter()
+        self._recorder.add(self._ids, self._token_ids.tolist())
+        self._learnt.step_done()
+        self._predictor.end(ended_requests)
+        self._memory.predictor_seconds += time.perf_counter() - started
+
+    def _hear_gates(self, tap: Tap, layer: int, state: Tensor) -> None:
+        if tap in self._gates and len(state):
+            for distance, logits in self._gates[tap](layer, state):
+                self._predictor.observe_gate(tap, layer, distance, logits)
+
+    def _plan(self, layer: int) -> None:
+        expected = self._planner.expect(layer)
+        if expected:
+            self._memory.decide(lambda loads: self._planner.request(layer, expected, loads))
+
+
+# Predictions on one rank of several: they follow the rows at home, and hear of others that come to be computed.
+
+
+_NOBODY = np.empty((0, 1), np.int64)
+
+
+class RankPrefetcher:
+    """Hears in two ways: as `HomeListener` of the rows at home, as `LayerListener` of those that are computed here.
+
+    The first are what the prefetcher is told, once the loads that the layer needs have begun; the predictor hears of
+    both. Steps are followed from `begin_step` to `end_step` alone.
+    """
+
+    def __init__(
+        self, memory: ExpertMemory, prefetcher: Prefetcher, predictor: RankPredictor, gates: GatesAhead | None
+    ) -> None:
+        """predictor: the prefetcher's. gates: of the tap `EARLY`, asked of rows that come; None if gates are not."""
+        self._memory = memory
+        self._prefetcher = prefetcher
+        self._predictor = predictor
+        self._gates = gates
+        self._is_in_step = False
+        self._home: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self._prefetcher.is_on
+
+    def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None:
+        self._is_in_step = True
+        self._prefetcher.begin_step(token_ids, requests)
+
+    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        if self._is_in_step:
+            self._home = x, expert_ids, weights
+
+    def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        self._tell(layer, x, expert_ids.cpu().numpy())
+
+    def returned(self, layer: int) -> None:
+        self._tell(layer, None, _NOBODY)
+
+    def after_layer(self, layer: int, residual: Tensor) -> None:
+        if self._is_in_step:
+            self._prefetcher.after_layer(layer, residual)
+
+    def end_step(self, ended_requests: Iterable[int]) -> None:
+        self._is_in_step = False
+        self._prefetcher.end_step(ended_requests)
+
+    def _tell(self, layer: int, x: Tensor | None, computed: Ids) -> None:
+        """Once in a layer. x [M, H], computed [M, k]: the rows that are computed here, and what they chose."""
+        home, self._home = self._home, None
+        if home is None:
+            return
+        started = time.perf_counter()
+        self._predictor.visited(layer, home[1].cpu().numpy(), computed)
+        if x is not None and self._gates is not None and self._predictor.wants_gates_of_computed():
+            for distance, logits in self._gates(layer, x):
+                self._predictor.observe_gate_of_computed(layer, distance, logits)
+        self._memory.predictor_seconds += time.perf_counter() - started
+        self._prefetcher.observe(layer, *home)
+
+
+# How much gates know, counted on one rank of several.
+
+
+_MAX_ROWS = 8
+
+
+class HomeRecall:
+    """Around a listener that believes gates: counts what these say of the rows at home, at all distances.
+
+    The listener itself hears of rows of all ranks, and not of the same in each layer.
+    """
+
+    def __init__(self, inner: LayerListener, gates: GatesAhead, recall: RecallSample) -> None:
+        """gates: of the tap `EARLY`, those that the listener goes by."""
+        self._inner = inner
+        self._gates = gates
+        self._recall = recall
+        self._num_rows = 0
+        self._is_counting = False
+        self._chosen: dict[int, Ids] = {}
+
+    @property
+    def is_on(self) -> bool:
+        return self._inner.is_on
+
+    def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None:
+        self._inner.begin_step(token_ids, requests)
+        self._num_rows = len(token_ids)
+        self._is_counting = self._inner.is_on and self._num_rows > 0 and self._recall.is_counting
+
+    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        if not self._is_counting or len(x) != self._num_rows:
+            return
+        every = -(-self._num_rows // _MAX_ROWS)
+        self._chosen[layer] = expert_ids[::every].cpu().numpy()
+        for distance, logits in self._gates(layer, x[::every]):
+            self._recall.rank(self._gates.name, layer, distance, logits)
+
+    def returned(self, layer: int) -> None:
+        """What is counted was said before."""
+
+    def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        self._inner.observe(layer, x, expert_ids, weights)
+
+    def after_layer(self, layer: int, residual: Tensor) -> None:
+        self._inner.after_layer(layer, residual)
+
+    def end_step(self, ended_requests: Iterable[int]) -> None:
+        if self._inner.is_on and self._num_rows:
+            self._recall.end_step(self._chosen)
+            self._chosen.clear()
+        self._is_counting = False
+        self._inner.end_step(ended_requests)
+
+
+# The rows at home on one rank of several, told of on their way to the experts of all ranks.
+
+
+class HomeListener(Protocol):
+    """Hears of the rows at home in each layer."""
+
+    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        """The gate chose for the rows at home, x [T, H], expert_ids and weights [T, k]; they have not travelled yet."""
+
+    def returned(self, layer: int) -> None:
+        """They are back, and what other ranks sent is computed."""
+
+
+class HomeRows:
+    """Tells a listener of the rows that this rank sends to the experts of all ranks, itself included.
+
+    share: what this rank holds and has to do, for those who listen.
+    """
+
+    def __init__(self, moe_layers: Sequence[int], share: RankShare) -> None:
+        """moe_layers: numbers of the layers with experts, ascending; the listener counts these alone."""
+        self._place = {layer: place for place, layer in enumerate(moe_layers)}
+        self.share = share
+        self.listener: HomeListener | None = None
+
+    def around(self, dispatch_of: Callable[[int], Dispatch[Experts]]) -> Callable[[int], Dispatch[Experts]]:
+        """The same dispatches, told of."""
+        return lambda layer: self._around_one(self._place[layer], dispatch_of(layer))
+
+    def _around_one(self, place: int, inner: Dispatch[Experts]) -> Dispatch[Experts]:
+        def dispatch(
+            x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts, activation: Activation
+        ) -> Tensor:
+            listener = self.listener
+            if listener is None:
+                return inner(x, expert_ids, weights, experts, activation)
+            listener.chose(place, x, expert_ids, weights)
+            out = inner(x, expert_ids, weights, experts, activation)
+            listener.returned(place)
+            return out
+
+        return dispatch
+
+
+# What is known of cached prefixes, told to those who load ahead.
+
+
+# A profile forgets its older tokens: a prefix is worth no more than these.
+_MOST_TOKENS = 64
+
+
+class PrefixListener:
+    """Around another listener: warms the experts of a hit's signature, in steps in which that one prefetches at all.
+
+    While no request is between its admission and its first decode this is one comparison per layer.
+    """
+
+    def __init__(
+        self, inner: LayerListener, memory: ExpertMemory, warmth: PrefixWarmth, profiles: RequestProfiles | None
+    ) -> None:
+        """warmth: of the memory's control. profiles: of a predictor that goes by them."""
+        self._inner = inner
+        self._memory = memory
+        self._warmth = warmth
+        self._profiles = profiles
+
+    @property
+    def is_on(self) -> bool:
+        return self._inner.is_on
+
+    def recall(self, request: int, signature: bytes, num_tokens: int) -> None:
+        """A request begins whose first `num_tokens` tokens were found in the cache. ValueError for no signature."""
+        rates = decode_signature(signature, self._warmth.num_layers, self._warmth.num_experts)
+        self._warmth.remember(request, rates)
+        if self._profiles is not None:
+            self._profiles.seed(request, rates, min(num_tokens, _MOST_TOKENS))
+
+    def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None:
+        self._inner.begin_step(token_ids, requests)
+        if not self._warmth.is_idle:
+            may_ask, of_rows = self._inner.is_on, requests.tolist()
+            self._tell(lambda: self._warmth.begin_step(of_rows, may_ask=may_ask))
+
+    def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        self._inner.observe(layer, x, expert_ids, weights)
+        if not self._warmth.is_idle:
+            chosen = set(expert_ids.flatten().tolist())
+            self._tell(lambda: self._warmth.observed(layer, chosen))
+
+    def after_layer(self, layer: int, residual: Tensor) -> None:
+        self._inner.after_layer(layer, residual)
+
+    def end_step(self, ended_requests: Iterable[int]) -> None:
+        ended = list(ended_requests)
+        if not self._warmth.is_idle:
+            self._tell(lambda: self._warmth.end_step(ended))
+        self._inner.end_step(ended)
+
+    def _tell(self, news: Callable[[], None]) -> None:
+        started = time.perf_counter()
+        self._memory.decide(lambda _: news())
+        self._memory.predictor_seconds += time.perf_counter() - started

@@ -1,0 +1,147 @@
+"""Which experts a request that found its prefix cached will want first, as the signature of that prefix says. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.prefetch_planning import PrefetchSwitch, SwitchRules
+from experts.residency import Priority, ResidencyControl
+
+Float = NDArray[np.float32]
+
+_SWITCH_RULES = SwitchRules(memory=32, trial=16, first_pause=32, longest_pause=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmthRules:
+    """What is worth a copy. min_probability: of an absent expert. margin: by how much it must be likelier than one that
+    is there. least_used: the share of the experts asked for that has to be used, or else nobody is asked for a while.
+    """
+
+    min_probability: float = 0.4
+    margin: float = 0.2
+    least_used: float = 0.4
+
+
+class PrefixWarmth:
+    """Asks in the speculative class, which everything else overtakes, from a request's first step to its first decode.
+
+    In that time the link may be idle: layers far ahead are not predicted by anybody else yet, and the layers behind
+    have their next event in the next step. A layer's next event is asked for once its experts are computed, which shows
+    when the next layer begins; until then its slots are in use. Whoever guards the control holds its lock in all calls.
+    Bounded by the requests that begin; they are forgotten with their first decode.
+    """
+
+    __slots__ = (
+        "_asked",
+        "_before",
+        "_control",
+        "_experts_here",
+        "_num_asked",
+        "_num_rows",
+        "_num_used",
+        "_on",
+        "_rates",
+        "_rules",
+        "_switch",
+        "num_experts",
+    )
+
+    def __init__(
+        self,
+        control: ResidencyControl,
+        num_experts: int,
+        experts_here: Callable[[int], Collection[int]] | None = None,
+        rules: WarmthRules = WarmthRules(),
+        switch: SwitchRules = _SWITCH_RULES,
+    ) -> None:
+        """experts_here: those of a layer that this rank of several holds. switch: in steps of such requests."""
+        self._control = control
+        self.num_experts = num_experts
+        self._experts_here = experts_here
+        self._rules = rules
+        self._switch = PrefetchSwitch(switch)
+        self._rates: dict[int, Float] = {}
+        self._num_rows: Mapping[int, int] = {}
+        self._on = False
+        self._before: int | None = None
+        self._asked: dict[int, frozenset[int]] = {}
+        self._num_asked = self._num_used = 0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._control.layers)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to be told of the steps to come."""
+        return not (self._rates or self._asked or self._num_asked)
+
+    def remember(self, request: int, rates: Float) -> None:
+        """A request begins. rates: [L, E], the share of its prefix's tokens that chose each expert."""
+        self._rates[request] = rates
+
+    def begin_step(self, requests: Sequence[int], *, may_ask: bool) -> None:
+        """requests: of each row. may_ask: whether anybody may prefetch in this step."""
+        self._num_rows = Counter(request for request in requests if request in self._rates)
+        self._on = may_ask and self._switch.on and bool(self._num_rows)
+        self._before = None
+        if self._on:
+            for layer in range(self.num_layers):
+                self._ask(layer, self._num_rows)
+
+    def observed(self, layer: int, experts: Collection[int]) -> None:
+        """The layer's event has begun, with these experts."""
+        if asked := self._asked.pop(layer, None):
+            self._num_asked += len(asked)
+            self._num_used += len(asked.intersection(experts))
+        self._ask_again(layer)
+
+    def end_step(self, ended: Iterable[int]) -> None:
+        """The step is computed, and these requests are over."""
+        self._ask_again(None)
+        decoding = [request for request, count in self._num_rows.items() if count == 1]
+        for request in (*decoding, *ended):
+            self._rates.pop(request, None)
+        if self._num_asked or (self._num_rows and not self._switch.on):
+            # In experts: those that were used, against those that had to be.
+            self._switch.step_done(gain=self._num_used, cost=self._rules.least_used * self._num_asked)
+        self._num_asked = self._num_used = 0
+
+    def _ask_again(self, layer: int | None) -> None:
+        """For the next event of the layer before `layer`, to which each request will bring one row."""
+        before, self._before = self._before, layer
+        if self._on and before is not None:
+            self._ask(before, dict.fromkeys(self._num_rows, 1))
+
+    def _ask(self, layer: int, num_rows: Mapping[int, int]) -> None:
+        """Unless somebody knows of the layer's next event, who is told more than a prefix tells."""
+        if self._control.is_predicted(layer):
+            return
+        missed: Float = np.ones(self.num_experts, np.float32)
+        for request, count in num_rows.items():
+            missed *= (1 - self._rates[request][layer]) ** count
+        expected = 1 - missed
+        residency = self._control.layers[layer]
+        ready = residency.resident()
+        needed = self._rules.min_probability
+        if len(ready) == residency.num_slots:
+            needed = max(needed, float(expected[ready].min()) + self._rules.margin)
+        here = None if self._experts_here is None else self._experts_here(layer)
+        wanted = [
+            expert
+            for expert in np.flatnonzero(expected >= needed).tolist()
+            if residency.slot_of(expert) is None and (here is None or expert in here)
+        ]
+        if not wanted:
+            return
+        least = float(expected[wanted].min()) - self._rules.margin
+        kept = [expert for expert in (*ready, *residency.loading()) if expected[expert] > least]
+        named = sorted(wanted + kept, key=lambda expert: -float(expected[expert]))
+        self._control.predict(layer, named, Priority.SPECULATIVE)
+        self._asked[layer] = frozenset(wanted)

@@ -1,0 +1,357 @@
+"""When to place a layer anew while serving, and how far that has come. Pure: the clock is told.
+
+One layer at a time, in three steps: every rank loads the experts that it is to hold next, beside those it computes
+with; once all have them, all switch before the same step; then what has left is dropped. A rank that cannot load ends
+the attempt, and the placement in use stays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement import Placement, Ranks
+from experts.placement_search import evened_out, load_shares
+
+_MAX_MOVES = 8
+# Below this many choices per expert a window says more about chance than about experts.
+_CHOICES_PER_EXPERT = 8
+_LAYERS_TRIED_AT_ONCE = 4
+_STEPS_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """A layer to be placed anew. `version` numbers the attempts."""
+
+    version: int
+    layer: int
+    ranks: tuple[Ranks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Every rank is to load what the migration gives it."""
+
+    migration: Migration
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """All ranks have loaded: they compute with the migration from the step on that begins now."""
+
+    migration: Migration
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The attempt has failed; what was loaded for it can go."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RebalanceStats:
+    """What an operator wants to know.
+
+    seconds_since_success: None before the first. last_gain: balancedness of the layer as predicted, before and after.
+    num_experts_loaded: by all ranks, of successful attempts. layer_in_progress: None between attempts. The two p99 are
+    seconds, of the latest steps without and with a migration under way; None before the first such step.
+    """
+
+    num_migrations: int = 0
+    num_failures: int = 0
+    num_experts_loaded: int = 0
+    seconds_since_success: float | None = None
+    last_gain: tuple[float, float] | None = None
+    last_error: str | None = None
+    layer_in_progress: int | None = None
+    steady_step_p99: float | None = None
+    migrating_step_p99: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A layer's new ranks; `gain` is its balancedness before and after."""
+
+    layer: int
+    ranks: tuple[Ranks, ...]
+    gain: tuple[float, float]
+
+
+class LoadWindow:
+    """Choices per layer and expert of the last while: what is older counts half at every `fade`."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.load = np.zeros((num_layers, num_experts))
+
+    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int] = ()) -> None:
+        """ids: [L, T, k], -1 where a layer did not compute a token; token_ids say nothing here."""
+        num_layers, num_experts = self.load.shape
+        cells = ids + np.arange(num_layers)[:, None, None] * num_experts
+        self.load += np.bincount(cells[ids >= 0], minlength=self.load.size).reshape(self.load.shape)
+
+    def fade(self) -> None:
+        self.load /= 2
+
+    def is_full(self) -> bool:
+        """Whether it is worth deciding by."""
+        return bool(self.load.sum() >= _CHOICES_PER_EXPERT * self.load.size)
+
+
+class RebalancePolicy:
+    """Chooses the layer that is worst balanced, if it can be balanced better by more than `threshold`."""
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self._tried: set[int] = set()
+        self._shares: dict[int, tuple[Sequence[Ranks], NDArray[np.float64]]] = {}
+
+    def choose(self, load: NDArray[np.floating], placement: Placement) -> Choice | None:
+        """None if nothing is worth it. load: [L, E]. Layers that could not be helped come last in later calls."""
+        before = np.array([self._balancedness(load[layer], placement, layer) for layer in range(placement.num_layers)])
+        worth_trying = [layer for layer in np.argsort(before, kind="stable") if 1 - before[layer] > self._threshold]
+        if self._tried.issuperset(worth_trying):
+            self._tried.clear()
+        untried = [int(layer) for layer in worth_trying if layer not in self._tried]
+        for layer in untried[:_LAYERS_TRIED_AT_ONCE]:
+            self._tried.add(layer)
+            ranks = evened_out(placement.ranks[layer], load[layer], placement.num_ranks, _MAX_MOVES)
+            after = _balancedness(load[layer], load_shares(ranks, placement.num_ranks))
+            if after > before[layer] + self._threshold:
+                return Choice(layer, ranks, (float(before[layer]), after))
+        return None
+
+    def _balancedness(self, load: NDArray[np.floating], placement: Placement, layer: int) -> float:
+        ranks = placement.ranks[layer]
+        known = self._shares.get(layer)
+        if known is None or known[0] is not ranks:
+            known = self._shares[layer] = ranks, load_shares(ranks, placement.num_ranks)
+        return _balancedness(load, known[1])
+
+
+def _balancedness(load: NDArray[np.floating], shares: NDArray[np.float64]) -> float:
+    of_ranks = load @ shares
+    return float(of_ranks.mean() / of_ranks.max()) if of_ranks.any() else 1.0
+
+
+def _p99(seconds: Collection[float]) -> float | None:
+    return float(np.quantile(list(seconds), 0.99)) if seconds else None
+
+
+@dataclass(slots=True)
+class _Attempt:
+    migration: Migration
+    since: float
+    gain: tuple[float, float]
+    num_experts: int
+    missing: set[int]
+    error: str | None = None
+
+
+class Rebalancer:
+    """Rank 0's view of the migrations. All times are seconds of one steady clock."""
+
+    def __init__(self, placement: Placement, policy: RebalancePolicy, *, interval: int, timeout: float) -> None:
+        """interval: steps between two decisions. timeout: how long ranks may load."""
+        self.placement = placement
+        self.window = LoadWindow(placement.num_layers, placement.num_experts)
+        self._policy = policy
+        self._interval = interval
+        self._timeout = timeout
+        self._num_steps = 0
+        self._version = 0
+        self._attempt: _Attempt | None = None
+        self._succeeded_at: float | None = None
+        self._stats = RebalanceStats()
+        self._was_migrating = False
+        self._step_seconds: dict[bool, deque[float]] = {
+            migrating: deque(maxlen=_STEPS_REMEMBERED) for migrating in (False, True)
+        }
+
+    @property
+    def is_migrating(self) -> bool:
+        return self._attempt is not None
+
+    def begin_step(self, now: float) -> Load | Switch | Drop | None:
+        """What all ranks are to do before the step that begins."""
+        self._num_steps += 1
+        self._was_migrating = self.is_migrating
+        if self._attempt is not None:
+            return self._proceed(self._attempt, now)
+        if self._num_steps % self._interval == 0 and self.window.is_full():
+            return self._decide(now)
+        return None
+
+    def end_step(self, seconds: float) -> None:
+        """The step that had begun took so long, with all that was to be done before."""
+        self._step_seconds[self._was_migrating or self.is_migrating].append(seconds)
+
+    def loaded(self, rank: int, version: int, error: str | None) -> None:
+        """A rank has loaded its part of an attempt, or could not. Words on other attempts are no longer of interest."""
+        attempt = self._attempt
+        if attempt is None or version != attempt.migration.version:
+            return
+        if error is None:
+            attempt.missing.discard(rank)
+        elif attempt.error is None:
+            attempt.error = f"rank {rank}: {error}"
+
+    def stats(self, now: float) -> RebalanceStats:
+        since = None if self._succeeded_at is None else now - self._succeeded_at
+        layer = None if self._attempt is None else self._attempt.migration.layer
+        return replace(
+            self._stats,
+            seconds_since_success=since,
+            layer_in_progress=layer,
+            steady_step_p99=_p99(self._step_seconds[False]),
+            migrating_step_p99=_p99(self._step_seconds[True]),
+        )
+
+    def _decide(self, now: float) -> Load | None:
+        choice = self._policy.choose(self.window.load, self.placement)
+        self.window.fade()
+        if choice is None:
+            return None
+        self._version += 1
+        migration = Migration(self._version, choice.layer, choice.ranks)
+        old = self.placement.ranks[choice.layer]
+        num_experts = sum(len(set(new) - set(held)) for new, held in zip(choice.ranks, old, strict=True))
+        everybody = set(range(self.placement.num_ranks))
+        self._attempt = _Attempt(migration, now, choice.gain, num_experts, everybody)
+        return Load(migration)
+
+    def _proceed(self, attempt: _Attempt, now: float) -> Switch | Drop | None:
+        migration, stats = attempt.migration, self._stats
+        if attempt.error is None and attempt.missing and now - attempt.since > self._timeout:
+            attempt.error = f"rank {min(attempt.missing)} has not loaded in {self._timeout:g} s"
+        if attempt.error is not None:
+            self._attempt = None
+            self._stats = replace(stats, num_failures=stats.num_failures + 1, last_error=attempt.error)
+            return Drop(migration.version)
+        if attempt.missing:
+            return None
+        self._attempt = None
+        self._succeeded_at = now
+        self.placement = self.placement.with_layer(migration.layer, migration.ranks)
+        self._stats = replace(
+            stats,
+            num_migrations=stats.num_migrations + 1,
+            num_experts_loaded=stats.num_experts_loaded + attempt.num_experts,
+            last_gain=attempt.gain,
+        )
+        return Switch(migration)
+
+
+# A rank's part in placing a layer anew: what it is to hold next is read beside the steps, then put in place at once.
+# Double-buffered: until the switch the rank computes with what it had, so a reader that is slow or fails costs
+# nothing but the attempt. Who decides and when all switch is `experts.rebalance`.
+
+
+Weights = TypeVar("Weights")
+
+
+class PlacedExperts(Protocol):
+    """Knows which expert is in which of this rank's slots (`experts.dispatch.ExpertParallel`)."""
+
+    def arrivals(self, layer: int, ranks: tuple[Ranks, ...]) -> Mapping[int, int]: ...
+
+    def place(self, layer: int, ranks: tuple[Ranks, ...]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What has become of reading for an attempt; `error` is None if all is there."""
+
+    version: int
+    error: str | None
+
+
+class ExpertMigrator(Generic[Weights]):
+    """Used by the thread that computes the steps; reads in one of its own. Layers are those of the placement."""
+
+    def __init__(
+        self,
+        placed: PlacedExperts,
+        read: Callable[[int, int], Weights],
+        install: Callable[[int, int, Weights], None],
+    ) -> None:
+        """read(layer, expert): called in the other thread, may raise. install(layer, slot, weights): between steps."""
+        self.version = 0
+        self._placed = placed
+        self._read = read
+        self._install = install
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="migration")
+        self._migration: Migration | None = None
+        self._reading: Future[dict[int, Weights]] | None = None
+        self._told = True
+
+    def begin(self, migration: Migration) -> None:
+        """Starts to read what the migration brings here. Another one that had begun is dropped."""
+        arrivals = self._placed.arrivals(migration.layer, migration.ranks)
+        self._migration, self._told = migration, False
+        self._reading = self._pool.submit(self._read_all, migration, arrivals)
+
+    def outcome(self) -> Outcome | None:
+        """Once for every attempt, when reading has ended."""
+        if self._migration is None or self._reading is None or self._told or not self._reading.done():
+            return None
+        self._told = True
+        error = self._reading.exception()
+        return Outcome(self._migration.version, None if error is None else f"{type(error).__name__}: {error}")
+
+    def switch(self, version: int) -> None:
+        """Takes what was read into use, between two steps. ValueError if this attempt is not ready here."""
+        if self._migration is None or self._reading is None or self._migration.version != version:
+            raise ValueError(f"placement {version} was not prepared here")
+        migration, arrived = self._migration, self._reading.result(timeout=0)
+        for slot, weights in arrived.items():
+            self._install(migration.layer, slot, weights)
+        self._placed.place(migration.layer, migration.ranks)
+        self.version = version
+        self._migration = self._reading = None
+
+    def drop(self, version: int) -> None:
+        """Forgets an attempt."""
+        if self._migration is not None and self._migration.version == version:
+            self._migration = self._reading = None
+
+    def _read_all(self, migration: Migration, arrivals: Mapping[int, int]) -> dict[int, Weights]:
+        arrived = {}
+        for slot, expert in arrivals.items():
+            if self._migration is not migration:
+                break
+            arrived[slot] = self._read(migration.layer, expert)
+        return arrived
+
+
+# Counts to how many other ranks tokens are sent. Pure.
+
+
+class RemoteRanks:
+    """`num_sent` of `num_rows` rows (a token in a layer) times remote ranks, each rank once per row."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self.num_sent = 0
+        self._placement: Placement | None = None
+        self._reached: NDArray[np.uint64] = np.zeros((0, 0, 0), np.uint64)
+
+    def add(self, ids: NDArray[np.int16], home: int, placement: Placement) -> None:
+        """ids: [L, T, k] of tokens at home on one rank, negative where a layer left a row out."""
+        if placement is not self._placement:
+            layers = range(placement.num_layers)
+            ranks = np.stack([placement.destinations(layer) for layer in layers]).astype(np.uint64)
+            self._placement, self._reached = placement, np.left_shift(np.uint64(1), ranks)
+        away = self._reached[:, home] & ~np.left_shift(np.uint64(1), np.uint64(home))
+        known = ids[..., 0] >= 0
+        layer = np.arange(len(ids))[:, None, None]
+        reached = np.bitwise_or.reduce(away[layer, ids], axis=2)[known]
+        self.num_rows += len(reached)
+        self.num_sent += int(np.bitwise_count(reached).sum())

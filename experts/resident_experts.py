@@ -1,0 +1,75 @@
+"""The experts of a layer of which only some are in the fast tier: computed as they arrive, with the same bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from experts.expert_memory import ExpertMemory
+from experts.prefetcher import LayerListener
+from experts.slots import SlotArena
+from kernels.activation import Activation
+from kernels.packed_experts import SplitExperts
+
+
+class ResidentExperts:
+    """One layer's experts through its slots: called with the gate's choice, it is a whole `experts.moe_layer.Dispatch`.
+
+    experts: places for all experts of the layer, none there yet. An expert's rows do not depend on when they are
+    computed and a token sums its results in the gate's order, so nothing that is decided about residency changes a bit.
+    prefetcher: hears of the rows that are computed here, if there is one.
+    """
+
+    def __init__(self, memory: ExpertMemory, arena: SlotArena, layer: int, experts: SplitExperts) -> None:
+        self._memory = memory
+        self._arena = arena
+        self._layer = layer
+        self._experts = experts
+        self._in_slots = [-1] * memory.num_slots(layer)
+        self.prefetcher: LayerListener | None = None
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
+        if not len(x):
+            return x
+        return self.partial(x, expert_ids, weights, _, activation).to(x.dtype)
+
+    def partial(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
+        """As `kernels.moe.moe_experts_partial`; experts go by their numbers in the model."""
+        memory, layer = self._memory, self._layer
+        left = set(expert_ids.flatten().tolist())
+        some_elsewhere = -1 in left
+        left.discard(-1)
+        if not left:
+            return x.new_zeros(x.shape, dtype=torch.float32)
+        access = memory.access(layer, left)
+        if self.prefetcher is not None:
+            # Missing experts are being loaded meanwhile.
+            here = (expert_ids >= 0).any(1) if some_elsewhere else slice(None)
+            self.prefetcher.observe(layer, x[here], expert_ids[here], weights[here])
+        if len(access.ready) == len(left):
+            self._follow_slots()
+            out = self._experts(x, expert_ids, weights, activation)
+            memory.release(layer, access.ready)
+            return out
+        # Nobody writes the products of experts elsewhere.
+        make = x.new_zeros if some_elsewhere else x.new_empty
+        products = make((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
+        for ready in memory.turns(layer, left):
+            self._follow_slots()
+            chosen = torch.isin(expert_ids, torch.tensor(ready))
+            self._experts.multiply(x, expert_ids.where(chosen, -1), activation, products)
+        return self._experts.combine(products, weights)
+
+    def _follow_slots(self) -> None:
+        """Tells the kernel where the experts are now."""
+        contents = self._memory.contents(self._layer)
+        if contents == self._in_slots:
+            return
+        moved = [slot for slot, expert in enumerate(contents) if expert != self._in_slots[slot]]
+        for slot in moved:
+            if self._in_slots[slot] >= 0:
+                self._experts.drop(self._in_slots[slot])
+        for slot in moved:
+            if contents[slot] >= 0:
+                self._experts.put(contents[slot], self._arena.tensor_of(self._layer, slot))
+        self._in_slots = contents

@@ -1,0 +1,367 @@
+"""Named arrays on disk: one safetensors file of a known kind, replaced in one move and checked when read. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from experts.predictor import Tap
+from experts.routing import RoutingShape, RoutingStatistics, StatisticsSpec
+
+Tensors = dict[str, NDArray[np.generic]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFileKind:
+    """What files of one kind have in common.
+
+    noun: what operators call such a file. marks: metadata that says what a file is, the same in all of the kind.
+    error: what is raised, with one sentence for the operator. advice: the end of that sentence.
+    """
+
+    noun: str
+    marks: Mapping[str, str]
+    error: type[Exception]
+    advice: str = ""
+
+    def save(self, path: Path, tensors: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str]) -> None:
+        """Replaces the file in one move, so that a reader never meets half of it. OSError where that fails."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                file.write(save(dict(tensors), {**metadata, **self.marks}))
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def load(self, path: Path, restore: Callable[[Tensors, dict[str, str]], T], model: str | None = None) -> T:
+        """What `restore` makes of the file's tensors and metadata.
+
+        model: the "model" that the metadata has to name, None for any. Raises `error` for a file that is missing, torn,
+        of another kind or model, or of which `restore` raises KeyError, TypeError or ValueError.
+        """
+        try:
+            with safe_open(path, framework="numpy") as file:
+                metadata: dict[str, str] = file.metadata() or {}
+                tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            raise self.error(f"There is no {self.noun} {path}.") from None
+        except (OSError, SafetensorError, ValueError) as error:
+            raise self._refusal(f"The {self.noun} {path} is torn or is none: {error}") from error
+        if any(metadata.get(name) != value for name, value in self.marks.items()):
+            marks = ", ".join(f"{name} {value}" for name, value in self.marks.items())
+            raise self._refusal(f"The file {path} is no {self.noun} that this version reads ({marks})")
+        if model is not None and metadata.get("model") != model:
+            raise self.error(f"The {self.noun} {path} belongs to another model; remove it or name another.")
+        try:
+            return restore(tensors, metadata)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._refusal(f"The {self.noun} {path} does not fit together: {error}") from error
+
+    def _refusal(self, reason: str) -> Exception:
+        return self.error(f"{reason}{self.advice}.")
+
+
+# Routing statistics on disk: one safetensors file, tied to the model it was gathered from. Pure.
+
+
+class StatisticsError(Exception):
+    """A statistics file that cannot serve; the message is one sentence for the operator."""
+
+
+def model_key(config: Mapping[str, object]) -> str:
+    """A hash of the model's configuration (JSON values), independent of the order of its fields."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+_KIND = TensorFileKind("statistics file", {"format": "1"}, StatisticsError, "; remove it")
+
+
+def save_statistics(path: Path, statistics: RoutingStatistics, key: str) -> None:
+    """Replaces the file in one move. key: `model_key`."""
+    tables = statistics.tables()
+    metadata = {"model": key, "spec": json.dumps(asdict(statistics.spec)), "checksum": _checksum(tables)}
+    _KIND.save(path, tables, metadata)
+
+
+def load_statistics(path: Path, key: str) -> RoutingStatistics:
+    """The statistics in the file. StatisticsError if it is missing, torn, of another model or of another format."""
+    return _KIND.load(path, _restore, key)
+
+
+def _restore(tables: Tensors, metadata: dict[str, str]) -> RoutingStatistics:
+    if metadata.get("checksum") != _checksum(tables):
+        raise ValueError("its checksum differs")
+    return RoutingStatistics.restore(StatisticsSpec(**json.loads(metadata["spec"])), tables)
+
+
+def _checksum(tables: Tensors) -> str:
+    value = 0
+    for name in sorted(tables):
+        value = zlib.crc32(np.ascontiguousarray(tables[name]).tobytes(), zlib.crc32(name.encode(), value))
+    return f"{value:08x}"
+
+
+# Recorded routing: what was chosen for each token, in order, and the controls that take the structure out. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class GateGuesses:
+    """What the gates of layers further on said of earlier states. logits: [L - distance, T, E] float, by layer of the
+    state: those of layer l are the gate of l + distance."""
+
+    tap: Tap
+    distance: int
+    logits: NDArray[np.floating]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingTrace:
+    """Tokens in the order in which they were computed, the tokens of a request in their own order.
+
+    ids: [L, T, k] uint16, distinct experts of a token, the gate's first choice first. requests: [T] int32.
+    token_ids: [T] int32. families: [T] int32, requests that begin alike (an agent and its system prompt), which a
+    scheduler that looks for cached prefixes sends to the same rank. guesses: of any taps and distances, or none.
+    """
+
+    num_experts: int
+    ids: NDArray[np.uint16]
+    requests: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    families: NDArray[np.int32]
+    guesses: tuple[GateGuesses, ...] = ()
+
+    def __post_init__(self) -> None:
+        num_tokens = self.ids.shape[1] if self.ids.ndim == 3 else -1
+        for name in ("requests", "token_ids", "families"):
+            if getattr(self, name).shape != (num_tokens,):
+                raise ValueError(f"ids are {list(self.ids.shape)}, {name} {list(getattr(self, name).shape)}")
+        for guesses in self.guesses:
+            expected = (len(self.ids) - guesses.distance, num_tokens, self.num_experts)
+            if guesses.logits.shape != expected:
+                raise ValueError(f"gate logits are {list(guesses.logits.shape)}, expected {list(expected)}")
+
+    def select(self, tokens: NDArray[np.bool_]) -> RoutingTrace:
+        """The tokens of a mask [T]."""
+        return replace(
+            self,
+            ids=self.ids[:, tokens],
+            requests=self.requests[tokens],
+            token_ids=self.token_ids[tokens],
+            families=self.families[tokens],
+            guesses=tuple(replace(guesses, logits=guesses.logits[:, tokens]) for guesses in self.guesses),
+        )
+
+    def split(self) -> tuple[RoutingTrace, RoutingTrace]:
+        """Every other request: to learn from, and held out."""
+        learnt = np.unique(self.requests, return_inverse=True)[1] % 2 == 0
+        return self.select(learnt), self.select(~learnt)
+
+    def homes(self, num_ranks: int) -> NDArray[np.int64]:
+        """[T]: requests dealt to ranks in turn."""
+        return np.unique(self.requests, return_inverse=True)[1] % num_ranks
+
+    def family_homes(self, num_ranks: int) -> NDArray[np.int64]:
+        """[T]: families dealt to ranks in turn, by their number."""
+        return self.families.astype(np.int64) % num_ranks
+
+    def load(self) -> NDArray[np.float64]:
+        """[L, E]: tokens that chose the expert."""
+        return np.stack([np.bincount(ids.reshape(-1), minlength=self.num_experts) for ids in self.ids]).astype(
+            np.float64
+        )
+
+    def transitions(self) -> NDArray[np.float64]:
+        """[L - 1, E, E]: tokens whose first choice was i at layer l and j at l + 1."""
+        first = self.ids[:, :, 0].astype(np.int64)
+        pairs = first[:-1] * self.num_experts + first[1:]
+        size = self.num_experts
+        return np.stack([np.bincount(pair, minlength=size * size).reshape(size, size) for pair in pairs]).astype(
+            np.float64
+        )
+
+
+def uniform_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
+    """The same tokens, each choosing any k experts. What gates guessed stays, and means nothing."""
+    num_layers, num_tokens, top_k = trace.ids.shape
+    random = np.random.default_rng(seed)
+    ids = np.empty_like(trace.ids)
+    for layer in range(num_layers):
+        ids[layer] = random.random((num_tokens, trace.num_experts)).argsort(axis=1)[:, :top_k]
+    return replace(trace, ids=ids)
+
+
+def shuffled_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
+    """Each choice of each layer shuffled over all tokens by itself: loads stay, and nothing goes together any more.
+
+    What gates guessed stays with its token, and means nothing.
+    """
+    random = np.random.default_rng(seed)
+    ids = trace.ids.copy()
+    for layer in ids:
+        for choice in range(layer.shape[1]):
+            layer[:, choice] = random.permutation(layer[:, choice])
+            _part_duplicates(layer, choice, random)
+    return replace(trace, ids=ids)
+
+
+def _part_duplicates(layer: NDArray[np.uint16], choice: int, random: np.random.Generator) -> None:
+    """Exchanges a choice that the token has already made with that of another token, where it suits both."""
+    for _ in range(10_000):
+        clashing = np.flatnonzero((layer[:, :choice] == layer[:, choice, None]).any(axis=1))
+        if not len(clashing):
+            return
+        for token, other in zip(clashing, random.integers(len(layer), size=len(clashing)), strict=True):
+            suits_token = layer[other, choice] not in layer[token, :choice]
+            if suits_token and layer[token, choice] not in layer[other, :choice]:
+                layer[[token, other], choice] = layer[[other, token], choice]
+    raise ValueError("the choices of a layer are too skewed to be shuffled")
+
+
+# Routing traces on disk: one safetensors file each. Pure.
+
+
+_COLUMNS = {"ids": np.uint16, "requests": np.int32, "token_ids": np.int32, "families": np.int32}
+
+
+class TraceError(Exception):
+    """A trace file that cannot be read; the message is one sentence for the operator."""
+
+
+_TRACE_FILE_KIND = TensorFileKind("trace file", {"kind": "routing trace", "format": "1"}, TraceError)
+
+
+def save_trace(path: Path, trace: RoutingTrace, model: str = "") -> None:
+    """Replaces the file in one move. model: `statistics_file.model_key` of the model, if it is known."""
+    tensors: Tensors = {name: np.ascontiguousarray(getattr(trace, name), dtype) for name, dtype in _COLUMNS.items()}
+    for guesses in trace.guesses:
+        tensors[f"gate.{guesses.tap.value}.{guesses.distance}"] = np.ascontiguousarray(guesses.logits, np.float16)
+    _TRACE_FILE_KIND.save(path, tensors, {"model": model, "num_experts": str(trace.num_experts)})
+
+
+def load_trace(path: Path) -> RoutingTrace:
+    """The trace in a file. TraceError if it is missing, torn, something else or of another format."""
+    return _TRACE_FILE_KIND.load(path, _trace_file_restore)
+
+
+def _trace_file_restore(tensors: Tensors, metadata: dict[str, str]) -> RoutingTrace:
+    columns = {name: tensors.pop(name) for name in _COLUMNS}
+    if any(columns[name].dtype != dtype for name, dtype in _COLUMNS.items()):
+        raise ValueError("a column has another type")
+    guesses = tuple(_guesses(name, tensor) for name, tensor in sorted(tensors.items()))
+    trace = RoutingTrace(int(metadata["num_experts"]), **columns, guesses=guesses)  # type: ignore[arg-type]
+    _check(trace)
+    return trace
+
+
+def _guesses(name: str, tensor: NDArray[np.generic]) -> GateGuesses:
+    kind, tap, distance = name.split(".")
+    if kind != "gate" or tensor.dtype.kind != "f":
+        raise ValueError(f"{name} is unknown")
+    return GateGuesses(Tap(tap), int(distance), tensor)  # type: ignore[arg-type]
+
+
+def _check(trace: RoutingTrace) -> None:
+    if not trace.ids.size:
+        raise ValueError("it is empty")
+    if int(trace.ids.max()) >= trace.num_experts:
+        raise ValueError(f"it names an expert outside 0 … {trace.num_experts - 1}")
+    ordered = np.sort(trace.ids, axis=2)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise ValueError("a token chooses an expert twice")
+
+
+# Records a routing trace while a model serves, up to a bound. Pure.
+
+
+UNKNOWN_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRows:
+    """Neighbouring rows of a step that belong to one request.
+
+    start: the first row's position in the request. prefix: where the request's first tokens are kept; requests that
+    begin alike share them.
+    """
+
+    request: str
+    num_rows: int
+    start: int
+    prefix: Hashable
+
+
+class TraceRecorder:
+    """Keeps the first `max_tokens` tokens. What tokens they are is left out unless `with_token_ids`.
+
+    The model's last layer computes only rows whose logits are wanted, so a trace goes up to the layer before it.
+    """
+
+    def __init__(self, shape: RoutingShape, max_tokens: int, *, with_token_ids: bool) -> None:
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self._shape = shape
+        self._with_token_ids = with_token_ids
+        self._ids: list[NDArray[np.uint16]] = []
+        self._token_ids: list[NDArray[np.int32]] = []
+        self._requests: list[NDArray[np.int32]] = []
+        self._families: list[NDArray[np.int32]] = []
+        self._number_of: dict[str, int] = {}
+        self._family_of_request: dict[str, int] = {}
+        self._family_of_prefix: dict[Hashable, int] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_tokens == self.max_tokens
+
+    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int], rows: Sequence[RequestRows]) -> None:
+        """Takes one rank's step: ids [L, T, k], token_ids [T], and whose rows they are, in order."""
+        room = self.max_tokens - self.num_tokens
+        if not room:
+            return
+        counts = [part.num_rows for part in rows]
+        num_layers = self._shape.num_layers - self._shape.last_is_sparse
+        self._ids.append(ids[:num_layers, :room].astype(np.uint16))
+        known = np.asarray(token_ids, np.int32) if self._with_token_ids else np.full(len(token_ids), UNKNOWN_TOKEN)
+        self._token_ids.append(known[:room].astype(np.int32))
+        numbers = [self._number_of.setdefault(part.request, len(self._number_of)) for part in rows]
+        self._requests.append(np.repeat(np.asarray(numbers, np.int32), counts)[:room])
+        families = [self._family(part) for part in rows]
+        self._families.append(np.repeat(np.asarray(families, np.int32), counts)[:room])
+        self.num_tokens += len(self._requests[-1])
+
+    def trace(self) -> RoutingTrace | None:
+        """What was recorded, in the order in which it was computed; None if that is nothing."""
+        if not self.num_tokens or not self._ids[0].shape[0]:
+            return None
+        return RoutingTrace(
+            self._shape.num_experts,
+            np.concatenate(self._ids, axis=1),
+            np.concatenate(self._requests),
+            np.concatenate(self._token_ids),
+            np.concatenate(self._families),
+        )
+
+    def _family(self, rows: RequestRows) -> int:
+        """A request that computes its first token founds a family; one that finds it computed joins the founder's."""
+        family = self._family_of_request.get(rows.request)
+        if family is None:
+            fresh = len(self._family_of_request)
+            family = fresh if rows.start == 0 else self._family_of_prefix.get(rows.prefix, fresh)
+            self._family_of_request[rows.request] = family
+            self._family_of_prefix[rows.prefix] = family
+        return family

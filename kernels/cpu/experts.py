@@ -1,0 +1,225 @@
+"""Experts by the compiled kernel: panels of weights that it reads where they lie, all chosen experts in one call."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from kernels.activation import glu
+from kernels.cpu.library import NativeKernels
+from kernels.cpu.panels import LANES, gate_beside_up, pack_panels, panel_elements
+from kernels.linear import Linear, pack_linear
+from kernels.packed_experts import ExpertLayout, ExpertShape, SplitExperts
+from kernels.specs import Activation, ActivationKind
+
+# The order of `Activation` in activation.h.
+_KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}
+
+
+class PanelLayout(ExpertLayout):
+    """Panels of gate and up, panels of down, then float32 biases; weights are bfloat16 or float32."""
+
+    def __init__(self, shape: ExpertShape, kernels: NativeKernels) -> None:
+        self.shape = shape
+        self._kernels = kernels
+        self.weight_dtype = torch.bfloat16 if shape.weight_dtype == torch.bfloat16 else torch.float32
+        self.padded_intermediate = -(-shape.intermediate_size // LANES) * LANES
+        self.name = f"panels of {str(self.weight_dtype).removeprefix('torch.')}"
+        weights = panel_elements(2 * self.padded_intermediate, shape.hidden_size) + panel_elements(
+            shape.hidden_size, shape.intermediate_size
+        )
+        biases = 2 * self.padded_intermediate + shape.hidden_size if shape.has_bias else 0
+        self.num_bytes = weights * self.weight_dtype.itemsize + 4 * biases
+
+    def pack(
+        self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
+    ) -> Tensor:
+        parts = [
+            pack_panels(gate_beside_up(gate_up.to(self.weight_dtype))),
+            pack_panels(down.to(self.weight_dtype)),
+        ]
+        if gate_up_bias is not None and down_bias is not None:
+            parts += [bias.float().view(torch.uint8) for bias in (gate_beside_up(gate_up_bias), down_bias)]
+        return torch.cat(parts)
+
+    def experts(self, num_experts: int) -> SplitExperts:
+        return _NativeExperts(self, self._kernels, num_experts)
+
+
+class _NativeExperts(SplitExperts):
+    def __init__(self, layout: PanelLayout, kernels: NativeKernels, num_experts: int) -> None:
+        self._layout = layout
+        self._run = kernels.experts
+        self._combine = kernels.combine
+        self._packed: list[Tensor | None] = [None] * num_experts
+        self._addresses = torch.zeros(num_experts, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    def put(self, expert: int, packed: Tensor) -> None:
+        self._packed[expert] = packed
+        self._addresses[expert] = packed.data_ptr()
+
+    def drop(self, expert: int) -> None:
+        self._packed[expert] = None
+        self._addresses[expert] = 0
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, activation: Activation) -> Tensor:
+        out = x.new_empty((expert_ids.shape[0], self._layout.shape.hidden_size))
+        self._run_all(x, expert_ids, expert_weights.contiguous(), activation, out)
+        return out
+
+    def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
+        self._run_all(x, expert_ids, None, activation, products)
+
+    def combine(self, products: Tensor, expert_weights: Tensor) -> Tensor:
+        num_tokens, top_k, hidden_size = products.shape
+        out = products.new_empty((num_tokens, hidden_size))
+        expert_weights = expert_weights.contiguous()
+        self._combine(
+            products.data_ptr(), num_tokens, top_k, hidden_size, expert_weights.data_ptr(), out.data_ptr(), hidden_size
+        )
+        return out
+
+    def _run_all(
+        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor | None, activation: Activation, out: Tensor
+    ) -> None:
+        """Without weights the products are not summed: out is [T, k, H]."""
+        num_tokens, top_k = expert_ids.shape
+        shape = self._layout.shape
+        if not num_tokens:
+            return
+        # A contiguous copy must outlive the call.
+        expert_ids = expert_ids.contiguous()
+        missing = self._run(
+            x.data_ptr(),
+            x.stride(0),
+            num_tokens,
+            expert_ids.data_ptr(),
+            None if expert_weights is None else expert_weights.data_ptr(),
+            top_k,
+            self._addresses.data_ptr(),
+            len(self._packed),
+            self._layout.weight_dtype == torch.bfloat16,
+            shape.hidden_size,
+            shape.intermediate_size,
+            shape.has_bias,
+            _KINDS[activation.kind],
+            activation.alpha,
+            activation.limit,
+            out.data_ptr(),
+            shape.hidden_size,
+        )
+        if missing >= 0:
+            raise ValueError(f"expert {missing} is not here")
+
+
+# Experts by the matrix library, one after another. The library prepares itself for every new number of rows, which
+# takes longer than a product with few rows. So an expert's rows are rounded up to one of a few numbers, with rows of
+# the next expert whose results are dropped.
+
+
+class RowLayout(ExpertLayout):
+    """gate_up [2I, H], down [H, I] and float32 biases one after another, row by row."""
+
+    def __init__(self, shape: ExpertShape) -> None:
+        self.shape = shape
+        self.name = f"rows of {str(shape.weight_dtype).removeprefix('torch.')}"
+        hidden, width, dtype = shape.hidden_size, shape.intermediate_size, shape.weight_dtype
+        self._parts: list[tuple[tuple[int, ...], torch.dtype]] = [
+            ((2 * width, hidden), dtype),
+            ((hidden, width), dtype),
+        ]
+        if shape.has_bias:
+            self._parts += [((2 * width,), torch.float32), ((hidden,), torch.float32)]
+        self._part_bytes = [torch.Size(size).numel() * dtype.itemsize for size, dtype in self._parts]
+        self.num_bytes = sum(self._part_bytes)
+
+    def pack(
+        self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
+    ) -> Tensor:
+        parts = [gate_up, down] + ([] if gate_up_bias is None or down_bias is None else [gate_up_bias, down_bias])
+        flat = [
+            part.to(dtype).contiguous().view(torch.uint8).flatten()
+            for part, (_, dtype) in zip(parts, self._parts, strict=True)
+        ]
+        return torch.cat(flat)
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        """Views of packed bytes: gate_up, down and, where there are any, their biases."""
+        pieces = packed.split(self._part_bytes)
+        return [piece.view(dtype).view(size) for piece, (size, dtype) in zip(pieces, self._parts, strict=True)]
+
+    def experts(self, num_experts: int) -> SplitExperts:
+        return _TorchExperts(self, num_experts)
+
+
+class _TorchExperts(SplitExperts):
+    def __init__(self, layout: RowLayout, num_experts: int) -> None:
+        self._layout = layout
+        self._linears: list[tuple[Linear, Linear] | None] = [None] * num_experts
+
+    def __len__(self) -> int:
+        return len(self._linears)
+
+    def put(self, expert: int, packed: Tensor) -> None:
+        gate_up, down, *biases = self._layout.unpack(packed)
+        dtype = self._layout.shape.dtype
+        gate_up_bias, down_bias = (bias.to(dtype) for bias in biases) if biases else (None, None)
+        # A copy of the weights even where packing them would not take one: the bytes belong to the caller.
+        self._linears[expert] = (
+            pack_linear(gate_up.clone(), gate_up_bias, dtype),
+            pack_linear(down.clone(), down_bias, dtype),
+        )
+
+    def drop(self, expert: int) -> None:
+        self._linears[expert] = None
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, activation: Activation) -> Tensor:
+        products = torch.zeros((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
+        self.multiply(x, expert_ids, activation, products)
+        return self.combine(products, expert_weights)
+
+    def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
+        flat_ids = expert_ids.flatten()
+        chosen = (flat_ids >= 0).nonzero().flatten()
+        ids = flat_ids[chosen]
+        order = torch.sort(ids, stable=True).indices
+        counts = torch.bincount(ids, minlength=len(self._linears)).tolist()
+        places = chosen[order]
+        results = self._run_sorted(x, places // expert_ids.shape[1], counts, activation)
+        products.view(-1, x.shape[1])[places] = results.float()
+
+    def combine(self, products: Tensor, expert_weights: Tensor) -> Tensor:
+        out = products.new_zeros((products.shape[0], products.shape[2]))
+        for k, of_choice in enumerate(products.unbind(1)):
+            out.addcmul_(of_choice, expert_weights[:, k : k + 1])
+        return out
+
+    def _run_sorted(self, x: Tensor, tokens: Tensor, counts: list[int], activation: Activation) -> Tensor:
+        """Results [rows, H] of the rows of x that `tokens` name, sorted by expert."""
+        num_rows = len(tokens)
+        rows = x.new_zeros((num_rows + padded_rows(max(counts)), x.shape[1]))
+        torch.index_select(x, 0, tokens, out=rows[:num_rows])
+        results = torch.empty_like(rows[:num_rows])
+        first = 0
+        for expert, (linears, count) in enumerate(zip(self._linears, counts, strict=True)):
+            if count:
+                if linears is None:
+                    raise ValueError(f"expert {expert} is not here")
+                gate_up, down = linears
+                hidden = glu(gate_up(rows[first : first + padded_rows(count)]), activation)
+                results[first : first + count] = down(hidden)[:count]
+                first += count
+        return results
+
+
+def padded_rows(count: int) -> int:
+    """The number of rows an expert is run with for `count` of them: at most an eighth more, from 16 on."""
+    if count <= 16:
+        return count
+    step = 8 if count <= 64 else 1 << ((count - 1).bit_length() - 4)
+    return -(-count // step) * step

@@ -1,0 +1,78 @@
+"""The experts of a mixture-of-experts layer applied to the rows their gate chose.
+
+Only chosen experts are computed and their weights are never gathered: rows are sorted by expert, each expert runs over
+its rows, and every token sums its k results in the gate's order, so that its bits do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.activation import Activation, glu
+from kernels.cpu.experts import PanelLayout, RowLayout
+from kernels.cpu.library import native_kernels
+from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
+
+
+def expert_layout(shape: ExpertShape) -> ExpertLayout:
+    """The layout of the body that computes this shape here."""
+    kernels = native_kernels()
+    if kernels is not None and shape.dtype == torch.float32:
+        return PanelLayout(shape, kernels)
+    return RowLayout(shape)
+
+
+def pack_experts(
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> PackedExperts:
+    """Packs gate_up [E, 2I, H] and down [E, H, I] with optional biases [E, 2I] and [E, H]; all are there."""
+    num_experts, hidden_size, intermediate_size = down.shape
+    shape = ExpertShape(
+        hidden_size, intermediate_size, dtype or down.dtype, down.dtype, has_bias=gate_up_bias is not None
+    )
+    layout = expert_layout(shape)
+    experts = layout.experts(num_experts)
+    for e in range(num_experts):
+        biases = () if gate_up_bias is None or down_bias is None else (gate_up_bias[e], down_bias[e])
+        experts.put(e, layout.pack(gate_up[e], down[e], *biases))
+    return experts
+
+
+def moe_experts(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: PackedExperts, activation: Activation
+) -> Tensor:
+    """Sum over k of weight * expert(x): x [T, H], expert_ids [T, k] int64, expert_weights [T, k] fp32 -> [T, H]."""
+    return experts(x, expert_ids, expert_weights, activation).to(x.dtype)
+
+
+def moe_experts_partial(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: PackedExperts, activation: Activation
+) -> Tensor:
+    """The same over those experts that are here, in fp32 whatever x is: expert_ids -1 stand for experts elsewhere.
+
+    x [T, H], expert_ids [T, k] int64, expert_weights [T, k] fp32 -> [T, H] fp32, zeros for a row without any expert.
+    """
+    return experts(x, expert_ids, expert_weights, activation)
+
+
+def moe_experts_reference(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Activation,
+) -> Tensor:
+    """The same, token by token, from unpacked weights gate_up [E, 2I, H] and down [E, H, I] without biases."""
+    out = torch.zeros_like(x)
+    for t in range(x.shape[0]):
+        for e, weight in zip(expert_ids[t].tolist(), expert_weights[t], strict=True):
+            hidden = glu((x[t] @ gate_up[e].to(x.dtype).T)[None], activation)[0]
+            out[t] += (hidden @ down[e].to(x.dtype).T) * weight
+    return out

@@ -1,0 +1,232 @@
+"""`moeserve experts trace`: has a running server record its routing, and fetches the file."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from launcher.console import ProgressDisplay
+from moeserve.experts.report import ReportError, read_report_source
+from moeserve.model.spec import ModelError
+
+# Which running server a command asks.
+
+
+def _base_url(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
+    """Addresses as people write them: a scheme may be missing, and `/v1` may be there."""
+    return (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
+
+
+server_option = click.option(
+    "--url", default="http://127.0.0.1:8000", show_default=True, callback=_base_url, help="Address of the server."
+)
+
+
+_TIMEOUT = 60.0
+_POLL_SECONDS = 1.0
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@server_option
+@click.option("--api-key", envvar="MOESERVE_ADMIN_KEY", help="A key with the role admin. [MOESERVE_ADMIN_KEY]")
+@click.option("--seconds", type=click.FloatRange(min=0), help="How long to record; until Ctrl-C unless given.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Stop after so many tokens; bounded by the server too.")
+@click.option("--token-ids", is_flag=True, help="Keep which tokens they are, and with that the texts themselves.")
+def trace(
+    file: Path, url: str, api_key: str | None, seconds: float | None, max_tokens: int | None, token_ids: bool
+) -> None:
+    """Record a routing trace of the server at --url into FILE.
+
+    The trace holds which experts each token of each request chose in each layer. What the texts were is left out
+    unless --token-ids is given.
+    """
+    if not file.parent.is_dir():
+        raise click.ClickException(f"{file}: there is no folder {file.parent}.")
+    server = _Server(url, api_key)
+    started = server.post({"action": "start", "max_tokens": max_tokens, "token_ids": token_ids})
+    click.echo(f"recording up to {json.loads(started)['max_tokens']} tokens; Ctrl-C ends it", err=True)
+    try:
+        _wait(server, seconds)
+    except KeyboardInterrupt:
+        click.echo("", err=True)
+    content = server.post({"action": "stop"})
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise click.ClickException(f"{file} cannot be written ({error.strerror or error}).") from None
+    click.echo(f"{file}: {len(content)} bytes")
+
+
+def _wait(server: _Server, seconds: float | None) -> None:
+    """Until the time is over or the trace is full."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    while deadline is None or time.monotonic() < deadline:
+        trace = json.loads(server.get())["recording"]["trace"]
+        if trace is None or trace["tokens"] >= trace["max_tokens"]:
+            return
+        left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
+        time.sleep(max(0.0, min(_POLL_SECONDS, left)))
+
+
+class _Server:
+    """The two routes that are needed. Whatever goes wrong becomes a click.ClickException of one sentence."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self._url = url
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+
+    def get(self) -> bytes:
+        return self._ask(urllib.request.Request(f"{self._url}/v1/experts", headers=self._headers))
+
+    def post(self, body: dict[str, Any]) -> bytes:
+        data = json.dumps(body).encode()
+        return self._ask(urllib.request.Request(f"{self._url}/v1/experts/trace", data, self._headers))
+
+    def _ask(self, request: urllib.request.Request) -> bytes:
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
+                content: bytes = response.read()
+                return content
+        except urllib.error.HTTPError as error:
+            raise click.ClickException(_sentence(error)) from None
+        except OSError as error:
+            raise click.ClickException(f"{self._url} does not answer: {getattr(error, 'reason', error)}.") from None
+
+
+def _sentence(error: urllib.error.HTTPError) -> str:
+    try:
+        message: str = json.loads(error.read())["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = "the answer is not that of a moeserve server"
+    return f"{error.code}: {message}"
+
+
+# `moeserve experts fit`: learns what later gates will choose from what earlier ones see.
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="What the model will read, in UTF-8; may be given several times. Half of Python's documentation otherwise.",
+)
+@click.option("--max-tokens", type=click.IntRange(256), default=8192, show_default=True, help="To learn from.")
+def fit(model: Path, texts: tuple[Path, ...], max_tokens: int) -> None:
+    """Fit gates to the MODEL in a folder, for --expert-prefetch: the model reads text, with all experts in memory.
+
+    For one to three layers ahead a linear map is fitted from what a gate sees, and from the state after its layer, to
+    what the later gate said. It costs no more than that gate, and recalls more of what it will choose. The maps are
+    kept in the cache, where --expert-prefetch finds them.
+    """
+    from moeserve.experts.fit import TextReader, fit_gates, half_of_topics, pieces
+    from moeserve.experts.load_ahead import keep_fitted_gates
+    from moeserve.model.spec import ModelError
+
+    contents = [_read(path) for path in texts] or half_of_topics(0)
+    try:
+        reader = TextReader(model)
+    except ModelError as error:
+        raise click.ClickException(str(error)) from None
+    if not reader.num_gates:
+        raise click.ClickException(f"The model in {model} has no experts.")
+    read = list(pieces(reader, contents, max_tokens))
+    if not read:
+        raise click.ClickException("There is no text to learn from.")
+    with Console(stderr=True).status("reading"):
+        fitted = fit_gates(reader, read)
+    click.echo(f"{keep_fitted_gates(model, fitted)}: fitted to {fitted.num_tokens} tokens")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise click.ClickException(f"{path} is no text in UTF-8.") from None
+
+
+# `moeserve experts report`: pictures of a statistics file or a routing trace.
+
+
+@click.command()
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path(),
+    help="Folder for the pictures; the working directory unless given.",
+)
+def report(file: Path, out: Path) -> None:
+    """Draw FILE, which --expert-statistics or a trace wrote, as PNG.
+
+    experts-load.png is a heat map of layers and experts, experts-affinity.png shows which expert follows which,
+    experts-balance.png how evenly load lies on experts and on ranks.
+    """
+    try:
+        from moeserve.experts.report import draw_report
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "matplotlib":
+            raise
+        raise click.ClickException(
+            "Pictures need matplotlib, which is not installed: pip install 'moeserve[report]'."
+        ) from None
+    try:
+        statistics = read_report_source(file)
+    except ReportError as error:
+        raise click.ClickException(str(error)) from None
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        paths = draw_report(statistics, out)
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or out} cannot be written ({error.strerror or error}).") from None
+    for path in paths:
+        click.echo(str(path))
+
+
+# `moeserve demo build`: the demo model with other numbers of experts.
+
+
+@click.command()
+@click.option("--experts", type=click.IntRange(min=1), default=8, show_default=True, help="Experts per layer.")
+@click.option("--top-k", type=click.IntRange(min=1), default=2, show_default=True, help="Experts a token chooses.")
+@click.option("--split", is_flag=True, help="Experts out of split neurons, which do not come in groups.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; the cache unless given.")
+def build(experts: int, top_k: int, split: bool, out: Path | None) -> None:
+    """Build the demo model with other numbers of experts and print its folder.
+
+    Experts come in tied groups, of which a token chooses one: the model computes what the dense one does. With --split
+    they are parts of the dense model that are chosen one by one, and most of it is left out: such a model is worse
+    than the dense one, by how much is measured and printed.
+    """
+    from moeserve.model.demo import ensure_demo
+    from moeserve.model.demo_build import read_quality
+
+    progress = ProgressDisplay(Console(stderr=True, soft_wrap=True))
+    try:
+        folder = ensure_demo(experts=experts, top_k=top_k, split=split, out=out, progress=progress.update)
+    except ModelError as error:
+        progress.close()
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+    progress.close()
+    click.echo(str(folder))
+    if split:
+        quality = read_quality(folder)
+        click.echo(
+            f"perplexity {quality.split:.2f}, of the dense model {quality.dense:.2f} "
+            f"({quality.tokens} tokens of {quality.text})"
+        )

@@ -1,0 +1,191 @@
+"""Has a model read text, and keeps what its gates saw and what they chose; fits linear previews to that."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from experts.gates import FittedGates, plain_maps, unit_norm
+from experts.moe_layer import Dispatch
+from experts.predictor import Tap
+from kernels.activation import Activation
+from kernels.attention_plan import AttentionPlan, ChunkSpan
+from kernels.moe import moe_experts
+from kernels.packed_experts import PackedExperts
+from moeserve.config import ServeConfig
+from moeserve.model.decoder import ForwardBatch
+from moeserve.model.kv_pool import KVPool
+from moeserve.model.weights import load_decoder
+from moeserve.model_loading import read_spec
+
+# Learns `FittedGates` from what a model computes: what is missing from the plain gates, by ridge regression.
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+# Damping per token, in mean squares of a state's elements. Recall hardly depends on it between 0.01 and 1.
+_RIDGE = 0.1
+
+
+class GateFit:
+    """Sums what the normal equations need: texts come one after the other and none is kept.
+
+    Takes L (H + 1)² floats per tap, and as many products per token.
+    """
+
+    def __init__(self, max_distance: int) -> None:
+        self._max_distance = max_distance
+        self._num_tokens = 0
+        self._squares: dict[tuple[Tap, int], Tensor] = {}
+        self._products: dict[tuple[Tap, int, int], Tensor] = {}
+
+    def add(self, states: Mapping[Tap, Sequence[Tensor]], scores: Sequence[Tensor]) -> None:
+        """states: by tap and layer [T, H], those of `LATE` of unit norm; the last layer's may be missing.
+        scores: [T, E] by layer, what each gate ranked its own input by."""
+        self._num_tokens += len(scores[0])
+        for tap, of_tap in states.items():
+            for layer, state in enumerate(of_tap[: len(scores) - 1]):
+                x = torch.cat([state.float(), torch.ones(len(state), 1)], 1)
+                _add(self._squares, (tap, layer), x.T @ x)
+                for distance in range(1, min(self._max_distance, len(scores) - 1 - layer) + 1):
+                    _add(self._products, (tap, layer, distance), x.T @ scores[layer + distance].float())
+
+    def solve(self, plain: Mapping[tuple[Tap, int, int], Tensor]) -> FittedGates:
+        """The maps from all that was added, at least a token.
+
+        plain: by tap, layer and distance [E, H + 1], the later gate as it is. A map keeps to it in directions that the
+        texts have not shown, which on other texts recalls more than a map that knows nothing of them.
+        """
+        found: dict[tuple[Tap, int], list[Tensor]] = {}
+        for (tap, layer), squares in self._squares.items():
+            damping = (_RIDGE * squares.diagonal()[:-1].mean()).repeat(len(squares))
+            damping[-1] = 0  # The constant is free.
+            factor = torch.linalg.cholesky((squares + damping.diag()).double())
+            for distance in range(1, self._max_distance + 1):
+                products = self._products.get((tap, layer, distance))
+                if products is not None:
+                    start = plain[tap, layer, distance].T
+                    missing = products.double() - squares.double() @ start.double()
+                    solution = start + torch.cholesky_solve(missing, factor)
+                    found.setdefault((tap, distance), []).append(solution.T.float())
+        return FittedGates({key: torch.stack(maps).numpy() for key, maps in found.items()}, self._num_tokens)
+
+
+def _add(sums: dict[_Key, Tensor], key: _Key, value: Tensor) -> None:
+    if key in sums:
+        sums[key] += value
+    else:
+        sums[key] = value
+
+
+DISTANCES = 3
+# Of a piece of text, which is read in one step.
+PIECE_TOKENS = 256
+_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TextRead:
+    """Of one text of T tokens, by layer with experts. ids: [T, k]. states: [T, H] at each tap, those of `LATE` of unit
+    norm and without the last layer."""
+
+    token_ids: list[int]
+    ids: list[Tensor]
+    states: dict[Tap, list[Tensor]]
+    log_likelihood: float
+
+
+class TextReader:
+    """A model with experts, all of them in memory, that reads texts one by one, each in one step."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError."""
+        spec, dtype = read_spec(folder, ServeConfig())
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self._after: dict[int, Tensor] = {}
+        self.decoder = load_decoder(folder, spec, dtype=dtype, max_model_len=PIECE_TOKENS, dispatch_of=self._listen_to)
+        self.decoder.after_layer = self._hear_after
+        self._pool = KVPool(spec.kv_layers, PIECE_TOKENS // _BLOCK_SIZE, _BLOCK_SIZE, dtype)
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    @property
+    def num_gates(self) -> int:
+        return len(self.decoder.spec.moe_layers)
+
+    def encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer.encode(text).ids
+        return token_ids
+
+    @torch.inference_mode()
+    def read(self, token_ids: list[int]) -> TextRead:
+        """All rows in all layers, of at most `PIECE_TOKENS` tokens and at least one."""
+        logits = self.decoder.forward(_batch(token_ids), self._pool.layers)
+        likelihood = (
+            logits[:-1].float().log_softmax(-1).gather(1, torch.tensor(token_ids[1:], dtype=torch.int64)[:, None])
+        )
+        seen = [self._seen[layer] for layer in self.decoder.spec.moe_layers]
+        after = [self._after[place] for place in range(len(seen) - 1)]
+        states = {Tap.EARLY: [x for x, _ in seen], Tap.LATE: after}
+        return TextRead(token_ids, [ids for _, ids in seen], states, likelihood.sum().item())
+
+    def _listen_to(self, layer: int) -> Dispatch:
+        def dispatch(
+            x: Tensor, expert_ids: Tensor, weights: Tensor, experts: PackedExperts, activation: Activation
+        ) -> Tensor:
+            self._seen[layer] = x, expert_ids
+            return moe_experts(x, expert_ids, weights, experts, activation)
+
+        return dispatch
+
+    def _hear_after(self, place: int, residual: Tensor) -> None:
+        self._after[place] = unit_norm(residual)
+
+
+def pieces(reader: TextReader, texts: Iterable[str], max_tokens: int) -> Iterator[list[int]]:
+    """The texts' first tokens in pieces that can be read: of each text the same number, as far as it has them."""
+    encoded = [reader.encode(text) for text in texts]
+    share = max(max_tokens // max(len(encoded), 1), 1)
+    for token_ids in encoded:
+        for start in range(0, min(len(token_ids), share), PIECE_TOKENS):
+            yield token_ids[start : min(start + PIECE_TOKENS, share)]
+
+
+@torch.inference_mode()
+def fit_gates(reader: TextReader, texts: Iterable[list[int]]) -> FittedGates:
+    """Maps of both taps for one to three layers ahead, from all tokens of the texts, of which there is one."""
+    layers, norms = zip(*reader.decoder.gated_blocks(), strict=True)
+    fit = GateFit(DISTANCES)
+    for token_ids in texts:
+        states = reader.read(token_ids).states
+        scores = [layer.preview(x) for layer, x in zip(layers, states[Tap.EARLY], strict=True)]
+        fit.add(states, scores)
+    return fit.solve(plain_maps(layers, norms, DISTANCES))
+
+
+def _batch(token_ids: Sequence[int]) -> ForwardBatch:
+    count = len(token_ids)
+    blocks = array("i", range(-(-count // _BLOCK_SIZE)))
+    return ForwardBatch(
+        token_ids=torch.tensor(token_ids),
+        positions=torch.arange(count),
+        slots=torch.arange(count),
+        attention=AttentionPlan([ChunkSpan(count, 0, blocks)], _BLOCK_SIZE),
+        logit_rows=None,
+    )
+
+
+# Text that is on every machine.
+
+
+def half_of_topics(parity: int) -> list[str]:
+    """Every other topic of Python's documentation, from the first (parity 0) or the second one on."""
+    from pydoc_data.topics import topics
+
+    return [text for name in sorted(topics)[parity::2] if (text := topics[name].strip())]

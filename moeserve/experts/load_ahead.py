@@ -1,0 +1,100 @@
+"""A service's prefetching as its settings and the gates fitted to its model say, told to the log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from experts.gates import FittedGates, FittedGatesError, load_fitted_gates, save_fitted_gates
+from experts.prefetcher import HomeRows, PrefixListener
+from moeserve.config import cache_root
+from moeserve.experts.observe import AnnotatingLauncher, routing_shape
+from moeserve.experts.prefetch import GatedDecoder, PrefetchingLauncher, ResidentLayers, start_prefetching
+from moeserve.experts.settings import statistics_key
+from moeserve.steps import LaunchingRunner
+
+if TYPE_CHECKING:
+    from moeserve.cuda.expert_memory import GpuResidentModel
+    from moeserve.cuda.gpu_model import GpuSettings
+
+
+# Where the gates fitted to a model are kept: in the cache, by the checkpoint's folder and configuration.
+
+
+def fitted_gates_path(directory: Path) -> Path:
+    """Of the checkpoint in `directory`, whether there is a file or not."""
+    return cache_root() / "gates" / f"{directory.resolve().name}-{statistics_key(directory)[:16]}.safetensors"
+
+
+def find_fitted_gates(directory: Path) -> FittedGates | None:
+    """Those of the checkpoint in `directory`; None, and a warning, for a file that cannot be used."""
+    path = fitted_gates_path(directory)
+    if not path.exists():
+        return None
+    try:
+        return load_fitted_gates(path, statistics_key(directory))
+    except FittedGatesError as error:
+        log.warning("fitted_gates_unusable", reason=str(error), consequence="the plain gates predict")
+        return None
+
+
+def keep_fitted_gates(directory: Path, fitted: FittedGates) -> Path:
+    """Has `find_fitted_gates` find them from now on; returns the file."""
+    path = fitted_gates_path(directory)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_fitted_gates(path, fitted, statistics_key(directory))
+    return path
+
+
+log = structlog.get_logger(__name__)
+
+
+def load_ahead(
+    directory: Path,
+    choice: str,
+    experts: ResidentLayers,
+    decoder: GatedDecoder,
+    home_rows: HomeRows | None = None,
+) -> PrefixListener | None:
+    """`start_prefetching` for the checkpoint in `directory`. What was loaded before does not count.
+
+    Raises ConfigError for a choice that needs fitted gates where there are none.
+    """
+    experts.memory.forget_counts()
+    fitted = find_fitted_gates(directory)
+    listener = start_prefetching(choice, experts, decoder, home_rows, fitted)
+    if listener is not None:
+        log.info("expert_prefetch", by=choice, gates_fitted=fitted is not None and choice != "gate")
+    elif choice != "off":
+        log.info("no_expert_prefetch", reason="the model has one layer with experts: no gate comes after it")
+    return listener
+
+
+# Loading experts ahead on a GPU: what computes its steps, told of them, and signing cached prefixes.
+
+
+def with_prefetches(
+    runner: LaunchingRunner,
+    decoder: GatedDecoder,
+    experts: GpuResidentModel,
+    directory: Path,
+    settings: GpuSettings,
+    home_rows: HomeRows | None = None,
+) -> tuple[LaunchingRunner, PrefixListener | None]:
+    """The runner as it is to be used, and who loads ahead, if somebody does. settings: with experts.
+
+    home_rows: of a rank of several, see `moeserve.experts.prefetch.start_prefetching`.
+    """
+    bounded = settings.experts
+    assert bounded is not None
+    log.info("expert_memory", slots=min(experts.slots.num_slots), others_in=experts.tier, policy=bounded.policy)
+    listener = load_ahead(directory, bounded.prefetch, experts, decoder, home_rows)
+    if listener is None:
+        return runner, None
+    launcher = PrefetchingLauncher(runner, listener)
+    shape = routing_shape(decoder.spec)
+    if shape is None or not bounded.signs_prefixes:
+        return launcher, listener
+    return AnnotatingLauncher(launcher, shape, settings.block_size, keeps_routing=settings.hears_gates), listener

@@ -1,0 +1,259 @@
+"""What the engine tells of its experts, and what an operator may command about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from experts.placement import Placement, balancedness
+from experts.rebalance import RebalanceStats
+from experts.residency import ExpertMemoryStats
+from moeserve.config import ServeConfig
+from moeserve.experts.observe import ExpertRecording
+from moeserve.wire import ExpertMemoryCounters, ExpertStats, PrefetchCounters, RebalanceCounters, RecallCounters
+
+
+class ExpertCommandError(Exception):
+    """A command that cannot be carried out; the message is one sentence for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFacts:
+    """layers: the numbers of the model's layers that have experts."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSources:
+    """Whom to ask; None for what this service does not have.
+
+    links: [from, to, rows, bytes] of every pair of ranks. memory: of each rank. prefetches: whether experts are read
+    ahead of their use. strategy: by what is decided now, in words.
+    """
+
+    placement: Callable[[], Placement | None] = lambda: None
+    placement_version: Callable[[], int] = lambda: 0
+    links: Callable[[], list[list[int]]] | None = None
+    rebalancing: Callable[[], RebalanceStats] | None = None
+    memory: Callable[[], Sequence[ExpertMemoryStats]] | None = None
+    prefetches: bool = False
+    strategy: Callable[[], dict[str, Any]] | None = None
+
+
+class ExpertMonitor:
+    """Reads from those that own what is told. recording is None where nothing is recorded."""
+
+    def __init__(
+        self, facts: ExpertFacts, recording: ExpertRecording | None, sources: ExpertSources, run_dir: Path
+    ) -> None:
+        self._facts = facts
+        self._recording = recording
+        self._sources = sources
+        self._trace_file = run_dir / "expert-trace.safetensors"
+
+    def stats(self) -> ExpertStats:
+        """The part of the engine's counters that is about experts."""
+        sources, recording = self._sources, self._recording
+        stats = ExpertStats(
+            links=None if sources.links is None else sources.links(),
+            memory=None
+            if sources.memory is None
+            else [_memory_counters(of_rank, sources.prefetches) for of_rank in sources.memory()],
+            rebalancing=None if sources.rebalancing is None else self._rebalance_counters(sources.rebalancing()),
+        )
+        if recording is not None:
+            placement = sources.placement()
+            load = recording.statistics().load()
+            stats.tokens_recorded = recording.recorder.num_tokens
+            stats.expert_balancedness = _balance_of_experts(load)
+            if placement is not None:
+                remote = recording.remote_ranks
+                stats.rank_balancedness = balancedness(load, placement).tolist()
+                stats.remote_rows = [remote.num_sent, remote.num_rows]
+        return stats
+
+    def command(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What a command of `Control` gave. Raises ExpertCommandError."""
+        try:
+            match name:
+                case "experts":
+                    return self._describe()
+                case "save_expert_statistics":
+                    return self._save()
+                case "start_expert_trace":
+                    return self._start_trace(**arguments)
+                case "stop_expert_trace":
+                    return self._stop_trace()
+        except OSError as error:
+            raise ExpertCommandError(f"The file cannot be written ({error.strerror or error}).") from None
+        raise ExpertCommandError(f"unknown command {name!r}")
+
+    def _describe(self) -> dict[str, Any]:
+        facts, sources, recording = self._facts, self._sources, self._recording
+        placement = sources.placement()
+        described: dict[str, Any] = {
+            "layers": list(facts.layers),
+            "num_experts": facts.num_experts,
+            "top_k": facts.top_k,
+            "num_ranks": facts.num_ranks,
+        }
+        if placement is not None:
+            described["placement"] = {
+                "version": sources.placement_version(),
+                "ranks": [[list(ranks) for ranks in layer] for layer in placement.ranks],
+            }
+        if sources.rebalancing is not None:
+            described["rebalancing"] = asdict(sources.rebalancing())
+        if sources.strategy is not None:
+            described["strategy"] = sources.strategy()
+        if sources.memory is not None:
+            ranks = sources.memory()
+            described["residency"] = {"resident": [of_rank.resident for of_rank in ranks]}
+            if sources.prefetches:
+                described["recall"] = [_recall(of_rank) for of_rank in ranks]
+        if recording is not None:
+            described |= self._describe_recording(recording, placement)
+        return described
+
+    def _describe_recording(self, recording: ExpertRecording, placement: Placement | None) -> dict[str, Any]:
+        statistics = recording.statistics()
+        load = statistics.load()
+        balance: dict[str, Any] = {"experts": _balance_of_experts(load)}
+        if placement is not None:
+            balance["ranks"] = balancedness(load, placement).tolist()
+        trace = recording.trace
+        return {
+            "load": np.round(load.astype(np.float64), 3).tolist(),
+            "balancedness": balance,
+            "recording": {
+                "tokens": recording.recorder.num_tokens,
+                "half_life": statistics.spec.half_life,
+                "saved_to_file": recording.path is not None,
+                "trace": None if trace is None else {"tokens": trace.num_tokens, "max_tokens": trace.max_tokens},
+            },
+        }
+
+    def _save(self) -> dict[str, Any]:
+        recording = self._recorded()
+        if recording.path is None:
+            raise ExpertCommandError("There is no file to save to: the service runs without --expert-statistics.")
+        recording.save()
+        return {"tokens": recording.recorder.num_tokens}
+
+    def _start_trace(self, max_tokens: int | None = None, token_ids: bool = False) -> dict[str, Any]:
+        recording = self._recorded()
+        recording.gather()
+        if recording.trace is not None:
+            raise ExpertCommandError("A trace is being recorded already.")
+        return {"max_tokens": recording.start_trace(with_token_ids=token_ids, max_tokens=max_tokens).max_tokens}
+
+    def _stop_trace(self) -> dict[str, Any]:
+        """Hands the trace over as a file in the run directory, which the frontend removes."""
+        recording = self._recorded()
+        if recording.trace is None:
+            raise ExpertCommandError("No trace is being recorded.")
+        tokens = recording.end_trace(self._trace_file)
+        if not tokens:
+            raise ExpertCommandError("The trace is empty: nothing was computed while it was recorded.")
+        return {"tokens": tokens, "file": str(self._trace_file)}
+
+    def _recorded(self) -> ExpertRecording:
+        if self._recording is None:
+            raise ExpertCommandError("Nothing is recorded: the service runs with --no-record-experts.")
+        return self._recording
+
+    def _rebalance_counters(self, stats: RebalanceStats) -> RebalanceCounters:
+        return RebalanceCounters(
+            placement_version=self._sources.placement_version(),
+            num_migrations=stats.num_migrations,
+            num_failures=stats.num_failures,
+            num_experts_loaded=stats.num_experts_loaded,
+            seconds_since_success=stats.seconds_since_success,
+        )
+
+
+def _memory_counters(stats: ExpertMemoryStats, prefetches: bool) -> ExpertMemoryCounters:
+    counters = stats.counters
+    prefetch = PrefetchCounters(
+        predictor_seconds=stats.predictor_seconds,
+        num_late=counters.num_late,
+        prefetch_bytes=counters.prefetch_bytes,
+        useful_bytes=counters.useful_bytes,
+        late_bytes=counters.late_bytes,
+        wasted_bytes=counters.wasted_bytes,
+        cancelled_bytes=counters.cancelled_bytes,
+        num_foreseeable=list(counters.num_foreseeable),
+        num_foreseen=list(counters.num_foreseen),
+        recall=[RecallCounters(**asdict(count)) for count in stats.recall],
+    )
+    return ExpertMemoryCounters(
+        stall_seconds=stats.stall_seconds,
+        misses_by_tier=stats.misses_by_tier,
+        num_hits=counters.num_hits,
+        num_evictions=counters.num_evictions,
+        num_resident=sum(map(len, stats.resident)),
+        demand_bytes=counters.demand_bytes,
+        prefetch=prefetch if prefetches else None,
+    )
+
+
+def _recall(stats: ExpertMemoryStats) -> dict[str, Any]:
+    """The share of what was needed that had been asked for, 1, 2, 3 layers ahead, and that each source had ranked among
+    its first k, by distance; None where nothing was asked for."""
+    counters = stats.counters
+    sources: dict[str, dict[str, float]] = {}
+    for count in stats.recall:
+        recall = round(count.num_recalled / max(count.num_chosen, 1), 4)
+        sources.setdefault(count.source, {})[str(count.distance)] = recall
+    return {
+        "asked_for": [
+            round(foreseen / foreseeable, 4) if foreseeable else None
+            for foreseen, foreseeable in zip(counters.num_foreseen, counters.num_foreseeable, strict=True)
+        ],
+        "sources": sources,
+    }
+
+
+def _balance_of_experts(load: np.typing.NDArray[np.float32]) -> list[float]:
+    """Per layer the mean load of an expert over that of the busiest; 1 where there is none."""
+    most = load.max(axis=1)
+    balance: list[float] = np.divide(load.mean(axis=1), most, out=np.ones_like(most), where=most > 0).tolist()
+    return balance
+
+
+# By what the experts of a service are decided, for operators.
+
+
+class Prefetching(Protocol):
+    """Whoever loads ahead (`experts.prefetcher.LayerListener`)."""
+
+    @property
+    def is_on(self) -> bool: ...
+
+
+def expert_strategy(
+    config: ServeConfig, prefetcher: Prefetching | None, dispatch: str | None = None, *, all_fit: bool = False
+) -> dict[str, Any]:
+    """prefetcher: None where nothing is loaded ahead. dispatch: the shape that is used, None of one rank.
+
+    all_fit: the memory that the settings give holds all experts, so that nothing is evicted.
+    """
+    told: dict[str, Any] = {}
+    if config.expert_memory is not None and not all_fit:
+        told["eviction"] = config.expert_policy
+        told["prefetch"] = {
+            "source": "off" if prefetcher is None else config.expert_prefetch,
+            "is_on": prefetcher is not None and prefetcher.is_on,
+        }
+    if dispatch is not None:
+        told["placement"] = config.placement
+        told["dispatch"] = dispatch
+    return told

@@ -1,0 +1,494 @@
+"""What is gathered of the experts while serving: how it begins, what it is kept in, where it is saved."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol, SupportsBytes
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.placement import Placement
+from experts.rebalance import RemoteRanks
+from experts.routing import RoutingRecorder, RoutingShape, RoutingStatistics, StatisticsSpec, unpack
+from experts.routing_files import (
+    UNKNOWN_TOKEN,
+    RequestRows,
+    StatisticsError,
+    TraceRecorder,
+    load_statistics,
+    save_statistics,
+    save_trace,
+)
+from experts.signatures import encode_signature, merge_signatures
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.experts.settings import goes_by_statistics, statistics_key
+from moeserve.model.spec import DecoderSpec
+from moeserve.plan import Chunk, StepPlan, StepResult, wanted_logits
+from moeserve.request_memory import MergeAnnotations
+from moeserve.steps import Executor, FinishedStep, LaunchedStep, LaunchingExecutor, LaunchingRunner, Runner
+
+MAX_TRACE_BYTES = 64 * 2**20
+
+
+class RoutingListener(Protocol):
+    """Is told of each rank's step: expert ids [L, T, k], NOT_COMPUTED where a layer left a row out, and token ids [T].
+
+    `experts.routing.RoutingRecorder` is one.
+    """
+
+    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int]) -> None: ...
+
+
+class ExpertRecording:
+    """What is gathered of a service's routing.
+
+    path: the file the statistics are saved to, if there is one. key: `model_key` of the model. placement: where the
+    experts are, asked in every step; None of one rank. trace: what a trace is recorded into, None while none is.
+    listeners: who hears of every step, the recorder first, some steps late. gather: tells them of all steps so far.
+    """
+
+    def __init__(
+        self,
+        shape: RoutingShape,
+        recorder: RoutingRecorder,
+        key: str,
+        path: Path | None = None,
+        trace_path: Path | None = None,
+    ) -> None:
+        self.shape = shape
+        self.recorder = recorder
+        self.key = key
+        self.path = path
+        self.trace_path = trace_path
+        self.placement: Callable[[], Placement | None] = lambda: None
+        self.remote_ranks = RemoteRanks()
+        self.listeners: list[RoutingListener] = [recorder]
+        self.gather: Callable[[], None] = lambda: None
+        self.trace: TraceRecorder | None = None
+        if trace_path is not None:
+            self.start_trace(with_token_ids=False)
+
+    def add(
+        self, rank: int, ids: NDArray[np.int16], token_ids: Sequence[int], placement: Placement | None = None
+    ) -> None:
+        """Takes the routing of a rank's rows in one step: ids [L, T, k], token_ids [T], and where experts were."""
+        for listener in self.listeners:
+            listener.add(ids, token_ids)
+        if placement is not None:
+            self.remote_ranks.add(ids, rank, placement)
+
+    def statistics(self) -> RoutingStatistics:
+        """Of all steps so far."""
+        self.gather()
+        return self.recorder.statistics()
+
+    def start_trace(self, *, with_token_ids: bool, max_tokens: int | None = None) -> TraceRecorder:
+        """Begins a trace; one that was being recorded is lost. It has room for MAX_TRACE_BYTES at most."""
+        room = MAX_TRACE_BYTES // (2 * self.shape.num_layers * self.shape.top_k + 12)
+        self.trace = TraceRecorder(self.shape, min(max_tokens or room, room), with_token_ids=with_token_ids)
+        return self.trace
+
+    def end_trace(self, path: Path) -> int:
+        """Ends the trace and writes it. Returns how many tokens it has; nothing is written for 0. Raises OSError."""
+        recorder, self.trace = self.trace, None
+        trace = None if recorder is None else recorder.trace()
+        if trace is None:
+            return 0
+        save_trace(path, trace, self.key)
+        return len(trace.requests)
+
+    def save(self) -> None:
+        """Writes the statistics to their file; does nothing without one. Raises OSError."""
+        if self.path is not None:
+            save_statistics(self.path, self.statistics(), self.key)
+
+    def close(self) -> dict[str, int]:
+        """Writes what the settings want written at the end. Returns how many tokens each file has. Raises OSError."""
+        written = {}
+        if self.path is not None:
+            self.save()
+            written[str(self.path)] = self.recorder.num_tokens
+        if self.trace_path is not None and self.trace is not None and (tokens := self.end_trace(self.trace_path)):
+            written[str(self.trace_path)] = tokens
+        return written
+
+
+def open_recording(config: ServeConfig, model_dir: Path, spec: DecoderSpec) -> ExpertRecording | None:
+    """Begins with what the file of `--expert-statistics` holds. None for a model without experts, or if switched off.
+
+    Raises ConfigError for a file that cannot serve.
+    """
+    shape = routing_shape(spec)
+    path = None if config.expert_statistics is None else Path(config.expert_statistics)
+    if shape is None:
+        if path is not None or config.expert_trace is not None:
+            flag = "--expert-trace" if path is None else "--expert-statistics"
+            raise ConfigError(f"{flag}: this model has no experts.")
+        return None
+    if not config.record_experts:
+        if config.expert_trace is not None:
+            raise ConfigError("--expert-trace needs --record-experts.")
+        if path is not None and not goes_by_statistics(config):
+            raise ConfigError("--expert-statistics needs --record-experts, or a setting that goes by the file.")
+        return None
+    trace_path = None if config.expert_trace is None else Path(config.expert_trace)
+    for flag, file in (("--expert-statistics", path), ("--expert-trace", trace_path)):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{flag} {file}: there is no folder {file.parent}.")
+    known = None if path is None or not path.exists() else _read(path, model_dir, shape)
+    recorder = RoutingRecorder(known or _empty(shape))
+    return ExpertRecording(shape, recorder, statistics_key(model_dir), path, trace_path)
+
+
+def _read(path: Path, model_dir: Path, shape: RoutingShape) -> RoutingStatistics:
+    try:
+        statistics = load_statistics(path, statistics_key(model_dir))
+    except StatisticsError as error:
+        raise ConfigError(str(error)) from None
+    spec = statistics.spec
+    if (spec.num_layers, spec.num_experts, spec.top_k) != (shape.num_layers, shape.num_experts, shape.top_k):
+        raise ConfigError(f"The statistics file {path} is of another shape than the model; remove it or name another.")
+    return statistics
+
+
+def routing_shape(spec: DecoderSpec) -> RoutingShape | None:
+    """What a step's routing looks like; None for a model without experts."""
+    if spec.moe is None or not spec.moe_layers:
+        return None
+    return RoutingShape(len(spec.moe_layers), spec.moe.num_experts, spec.moe.gate.top_k, spec.sparse_layers[-1])
+
+
+def _empty(shape: RoutingShape) -> RoutingStatistics:
+    return RoutingStatistics(StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k))
+
+
+# Recording the routing of all ranks: each rank's runner listens, the executor of the engine gathers.
+
+
+_STEPS_AT_ONCE = 64
+_ROWS_AT_ONCE = 1024
+
+
+class Tap(Protocol):
+    """Hears what the gates of this process choose (`experts.observer`)."""
+
+    def begin(self) -> None: ...
+
+    def take(self) -> SupportsBytes: ...
+
+
+class TappedRunner:
+    """A runner whose results carry the routing of its rows."""
+
+    def __init__(self, runner: Runner, tap: Tap) -> None:
+        self._runner = runner
+        self._tap = tap
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._tap.begin()
+        result = self._runner.run(plan)
+        result.routing = self._tap.take()
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """What a rank's step left. before: the step before, which has drawn the tokens that this one was planned with."""
+
+    rank: int
+    plan: StepPlan
+    routing: SupportsBytes
+    placement: Placement | None
+    before: tuple[StepPlan, StepResult] | None
+
+
+class RecordingExecutor:
+    """Takes the routing out of the results of all ranks and records it.
+
+    What a step leaves is kept for a few steps and then unpacked and counted with theirs: code and tables that a step
+    has driven out of the processor's caches are fetched once for all of them.
+    """
+
+    def __init__(self, executor: Executor, recording: ExpertRecording) -> None:
+        self._executor = executor
+        self._recording = recording
+        self._pending: list[_Heard] = []
+        self._before: dict[int, tuple[StepPlan, StepResult]] = {}
+        self._num_rows = 0
+        self._num_steps = 0
+        recording.gather = self._gather
+
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        results = self._executor.run(plans)
+        self._keep(plans, results, self._recording.placement())
+        return results
+
+    def _keep(self, plans: Sequence[StepPlan], results: Sequence[StepResult], placement: Placement | None) -> None:
+        """Of steps in their order. placement: with which they were computed."""
+        for rank, (plan, result) in enumerate(zip(plans, results, strict=True)):
+            if plan.chunks and result.routing is not None:
+                self._pending.append(_Heard(rank, plan, result.routing, placement, self._before.get(rank)))
+                self._num_rows += plan.num_tokens
+            self._before[rank] = plan, result
+        self._num_steps += 1
+        # A trace is told where a request's first tokens are kept, which holds while it runs.
+        if self._num_steps >= _STEPS_AT_ONCE or self._num_rows >= _ROWS_AT_ONCE or self._recording.trace is not None:
+            self._gather()
+
+    def check(self) -> None:
+        self._executor.check()
+
+    def _gather(self) -> None:
+        pending, self._pending = self._pending, []
+        self._num_rows = self._num_steps = 0
+        for heard in pending:
+            self._record(heard)
+
+    def _record(self, heard: _Heard) -> None:
+        rank, plan = heard.rank, heard.plan
+        token_ids: array[int] = array("i")
+        logit_rows: list[int] = []
+        for chunk in plan.chunks:
+            token_ids += chunk.token_ids if chunk.drawn_by is None else _drawn(chunk.drawn_by, heard.before)
+            num_rows = len(token_ids)
+            logit_rows.extend(range(num_rows - chunk.num_logit_rows, num_rows))
+        ids = unpack(bytes(heard.routing), self._recording.shape, len(token_ids), logit_rows)
+        self._recording.add(rank, ids, token_ids, heard.placement)
+        if self._recording.trace is not None:
+            rows = [
+                RequestRows(chunk.request_id, len(chunk.token_ids), chunk.start, (rank, chunk.block_table[0]))
+                for chunk in plan.chunks
+            ]
+            self._recording.trace.add(ids, token_ids, rows)
+
+
+class RecordingLauncher(RecordingExecutor):
+    """The same where steps are queued: recorded is what has been read. Results are read in the order of their steps."""
+
+    def __init__(self, executor: LaunchingExecutor, recording: ExpertRecording) -> None:
+        super().__init__(executor, recording)
+        self._launching = executor
+
+    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
+        wait = self._launching.launch(plans)
+        placement = self._recording.placement()
+
+        def results() -> list[StepResult]:
+            found = wait()
+            self._keep(plans, found, placement)
+            return found
+
+        return results
+
+
+def recording_executor(executor: Executor, recording: ExpertRecording) -> Executor:
+    """Goes on launching if the executor does."""
+    if isinstance(executor, LaunchingExecutor):
+        return RecordingLauncher(executor, recording)
+    return RecordingExecutor(executor, recording)
+
+
+def _drawn(place: int, before: tuple[StepPlan, StepResult] | None) -> array[int]:
+    """The token that the step before drew at a place among its sampled chunks; UNKNOWN_TOKEN where that failed."""
+    assert before is not None
+    plan, result = before
+    sampled = [found for chunk, found in zip(plan.chunks, result.chunks, strict=True) if chunk.sampling is not None]
+    token_id = sampled[place].token_id
+    return array("i", [UNKNOWN_TOKEN if token_id is None else token_id])
+
+
+# Signatures of cached prefixes: made on the rank that computed the tokens, kept by the scheduler.
+
+
+# Tokens that came one at a time are described together.
+_TOKENS_AT_ONCE = 64
+# A request that no plan has named for so many steps is over, or will be matched with the cache anew.
+_FORGOTTEN_AFTER = 64
+
+
+def signature_merger(spec: DecoderSpec) -> MergeAnnotations:
+    """One signature out of those along a prefix, of a model with experts."""
+    assert spec.moe is not None
+    num_layers, num_experts = len(spec.moe_layers), spec.moe.num_experts
+
+    def merge(parts: Sequence[tuple[int, bytes]]) -> bytes:
+        return encode_signature(merge_signatures(parts, num_layers, num_experts))
+
+    return merge
+
+
+def signs_prefixes(config: ServeConfig) -> bool:
+    """Whether cached prefixes are kept with signatures, where not all experts are in the fast tier."""
+    return config.expert_prefetch != "off" and config.enable_prefix_caching
+
+
+class AnnotatingRunner:
+    """A runner whose results carry the signatures of the tokens that they complete blocks of.
+
+    A chunk of a prompt is described when it ends a block, and what came one by one when that ends a block and is
+    enough. A few tokens after the last whole block count with those before it.
+    """
+
+    def __init__(self, runner: Runner, shape: RoutingShape, block_size: int, *, keeps_routing: bool) -> None:
+        """runner: its results have routing, which somebody else wants to see if `keeps_routing`."""
+        self._runner = runner
+        self._shape = shape
+        self._block_size = block_size
+        self._keeps_routing = keeps_routing
+        self._seen: dict[str, _Seen] = {}
+        self._num_steps = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self._annotated(plan, self._runner.run(plan))
+
+    def _annotated(self, plan: StepPlan, result: StepResult) -> StepResult:
+        if plan.chunks and result.routing is not None:
+            self._annotate(plan, result, bytes(result.routing))
+        if not self._keeps_routing:
+            result.routing = None
+        return result
+
+    def _annotate(self, plan: StepPlan, result: StepResult, routing: bytes) -> None:
+        self._num_steps += 1
+        ids = unpack(routing, self._shape, plan.num_tokens, wanted_logits(plan.chunks)[0])
+        row = 0
+        for chunk, computed in zip(plan.chunks, result.chunks, strict=True):
+            rows = ids[:, row : row + len(chunk.token_ids)]
+            row += len(chunk.token_ids)
+            computed.annotation = self._describe(chunk, rows)
+        if self._num_steps % _FORGOTTEN_AFTER == 0:
+            latest = self._num_steps - _FORGOTTEN_AFTER
+            self._seen = {name: seen for name, seen in self._seen.items() if seen.last_step > latest}
+
+    def _describe(self, chunk: Chunk, ids: NDArray[np.int16]) -> bytes | None:
+        """ids: [L, T, k] of the chunk's rows."""
+        num_tokens = len(chunk.token_ids)
+        end = chunk.start + num_tokens
+        seen = self._seen.get(chunk.request_id)
+        if seen is None or seen.end != chunk.start:
+            seen = self._seen[chunk.request_id] = _Seen(self._shape)
+        seen.add(ids, end, self._num_steps)
+        ends_block = end // self._block_size > chunk.start // self._block_size
+        if not ends_block or (num_tokens == 1 and seen.num_tokens < _TOKENS_AT_ONCE):
+            return None
+        del self._seen[chunk.request_id]
+        return encode_signature(seen.rates())
+
+
+class AnnotatingLauncher(AnnotatingRunner):
+    """The same on a device with a queue. Results are read in the order of their steps."""
+
+    def __init__(self, runner: LaunchingRunner, shape: RoutingShape, block_size: int, *, keeps_routing: bool) -> None:
+        super().__init__(runner, shape, block_size, keeps_routing=keeps_routing)
+        self._launching = runner
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        return FinishedStep(self._launching.launch(plan), lambda result: self._annotated(plan, result))
+
+
+class _Seen:
+    """What a request's tokens since its last signature chose. end: the position after them."""
+
+    __slots__ = ("_counts", "_top_k", "end", "last_step", "num_tokens")
+
+    def __init__(self, shape: RoutingShape) -> None:
+        self._top_k = shape.top_k
+        # The first column counts what was not computed.
+        self._counts = np.zeros((shape.num_layers, shape.num_experts + 1), np.int64)
+        self.end = self.last_step = self.num_tokens = 0
+
+    def add(self, ids: NDArray[np.int16], end: int, step: int) -> None:
+        """ids: [L, T, k]."""
+        num_layers, width = self._counts.shape
+        places = ids.reshape(num_layers, -1).astype(np.int64) + (1 + width * np.arange(num_layers))[:, None]
+        self._counts += np.bincount(places.ravel(), minlength=self._counts.size).reshape(num_layers, width)
+        self.end, self.last_step = end, step
+        self.num_tokens += ids.shape[1]
+
+    def rates(self) -> NDArray[np.float32]:
+        """[L, E]: the share of the tokens that chose each expert, of those that the layer computed."""
+        computed = self.num_tokens - self._counts[:, :1] / self._top_k
+        rates: NDArray[np.float32] = (self._counts[:, 1:] / np.maximum(computed, 1)).astype(np.float32)
+        return rates
+
+
+# Counting what ranks send to each other: each says it with its results, the engine keeps the newest.
+
+
+class CountedRunner:
+    """A runner whose results tell what the rank has sent so far."""
+
+    def __init__(self, runner: Runner, sent: Callable[[], list[int]]) -> None:
+        self._runner = runner
+        self._sent = sent
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = self._runner.run(plan)
+        result.sent = self._sent()
+        return result
+
+
+class CountedLauncher(CountedRunner):
+    """The same where steps are queued."""
+
+    def __init__(self, runner: LaunchingRunner, sent: Callable[[], list[int]]) -> None:
+        super().__init__(runner, sent)
+        self._launching = runner
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        step = self._launching.launch(plan)
+        return FinishedStep(step, partial(replace, sent=self._sent()))
+
+
+class LinkCounts:
+    """An executor that keeps what every rank said last."""
+
+    def __init__(self, executor: Executor, num_ranks: int) -> None:
+        self._executor = executor
+        self._sent = [[0] * (2 * num_ranks) for _ in range(num_ranks)]
+
+    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        return self._keep(self._executor.run(plans))
+
+    def _keep(self, results: list[StepResult]) -> list[StepResult]:
+        for rank, result in enumerate(results):
+            if result.sent is not None:
+                self._sent[rank] = result.sent
+        return results
+
+    def check(self) -> None:
+        self._executor.check()
+
+    def links(self) -> list[list[int]]:
+        """[from, to, rows, bytes] of every pair of ranks."""
+        num_ranks = len(self._sent)
+        return [
+            [source, target, sent[target], sent[num_ranks + target]]
+            for source, sent in enumerate(self._sent)
+            for target in range(num_ranks)
+            if target != source
+        ]
+
+
+class LaunchedLinkCounts(LinkCounts):
+    """The same where steps are queued."""
+
+    def __init__(self, executor: LaunchingExecutor, num_ranks: int) -> None:
+        super().__init__(executor, num_ranks)
+        self._launching = executor
+
+    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
+        wait = self._launching.launch(plans)
+        return lambda: self._keep(wait())
+
+
+def count_links(executor: Executor, num_ranks: int) -> LinkCounts:
+    """Goes on launching if the executor does."""
+    if isinstance(executor, LaunchingExecutor):
+        return LaunchedLinkCounts(executor, num_ranks)
+    return LinkCounts(executor, num_ranks)

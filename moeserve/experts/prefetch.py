@@ -1,0 +1,216 @@
+"""Prefetching experts while serving: who predicts, and what a plan tells about the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from experts.expert_memory import ExpertMemory
+from experts.gates import FittedGates, GatedBlock, GatePreview, GatesAhead
+from experts.lookahead import GateLookahead, PrefetchJudge
+from experts.predictor import Predictor, Tap
+from experts.predictors import LearntAffinity, SignatureSource, open_predictor, taps_of
+from experts.prefetch_planning import PrefetchPlanner, PrefetchRules, PrefetchSwitch
+from experts.prefetcher import HomeRecall, HomeRows, LayerListener, Prefetcher, PrefixListener, RankPrefetcher
+from experts.prefix_warmth import PrefixWarmth
+from experts.rank_predictor import RankPredictor
+from experts.residency import Affinity, EvictionPolicy, ResidencyControl
+from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.signatures import RequestProfiles
+from moeserve.config import ConfigError
+from moeserve.model.spec import DecoderSpec
+from moeserve.plan import StepPlan, StepResult
+from moeserve.steps import LaunchedStep, LaunchingRunner, Runner
+
+_MAX_DISTANCE = 3
+# Layers that affinity looks back.
+_HISTORY = 6
+# A request that no plan has named for so many steps is over, or waits so long that it is a new one.
+_FORGOTTEN_AFTER = 64
+
+
+class ListenedLayer(Protocol):
+    """A layer's experts in slots, who tell a listener what the gate chose."""
+
+    prefetcher: LayerListener | None
+
+
+class ResidentLayers(Protocol):
+    """The experts of a model of which only some are in the fast tier, on a CPU or on a GPU."""
+
+    @property
+    def memory(self) -> ExpertMemory: ...
+
+    @property
+    def control(self) -> ResidencyControl: ...
+
+    @property
+    def policies(self) -> Sequence[EvictionPolicy]: ...
+
+    @property
+    def layers(self) -> Mapping[int, ListenedLayer]: ...
+
+
+class GatedDecoder(Protocol):
+    """A decoder whose gates can be asked. after_layer: who hears of computed layers, None for nobody."""
+
+    spec: DecoderSpec
+    after_layer: Callable[[int, Tensor], None] | None
+
+    def gated_blocks(self) -> Sequence[tuple[GatedBlock, Tensor]]:
+        """The blocks with experts, and the weight [H] of the norm in front of each."""
+
+
+def start_prefetching(
+    choice: str,
+    experts: ResidentLayers,
+    decoder: GatedDecoder,
+    home_rows: HomeRows | None = None,
+    fitted: FittedGates | None = None,
+) -> PrefixListener | None:
+    """Has the layers and the decoder tell a listener what they compute, who loads ahead. choice: `--expert-prefetch`.
+
+    home_rows: of a rank of several, on their way to all experts. fitted: what `moeserve experts fit` found, which takes
+    the place of the gates unless the choice is `gate`. Returns None where nothing can be predicted: without experts,
+    and by gates where one layer has them, for none comes after it. Raises ConfigError for a choice that needs fitted
+    gates where there are none.
+    """
+    if choice == "off" or decoder.spec.moe is None:
+        return None
+    if choice == "fitted" and fitted is None:
+        raise ConfigError("--expert-prefetch fitted: no gates are fitted to this model; run moeserve experts fit.")
+    listener: LayerListener
+    profiles: RequestProfiles | None = None
+    if choice in ("auto", "gate", "fitted"):
+        if len(decoder.spec.moe_layers) == 1:
+            return None
+        preview = _preview(decoder, Tap.EARLY, None if choice == "gate" else fitted)
+        judge = PrefetchJudge(experts.memory, PrefetchSwitch()) if choice == "auto" else None
+        listener = _believing_gates(experts, preview, decoder.spec.moe.gate.top_k, judge, home_rows)
+    else:
+        num_layers = len(experts.layers)
+        gates = {tap: GatesAhead(_preview(decoder, tap, fitted), num_layers) for tap in taps_of(choice)}
+        listener, profiles = _learning(choice, experts, decoder.spec, gates, home_rows)
+    here = None if home_rows is None else home_rows.share.experts_here
+    around = PrefixListener(
+        listener, experts.memory, PrefixWarmth(experts.control, decoder.spec.moe.num_experts, here), profiles
+    )
+    for layer in experts.layers.values():
+        layer.prefetcher = around
+    decoder.after_layer = around.after_layer
+    return around
+
+
+def _preview(decoder: GatedDecoder, tap: Tap, fitted: FittedGates | None) -> GatePreview:
+    blocks, norms = zip(*decoder.gated_blocks(), strict=True)
+    return GatePreview(blocks, norms, min(_MAX_DISTANCE, len(blocks) - 1), tap, fitted)
+
+
+def _believing_gates(
+    experts: ResidentLayers,
+    preview: GatePreview,
+    top_k: int,
+    judge: PrefetchJudge | None,
+    home_rows: HomeRows | None,
+) -> LayerListener:
+    memory, control = experts.memory, experts.control
+    if home_rows is None:
+        return GateLookahead(memory, control, preview, top_k, judge)
+    lookahead = GateLookahead(memory, control, preview, top_k, judge, home_rows.share.experts_here)
+    counted = HomeRecall(lookahead, GatesAhead(preview, len(experts.layers)), memory.recall)
+    home_rows.listener = counted
+    return counted
+
+
+def _learning(
+    choice: str,
+    experts: ResidentLayers,
+    model: DecoderSpec,
+    gates: Mapping[Tap, GatesAhead],
+    home_rows: HomeRows | None,
+) -> tuple[LayerListener, RequestProfiles | None]:
+    """And the profiles that its predictor goes by, if it does."""
+    assert model.moe is not None
+    spec = StatisticsSpec(len(experts.layers), model.moe.num_experts, model.moe.gate.top_k, max_distance=_HISTORY)
+    learnt = LearntAffinity(RoutingStatistics(spec))
+    predictor, sources, combined = open_predictor(choice, learnt, experts.memory.recall)
+    signature = sources.get("signature")
+    profiles = signature.profiles if isinstance(signature, SignatureSource) else None
+    if home_rows is None:
+        return _prefetcher(experts, predictor, learnt, gates), profiles
+    of_rank = RankPredictor(predictor, combined, learnt, home_rows.share)
+    prefetcher = _prefetcher(experts, of_rank, learnt, gates)
+    home_rows.listener = listener = RankPrefetcher(experts.memory, prefetcher, of_rank, gates.get(Tap.EARLY))
+    return listener, profiles
+
+
+def _prefetcher(
+    experts: ResidentLayers, predictor: Predictor, learnt: LearntAffinity, gates: Mapping[Tap, GatesAhead]
+) -> Prefetcher:
+    rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
+    rules = PrefetchRules(max_distance=_MAX_DISTANCE)
+    planner = PrefetchPlanner(predictor, experts.control, experts.memory.slot_bytes, rules, rated or None)
+    return Prefetcher(experts.memory, predictor, planner, learnt, gates)
+
+
+class PrefetchingRunner:
+    """A runner that tells a prefetcher where steps begin and end, whose tokens they compute, behind which prefix."""
+
+    def __init__(self, runner: Runner, prefetcher: PrefixListener) -> None:
+        self._runner = runner
+        self._prefetcher = prefetcher
+        self._number_of: dict[str, int] = {}
+        self._last_step: dict[str, int] = {}
+        self._num_seen = 0
+        self._num_steps = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._begin(plan)
+        result = self._runner.run(plan)
+        self._prefetcher.end_step(self._forget())
+        return result
+
+    def _begin(self, plan: StepPlan) -> None:
+        self._num_steps += 1
+        numbers = [self._number(chunk.request_id) for chunk in plan.chunks]
+        for chunk, number in zip(plan.chunks, numbers, strict=True):
+            if chunk.annotation is not None:
+                self._prefetcher.recall(number, chunk.annotation, chunk.start)
+        counts = np.array([len(chunk.token_ids) for chunk in plan.chunks], np.int64)
+        token_ids = np.concatenate(
+            [np.asarray(chunk.token_ids, np.int64) for chunk in plan.chunks] or [np.empty(0, int)]
+        )
+        self._prefetcher.begin_step(token_ids, np.repeat(np.asarray(numbers, np.int64), counts))
+
+    def _number(self, request_id: str) -> int:
+        self._last_step[request_id] = self._num_steps
+        if request_id not in self._number_of:
+            self._number_of[request_id] = self._num_seen
+            self._num_seen += 1
+        return self._number_of[request_id]
+
+    def _forget(self) -> list[int]:
+        """Numbers of requests that are over."""
+        if self._num_steps % _FORGOTTEN_AFTER:
+            return []
+        gone = [name for name, step in self._last_step.items() if self._num_steps - step >= _FORGOTTEN_AFTER]
+        for name in gone:
+            del self._last_step[name]
+        return [self._number_of.pop(name) for name in gone]
+
+
+class PrefetchingLauncher(PrefetchingRunner):
+    """The same on a GPU. Gates are heard while a step is launched, for the host waits for them."""
+
+    def __init__(self, runner: LaunchingRunner, prefetcher: PrefixListener) -> None:
+        super().__init__(runner, prefetcher)
+        self._launching = runner
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        self._begin(plan)
+        step = self._launching.launch(plan)
+        self._prefetcher.end_step(self._forget())
+        return step

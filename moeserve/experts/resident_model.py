@@ -1,0 +1,114 @@
+"""The experts of a model of which only some are in the fast tier, whatever device computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from experts.expert_file import round_to_page
+from experts.expert_memory import ExpertMemory
+from experts.peer_memory import PeerTier
+from experts.residency import EvictionPolicy, LentMemory, ResidencyControl, least_slots, make_policies, share_slots
+from experts.slots import Slots
+from experts.tiers import ExpertTier
+from moeserve.config import ConfigError
+from moeserve.model.spec import DecoderSpec, MoeSpec
+
+# How many slots of a fast tier `--expert-memory` pays for, on any device. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlan:
+    """Of each rank. num_slots: of each layer with experts. slot_bytes: one expert, whole pages."""
+
+    num_slots: tuple[int, ...]
+    slot_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.num_slots) * self.slot_bytes
+
+
+def plan_slots(
+    num_bytes: int, expert_bytes: int, num_held: Sequence[int], top_k: int, *, several_ranks: bool = False
+) -> SlotPlan | None:
+    """The slots that `num_bytes` pay for on a rank that holds `num_held` experts of each layer; None if these all fit.
+
+    Raises ConfigError where a layer could not hold the experts that one token may choose on the rank.
+    """
+    slot_bytes = round_to_page(expert_bytes)
+    count, least = num_bytes // slot_bytes, least_slots(num_held, top_k)
+    if count < sum(least):
+        where = " on every rank" if several_ranks else ""
+        raise ConfigError(
+            f"--expert-memory {in_mib(num_bytes)} holds {count} experts of {in_mib(slot_bytes)}, but "
+            f"{len(num_held)} layers need {max(least)} each{where}: give at least {in_mib(sum(least) * slot_bytes)}."
+        )
+    num_slots = share_slots(count, num_held, top_k)
+    return None if num_slots is None else SlotPlan(num_slots, slot_bytes)
+
+
+def experts_of(spec: DecoderSpec) -> MoeSpec:
+    """Raises ConfigError for a model without experts."""
+    if spec.moe is None:
+        raise ConfigError(f"--expert-memory: a {spec.model_type} model has no experts.")
+    return spec.moe
+
+
+def in_mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
+
+
+# What computes one layer's experts through its slots.
+Layer = TypeVar("Layer")
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentModel(Generic[Layer]):
+    """layers: by their numbers in the model. tier: where the experts that have no slot are, for people.
+
+    lent: what this rank lends. peers: reads what all lend, once it is told where that is.
+    """
+
+    memory: ExpertMemory
+    control: ResidencyControl
+    policies: Sequence[EvictionPolicy]
+    layers: Mapping[int, Layer]
+    slots: SlotPlan
+    tier: str
+    lent: LentMemory | None = None
+    peers: PeerTier | None = None
+
+    def dispatch_of(self, layer: int) -> Layer:
+        return self.layers[layer]
+
+
+def resident_model(
+    spec: DecoderSpec,
+    plan: SlotPlan,
+    policy: str,
+    load: Sequence[Sequence[float]] | None,
+    slots: Slots,
+    tier: ExpertTier,
+    layer_of: Callable[[ExpertMemory, int], Layer],
+    *,
+    tier_name: str,
+    lent: LentMemory | None = None,
+    peers: PeerTier | None = None,
+) -> ResidentModel[Layer]:
+    """Starts to copy from `tier`, or through `peers` where there are some, into `slots`, as a policy decides.
+
+    load: [L, E], for a policy that goes by it. layer_of(memory, number): of a layer by its number among those with
+    experts.
+    """
+    assert spec.moe is not None
+    num_experts = spec.moe.num_experts
+    policies = make_policies(policy, len(spec.moe_layers), num_experts, load)
+    control = ResidencyControl(plan.num_slots, num_experts, plan.slot_bytes, policies.__getitem__)
+    if peers is None:
+        memory = ExpertMemory(control, slots, tier)
+    else:
+        memory = ExpertMemory(control, slots, peers, peers.tier_of, ("peer", "disk"))
+    layers = {layer: layer_of(memory, number) for number, layer in enumerate(spec.moe_layers)}
+    return ResidentModel(memory, control, policies, layers, plan, tier_name, lent, peers)

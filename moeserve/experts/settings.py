@@ -1,0 +1,105 @@
+"""Settings of the expert memory that contradict each other, found before anything is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from experts.placement import Placement, PlacementError
+from experts.placement_search import LEARNT, choose_placement
+from experts.predictors import source_names
+from experts.routing import RoutingStatistics
+from experts.routing_files import StatisticsError, load_statistics, model_key
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.model.spec import DecoderSpec
+
+
+def check_expert_memory(config: ServeConfig) -> None:
+    """Raises ConfigError."""
+    if config.expert_policy == "static" and config.expert_statistics is None:
+        raise ConfigError("--expert-policy static needs --expert-statistics with a file to learn from.")
+    if config.expert_peer_memory is not None and config.nnodes > 1:
+        raise ConfigError("--expert-peer-memory works between ranks of one machine, not with --nnodes.")
+    if config.expert_prefetch in ("off", "auto", "gate", "fitted"):
+        if config.expert_policy == "affinity":
+            raise ConfigError("--expert-policy affinity goes by what predictors learn: name some in --expert-prefetch.")
+        return
+    try:
+        source_names(config.expert_prefetch)
+    except ValueError as error:
+        raise ConfigError(f"--expert-prefetch: {error}.") from None
+
+
+# The placement that the settings ask for, decided by rank 0 before anybody loads.
+
+
+def plan_placement(directory: Path, spec: DecoderSpec, config: ServeConfig) -> Placement:
+    """Which ranks hold which experts. Raises ConfigError, one sentence, if the settings cannot be met."""
+    num_ranks = config.expert_parallel_size
+    if spec.moe is None:
+        raise ConfigError(f"--expert-parallel-size {num_ranks}: a {spec.model_type} model has no experts to share.")
+    try:
+        return choose_placement(
+            config.placement,
+            (len(spec.moe_layers), spec.moe.num_experts, num_ranks),
+            num_redundant=config.num_redundant_experts,
+            num_nodes=config.nnodes,
+            num_groups=spec.moe.gate.num_groups,
+            statistics=read_statistics(directory, config),
+        )
+    except PlacementError as error:
+        raise ConfigError(str(error)) from None
+
+
+def read_statistics(directory: Path, config: ServeConfig) -> RoutingStatistics | None:
+    """What earlier runs of this model have seen, None where no file is named or none is there yet.
+
+    A placement that is learnt needs the file. Raises ConfigError, one sentence, for a file that cannot serve.
+    """
+    if config.placement in LEARNT:
+        return needed_statistics(directory, config, f"--placement {config.placement}")
+    if config.expert_statistics is None or not Path(config.expert_statistics).exists():
+        return None
+    return needed_statistics(directory, config, "")
+
+
+def goes_by_statistics(config: ServeConfig) -> bool:
+    """Whether anything is decided by what earlier runs have seen."""
+    return (
+        config.placement in LEARNT
+        or config.num_redundant_experts > 0
+        or config.expert_policy == "static"
+        or config.expert_peer_memory is not None
+    )
+
+
+def needed_statistics(directory: Path, config: ServeConfig, needed_by: str) -> RoutingStatistics:
+    """What earlier runs of this model have seen. needed_by: the setting that asks for it.
+
+    Raises ConfigError, one sentence, without a file or for one that cannot serve.
+    """
+    if config.expert_statistics is None:
+        raise ConfigError(f"{needed_by} needs --expert-statistics with a file to learn from.")
+    try:
+        return load_statistics(Path(config.expert_statistics), statistics_key(directory))
+    except StatisticsError as error:
+        raise ConfigError(str(error)) from None
+
+
+def measured_load(directory: Path, config: ServeConfig, shape: tuple[int, int]) -> list[list[float]] | None:
+    """[L, E] for a policy that goes by what earlier runs have seen, else None. shape: L and E. Raises ConfigError."""
+    if config.expert_policy != "static":
+        return None
+    load = needed_statistics(directory, config, "--expert-policy static").load()
+    if load.shape != shape:
+        raise ConfigError(
+            f"The statistics file {config.expert_statistics} is of another shape than the model; "
+            "remove it or name another."
+        )
+    found: list[list[float]] = load.tolist()
+    return found
+
+
+def statistics_key(directory: Path) -> str:
+    """Names the model in a statistics file: a hash of its config.json."""
+    return model_key(json.loads((directory / "config.json").read_bytes()))

@@ -1,0 +1,228 @@
+"""`/v1/chat/completions` and `/v1/completions`: one HTTP request from its body to the end of its answer."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from moeserve.frontend import limits
+from moeserve.frontend.answer import Answer, build_generates
+from moeserve.frontend.dialects import chat, completions
+from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
+from moeserve.frontend.engine_client import EngineGone, RequestGroup, RequestRejected
+from moeserve.frontend.http import (
+    DONE,
+    KEEP_ALIVE,
+    ApiError,
+    EventStream,
+    context_length_exceeded,
+    invalid,
+    read_body,
+    send_body,
+    unavailable,
+    until_disconnect,
+)
+from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.middleware import cache_namespace
+from moeserve.frontend.services import Services
+from moeserve.frontend.text import TextTokenizer
+from moeserve.wire import Generate, Output, Rejected
+
+# The times of one answer: into the metrics as it goes, and into the log line at its end.
+
+
+class Progress:
+    """`arrival` is when the request came, on `time.monotonic`."""
+
+    def __init__(self, metrics: Metrics, arrival: float, num_choices: int) -> None:
+        self._metrics = metrics
+        self._arrival = arrival
+        self._first: float | None = None
+        self._latest: list[float | None] = [None] * num_choices
+
+    def note(self, batch: list[tuple[int, Output]]) -> None:
+        """Outputs that have just come."""
+        now = time.monotonic()
+        for choice, output in batch:
+            if not output.token_ids:
+                continue
+            latest = self._latest[choice]
+            self._latest[choice] = now
+            if latest is not None:
+                self._metrics.inter_token.observe((now - latest) / len(output.token_ids))
+            elif self._first is None:
+                self._first = now
+                self._metrics.time_to_first_token.observe(now - self._arrival)
+
+    def end(self, answer: Answer, log_fields: dict[str, Any]) -> None:
+        """The answer is over, complete or not."""
+        usage = answer.usage
+        if not answer.num_open:
+            self._metrics.end_to_end.observe(time.monotonic() - self._arrival)
+        log_fields |= {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "complete": not answer.num_open,
+        }
+        if self._first is not None:
+            log_fields["ttft_ms"] = round(1000 * (self._first - self._arrival), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How one API reads requests and writes answers."""
+
+    id_prefix: str
+    parse: Callable[[bytes, ModelFacts], GenerateRequest]
+    formatter: Callable[[str, int, GenerateRequest, TextTokenizer, str], Formatter]
+
+
+CHAT = Dialect("chatcmpl-", chat.parse, chat.ChatFormatter)
+COMPLETIONS = Dialect("cmpl-", completions.parse, completions.CompletionFormatter)
+
+
+class GenerateRoute:
+    """An ASGI endpoint."""
+
+    def __init__(self, services: Services, dialect: Dialect) -> None:
+        self._services = services
+        self._dialect = dialect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services = self._services
+        services.check_serving()
+        body = await read_body(
+            scope,
+            receive,
+            max_bytes=services.run.config.max_request_bytes,
+            timeout_s=limits.RECEIVE_TIMEOUT_S,
+        )
+        facts = services.check_serving()
+        request = self._dialect.parse(body, facts)
+        services.metrics.count_ignored(request.ignored)
+        with services.admission.hold(request.num_choices, services.capacity):
+            await until_disconnect(receive, self._serve(scope, send, request, facts))
+
+    async def _serve(self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts) -> None:
+        services, state = self._services, scope["state"]
+        prompts = [await services.encode(prompt, facts) for prompt in request.prompts]
+        answer_id = self._dialect.id_prefix + secrets.token_hex(12)
+        generates = build_generates(
+            request,
+            prompts,
+            request_id=answer_id,
+            namespace=cache_namespace(services.run.secret, state["identity"], request.cache_salt),
+            seed=services.draw_seed() if request.seed is None else request.seed,
+            max_model_len=facts.max_model_len,
+        )
+        answer = Answer(request, prompts, services.tokenizer)
+        progress = Progress(services.metrics, state["arrival"], request.num_choices)
+        formatter = self._dialect.formatter(
+            answer_id, int(time.time()), request, services.tokenizer, services.fingerprint
+        )
+        try:
+            async with AsyncExitStack() as stack:
+                group = await self._submit(stack, generates, facts)
+                if request.stream:
+                    stream = EventStream(send, limits.SEND_TIMEOUT_S)
+                    await _Streaming(group, answer, formatter, request, progress, stream).run()
+                else:
+                    await _whole(send, group, answer, formatter, progress)
+        finally:
+            progress.end(answer, state["log"])
+
+    async def _submit(self, stack: AsyncExitStack, generates: list[Generate], facts: ModelFacts) -> RequestGroup:
+        """Hands the requests to the engine and waits until it has taken all of them."""
+        try:
+            group = await stack.enter_async_context(self._services.engine.submit(generates))
+            await group.admitted()
+        except EngineGone as error:
+            raise unavailable("The engine is not running", "engine_dead") from error
+        except RequestRejected as error:
+            raise self._rejection(error.rejected, generates, facts) from None
+        return group
+
+    def _rejection(self, rejected: Rejected, generates: list[Generate], facts: ModelFacts) -> ApiError:
+        retry_after_s = rejected.retry_after_s or self._services.admission.retry_after()
+        match rejected.code:
+            case "queue_full":
+                return unavailable("The server's queue is full", "queue_full", retry_after_s)
+            case "draining":
+                return unavailable("The server is shutting down", "draining", retry_after_s, close=True)
+            case "context_length_exceeded":
+                index = next(i for i, generate in enumerate(generates) if generate.request_id == rejected.request_id)
+                if "maximum context length is" in rejected.reason:
+                    return invalid(rejected.reason, code="context_length_exceeded")
+                tokens = len(generates[index].token_ids) // 4
+                return context_length_exceeded(facts.max_model_len, tokens, generates[index].sampling.max_tokens)
+            case _:
+                return invalid(rejected.reason[:500])
+
+
+async def _whole(send: Send, group: RequestGroup, answer: Answer, formatter: Formatter, progress: Progress) -> None:
+    """The answer in one piece."""
+    choices: dict[int, Delta] = {}
+    try:
+        while answer.num_open:
+            for delta in _take(group, answer, await group.next(), progress):
+                whole = choices.setdefault(delta.index, Delta(delta.index))
+                whole.text += delta.text
+                whole.tokens += delta.tokens
+                whole.finish_reason = delta.finish_reason
+    except EngineGone as error:
+        raise unavailable(f"The answer broke off: {error}", "engine_dead") from error
+    await send_body(send, 200, formatter.complete([choices[index] for index in sorted(choices)], answer.usage))
+
+
+def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
+    """The deltas of a batch of outputs. Tells the engine of stop strings that were found."""
+    progress.note(batch)
+    deltas = [delta for choice, output in batch for delta in answer.take(choice, output)]
+    while answer.finishes:
+        group.finish(*answer.finishes.pop())
+    return deltas
+
+
+@dataclass(slots=True)
+class _Streaming:
+    """The answer as it comes."""
+
+    group: RequestGroup
+    answer: Answer
+    formatter: Formatter
+    request: GenerateRequest
+    progress: Progress
+    stream: EventStream
+
+    async def run(self) -> None:
+        """Writes events until every choice has ended, or one error event."""
+        await self.stream.start()
+        try:
+            await self._events()
+        except EngineGone as error:
+            await self.stream.fail(unavailable(f"The answer broke off: {error}", "engine_dead"))
+        except ApiError as error:
+            await self.stream.fail(error)
+
+    async def _events(self) -> None:
+        started: set[int] = set()
+        while self.answer.num_open:
+            batch = await self.group.next(limits.KEEP_ALIVE_S)
+            deltas = _take(self.group, self.answer, batch, self.progress)
+            events = []
+            for delta in deltas:
+                if delta.index not in started:
+                    started.add(delta.index)
+                    events.append(self.formatter.start(delta.index))
+                events.append(self.formatter.delta(delta, self.answer.usage if self.request.continuous_usage else None))
+            if events or not batch:
+                await self.stream.write(b"".join(events) or KEEP_ALIVE)
+        tail = self.formatter.usage(self.answer.usage) if self.request.include_usage else b""
+        await self.stream.write(tail + DONE, last=True)

@@ -1,0 +1,206 @@
+"""Receiving: a request's body within its bounds, and the notice that the client has left."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+# The errors a client sees: OpenAI's shape, from a fixed set of kinds, without a trace of our insides.
+
+
+class ApiError(Exception):
+    """A request that is refused or failed. `param` names the field, `code` is for programs, `message` for people."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.close = close
+
+    def body(self) -> bytes:
+        """`{"error": {...}}`: the body of a response and the data of an error event."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers that go with the status: when to come back, and whether the connection ends here."""
+        headers = []
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode()))
+        if self.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        if self.close:
+            headers.append((b"connection", b"close"))
+        return headers
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request cannot be served as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, value: str | None = None) -> ApiError:
+    """400: a field, or one value of it, that would change the answer and is not served."""
+    what = param if value is None else f"{param}={value}"
+    return ApiError(400, f"`{what}` is not supported by this server", param=param, code="unsupported_parameter")
+
+
+def context_length_exceeded(
+    limit: int, prompt_tokens: int, output_tokens: int, *, at_least: bool = False, param: str | None = None
+) -> ApiError:
+    """400: prompt plus output do not fit; the message carries the limit and both counts. param: where the prompt is."""
+    about = "at least " if at_least else ""
+    message = (
+        f"This model's maximum context length is {limit} tokens, but {about}{prompt_tokens + output_tokens} were "
+        f"requested ({about}{prompt_tokens} in the prompt and {output_tokens} for the output). "
+        "Shorten the prompt or ask for fewer tokens."
+    )
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def unknown_model(name: str) -> ApiError:
+    """404: no model of that name is served."""
+    return ApiError(404, f"The model `{name[:200]}` does not exist", param="model", code="model_not_found")
+
+
+def unavailable(message: str, code: str, retry_after_s: float = 1.0, *, close: bool = False) -> ApiError:
+    """503: not now."""
+    return ApiError(503, message, type="server_unavailable", code=code, retry_after_s=retry_after_s, close=close)
+
+
+def internal_error(message: str = "The request failed inside the server") -> ApiError:
+    """500: our fault."""
+    return ApiError(500, message, type="server_error", code="internal_error")
+
+
+_T = TypeVar("_T")
+
+
+class ClientDisconnected(Exception):
+    """The client left; nobody reads an answer."""
+
+
+async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+    """The whole body. Raises ApiError: 413 as soon as it is too large, 408 when it takes too long."""
+    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected
+                chunk = message.get("body", b"")
+                size += len(chunk)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
+                chunks.append(chunk)
+                if not message.get("more_body", False):
+                    return b"".join(chunks)
+    except TimeoutError:
+        raise ApiError(
+            408, f"The body did not arrive within {timeout_s:g} s", code="request_timeout", close=True
+        ) from None
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnected then.
+
+    The body must have been read: what `receive` has to say after it is the disconnect.
+    """
+    job = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({job, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            raise ClientDisconnected
+        return job.result()
+    finally:
+        for task in (job, watch):
+            task.cancel()
+        await asyncio.gather(job, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The body is larger than {max_bytes} bytes", code="request_too_large", close=True)
+
+
+# Sending: whole JSON bodies, and event streams whose reader may be slow.
+
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+class SlowReader(Exception):
+    """The client does not read; its connection's buffer stayed full."""
+
+
+async def send_body(
+    send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None, media: bytes | None = None
+) -> None:
+    """A complete response, JSON unless `media` says otherwise."""
+    head = [(b"content-type", media or b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*head, *(headers or ())]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """An error as a response."""
+    await send_body(send, error.status, error.body(), error.headers())
+
+
+class EventStream:
+    """Server-sent events. Every call of `write` carries whole events and is one write to the connection."""
+
+    def __init__(self, send: Send, timeout_s: float) -> None:
+        self._send = send
+        self._timeout_s = timeout_s
+
+    async def start(self) -> None:
+        """Sends status 200 and the headers."""
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def write(self, events: bytes, *, last: bool = False) -> None:
+        """Sends events. Raises SlowReader when the connection takes nothing for too long."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+        except TimeoutError:
+            raise SlowReader from None
+
+    async def fail(self, error: ApiError) -> None:
+        """Ends the stream with an error event."""
+        await self.write(b"data: " + error.body() + b"\n\n", last=True)

@@ -1,0 +1,226 @@
+"""The routes around generation: what is served, whether it works, its numbers, and the operator's command."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moeserve.config import VERSION
+from moeserve.frontend import limits
+from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.chat import ChatBody, read_chat_prompt
+from moeserve.frontend.engine_client import EngineGone
+from moeserve.frontend.http import ApiError, invalid, read_body, unavailable, unknown_model
+from moeserve.frontend.metrics import CONTENT_TYPE
+from moeserve.frontend.services import Services
+
+ENDPOINTS = (
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "GET /v1/models",
+    "POST /tokenize",
+    "POST /detokenize",
+    "GET /health",
+    "GET /ready",
+    "GET /metrics",
+    "GET /version",
+    "POST /reset_prefix_cache",
+    "GET /v1/experts",
+    "POST /v1/experts/statistics",
+    "POST /v1/experts/trace",
+)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+class ServiceRoutes:
+    """Handlers over the shared services."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def index(self, _: Request) -> Response:
+        return json_response({"service": "moeserve", "version": VERSION, "endpoints": ENDPOINTS})
+
+    async def health(self, _: Request) -> Response:
+        """Alive: this process answers."""
+        return json_response({"status": "ok"})
+
+    async def ready(self, _: Request) -> Response:
+        """Ready: the model is loaded, the engine makes progress, and generations are taken."""
+        reason = self._services.not_ready_reason()
+        if reason is None:
+            return json_response({"status": "ready"})
+        return json_response({"status": "unavailable", "reason": reason}, 503, {"retry-after": "1"})
+
+    async def version(self, _: Request) -> Response:
+        return json_response({"version": VERSION})
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._services.metrics.render(), headers={"content-type": CONTENT_TYPE.decode()})
+
+    async def models(self, _: Request) -> Response:
+        names = self._services.run.served_model_names
+        return json_response({"object": "list", "data": [self._model(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._services.run.served_model_names:
+            raise unknown_model(name)
+        return json_response(self._model(name))
+
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        """Drops every cached prefix that no request uses."""
+        self._services.check_serving()
+        try:
+            result = await self._services.engine.control("reset_prefix_cache")
+        except EngineGone as error:
+            raise unavailable("The engine is not running", "engine_dead") from error
+        if result.error is not None:
+            raise ApiError(409, result.error[:500], type="server_error", code="reset_failed")
+        return json_response({"status": "ok", **result.result})
+
+    def _model(self, name: str) -> dict[str, Any]:
+        ready = self._services.engine.ready
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._services.created,
+            "owned_by": "moeserve",
+            "root": name,
+            "parent": None,
+            "max_model_len": None if ready is None else ready.max_model_len,
+        }
+
+
+# `/tokenize` and `/detokenize`: the very way from text to ids and back that generations take.
+
+
+class TokenizeBody(ChatBody, kw_only=True):
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct):
+    tokens: list[int]
+    model: str | None = None
+
+
+class TokenRoutes:
+    """Handlers over the shared services."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def tokenize(self, request: Request) -> Response:
+        """`prompt` as `/v1/completions` reads it, or `messages` as `/v1/chat/completions` does."""
+        services = self._services
+        facts = services.check_serving()
+        body, _ = fields.decode_json(await self._body(request), TokenizeBody)
+        if body.model is not None:
+            fields.check_model(body.model, facts)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("Give either `prompt` or `messages`", "prompt")
+        if body.prompt is None:
+            token_ids = await services.encode(read_chat_prompt(body), facts)
+        else:
+            special = body.add_special_tokens is not False
+            token_ids = await asyncio.to_thread(services.tokenizer.encode, body.prompt, add_special_tokens=special)
+        return json_response({"count": len(token_ids), "max_model_len": facts.max_model_len, "tokens": token_ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        services = self._services
+        facts = services.check_serving()
+        body, _ = fields.decode_json(await self._body(request), DetokenizeBody)
+        if body.model is not None:
+            fields.check_model(body.model, facts)
+        fields.check_token_ids("tokens", body.tokens, facts.vocab_size)
+        text = await asyncio.to_thread(services.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return json_response({"prompt": text})
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(
+            request.scope,
+            request.receive,
+            max_bytes=self._services.run.config.max_request_bytes,
+            timeout_s=limits.RECEIVE_TIMEOUT_S,
+        )
+
+
+# What an operator sees of the experts, and the commands about them.
+
+
+class TraceBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`max_tokens` and `token_ids` (keep which tokens they are) belong to `start`."""
+
+    action: Literal["start", "stop"]
+    max_tokens: int | None = None
+    token_ids: bool = False
+
+
+class ExpertRoutes:
+    """Handlers over the shared services. Every one answers 404 for a model without experts."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def experts(self, _: Request) -> Response:
+        """Load, balance and placement by layer and expert."""
+        return json_response({"object": "experts", **await self._command("experts")})
+
+    async def save_statistics(self, _: Request) -> Response:
+        """Saves the statistics to the file of `--expert-statistics`."""
+        return json_response({"status": "ok", **await self._command("save_expert_statistics")})
+
+    async def trace(self, request: Request) -> Response:
+        """Starts recording a trace, or ends it and answers with the file."""
+        self._check_experts()
+        data = await read_body(
+            request.scope,
+            request.receive,
+            max_bytes=self._services.run.config.max_request_bytes,
+            timeout_s=limits.RECEIVE_TIMEOUT_S,
+        )
+        body, _ = fields.decode_json(data, TraceBody)
+        if body.max_tokens is not None and body.max_tokens < 1:
+            raise ApiError(400, "`max_tokens` must be at least 1", param="max_tokens")
+        if body.action == "start":
+            arguments = {"max_tokens": body.max_tokens, "token_ids": body.token_ids}
+            return json_response({"status": "recording", **await self._command("start_expert_trace", arguments)})
+        result = await self._command("stop_expert_trace")
+        content = await asyncio.to_thread(_take, Path(result["file"]))
+        return Response(
+            content,
+            media_type="application/octet-stream",
+            headers={"content-disposition": 'attachment; filename="trace.safetensors"'},
+        )
+
+    def _check_experts(self) -> None:
+        self._services.check_serving()
+        ready = self._services.engine.ready
+        if ready is not None and not ready.num_experts:
+            raise ApiError(404, "This model has no experts: its layers are dense", code="no_experts")
+
+    async def _command(self, name: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+        self._check_experts()
+        try:
+            result = await self._services.engine.control(name, arguments)
+        except EngineGone as error:
+            raise unavailable("The engine is not running", "engine_dead") from error
+        if result.error is not None:
+            raise ApiError(409, result.error[:500], type="conflict", code="not_possible_now")
+        return result.result
+
+
+def _take(path: Path) -> bytes:
+    """The content of a file that is there to be handed over."""
+    content = path.read_bytes()
+    path.unlink()
+    return content

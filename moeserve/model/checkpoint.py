@@ -1,0 +1,495 @@
+"""What lies in a safetensors checkpoint: files, names, dtypes and shapes, read from the headers alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, MlaSpec, MoeSpec
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # The format's own limit.
+_ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16}
+_ITEM_BITS |= {"U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One stored tensor. dtype is the format's name (``F32``, ``BF16``, ``F8_E4M3``, ``U8``, ...)."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def read_index(directory: Path) -> dict[str, TensorInfo]:
+    """List every tensor of the checkpoint in ``directory``.
+
+    Reads the headers only. Raises CheckpointError if files are missing, truncated or not safetensors, or if the
+    index names a tensor that its file does not hold.
+    """
+    if (directory / _INDEX).is_file():
+        return _read_sharded(directory)
+    if (directory / _SINGLE).is_file():
+        return read_header(directory / _SINGLE)
+    others = sorted(directory.glob("*.safetensors"))
+    if len(others) == 1:
+        return read_header(others[0])
+    if others:
+        raise CheckpointError(f"{directory} holds {len(others)} safetensors files but no {_INDEX}.")
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
+        raise CheckpointError(f"{directory} holds pickled weights only; moeserve reads safetensors.")
+    raise CheckpointError(f"There are no weights in {directory}: neither {_SINGLE} nor {_INDEX}.")
+
+
+def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
+    path = directory / _INDEX
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        files = {name: directory / file for name, file in weight_map.items()}
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{path} is not a valid safetensors index.") from None
+    tensors: dict[str, TensorInfo] = {}
+    for file in sorted(set(files.values())):
+        if file.parent != directory:
+            raise CheckpointError(f"{path} names a file outside its folder.")
+        if not file.is_file():
+            raise CheckpointError(f"{file.name} is missing from {directory}.")
+        tensors |= read_header(file)
+    for name, file in files.items():
+        if name not in tensors:
+            raise CheckpointError(f"{file.name} does not hold the tensor {name} that the index promises.")
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """List the tensors of one safetensors file, checking that the file is as long as its header says."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+                raise CheckpointError(f"{path.name} is truncated or not a safetensors file.")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path.name} is damaged: its header does not decode.") from None
+    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
+        raise CheckpointError(f"{path.name} is damaged: its header is not a list of tensors.")
+    header.pop("__metadata__", None)
+    try:
+        tensors = {name: _tensor_info(path, entry) for name, entry in header.items()}
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise CheckpointError(f"{path.name} is damaged: its header is not a list of tensors.") from None
+    if size < 8 + length + end:
+        raise CheckpointError(f"{path.name} is truncated: {size} of {8 + length + end} bytes are there.")
+    return tensors
+
+
+def _tensor_info(path: Path, entry: Mapping[str, Any]) -> TensorInfo:
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(size) for size in entry["shape"])
+    num_bytes = prod(shape) * _ITEM_BITS[entry["dtype"]] // 8
+    if begin < 0 or min(shape, default=0) < 0 or end - begin != num_bytes:
+        raise ValueError("offsets do not fit the shape")
+    return TensorInfo(path, entry["dtype"], shape, num_bytes)
+
+
+# Which tensors a decoder needs, under which names a checkpoint may hold them, and in which shapes. Names are
+# relative to the decoder (``layers.0.mlp.gate.weight``); a checkpoint usually puts ``model.`` in front. Where
+# published checkpoints differ in a name, all of its forms are candidates.
+
+
+_MOE_PREFIXES = ("mlp", "block_sparse_moe")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor that is needed: the names it may have and its shape (leading ones may be added or missing)."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+Tensors = dict[str, TensorRef]
+
+
+def outer_tensors(spec: DecoderSpec) -> Tensors:
+    """Everything outside the layers. A tied output projection is the embedding once more."""
+    vocab, hidden = spec.vocab_size, spec.hidden_size
+    head = "embed_tokens.weight" if spec.tie_embeddings else "lm_head.weight"
+    tensors = {
+        "embedding": TensorRef(("embed_tokens.weight",), (vocab, hidden)),
+        "lm_head": TensorRef((head,), (vocab, hidden)),
+    }
+    if spec.lm_head_bias:
+        tensors["lm_head.bias"] = TensorRef(("lm_head.bias",), (vocab,))
+    return tensors | _norm(spec, "norm", "norm")
+
+
+def layer_tensors(spec: DecoderSpec, layer: int) -> Tensors:
+    """Everything of one layer but its experts."""
+    prefix = f"layers.{layer}"
+    tensors = _norm(spec, "input_norm", f"{prefix}.input_layernorm")
+    tensors |= _norm(spec, "post_norm", f"{prefix}.post_attention_layernorm")
+    attention = spec.attention
+    if isinstance(attention, MlaSpec):
+        tensors |= _mla(attention, spec.hidden_size, f"{prefix}.self_attn")
+    else:
+        tensors |= _gqa(attention, spec.hidden_size, f"{prefix}.self_attn")
+    if spec.moe is not None and spec.sparse_layers[layer]:
+        return tensors | _moe(spec.moe, spec.hidden_size, prefix)
+    return tensors | _mlp("", (f"{prefix}.mlp",), spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+
+
+def _linear(key: str, names: tuple[str, ...], rows: int, columns: int, bias: bool) -> Tensors:
+    tensors = {key: TensorRef(tuple(f"{name}.weight" for name in names), (rows, columns))}
+    if bias:
+        tensors[f"{key}.bias"] = TensorRef(tuple(f"{name}.bias" for name in names), (rows,))
+    return tensors
+
+
+def _norm(spec: DecoderSpec, key: str, name: str) -> Tensors:
+    tensors = {key: TensorRef((f"{name}.weight",), (spec.hidden_size,))}
+    if spec.norm == "layer":
+        tensors[f"{key}.bias"] = TensorRef((f"{name}.bias",), (spec.hidden_size,))
+    return tensors
+
+
+def _gqa(attention: AttentionSpec, hidden: int, prefix: str) -> Tensors:
+    q_size = attention.num_heads * attention.head_dim
+    kv_size = attention.num_kv_heads * attention.head_dim
+    tensors: Tensors = {}
+    for key, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+        tensors |= _linear(key, (f"{prefix}.{key}_proj",), rows, hidden, attention.qkv_bias)
+    tensors |= _linear("o", (f"{prefix}.o_proj",), hidden, q_size, attention.out_bias)
+    if attention.qk_norm != "none":
+        flat = attention.qk_norm == "flat"
+        for key, rows in (("q", q_size), ("k", kv_size)):
+            shape = (rows if flat else attention.head_dim,)
+            tensors[f"{key}_norm"] = TensorRef((f"{prefix}.{key}_norm.weight",), shape)
+    if attention.sinks:
+        tensors["sinks"] = TensorRef((f"{prefix}.sinks",), (attention.num_heads,))
+    return tensors
+
+
+def _mla(mla: MlaSpec, hidden: int, prefix: str) -> Tensors:
+    q_size = mla.num_heads * (mla.nope_dim + mla.rope_dim)
+    latent, rank = mla.kv_lora_rank, mla.q_lora_rank
+    if rank is None:
+        tensors = _linear("q", (f"{prefix}.q_proj",), q_size, hidden, False)
+    else:
+        tensors = _linear("q_a", (f"{prefix}.q_a_proj",), rank, hidden, mla.bias)
+        tensors["q_norm"] = TensorRef((f"{prefix}.q_a_layernorm.weight",), (rank,))
+        tensors |= _linear("q_b", (f"{prefix}.q_b_proj",), q_size, rank, False)
+    tensors |= _linear("kv_a", (f"{prefix}.kv_a_proj_with_mqa",), latent + mla.rope_dim, hidden, mla.bias)
+    tensors["kv_norm"] = TensorRef((f"{prefix}.kv_a_layernorm.weight",), (latent,))
+    up_size = mla.num_heads * (mla.nope_dim + mla.value_dim)
+    tensors |= _linear("kv_b", (f"{prefix}.kv_b_proj",), up_size, latent, False)
+    return tensors | _linear("o", (f"{prefix}.o_proj",), hidden, mla.num_heads * mla.value_dim, mla.bias)
+
+
+def _mlp(key: str, prefixes: tuple[str, ...], hidden: int, width: int, bias: bool) -> Tensors:
+    tensors: Tensors = {}
+    for part, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
+        names = tuple(f"{prefix}.{part}_proj" for prefix in prefixes)
+        tensors |= _linear(f"{key}{part}", names, rows, columns, bias)
+    return tensors
+
+
+def _moe(moe: MoeSpec, hidden: int, prefix: str) -> Tensors:
+    blocks = tuple(f"{prefix}.{block}" for block in _MOE_PREFIXES)
+
+    def under(*suffixes: str) -> tuple[str, ...]:
+        return tuple(f"{block}.{suffix}" for block in blocks for suffix in suffixes)
+
+    tensors = _linear("moe_gate", under("gate", "router", "router.layer"), moe.num_experts, hidden, moe.gate_bias)
+    if moe.correction_bias:
+        places = ("gate.", "", "moe_statics.", "gate.moe_statics.")
+        names = under(*(f"{place}e_score_correction_bias" for place in places))
+        tensors["correction_bias"] = TensorRef(names, (moe.num_experts,))
+    if moe.shared is not None:
+        names = under("shared_experts", "shared_expert")
+        tensors |= _mlp("shared.", names, hidden, moe.shared.intermediate_size, moe.shared.bias)
+        if moe.shared.gated:
+            tensors |= _linear("shared_gate", under("shared_expert_gate"), 1, hidden, False)
+    return tensors
+
+
+def split_expert_tensors(spec: DecoderSpec, layer: int, expert: int) -> Tensors:
+    """One expert stored by itself: ``gate`` and ``up`` [I, H], ``down`` [H, I]."""
+    assert spec.moe is not None
+    hidden, width = spec.hidden_size, spec.moe.intermediate_size
+    blocks = tuple(f"layers.{layer}.{block}.experts.{expert}" for block in _MOE_PREFIXES)
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    forms = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+    return {
+        key: TensorRef(tuple(f"{block}.{form}.weight" for block in blocks for form in forms[key]), shape)
+        for key, shape in shapes.items()
+    }
+
+
+def fused_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
+    """All experts of a layer in one tensor: ``gate_up`` [E, 2I, H] and ``down`` [E, H, I], or, where the spec says
+    so, transposed with alternating gate and up channels: [E, H, 2I] and [E, I, H]."""
+    moe = spec.moe
+    assert moe is not None
+    count, hidden, width = moe.num_experts, spec.hidden_size, moe.intermediate_size
+    blocks = tuple(f"layers.{layer}.{block}" for block in _MOE_PREFIXES)
+
+    def names(*suffixes: str) -> tuple[str, ...]:
+        return tuple(f"{block}.{suffix}" for block in blocks for suffix in suffixes)
+
+    flip = -1 if moe.transposed_experts else 1
+    tensors = {
+        "gate_up": TensorRef(
+            names("experts.gate_up_proj", "input_linear.weight"), (count, *(2 * width, hidden)[::flip])
+        ),
+        "down": TensorRef(names("experts.down_proj", "output_linear.weight"), (count, *(hidden, width)[::flip])),
+    }
+    if moe.expert_bias:
+        tensors["gate_up.bias"] = TensorRef(names("experts.gate_up_proj_bias"), (count, 2 * width))
+        tensors["down.bias"] = TensorRef(names("experts.down_proj_bias"), (count, hidden))
+    return tensors
+
+
+def mxfp4_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
+    """The fused layout with weights as blocks of 32 four-bit values (16 bytes) and one exponent byte per block:
+    ``gate_up.blocks`` [E, 2I, H/32, 16], ``gate_up.scales`` [E, 2I, H/32], and the same for ``down``."""
+    moe = spec.moe
+    assert moe is not None
+    fused = fused_expert_tensors(spec, layer)
+    tensors = {key: ref for key, ref in fused.items() if key.endswith(".bias")}
+    shapes = {
+        "gate_up": (2 * moe.intermediate_size, spec.hidden_size),
+        "down": (spec.hidden_size, moe.intermediate_size),
+    }
+    for key, (rows, columns) in shapes.items():
+        scales = (moe.num_experts, rows, columns // 32)
+        tensors[f"{key}.blocks"] = TensorRef(tuple(f"{name}_blocks" for name in fused[key].names), (*scales, 16))
+        tensors[f"{key}.scales"] = TensorRef(tuple(f"{name}_scales" for name in fused[key].names), scales)
+    return tensors
+
+
+# Matching what a decoder needs against what a checkpoint holds, before any memory is taken.
+
+
+OwnedExperts = Callable[[int], Sequence[int]]
+
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+# Rotation tables of old exports, and the extra modules that predict further tokens.
+_IGNORED = re.compile(r"rotary_emb\.|^(?:model\.)?mtp[._]")
+_PLAIN_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor to read: its name in the checkpoint, the shape it is used in, the file's bytes it takes, the dtype they
+    are in (as safetensors names it), and the name of its block scales if it is stored in FP8."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    dtype: str
+    scale: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsPlan:
+    """The owned experts of one layer. ``split``: one mapping (gate, up, down) per owned expert, in their order.
+    ``fused`` and ``mxfp4``: a single mapping of tensors over all experts."""
+
+    storage: Literal["split", "fused", "mxfp4"]
+    owned: tuple[int, ...]
+    tensors: tuple[Mapping[str, StoredTensor], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    tensors: Mapping[str, StoredTensor]
+    experts: ExpertsPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """Every tensor to read. num_bytes: what will be read from the files (progress counts up to it)."""
+
+    outer: Mapping[str, StoredTensor]
+    layers: tuple[LayerPlan, ...]
+    num_bytes: int
+
+    def loaded_num_bytes(self, item_size: int, *, narrow: bool) -> int:
+        """Bytes the loaded weights take at ``item_size`` bytes per number.
+
+        narrow: matrices that the checkpoint holds in bfloat16 or MXFP4 stay in 16 bits. Beside them, loading needs
+        room for one layer more. Tied embeddings count twice: the output projection is packed.
+        """
+        total = sum(_loaded_bytes(tensor, item_size, narrow) for tensor in self.outer.values())
+        for layer in self.layers:
+            total += sum(_loaded_bytes(tensor, item_size, narrow) for tensor in layer.tensors.values())
+            if layer.experts is not None:
+                total += _loaded_expert_bytes(layer.experts, item_size, narrow)
+        return total
+
+
+def plan_weights(
+    spec: DecoderSpec, index: Mapping[str, TensorInfo], owned_experts: OwnedExperts | None = None
+) -> WeightPlan:
+    """Find every tensor of the model in the checkpoint.
+
+    owned_experts(layer) lists the experts to load; without it all are. Raises CheckpointError for tensors that are
+    missing, of another shape than the configuration says, of a dtype that cannot be read, or that nothing asks for.
+    """
+    matcher = _Matcher(spec, index)
+    outer = matcher.match(outer_tensors(spec))
+    layers = []
+    for layer in range(spec.num_layers):
+        tensors = matcher.match(layer_tensors(spec, layer))
+        sparse = spec.moe is not None and spec.sparse_layers[layer]
+        experts = matcher.match_experts(layer, _owned(spec, layer, owned_experts)) if sparse else None
+        layers.append(LayerPlan(tensors, experts))
+    matcher.check_unexpected()
+    return WeightPlan(outer, tuple(layers), _bytes_to_read(outer.values(), layers, spec))
+
+
+def plan_experts(spec: DecoderSpec, index: Mapping[str, TensorInfo], layer: int, experts: Sequence[int]) -> ExpertsPlan:
+    """The tensors of some experts of a layer, for a checkpoint whose plan has been made before."""
+    return _Matcher(spec, index).match_experts(layer, _owned(spec, layer, lambda _: experts))
+
+
+def _bytes_to_read(outer: Iterable[StoredTensor], layers: Iterable[LayerPlan], spec: DecoderSpec) -> int:
+    total = sum(tensor.num_bytes for tensor in outer)
+    for layer in layers:
+        total += sum(tensor.num_bytes for tensor in layer.tensors.values())
+        experts = layer.experts
+        if experts is None or spec.moe is None:
+            continue
+        stored = sum(tensor.num_bytes for mapping in experts.tensors for tensor in mapping.values())
+        total += stored if experts.storage == "split" else stored * len(experts.owned) // spec.moe.num_experts
+    return total
+
+
+def _loaded_bytes(tensor: StoredTensor, item_size: int, narrow: bool) -> int:
+    stays = narrow and len(tensor.shape) > 1 and tensor.dtype == "BF16"
+    return prod(tensor.shape) * (2 if stays else item_size)
+
+
+def _loaded_expert_bytes(experts: ExpertsPlan, item_size: int, narrow: bool) -> int:
+    """Those of the owned experts; what is stored in one tensor for all experts has them in its first dimension."""
+    total = 0
+    for tensors in experts.tensors:
+        for key, tensor in tensors.items():
+            if key.endswith(".scales"):
+                continue
+            if key.endswith(".blocks"):  # Two numbers of four bits per byte.
+                count = 2 * prod(tensor.shape) * (2 if narrow else item_size)
+            else:
+                count = _loaded_bytes(tensor, item_size, narrow)
+            total += count if experts.storage == "split" else count * len(experts.owned) // tensor.shape[0]
+    return total
+
+
+def _owned(spec: DecoderSpec, layer: int, owned_experts: OwnedExperts | None) -> tuple[int, ...]:
+    assert spec.moe is not None
+    if owned_experts is None:
+        return tuple(range(spec.moe.num_experts))
+    owned = tuple(owned_experts(layer))
+    if len(set(owned)) != len(owned) or not all(0 <= expert < spec.moe.num_experts for expert in owned):
+        raise ValueError(f"owned experts {owned} of layer {layer} are not distinct ids below {spec.moe.num_experts}")
+    return owned
+
+
+class _Matcher:
+    def __init__(self, spec: DecoderSpec, index: Mapping[str, TensorInfo]) -> None:
+        self._spec = spec
+        self._index = index
+        self._used: set[str] = set()
+
+    def match(self, tensors: Tensors) -> dict[str, StoredTensor]:
+        return {key: self._match_one(ref) for key, ref in tensors.items()}
+
+    def match_experts(self, layer: int, owned: tuple[int, ...]) -> ExpertsPlan:
+        spec = self._spec
+        assert spec.moe is not None
+        mxfp4 = mxfp4_expert_tensors(spec, layer)
+        if self._find(mxfp4["gate_up.blocks"]) is not None:
+            return ExpertsPlan("mxfp4", owned, ({key: self._match_bytes(key, ref) for key, ref in mxfp4.items()},))
+        fused = fused_expert_tensors(spec, layer)
+        if self._find(fused["gate_up"]) is not None:
+            return ExpertsPlan("fused", owned, (self.match(fused),))
+        experts = [self.match(split_expert_tensors(spec, layer, e)) for e in range(spec.moe.num_experts)]
+        return ExpertsPlan("split", owned, tuple(experts[expert] for expert in owned))
+
+    def check_unexpected(self) -> None:
+        left = sorted(name for name in self._index if name not in self._used and not self._ignorable(name))
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise CheckpointError(
+                f"The checkpoint holds {left[0]}{more}, which a {self._spec.model_type} model of this configuration "
+                "does not have."
+            )
+
+    def _ignorable(self, name: str) -> bool:
+        layer = _LAYER.match(name)
+        if layer and int(layer[1]) >= self._spec.num_layers:  # Layers that predict further tokens.
+            return True
+        return bool(_IGNORED.search(name)) or (self._spec.tie_embeddings and name == "lm_head.weight")
+
+    def _find(self, ref: TensorRef) -> str | None:
+        for name in ref.names:
+            for candidate in (f"model.{name}", name):
+                if candidate in self._index:
+                    return candidate
+        return None
+
+    def _match_one(self, ref: TensorRef) -> StoredTensor:
+        name, info = self._take(ref)
+        if info.dtype in _PLAIN_DTYPES:
+            return StoredTensor(name, ref.shape, info.num_bytes, info.dtype)
+        if info.dtype != "F8_E4M3":
+            raise CheckpointError(f"{name} is stored as {info.dtype}, which cannot be read.")
+        return self._match_fp8(name, info, ref)
+
+    def _match_fp8(self, name: str, info: TensorInfo, ref: TensorRef) -> StoredTensor:
+        quantization, scale = self._spec.quantization, f"{name}_scale_inv"
+        if quantization is None or quantization.kind != "fp8":
+            raise CheckpointError(f"{name} is stored in FP8, but the configuration gives no block size for its scales.")
+        if scale not in self._index:
+            raise CheckpointError(f"{name} is stored in FP8, but its scales {scale} are missing.")
+        *leading, rows, columns = ref.shape
+        row_block, column_block = quantization.block
+        expected = (*leading, -(-rows // row_block), -(-columns // column_block))
+        _check_shape(scale, self._index[scale].shape, expected)
+        self._used.add(scale)
+        return StoredTensor(name, ref.shape, info.num_bytes + self._index[scale].num_bytes, info.dtype, scale)
+
+    def _match_bytes(self, key: str, ref: TensorRef) -> StoredTensor:
+        if key.endswith(".bias"):
+            return self._match_one(ref)
+        name, info = self._take(ref)
+        if info.dtype != "U8":
+            raise CheckpointError(f"{name} is stored as {info.dtype}, not as bytes.")
+        return StoredTensor(name, ref.shape, info.num_bytes, info.dtype)
+
+    def _take(self, ref: TensorRef) -> tuple[str, TensorInfo]:
+        name = self._find(ref)
+        if name is None:
+            raise CheckpointError(f"The checkpoint lacks the tensor model.{ref.names[0]}.")
+        info = self._index[name]
+        _check_shape(name, info.shape, ref.shape)
+        self._used.add(name)
+        return name, info
+
+
+def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if tuple(size for size in found if size != 1) != tuple(size for size in expected if size != 1):
+        raise CheckpointError(f"{name} has shape {list(found)}, but the configuration says {list(expected)}.")

@@ -1,0 +1,89 @@
+"""The expert file of a checkpoint: built once, one expert in memory at a time, and checked at every start."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from experts.expert_file import VERSION, round_to_page, write_expert_file
+from kernels.moe import expert_layout
+from kernels.packed_experts import ExpertLayout, ExpertPacking
+from moeserve.model.cache import cache_root, ensure_built
+from moeserve.model.checkpoint import TensorInfo, plan_weights, read_index
+from moeserve.model.expert_weights import expert_plans, expert_shape, packed_experts
+from moeserve.model.spec import DecoderSpec, ModelError, Progress
+
+_FILE_NAME = "experts.bin"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStore:
+    """A file of all experts of all sparse layers. source: names the weights and their layout (32 bytes)."""
+
+    path: Path
+    source: bytes
+
+
+def layout_in_store(directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> ExpertLayout:
+    """How the experts of a checkpoint are packed to compute in `dtype`. Raises ModelError if layers differ in that."""
+    plans = expert_plans(plan_weights(spec, read_index(directory)))
+    shapes = {expert_shape(spec, plan, dtype) for plan in plans}
+    if len(shapes) > 1:
+        raise ModelError(f"{directory} stores its experts in several precisions: --expert-memory needs a single one.")
+    return expert_layout(shapes.pop())
+
+
+def ensure_expert_store(
+    directory: Path,
+    spec: DecoderSpec,
+    packing: ExpertPacking,
+    dtype: torch.dtype,
+    root: Path | None,
+    progress: Progress,
+) -> ExpertStore:
+    """The expert file of the checkpoint in `directory`, below `root` (default: the model cache).
+
+    packing: of experts that compute in `dtype`, as `layout_in_store` for a CPU. Built if there is none of this
+    checkpoint. Raises ModelError when it cannot be, and for one that is damaged: a file of so many gigabytes that
+    changed under its name is somebody's to look at.
+    """
+    index = read_index(directory)
+    source = _source(directory, index, packing)
+    assert spec.moe is not None
+    num_layers, num_experts = len(spec.moe_layers), spec.moe.num_experts
+
+    def build(folder: Path, report: Progress) -> None:
+        folder.mkdir(parents=True)
+        write_expert_file(
+            folder / _FILE_NAME,
+            source=source,
+            num_layers=num_layers,
+            num_experts=num_experts,
+            expert_bytes=packing.num_bytes,
+            experts=(expert.numpy().data for expert in packed_experts(spec, packing, dtype, index, report)),
+        )
+
+    folder = ensure_built(
+        (root or cache_root() / "experts") / f"{directory.name}-{source.hex()[:16]}",
+        builder=f"moeserve expert file {VERSION} {source.hex()}",
+        build=build,
+        bytes_needed=(num_layers * num_experts + 1) * round_to_page(packing.num_bytes),
+        progress=progress,
+        refuse_damaged=_FILE_NAME,
+        advice="name a folder that can be in --expert-store-dir",
+    )
+    return ExpertStore(folder / _FILE_NAME, source)
+
+
+def _source(directory: Path, index: Mapping[str, TensorInfo], packing: ExpertPacking) -> bytes:
+    """Of the configuration, and of the weight files by name, size and time: reading all of them would take too long."""
+    digest = hashlib.sha256(f"{VERSION} {packing.name} {packing.num_bytes}\n".encode())
+    digest.update((directory / "config.json").read_bytes())
+    for file in sorted({info.file for info in index.values()}):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.digest()

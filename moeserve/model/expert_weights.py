@@ -1,0 +1,132 @@
+"""Reading the experts of one layer from any of the layouts in which checkpoints store them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from kernels.moe import expert_layout
+from kernels.packed_experts import ExpertPacking, ExpertShape, PackedExperts
+from moeserve.model.checkpoint import ExpertsPlan, OwnedExperts, StoredTensor, TensorInfo, WeightPlan, plan_weights
+from moeserve.model.spec import DecoderSpec, Progress
+from moeserve.model.tensor_reader import TensorReader
+
+
+class ExpertReader:
+    """Reads and packs the owned experts of one layer, one at a time. Nothing else is read.
+
+    `layout` says what the packed bytes are; `owned` which experts there are, in the order of their places.
+    """
+
+    def __init__(self, spec: DecoderSpec, plan: ExpertsPlan, reader: TensorReader, dtype: torch.dtype) -> None:
+        """dtype: what the experts compute in."""
+        assert spec.moe is not None
+        self._moe, self._plan, self._reader = spec.moe, plan, reader
+        self.owned = plan.owned
+        self.shape = expert_shape(spec, plan, dtype)
+        self.layout = expert_layout(self.shape)
+
+    def read(self, place: int) -> Tensor:
+        """The packed bytes of the expert at a place, uint8 [layout.num_bytes], in memory of their own."""
+        return self.layout.pack(*self.read_matrices(place))
+
+    def read_matrices(self, place: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """gate_up [2I, H], down [H, I] and their biases [2I] and [H], if there are any, of the expert at a place."""
+        hidden, width, dtype = self.shape.hidden_size, self.shape.intermediate_size, self.shape.weight_dtype
+        gate_up, down = torch.empty((2 * width, hidden), dtype=dtype), torch.empty((hidden, width), dtype=dtype)
+        tensors, expert = self._plan.tensors[place if self._plan.storage == "split" else 0], self.owned[place]
+        if self._plan.storage == "split":
+            self._reader.read_into(tensors["gate"], gate_up[:width])
+            self._reader.read_into(tensors["up"], gate_up[width:])
+            self._reader.read_into(tensors["down"], down)
+        elif self._plan.storage == "mxfp4":
+            # The file holds [I, (gate, up), H] and [H, I].
+            for key, out in (("gate_up", _halves(gate_up).transpose(0, 1)), ("down", down)):
+                self._reader.read_mxfp4_expert_into(tensors[f"{key}.blocks"], tensors[f"{key}.scales"], expert, out)
+        elif self._moe.transposed_experts:
+            # The file holds [H, I, (gate, up)] and [I, H].
+            self._reader.read_expert_into(tensors["gate_up"], expert, _halves(gate_up).permute(2, 1, 0))
+            self._reader.read_expert_into(tensors["down"], expert, down.T)
+        else:
+            self._reader.read_expert_into(tensors["gate_up"], expert, gate_up)
+            self._reader.read_expert_into(tensors["down"], expert, down)
+        return gate_up, down, *self._read_biases(tensors, expert)
+
+    def _read_biases(
+        self, tensors: Mapping[str, StoredTensor], expert: int
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        if not self.shape.has_bias:
+            return None, None
+        gate_up_bias = torch.empty(2 * self.shape.intermediate_size, dtype=self.shape.dtype)
+        down_bias = torch.empty(self.shape.hidden_size, dtype=self.shape.dtype)
+        seen = _halves(gate_up_bias).T if self._moe.transposed_experts else gate_up_bias
+        self._reader.read_expert_into(tensors["gate_up.bias"], expert, seen)
+        self._reader.read_expert_into(tensors["down.bias"], expert, down_bias)
+        return gate_up_bias, down_bias
+
+
+def expert_shape(spec: DecoderSpec, plan: ExpertsPlan, dtype: torch.dtype) -> ExpertShape:
+    """What an expert of a layer is when it computes in `dtype`."""
+    assert spec.moe is not None
+    return ExpertShape(
+        spec.hidden_size, spec.moe.intermediate_size, dtype, kept_dtype(plan, dtype), spec.moe.expert_bias
+    )
+
+
+def load_experts(reader: ExpertReader) -> PackedExperts:
+    """All experts that a reader owns, each at its place."""
+    experts = reader.layout.experts(len(reader.owned))
+    for place in range(len(reader.owned)):
+        experts.put(place, reader.read(place))
+    return experts
+
+
+def kept_dtype(plan: ExpertsPlan, dtype: torch.dtype) -> torch.dtype:
+    """bfloat16 where that holds exactly what the checkpoint says and computing is in float32, else `dtype`."""
+    # An MXFP4 number has one bit after the point, times a power of two.
+    exact = plan.storage == "mxfp4" or all(
+        tensor.dtype == "BF16" for tensors in plan.tensors for key, tensor in tensors.items() if "bias" not in key
+    )
+    return torch.bfloat16 if exact and dtype == torch.float32 else dtype
+
+
+def _halves(rows: Tensor) -> Tensor:
+    """[2I, ...] as [2, I, ...]: the gate half and the up half."""
+    return rows.view(2, -1, *rows.shape[1:])
+
+
+# All experts of a checkpoint, packed for a kernel one after the other.
+
+
+def packed_experts(
+    spec: DecoderSpec,
+    packing: ExpertPacking,
+    dtype: torch.dtype,
+    index: Mapping[str, TensorInfo],
+    report: Progress,
+    owned: OwnedExperts | None = None,
+) -> Iterator[Tensor]:
+    """Every expert of every sparse layer, or those `owned`, uint8 [packing.num_bytes], one at a time."""
+    plan = plan_weights(spec, index, owned)
+    with TensorReader(
+        index,
+        _bytes_of_experts(plan),
+        quantization=spec.quantization,
+        progress=lambda done, total: report("store experts", done, total),
+    ) as reader:
+        for of_layer in expert_plans(plan):
+            experts = ExpertReader(spec, of_layer, reader, dtype)
+            for place in range(len(experts.owned)):
+                yield packing.pack(*experts.read_matrices(place))
+
+
+def expert_plans(plan: WeightPlan) -> list[ExpertsPlan]:
+    """Of the layers that have experts, in their order."""
+    return [layer.experts for layer in plan.layers if layer.experts is not None]
+
+
+def _bytes_of_experts(plan: WeightPlan) -> int:
+    outer = sum(tensor.num_bytes for tensor in plan.outer.values())
+    return plan.num_bytes - outer - sum(tensor.num_bytes for layer in plan.layers for tensor in layer.tensors.values())

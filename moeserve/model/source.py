@@ -1,0 +1,311 @@
+"""From what the user wrote as MODEL to a folder on this machine."""
+
+import errno
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from moeserve.model.spec import ModelError, Progress, silent
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
+
+
+# What a folder must hold before it is worth starting a worker on it.
+
+
+INDEX_NAME = "model.safetensors.index.json"
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def check_folder(folder: Path) -> Path:
+    """Return `folder` if it holds a config, safetensors weights (all shards of the index) and a tokenizer.
+
+    Contents of weights are not read. Raises ModelError naming the first thing missing.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is not a folder: name the folder that holds the model's config.json.")
+    _check_config(folder / "config.json")
+    _check_weights(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise ModelError(
+            f"{folder} has no tokenizer.json: convert the model's tokenizer to a fast one and save it there."
+        )
+    return folder
+
+
+def _check_config(path: Path) -> None:
+    if not path.is_file():
+        raise ModelError(f"{path.parent} has no config.json, so it is not a model folder.")
+    try:
+        config = msgspec.json.decode(path.read_bytes())
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is not valid JSON ({error}).") from error
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}).") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} does not hold a JSON object.")
+
+
+def _check_weights(folder: Path) -> None:
+    if (folder / INDEX_NAME).is_file():
+        _check_shards(folder)
+    elif not any(folder.glob("*.safetensors")):
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
+        if pickles:
+            raise ModelError(pickle_sentence(str(folder), pickles[0]))
+        raise ModelError(f"{folder} has no weights: there is no *.safetensors file in it.")
+
+
+def pickle_sentence(where: str, example: str) -> str:
+    """Why weights in a pickle format are refused."""
+    return (
+        f"{where} has its weights only in a pickle format ({example}), which can run code when it is read: "
+        "convert them to safetensors."
+    )
+
+
+def _check_shards(folder: Path) -> None:
+    path = folder / INDEX_NAME
+    try:
+        shards = sorted(set(msgspec.json.decode(path.read_bytes(), type=_Index).weight_map.values()))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is not an index of weight files ({error}).") from error
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}).") from error
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise ModelError(f"{folder} lacks {len(missing)} of {len(shards)} weight files, the first is {missing[0]}.")
+
+
+__all__ = ["ModelError", "resolve_model"]
+
+
+def resolve_model(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Return the folder that holds `model`: a local folder, a model of the hub, or for None the demo model.
+
+    cache_dir: where the demo is built or the hub's models are kept; default is each one's own cache. offline: use
+    only what is on this machine. Raises ModelError, whose message is one sentence for the user.
+    """
+    report = progress or silent
+    if model is None:
+        from moeserve.model.demo import ensure_demo
+
+        _refuse_revision(revision, "the demo model")
+        return check_folder(ensure_demo(cache_dir, progress=report))
+    if _is_path(model):
+        _refuse_revision(revision, f"the folder {model}")
+        path = Path(model).expanduser()
+        if not path.exists():
+            raise ModelError(f"There is no folder {path}.")
+        return check_folder(path)
+    from moeserve.model.source import download
+
+    return check_folder(download(model, revision=revision, offline=offline, cache_dir=cache_dir, report=report))
+
+
+def _is_path(model: str) -> bool:
+    """A name of the hub has at most one slash and never starts like a path; whatever exists here is meant as a path."""
+    return (
+        model.startswith(("/", "./", "../", "~"))
+        or model in ("", ".", "..")
+        or model.count("/") > 1
+        or model.endswith("/")
+        or Path(model).exists()
+    )
+
+
+def _refuse_revision(revision: str | None, what: str) -> None:
+    if revision is not None:
+        raise ModelError(f"A revision ({revision}) can be chosen of a model of the hub, but not of {what}.")
+
+
+# Downloads a model's folder from the hub into the hub's own cache, with resume, and with errors as sentences. Only
+# configs, tokenizers, templates and safetensors weights are fetched: never code, never pickles.
+
+
+_ALLOW = ["*.json", "*.safetensors", "*.jinja"]
+# Other exports in subfolders, and a second copy of the weights under other names in some repositories.
+_IGNORE = ["*/*", "consolidated*"]
+
+
+def download(model: str, *, revision: str | None, offline: bool, cache_dir: Path | None, report: Progress) -> Path:
+    """Return the folder of hub model `model` at `revision` (default: the main branch), fetching what is missing.
+
+    An interrupted download is taken up where it stopped. Without a network, or with `offline` or HF_HUB_OFFLINE, a
+    complete copy in the cache serves. cache_dir: default is the hub library's. Raises ModelError.
+    """
+    from huggingface_hub import constants
+
+    cache = cache_dir or Path(constants.HF_HUB_CACHE)
+    if offline or constants.HF_HUB_OFFLINE:
+        return _cached(model, revision, cache, "offline mode is on")
+    report("look up model", 0, 0)
+    with _sentences(model, revision, cache):
+        info, trouble = _look_up(model, revision)
+        if info is None:
+            return _cached(model, revision, cache, f"the hub cannot be reached ({trouble})")
+        missing = _check_files(model, info, cache)
+        _check_disk(model, missing, cache)
+        return _fetch(model, revision, cache, _bars(report, missing) if missing else None)
+
+
+def _look_up(model: str, revision: str | None) -> tuple["ModelInfo | None", str]:
+    """The hub's list of files, or None and why the hub cannot be reached."""
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        return HfApi().model_info(model, revision=revision, files_metadata=True), ""
+    except (httpx2.TransportError, OfflineModeIsEnabled) as error:
+        return None, str(error) or type(error).__name__
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status != 429 and status < 500:
+            raise
+        return None, f"HTTP status {status}"
+
+
+def _check_files(model: str, info: "ModelInfo", cache: Path) -> int:
+    """Bytes still to be fetched. Raises ModelError if the repository cannot be served at all."""
+    from huggingface_hub import try_to_load_from_cache
+
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    wanted = {name: size for name, size in sizes.items() if _is_wanted(name)}
+    if not any(name.endswith(".safetensors") for name in wanted):
+        pickles = [name for name in sizes if name.endswith((".bin", ".pt", ".pth"))]
+        if pickles:
+            raise ModelError(pickle_sentence(f"Model {model}", pickles[0]))
+        raise ModelError(f"Model {model} has no safetensors weights, so it cannot be served.")
+    for needed in ("config.json", "tokenizer.json"):
+        if needed not in wanted:
+            raise ModelError(f"Model {model} has no {needed}, so it cannot be served.")
+    return sum(
+        size
+        for name, size in wanted.items()
+        if not isinstance(try_to_load_from_cache(model, name, cache_dir=cache, revision=info.sha), str)
+    )
+
+
+def _is_wanted(name: str) -> bool:
+    """Whether the patterns select the file; they are matched as the hub library matches them."""
+    return any(fnmatch(name, pattern) for pattern in _ALLOW) and not any(fnmatch(name, p) for p in _IGNORE)
+
+
+def _check_disk(model: str, missing: int, cache: Path) -> None:
+    existing = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if missing > free:
+        raise ModelError(
+            f"Model {model} needs {missing / 1e9:.1f} GB more in {cache}, but only {free / 1e9:.1f} GB are free there: "
+            "free some space or set HF_HOME to a folder on a larger disk."
+        )
+
+
+def _fetch(model: str, revision: str | None, cache: Path, bars: type | None, *, local: bool = False) -> Path:
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(
+        model,
+        revision=revision,
+        cache_dir=cache,
+        allow_patterns=_ALLOW,
+        ignore_patterns=_IGNORE,
+        local_files_only=local,
+        tqdm_class=bars,
+    )
+    return Path(folder)
+
+
+def _cached(model: str, revision: str | None, cache: Path, reason: str) -> Path:
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return _fetch(model, revision, cache, None, local=True)
+    except HFValidationError as error:
+        raise ModelError(_NO_NAME.format(model=model)) from error
+    except LocalEntryNotFoundError as error:
+        at = f" at revision {revision}" if revision else ""
+        raise ModelError(
+            f"Model {model}{at} is not completely in the cache {cache}, and {reason}: start once with a network to "
+            "download it."
+        ) from error
+
+
+_NO_NAME = "{model!r} is neither a folder here nor a name on the hub (like owner/name)."
+
+
+@contextmanager
+def _sentences(model: str, revision: str | None, cache: Path) -> Iterator[None]:
+    """Turn what the hub library raises into ModelErrors."""
+    import httpx2
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.HFValidationError as error:
+        raise ModelError(_NO_NAME.format(model=model)) from error
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"Model {model} is gated: accept its conditions on its hub page, then set HF_TOKEN to a token of "
+            "that account."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"There is neither a folder {model!r} here nor a public model of that name on the hub: check the name, "
+            "or set HF_TOKEN to a token that may read it if it is private."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(f"Model {model} has no revision {revision!r} (branch, tag or commit).") from error
+    except errors.HfHubHTTPError as error:
+        said = error.server_message or f"HTTP status {error.response.status_code}"
+        raise ModelError(f"The hub refused model {model}: {said}.") from error
+    except (httpx2.TransportError, errors.LocalEntryNotFoundError, errors.XetDownloadError) as error:
+        raise ModelError(
+            f"The download of model {model} broke off ({type(error).__name__}): start again to resume it."
+        ) from error
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise ModelError(f"The disk ran full while model {model} was downloaded into {cache}.") from error
+        raise ModelError(f"Model {model} cannot be stored in {cache} ({error.strerror or error}).") from error
+
+
+def _bars(report: Progress, total: int) -> type:
+    """A progress bar class for the hub library that draws nothing and reports the bytes that have arrived."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    lock = threading.Lock()
+    arrived: dict[int, int] = {}
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts_bytes = kwargs.get("unit") == "B"
+            super().__init__(*args, **(kwargs | {"disable": True}))
+
+        def update(self, n: float | None = 1) -> None:
+            if not self._counts_bytes:
+                return
+            # The library counts bytes received and bytes written on two bars; the one further on is the truth.
+            with lock:
+                arrived[id(self)] = arrived.get(id(self), 0) + int(n or 0)
+                report("download", min(max(arrived.values()), total), total)
+
+    return Bar

@@ -1,0 +1,380 @@
+"""Rank 0's end of the sockets to the other ranks, and its watch over their processes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import select
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import structlog
+import torch
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from experts.errors import CollectiveError
+from experts.residency import ExpertMemoryStats
+from moeserve.config import VERSION
+from moeserve.ranks.meeting import Gatekeeper, Meeting, machine_id
+from moeserve.ranks.messages import Dismissed, FromRank, Joined, RankBeat, RankError, Shutdown, ToRank
+from moeserve.wire import MAX_FRAME_BYTES, DecodeError, RunContext, decode, encode
+
+_POLL_SECONDS = 0.1
+_SEND_SECONDS = 5.0
+_SECONDS_TO_JOIN = 300.0
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+log = structlog.get_logger(__name__)
+
+
+class RankHub:
+    """A PUSH socket per rank from 1 on, one PULL socket for what they answer. Used by the engine's thread alone.
+
+    Between nodes both demand the meeting's key. Processes on this machine are watched through pidfds; of all ranks it
+    is known when they were last heard of.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], meeting: Meeting) -> None:
+        self.others = range(1, len(meeting.steps) + 1)
+        self._incarnation = meeting.incarnation
+        self._poller = zmq.Poller()
+        self._joined: dict[int, Joined] = {}
+        self._pidfds: dict[int, int] = {}
+        self._last_heard: dict[int, float] = {}
+        self._monitors: list[zmq.Socket[bytes]] = []
+        self._keys = meeting.keys
+        self._gatekeeper = Gatekeeper(context, self._keys) if self._keys else None
+        self._results = context.socket(zmq.PULL)
+        self._results.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._bind(self._results, meeting.results)
+        self._poller.register(self._results, zmq.POLLIN)
+        self._steps: dict[int, zmq.Socket[bytes]] = {}
+        for rank, address in zip(self.others, meeting.steps, strict=True):
+            socket = context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.LINGER, 500)
+            socket.setsockopt(zmq.SNDTIMEO, int(1000 * _SEND_SECONDS))
+            self._bind(socket, address)
+            self._steps[rank] = socket
+
+    @property
+    def addresses(self) -> tuple[str, list[str]]:
+        """What was bound: of the results, of the steps."""
+        return _address(self._results), [_address(socket) for socket in self._steps.values()]
+
+    def send(self, rank: int, message: ToRank) -> None:
+        """Raises RankError if the rank takes nothing any more."""
+        try:
+            self._steps[rank].send(encode(message, self._incarnation))
+        except zmq.Again:
+            self.check()
+            raise RankError(f"{self.name(rank)} does not take its messages.") from None
+
+    def receive(self, timeout: float) -> Any:
+        """The next message of any rank, None if there is none in `timeout` seconds. Raises RankError if a rank dies."""
+        events = dict(self._poller.poll(int(1000 * timeout)))
+        if self._results in events:
+            try:
+                incarnation, message = decode(self._results.recv(), FromRank)
+            except DecodeError as error:
+                log.warning("bad_message", error=str(error))
+                return None
+            if incarnation != self._incarnation:
+                return None
+            self._last_heard[message.rank] = time.monotonic()
+            return message
+        for monitor in self._monitors:
+            if monitor in events:
+                parse_monitor_message(monitor.recv_multipart())
+                log.warning("node_refused", reason="it does not have the key of this service")
+                return None
+        if events:
+            self.check()
+        return None
+
+    def gather(
+        self, kind: type[Any], stop: threading.Event, *, patience: float = float("inf")
+    ) -> dict[int, Any] | None:
+        """Every rank's one message of a `kind`; None if `stop` is set before.
+
+        Raises RankError for a rank that never joins, or was heard of before and then not for `patience` seconds.
+        """
+        gathered: dict[int, Any] = {}
+        deadline = time.monotonic() + _SECONDS_TO_JOIN
+        while len(gathered) < len(self.others):
+            if stop.is_set():
+                return None
+            if len(self._joined) < len(self.others) and time.monotonic() > deadline:
+                missing = next(rank for rank in self.others if rank not in self._joined)
+                raise RankError(f"Rank {missing} did not come within {_SECONDS_TO_JOIN:.0f} s.")
+            message = self.receive(_POLL_SECONDS)
+            if isinstance(message, kind):
+                gathered[message.rank] = message
+                if isinstance(message, Joined):
+                    self._joined[message.rank] = message
+            self.check_signs_of_life(patience)
+        return gathered
+
+    def watch(self, machine: str) -> None:
+        """From now on the end of a rank's process on this machine is noticed at once."""
+        for rank, joined in self._joined.items():
+            if joined.machine != machine:
+                continue
+            try:
+                self._pidfds[rank] = os.pidfd_open(joined.pid)
+            except ProcessLookupError:
+                raise RankError(f"{self.name(rank)} died.") from None
+            self._poller.register(self._pidfds[rank], zmq.POLLIN)
+
+    def check(self) -> None:
+        """Raises RankError if the process of a rank has ended."""
+        for rank, pidfd in self._pidfds.items():
+            if select.select([pidfd], [], [], 0)[0]:
+                raise RankError(f"{self.name(rank)} died.")
+
+    def check_for(self, seconds: float) -> None:
+        """The same for a while: a process that is just ending counts."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(_POLL_SECONDS)
+
+    def check_signs_of_life(self, patience: float) -> None:
+        """Raises RankError for a rank that has joined and was not heard of for `patience` seconds.
+
+        Only what `receive` has taken counts.
+        """
+        now = time.monotonic()
+        for rank in self._joined:
+            if now - self._last_heard[rank] > patience:
+                raise RankError(f"{self.name(rank)} is lost or hung: it gives no sign of life.")
+
+    def name(self, rank: int) -> str:
+        joined = self._joined[rank]
+        return f"Rank {rank} (process {joined.pid}{'' if self._keys is None else f' on {joined.node}'})"
+
+    def close(self) -> None:
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        for socket in (*self._steps.values(), self._results):
+            socket.close()
+        for monitor in self._monitors:
+            monitor.close(linger=0)
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+
+    def _bind(self, socket: zmq.Socket[bytes], address: str) -> None:
+        if self._keys is not None:
+            self._keys.secure_server(socket)
+            monitor = socket.get_monitor_socket(_REFUSALS)
+            self._monitors.append(monitor)
+            self._poller.register(monitor, zmq.POLLIN)
+        socket.bind(address)
+
+
+def _address(socket: zmq.Socket[bytes]) -> str:
+    address = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return address.decode().rstrip("\0")
+
+
+# A rank's end of the sockets to rank 0.
+
+
+_BEAT_SECONDS = 0.2
+_PING_SECONDS = 1
+_LOST_SECONDS = 4
+_LOST = zmq.EVENT_DISCONNECTED
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class RankLink:
+    """A PULL socket for steps, a PUSH socket for results. Used by one thread.
+
+    The end of rank 0 is seen through a pidfd on its own machine, and by the broken connection from another one.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], meeting: Meeting, rank: int) -> None:
+        self._incarnation = meeting.incarnation
+        self._address = meeting.steps[rank - 1]
+        self._steps = context.socket(zmq.PULL)
+        self._steps.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._poller = zmq.Poller()
+        self._poller.register(self._steps, zmq.POLLIN)
+        self._monitor: zmq.Socket[bytes] | None = None
+        if meeting.keys is not None:
+            meeting.keys.secure_client(self._steps)
+            self._steps.setsockopt(zmq.HEARTBEAT_IVL, 1000 * _PING_SECONDS)
+            self._steps.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000 * _LOST_SECONDS)
+            self._monitor = self._steps.get_monitor_socket(_LOST | _REFUSED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            self._poller.register(self._monitor, zmq.POLLIN)
+        self._met = False
+        self._steps.connect(self._address)
+        self._results = _connect_results(context, meeting)
+        self._first_rank: int | None = None
+
+    def watch(self, pid: int) -> None:
+        """From now on the end of process `pid` on this machine, rank 0's, counts as `Shutdown`."""
+        try:
+            self._first_rank = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise ConnectionError("rank 0 is gone") from None
+        self._poller.register(self._first_rank, zmq.POLLIN)
+
+    def send(self, message: FromRank) -> None:
+        self._results.send(encode(message, self._incarnation))
+
+    def receive(self, on_wait: Callable[[], None] = lambda: None) -> Any:
+        """Blocks until there is a message; meanwhile calls `on_wait` a few times a second.
+
+        Raises RankError if rank 0, on another node, refuses this one or is gone.
+        """
+        while (message := self.poll(_BEAT_SECONDS)) is None:
+            on_wait()
+        return message
+
+    def poll(self, seconds: float = 0.0) -> Any:
+        """The next message, None if there is none in so long. Raises as `receive` does."""
+        events = dict(self._poller.poll(int(1000 * seconds)))
+        if self._steps in events:
+            incarnation, message = decode(self._steps.recv(), ToRank)
+            if incarnation == self._incarnation:
+                return message
+        elif self._first_rank in events:
+            return Shutdown()
+        elif self._monitor is not None and self._monitor in events:
+            self._heed(self._monitor)
+        return None
+
+    def close(self) -> None:
+        self._steps.disable_monitor()
+        self._steps.close()
+        self._results.close()
+        if self._monitor is not None:
+            self._monitor.close(linger=0)
+        if self._first_rank is not None:
+            os.close(self._first_rank)
+
+    def _heed(self, monitor: zmq.Socket[bytes]) -> None:
+        event = parse_monitor_message(monitor.recv_multipart())["event"]
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._met = True
+        elif event & _REFUSED and not self._met:
+            raise RankError(f"Rank 0 at {self._address} refuses this node: it has another --curve-key-file.")
+        elif event == _LOST and self._met:
+            raise RankError(f"Rank 0 at {self._address} is gone: node 0 has ended or cannot be reached.")
+
+
+class BeatThread(threading.Thread):
+    """Sends `RankBeat` on a socket of its own: while `busy` is set, and otherwise when the rank itself says so.
+
+    So a rank that computes for long is not taken for lost, and one that hangs while it should wait is.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        meeting: Meeting,
+        rank: int,
+        num_entered: Callable[[], int],
+        memory: Callable[[], ExpertMemoryStats | None] = lambda: None,
+    ) -> None:
+        super().__init__(name="beat", daemon=True)
+        self.busy = threading.Event()
+        self._waits = threading.Event()
+        self._rank = rank
+        self._incarnation = meeting.incarnation
+        self._num_entered = num_entered
+        self._memory = memory
+        self._stopped = threading.Event()
+        self._socket = _connect_results(context, meeting)
+
+    def say_waiting(self) -> None:
+        """Called by the rank's own thread again and again while it waits for a message."""
+        self._waits.set()
+
+    def run(self) -> None:
+        while not self._stopped.wait(_BEAT_SECONDS):
+            if self.busy.is_set() or self._waits.is_set():
+                self._waits.clear()
+                beat = encode(RankBeat(self._rank, self._num_entered(), self._memory()), self._incarnation)
+                with suppress(zmq.Again):
+                    self._socket.send(beat, zmq.NOBLOCK)
+        self._socket.close()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()
+
+
+def _connect_results(context: zmq.Context[zmq.Socket[bytes]], meeting: Meeting) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.LINGER, 500)
+    # A rank 0 that does not read any more is not waited for: whoever notices first ends the service.
+    socket.setsockopt(zmq.SNDTIMEO, 1000 * _LOST_SECONDS)
+    if meeting.keys is not None:
+        meeting.keys.secure_client(socket)
+    socket.connect(meeting.results)
+    return socket
+
+
+# Who made a collective fail, as far as rank 0 can find out.
+
+
+_SECONDS_FOR_A_BEAT = 0.7
+
+
+def find_fault(hub: RankHub, error: CollectiveError, num_entered: int, timeout: float) -> RankError:
+    """Names who is dead, or else silent, or else behind all others.
+
+    num_entered: how many collectives this rank has entered. timeout: how many seconds it waited.
+    """
+    try:
+        entered = _latest_beats(hub)
+    except RankError as found:
+        return found
+    for rank in hub.others:
+        if rank not in entered:
+            return RankError(f"{hub.name(rank)} is lost or hung: it gives no sign of life.")
+    last = min(entered, key=entered.__getitem__)
+    if entered[last] < num_entered:
+        return RankError(f"{hub.name(last)} hung: the others waited for it for {timeout:g} s.")
+    return RankError(f"The ranks cannot reach each other: {error}.")
+
+
+def _latest_beats(hub: RankHub) -> dict[int, int]:
+    """Of every rank that runs now, how many collectives it has entered. Raises RankError if one has died."""
+    while hub.receive(0) is not None:
+        continue
+    entered: dict[int, int] = {}
+    deadline = time.monotonic() + _SECONDS_FOR_A_BEAT
+    while (left := deadline - time.monotonic()) > 0:
+        message = hub.receive(left)
+        if isinstance(message, RankBeat):
+            entered[message.rank] = message.num_entered
+    return entered
+
+
+# What a rank says of itself when it comes, and whom rank 0 sends away.
+
+
+def introduction(context: RunContext, rank: int) -> Joined:
+    software = f"moeserve {VERSION} with torch {torch.__version__}"
+    return Joined(rank, os.getpid(), platform.node(), machine_id(), software, context.model_hash)
+
+
+def dismiss_strangers(hub: RankHub, joined: Mapping[int, Joined], first: Joined) -> None:
+    """Raises RankError, and tells the rank why, if one has another model or other software than rank 0."""
+    for rank, other in sorted(joined.items()):
+        where = f"{hub.name(rank)} cannot take part"
+        if other.software != first.software:
+            reason = f"{where}: it runs {other.software}, rank 0 {first.software}."
+        elif other.model_hash != first.model_hash:
+            reason = f"{where}: its model differs from that of rank 0; give every node the same files."
+        else:
+            continue
+        hub.send(rank, Dismissed(reason))
+        raise RankError(reason)
