@@ -10,6 +10,8 @@ from tests.behaviour.cases import Record
 from tests.behaviour.freeze import check, differences, first_difference
 
 
+# Ends what hangs; a busy machine takes minutes.
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("parts", [("plans", "cpu"), ("ranks",), ("gpu",), ("demo",)], ids="-".join)
 def test_tokens_bits_and_plans_are_those_recorded(parts: tuple[str, ...]) -> None:
     wrong, notes = check(parts)
