@@ -838,16 +838,23 @@ def _row_products(
             if TWO:
                 acc_v = _row_group_step(acc_v, of_low, of_byte, offset, v, scale_v, GROUPS)
     else:
+        EVEN: tl.constexpr = K % BLOCK_K == 0
         # One thread loads 16 bytes at once.
         WIDTH: tl.constexpr = min(BLOCK_K, 128 // w_rows.dtype.element_ty.primitive_bitwidth)
         acc = tl.zeros([BLOCK_N, BLOCK_K // WIDTH], tl.float32)
         acc_v = tl.zeros([BLOCK_N, BLOCK_K // WIDTH], tl.float32)
         for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             k = first + tl.arange(0, BLOCK_K)
-            w = _load_step(w_rows[:, None] + k[None, :], k[None, :], K, BLOCK_K)
-            if TWO:
-                v = _load_step(v_rows[:, None] + k[None, :], k[None, :], K, BLOCK_K)
-            a = _load_step(a_row + k, k, K, BLOCK_K).to(tl.float32)
+            if EVEN:
+                w = tl.load(w_rows[:, None] + k[None, :])
+                if TWO:
+                    v = tl.load(v_rows[:, None] + k[None, :])
+                a = tl.load(a_row + k).to(tl.float32)
+            else:
+                w = tl.load(w_rows[:, None] + k[None, :], mask=k[None, :] < K, other=0.0)
+                if TWO:
+                    v = tl.load(v_rows[:, None] + k[None, :], mask=k[None, :] < K, other=0.0)
+                a = tl.load(a_row + k, mask=k < K, other=0.0).to(tl.float32)
             acc = _row_step(acc, a, w, WIDTH)
             if TWO:
                 acc_v = _row_step(acc_v, a, v, WIDTH)
