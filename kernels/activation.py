@@ -1,7 +1,7 @@
 """Gated activations of feed-forward blocks.
 
-torch's vectorised and scalar exponentials differ in the last bit, and which of the two an element meets depends on its
-place in the tensor. Here it depends on its place in the row alone: gates are read as strided rows, never merged.
+torch's vectorised and scalar exponentials differ in the last bit, and an element's place in the tensor decides which of
+the two it gets. Here only its place in the row does: gates are read as strided rows, never merged.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ def glu(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The logistic function of a small tensor, through fp64: rounded from there, an element has the same bits wherever
-    it stands. Same shape and dtype as x."""
+    """The logistic function, of x's shape and dtype. Through fp64: rounded from there, an element has the same bits
+    at any place in the tensor."""
     return torch.sigmoid(x.double()).to(x.dtype)

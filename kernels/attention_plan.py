@@ -1,4 +1,4 @@
-"""What attention needs to know of one step: whose rows they are, where they stand, which blocks hold their context."""
+"""The chunks of one step as attention takes them: their rows, their positions and the blocks of their contexts."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ChunkArrays:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """The chunks of a step, whose rows stand one after another. Each body of attention keeps in `prepared`, under its
-    own name, what it derives from them once for all layers."""
+    """The chunks of a step, whose rows follow one another. A body of attention keeps in `prepared`, under its own name,
+    what it derives from them once for all layers."""
 
     chunks: Sequence[ChunkSpan]
     block_size: int

@@ -27,7 +27,7 @@ class Linear(ABC):
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
-    """A `Linear` over weight [N, K] and bias [N]; it keeps a packed copy, so the caller may drop the weight.
+    """Pack weight [N, K] and bias [N] into a `Linear`; it keeps a copy, so the caller may drop the weight.
 
     It computes in `dtype`, by default the weight's. Weights of fewer bits may stay as they are: float32 products with
     bfloat16 weights are exact, and half as much is read.
@@ -42,13 +42,11 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype |
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same product by plain torch."""
+    """The product by plain torch."""
     return functional.linear(x, weight.to(x.dtype), bias)
 
 
 class _NativeLinear(Linear):
-    """The compiled body, in float32."""
-
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         kernels = native_kernels()
         assert kernels is not None
@@ -78,7 +76,7 @@ class _NativeLinear(Linear):
 
 
 class _OneDnnLinear(Linear):
-    """oneDNN's blocked layout, whose rows do not depend on how many there are."""
+    """oneDNN's blocked layout: a row's bits do not depend on the number of rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight.shape[0], weight.shape[1], weight.numel() * weight.element_size())

@@ -1,7 +1,7 @@
 """The experts of a mixture-of-experts layer applied to the rows their gate chose.
 
-Only chosen experts are computed and their weights are never gathered: rows are sorted by expert, each expert runs over
-its rows, and every token sums its k results in the gate's order, so that its bits do not depend on the batch.
+Only chosen experts are computed and their weights are never gathered: rows are sorted by expert, each expert multiplies
+its rows, and every token sums its k products in the gate's order, so that its bits do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
 
 
 def expert_layout(shape: ExpertShape) -> ExpertLayout:
-    """The layout of the body that computes this shape here."""
+    """The layout of the body that computes this shape on this machine."""
     kernels = native_kernels()
     if kernels is not None and shape.dtype == torch.float32:
         return PanelLayout(shape, kernels)
@@ -31,7 +31,7 @@ def pack_experts(
     *,
     dtype: torch.dtype | None = None,
 ) -> PackedExperts:
-    """Packs gate_up [E, 2I, H] and down [E, H, I] with optional biases [E, 2I] and [E, H]; all are there."""
+    """Pack gate_up [E, 2I, H] and down [E, H, I] with optional biases [E, 2I] and [E, H]; all experts are there."""
     num_experts, hidden_size, intermediate_size = down.shape
     shape = ExpertShape(
         hidden_size, intermediate_size, dtype or down.dtype, down.dtype, has_bias=gate_up_bias is not None
@@ -54,7 +54,7 @@ def moe_experts(
 def moe_experts_partial(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: PackedExperts, activation: Activation
 ) -> Tensor:
-    """The same over those experts that are here, in fp32 whatever x is: expert_ids -1 stand for experts elsewhere.
+    """The sum of `moe_experts` over the local experts, in fp32 whatever x is; an id of -1 is an expert elsewhere.
 
     x [T, H], expert_ids [T, k] int64, expert_weights [T, k] fp32 -> [T, H] fp32, zeros for a row without any expert.
     """
@@ -68,11 +68,23 @@ def moe_experts_reference(
     gate_up: Tensor,
     down: Tensor,
     activation: Activation,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
-    """The same, token by token, from unpacked weights gate_up [E, 2I, H] and down [E, H, I] without biases."""
-    out = torch.zeros_like(x)
+    """The reference of every body: token by token, in fp32, from unpacked weights; ids of -1 add nothing.
+
+    x [T, H], gate_up [E, 2I, H], down [E, H, I], biases [E, 2I] and [E, H], all of any float dtype -> [T, H] fp32.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for t in range(x.shape[0]):
         for e, weight in zip(expert_ids[t].tolist(), expert_weights[t], strict=True):
-            hidden = glu((x[t] @ gate_up[e].to(x.dtype).T)[None], activation)[0]
-            out[t] += (hidden @ down[e].to(x.dtype).T) * weight
+            if e < 0:
+                continue
+            merged = x[t].float() @ gate_up[e].float().T
+            if gate_up_bias is not None:
+                merged = merged + gate_up_bias[e].float()
+            product = glu(merged[None], activation)[0] @ down[e].float().T
+            if down_bias is not None:
+                product = product + down_bias[e].float()
+            out[t] += product * weight
     return out

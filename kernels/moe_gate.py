@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from kernels.activation import sigmoid
 from kernels.specs import GateSpec as GateSpec
+
+# The largest `count` values of each row, falling, and their places.
+_Top = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 def select_experts(logits: Tensor, spec: GateSpec, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -16,22 +21,41 @@ def select_experts(logits: Tensor, spec: GateSpec, correction_bias: Tensor | Non
     correction_bias: [E] fp32, added to the scores for the choice only, never to the weights.
     Returns ids [T, k] int64 and weights [T, k] fp32. Every row depends on its own logits only.
     """
-    logits = logits.float()
+    return _select(logits.float(), spec, correction_bias, torch.topk)
+
+
+def select_experts_reference(
+    logits: Tensor, spec: GateSpec, correction_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose as `select_experts`; of equal scores or groups the lowest first, where torch.topk promises no order."""
+    return _select(logits.float(), spec, correction_bias, _top_lowest_first)
+
+
+def softmax_of_chosen(spec: GateSpec, has_bias: bool) -> bool:
+    """Whether the weights are a softmax over the chosen logits.
+
+    exp(l_i) / sum over the chosen of exp(l_j) is also what a full softmax followed by renormalising gives.
+    """
+    if spec.score != "softmax" or spec.num_groups > 1 or has_bias:
+        return False
+    return spec.softmax_after_top_k or (spec.renormalise and spec.norm_min == 0.0)
+
+
+def _select(logits: Tensor, spec: GateSpec, correction_bias: Tensor | None, top: _Top) -> tuple[Tensor, Tensor]:
     if spec.score == "sparsemixer":
         return _sparsemixer(logits, spec)
     if spec.score == "ones":
-        choice = logits if correction_bias is None else logits + correction_bias
-        ids = choice.topk(spec.top_k, dim=-1).indices
+        _, ids = top(logits if correction_bias is None else logits + correction_bias, spec.top_k)
         return ids, torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
-    if _softmax_of_chosen(spec, correction_bias):
-        values, ids = logits.topk(spec.top_k, dim=-1)
+    if softmax_of_chosen(spec, correction_bias is not None):
+        values, ids = top(logits, spec.top_k)
         weights = values.softmax(-1)
     else:
         scores = sigmoid(logits) if spec.score == "sigmoid" else logits.softmax(-1)
         choice = scores if correction_bias is None else scores + correction_bias
         if spec.num_groups > 1:
-            choice = _mask_groups(choice, spec)
-        ids = choice.topk(spec.top_k, dim=-1).indices
+            choice = _mask_groups(choice, spec, top)
+        _, ids = top(choice, spec.top_k)
         weights = scores.gather(-1, ids)
         if spec.renormalise:
             total = weights.sum(-1, keepdim=True)
@@ -39,17 +63,10 @@ def select_experts(logits: Tensor, spec: GateSpec, correction_bias: Tensor | Non
     return ids, weights if spec.scale == 1.0 else weights.mul_(spec.scale)
 
 
-def _softmax_of_chosen(spec: GateSpec, correction_bias: Tensor | None) -> bool:
-    # exp(l_i) / sum over the chosen of exp(l_j) is what a full softmax followed by renormalising gives, in two calls.
-    if spec.score != "softmax" or spec.num_groups > 1 or correction_bias is not None:
-        return False
-    return spec.softmax_after_top_k or (spec.renormalise and spec.norm_min == 0.0)
-
-
-def _mask_groups(choice: Tensor, spec: GateSpec) -> Tensor:
+def _mask_groups(choice: Tensor, spec: GateSpec, top: _Top) -> Tensor:
     grouped = choice.view(choice.shape[0], spec.num_groups, -1)
     worth = grouped.amax(-1) if spec.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
-    best = worth.topk(spec.top_groups, dim=-1).indices
+    _, best = top(worth, spec.top_groups)
     dropped = torch.ones_like(worth, dtype=torch.bool).scatter_(-1, best, False)
     return grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(-2)
 
@@ -65,3 +82,8 @@ def _sparsemixer(logits: Tensor, spec: GateSpec) -> tuple[Tensor, Tensor]:
         ids.append(index)
         remaining = remaining.scatter(-1, index, -torch.inf)
     return torch.cat(ids, -1), torch.cat(weights, -1)
+
+
+def _top_lowest_first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    ordered, places = values.sort(dim=-1, descending=True, stable=True)
+    return ordered[..., :count], places[..., :count]

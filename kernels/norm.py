@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same by plain torch."""
+    """`rms_norm` by plain torch."""
     normed = functional.rms_norm(x.float(), (x.shape[-1],), None, eps)
     return weight * normed.to(weight.dtype)
 

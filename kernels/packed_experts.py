@@ -1,4 +1,4 @@
-"""What the bodies of the expert product share: the shape of an expert, its packed bytes, and a layer's packed experts.
+"""Interfaces of packed experts: the shape of an expert, its packed bytes, and a layer's packed experts.
 
 The bytes are the same in a file, in a slot of memory and under the kernel, so an expert that was dropped and loaded
 again computes the same bits.
@@ -18,7 +18,7 @@ from kernels.specs import Activation
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """What one expert of a layer is: its sizes, the dtype its weights are kept in and the one it computes in."""
+    """Sizes of one expert of a layer. It computes in `dtype`; its weights are kept in `weight_dtype`."""
 
     hidden_size: int
     intermediate_size: int
@@ -28,16 +28,16 @@ class ExpertShape:
 
 
 class PackedExperts(ABC, Sized):
-    """Some experts of one layer, numbered from 0, each there or not. Not every layer, rank or moment has all."""
+    """Some experts of one layer, numbered from 0; each may be absent."""
 
     @abstractmethod
     def put(self, expert: int, packed: Tensor) -> None:
-        """Takes packed bytes [num_bytes] for an expert. They may be used where they are: the caller leaves them so
-        until the expert is dropped or put again."""
+        """Take packed bytes [num_bytes] for an expert. They may be used in place: the caller does not change them until
+        the expert is dropped or put again."""
 
     @abstractmethod
     def drop(self, expert: int) -> None:
-        """Forgets an expert's bytes."""
+        """Forget an expert's bytes."""
 
     @abstractmethod
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, activation: Activation) -> Tensor:
@@ -45,21 +45,22 @@ class PackedExperts(ABC, Sized):
 
 
 class SplitExperts(PackedExperts):
-    """Experts whose products can be made in parts, as they come, and be summed when all are there."""
+    """Experts whose products can be computed in parts, as experts arrive, and summed at the end."""
 
     @abstractmethod
     def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
-        """Writes what each chosen expert makes of its token into products [T, k, H] fp32; the places of ids -1 stay as
-        they are. Raises ValueError if a chosen expert is not here."""
+        """Write each chosen expert's product into products [T, k, H] fp32; leave the places of ids -1.
+
+        Raises ValueError if a chosen expert is not here."""
 
     @abstractmethod
     def combine(self, products: Tensor, expert_weights: Tensor) -> Tensor:
-        """Sums products [T, k, H] by weight [T, k] -> [T, H] fp32. Both steps give the bits that a call gives, in
-        however many parts the products were made."""
+        """Sum products [T, k, H] by weight [T, k] -> [T, H] fp32: the bits that a call gives, in however many parts the
+        products were computed."""
 
 
 class ExpertPacking(ABC):
-    """How experts of a shape are packed. `name` tells packings apart: bytes of one are meaningless in another."""
+    """A format of packed experts of one shape. `name` tells packings apart: bytes of one are meaningless in another."""
 
     name: str
     num_bytes: int
@@ -68,7 +69,7 @@ class ExpertPacking(ABC):
     def pack(
         self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
     ) -> Tensor:
-        """gate_up [2I, H] (gate rows first), down [H, I], biases [2I] and [H] -> uint8 [num_bytes]."""
+        """Pack gate_up [2I, H] (gate rows first), down [H, I], biases [2I] and [H] into uint8 [num_bytes]."""
 
 
 class ExpertLayout(ExpertPacking):
@@ -76,4 +77,4 @@ class ExpertLayout(ExpertPacking):
 
     @abstractmethod
     def experts(self, num_experts: int) -> PackedExperts:
-        """Places for experts of this layout, none of them there yet."""
+        """Make places for experts of this layout, all absent."""

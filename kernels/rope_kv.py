@@ -1,6 +1,6 @@
 """What lies between the projection to queries, keys and values and attention: norms of heads, rotation, storing.
 
-Fused because each part alone is little more than the cost of starting it.
+Fused because each part alone costs little more than starting it.
 """
 
 from __future__ import annotations
@@ -10,43 +10,6 @@ from torch import Tensor
 
 from kernels.cpu.library import NativeKernels, native_kernels
 from kernels.norm import rms_norm_reference
-
-# Writing new keys and values into the paged pool.
-
-
-def write_kv(keys_pool: Tensor, values_pool: Tensor | None, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
-    """Stores keys [T, KV, Dk] and values [T, KV, Dv] in the slots [T] (int64) of pools [KV, num_slots, D].
-
-    Mutates the pools. With `values_pool` None (values are a prefix of the keys) only keys are stored.
-    """
-    keys_pool.index_copy_(1, slots, keys.transpose(0, 1))
-    if values_pool is not None and values is not None:
-        values_pool.index_copy_(1, slots, values.transpose(0, 1))
-
-
-# Rotary position embedding (Su et al., 2021).
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotates the first R channels of x [T, H, D] by angles cos, sin [T, R/2]; a new tensor of x's dtype.
-
-    Channel pairs are (i, i + R/2), or (2i, 2i + 1) when interleaved. Angles wider than x make the products wider too.
-    """
-    rotary_dim = 2 * cos.shape[-1]
-    cos, sin = cos[:, None], sin[:, None]
-    out = torch.empty_like(x)
-    first_channels = slice(0, rotary_dim, 2) if interleaved else slice(0, rotary_dim // 2)
-    second_channels = slice(1, rotary_dim, 2) if interleaved else slice(rotary_dim // 2, rotary_dim)
-    first, second = x[..., first_channels], x[..., second_channels]
-    if x.dtype == cos.dtype:
-        torch.mul(first, cos, out=out[..., first_channels]).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=out[..., second_channels]).addcmul_(first, sin)
-    else:
-        out[..., first_channels] = first * cos - second * sin
-        out[..., second_channels] = second * cos + first * sin
-    if rotary_dim < x.shape[-1]:
-        out[..., rotary_dim:] = x[..., rotary_dim:]
-    return out
 
 
 def rotate_and_store(
@@ -61,9 +24,9 @@ def rotate_and_store(
     head_norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Stores the keys and values of qkv [T, H + 2 KV, D] in the slots [T] (int64) of pools [KV, num_slots, D].
+    """Store the keys and values of qkv [T, H + 2 KV, D] in the slots [T] (int64) of pools [KV, num_slots, D].
 
-    Queries and keys are first normalised by `head_norms` (weights [D] of either), then rotated by cos, sin [T, R/2] as
+    Queries and keys are first normalised by `head_norms` (weights [D] for each), then rotated by cos, sin [T, R/2] as
     `apply_rotary` does. Returns the queries [T, H, D], which may be a view of qkv. Mutates the pools and qkv.
     """
     kernels = native_kernels()
@@ -88,7 +51,7 @@ def rotate_and_store_reference(
     head_norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """The same by plain torch, one part after another."""
+    """`rotate_and_store` by plain torch, one part after another."""
     num_kv_heads = keys_pool.shape[0]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     q, keys, values = qkv.split([num_heads, num_kv_heads, num_kv_heads], 1)
@@ -134,3 +97,36 @@ def _rotate_and_store_native(
         num_slots,
     )
     return qkv[:, :num_heads]
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotate the first R channels of x [T, H, D] by angles cos, sin [T, R/2] (Su et al., 2021); a new tensor.
+
+    Channel pairs are (i, i + R/2), or (2i, 2i + 1) when interleaved. Angles of a wider dtype make the products wider
+    too; the result has x's dtype.
+    """
+    rotary_dim = 2 * cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    out = torch.empty_like(x)
+    first_channels = slice(0, rotary_dim, 2) if interleaved else slice(0, rotary_dim // 2)
+    second_channels = slice(1, rotary_dim, 2) if interleaved else slice(rotary_dim // 2, rotary_dim)
+    first, second = x[..., first_channels], x[..., second_channels]
+    if x.dtype == cos.dtype:
+        torch.mul(first, cos, out=out[..., first_channels]).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=out[..., second_channels]).addcmul_(first, sin)
+    else:
+        out[..., first_channels] = first * cos - second * sin
+        out[..., second_channels] = second * cos + first * sin
+    if rotary_dim < x.shape[-1]:
+        out[..., rotary_dim:] = x[..., rotary_dim:]
+    return out
+
+
+def write_kv(keys_pool: Tensor, values_pool: Tensor | None, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
+    """Store keys [T, KV, Dk] and values [T, KV, Dv] in the slots [T] (int64) of pools [KV, num_slots, D].
+
+    Mutates the pools. With `values_pool` None (values are a prefix of the keys) only keys are stored.
+    """
+    keys_pool.index_copy_(1, slots, keys.transpose(0, 1))
+    if values_pool is not None and values is not None:
+        values_pool.index_copy_(1, slots, values.transpose(0, 1))

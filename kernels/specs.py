@@ -1,4 +1,4 @@
-"""Plain descriptions that kernels take beside their tensors. No torch here, so that pure code may build them."""
+"""Plain descriptions that kernels take beside their tensors. Torch-free, so that torch-free code may build them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GateSpec:
     """How a mixture-of-experts gate turns logits into experts and weights.
 
     top_k: experts per token.
-    score: what the logits become; ``sparsemixer`` is the sequential masked softmax of https://arxiv.org/abs/2409.12136,
+    score: the function of the logits; ``sparsemixer`` is the sequential masked softmax of https://arxiv.org/abs/2409.12136,
         with ``ones`` the logits only choose and every chosen expert has the weight 1.
     softmax_after_top_k: softmax over the chosen logits instead of over all.
     renormalise: divide the chosen weights by their sum (at least ``norm_min``).

@@ -1,4 +1,10 @@
-"""Experts by the compiled kernel: panels of weights that it reads where they lie, all chosen experts in one call."""
+"""The CPU's bodies of the expert product, each with its layout of packed experts.
+
+- The compiled kernel reads panels of weights where they lie and computes all chosen experts in one call.
+- The matrix library computes one expert after another. It prepares itself for every new number of rows, which takes
+  longer than a product with few rows. So an expert's rows are rounded up to one of a few numbers, with rows of the next
+  expert whose results are dropped.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +93,7 @@ class _NativeExperts(SplitExperts):
     def _run_all(
         self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor | None, activation: Activation, out: Tensor
     ) -> None:
-        """Without weights the products are not summed: out is [T, k, H]."""
+        """Write to out, [T, H], or without weights the products before they are summed, [T, k, H]."""
         num_tokens, top_k = expert_ids.shape
         shape = self._layout.shape
         if not num_tokens:
@@ -115,11 +121,6 @@ class _NativeExperts(SplitExperts):
         )
         if missing >= 0:
             raise ValueError(f"expert {missing} is not here")
-
-
-# Experts by the matrix library, one after another. The library prepares itself for every new number of rows, which
-# takes longer than a product with few rows. So an expert's rows are rounded up to one of a few numbers, with rows of
-# the next expert whose results are dropped.
 
 
 class RowLayout(ExpertLayout):
@@ -200,7 +201,7 @@ class _TorchExperts(SplitExperts):
         return out
 
     def _run_sorted(self, x: Tensor, tokens: Tensor, counts: list[int], activation: Activation) -> Tensor:
-        """Results [rows, H] of the rows of x that `tokens` name, sorted by expert."""
+        """Results [rows, H] of the rows of x named by `tokens`, which are sorted by expert."""
         num_rows = len(tokens)
         rows = x.new_zeros((num_rows + padded_rows(max(counts)), x.shape[1]))
         torch.index_select(x, 0, tokens, out=rows[:num_rows])
@@ -218,7 +219,7 @@ class _TorchExperts(SplitExperts):
 
 
 def padded_rows(count: int) -> int:
-    """The number of rows an expert is run with for `count` of them: at most an eighth more, from 16 on."""
+    """The number of rows to run an expert with for `count` of them: at most an eighth more, from 16 on."""
     if count <= 16:
         return count
     step = 8 if count <= 64 else 1 << ((count - 1).bit_length() - 4)

@@ -34,7 +34,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class NativeKernels:
-    """The functions of the compiled library, which the sources describe. They release the interpreter lock."""
+    """The functions of the compiled library, described in its sources. They release the interpreter lock."""
 
     __slots__ = ("attention", "combine", "experts", "linear", "rms_norm", "rotate_and_store")
 
@@ -60,13 +60,13 @@ class KernelBuildError(Exception):
 
 @functools.cache
 def native_kernels() -> NativeKernels | None:
-    """The compiled kernels, built on first use, or None where there are none; `native_kernels_absence` says why."""
+    """Return the compiled kernels, built on first use, or None; `native_kernels_absence` then says why."""
     return None if native_kernels_absence() else NativeKernels(build_library())
 
 
 @functools.cache
 def native_kernels_absence() -> str | None:
-    """Why torch computes instead, in one sentence, or None. Builds the kernels if need be."""
+    """Return why torch computes instead, in one sentence, or None. Builds the kernels if need be."""
     if os.environ.get("MOESERVE_CPU_KERNELS", "auto") == "torch":
         return "MOESERVE_CPU_KERNELS is torch."
     try:
@@ -77,7 +77,7 @@ def native_kernels_absence() -> str | None:
 
 
 def build_library(cache_dir: Path | None = None) -> Path:
-    """The path of the library for this machine and these sources, compiled unless it is in `cache_dir` already.
+    """Return the path of the library for this machine and these sources; compile it unless `cache_dir` has it.
 
     Raises KernelBuildError. Processes that build at the same time do not disturb each other.
     """
@@ -119,7 +119,7 @@ def _compiler_version(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What the instructions of `-march=native` depend on: a cache may be shared by unlike machines."""
+    """The features that `-march=native` compiles for: unlike machines may share a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -22,7 +22,7 @@ class PanelWeight:
 
     @staticmethod
     def pack(weight: Tensor) -> PanelWeight:
-        """weight [N, K], bfloat16 as it is, others as float32."""
+        """Pack weight [N, K], bfloat16 as it is, any other dtype as float32."""
         narrow = weight.dtype == torch.bfloat16
         data = pack_panels(weight if narrow else weight.float())
         return PanelWeight(data, data.data_ptr(), narrow)
@@ -34,7 +34,7 @@ def panel_elements(num_columns: int, depth: int) -> int:
 
 
 def pack_panels(weight: Tensor) -> Tensor:
-    """weight [N, K], bfloat16 or float32, as uint8 [bytes]. Columns beyond N are zeros."""
+    """Pack weight [N, K], bfloat16 or float32, into uint8 [bytes]. Columns beyond N are zeros."""
     num_columns, depth = weight.shape
     missing = -num_columns % PANEL_COLUMNS
     if missing:
@@ -46,7 +46,7 @@ def pack_panels(weight: Tensor) -> Tensor:
 
 
 def gate_beside_up(gate_up: Tensor) -> Tensor:
-    """Rows [2I, ...] (gate first) so that every panel has 16 gate columns and their 16 up columns; zeros fill up."""
+    """Order rows [2I, ...] (gate first) so that a panel has 16 gate columns beside their 16 up columns, zero-padded."""
     gate, up = gate_up.view(2, -1, *gate_up.shape[1:])
     missing = -gate.shape[0] % LANES
     if missing:

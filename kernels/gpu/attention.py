@@ -2,7 +2,8 @@
 
 Pools are [KV, num_slots, D] with any strides but the last; slot = block id * block_size + offset, and the block of
 position p of sequence s is `block_table[s, p // block_size]` (int32). The new tokens' own keys and values are in the
-pools already. Only slots that a sequence's visible positions map to are ever read.
+pools already. Only slots of positions that a sequence sees are ever read. The reference is
+`kernels.attention.paged_attention_reference`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch import Tensor
 from kernels.gpu.attention_config import PrefillConfig, head_blocks, power_of_two, prefill_config
 from kernels.gpu.attention_kernels import SplitWork, prefill_kernel, reduce_kernel, split_kernel
 
-# What the attention kernels are launched with, out of the tensors that a caller has.
-
-
 _LOG2_E = math.log2(math.e)
+_BLOCK_PARTS = 64
+_REDUCE_DIM = 64
+_MANY_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,11 @@ class PagedContext:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """In the order of the kernels' arguments."""
+        """Pools, table and lengths in the order of the kernels' arguments."""
         return self.keys, self.values, self.block_table, self.seq_lens
 
     def part(self, first: int, end: int) -> PagedContext:
-        """Of the sequences first ... end - 1."""
+        """The context of the sequences first ... end - 1."""
         return replace(self, block_table=self.block_table[first:end], seq_lens=self.seq_lens[first:end])
 
 
@@ -62,8 +63,7 @@ class Scoring:
     value_scale: float = 1.0
 
     def scalars(self) -> tuple[float, float, float]:
-        """What dots are multiplied by, the soft cap, both in the base-2 domain of the kernels (see `attend`), and what
-        results are multiplied by."""
+        """The factor of dots and the soft cap, both in the kernels' base-2 domain, and the factor of results."""
         scale = self.scale * self.key_scale
         if scale <= 0:
             raise ValueError(f"products scaled by {scale}, which is not positive")
@@ -73,65 +73,6 @@ class Scoring:
 
     def flags(self) -> dict[str, bool]:
         return {"HAS_SOFT_CAP": self.soft_cap is not None, "HAS_SINKS": self.sinks is not None}
-
-
-class AttentionArguments:
-    """What the launches need to know of the tensors' shapes; refuses those that the kernels would misread."""
-
-    __slots__ = ("_values_in_keys", "block_size", "group", "key_dim", "kv_heads", "num_heads", "value_dim")
-
-    def __init__(self, q: Tensor, context: PagedContext) -> None:
-        keys_pool, values_pool, block_size = context.keys, context.values, context.block_size
-        self.num_heads, self.key_dim = q.shape[1:]
-        self.kv_heads, self.value_dim, self.block_size = keys_pool.shape[0], values_pool.shape[2], block_size
-        self.group = self.num_heads // self.kv_heads
-        if self.group * self.kv_heads != self.num_heads or keys_pool.shape[2] != self.key_dim:
-            raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(keys_pool.shape)}")
-        if any(tensor.stride(2) != 1 for tensor in (q, keys_pool, values_pool)):
-            raise ValueError("the elements of a head must lie side by side")
-        if block_size & (block_size - 1) or block_size < 1:
-            raise ValueError(f"the block size {block_size} is not a power of two")
-        if max(keys_pool.stride(1), values_pool.stride(1)) >= 1 << 24:
-            raise ValueError("slots lie too far apart")
-        if values_pool.element_size() == 1 and any(stride % 2 for stride in values_pool.stride()[:2]):
-            raise ValueError("slots of fp8 must lie an even number of bytes apart")
-        self._values_in_keys = (
-            keys_pool.data_ptr() == values_pool.data_ptr()
-            and keys_pool.stride() == values_pool.stride()
-            and head_blocks(self.key_dim, self.value_dim).key == self.value_dim
-        )
-
-    def output(self, q: Tensor, out: Tensor | None) -> Tensor:
-        if out is None:
-            return q.new_empty((q.shape[0], self.num_heads, self.value_dim))
-        if out.shape != (q.shape[0], self.num_heads, self.value_dim) or out.stride(2) != 1:
-            raise ValueError(f"an output of shape {tuple(out.shape)} does not fit queries {tuple(q.shape)}")
-        return out
-
-    @staticmethod
-    def strides(q: Tensor, context: PagedContext, out: Tensor) -> tuple[int, ...]:
-        """In the order of the kernels' arguments."""
-        keys, values, table, _ = context.tensors
-        pools = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
-        return q.stride(0), q.stride(1), *pools, table.stride(0), out.stride(0), out.stride(1)
-
-    def constants(self, tile: int) -> dict[str, int | bool]:
-        blocks = head_blocks(self.key_dim, self.value_dim)
-        return {
-            "KEY_DIM": self.key_dim,
-            "VALUE_DIM": self.value_dim,
-            "BLOCK_KEY": blocks.key,
-            "BLOCK_TAIL": blocks.tail,
-            "BLOCK_VALUE": blocks.value,
-            "BLOCK_SIZE": self.block_size,
-            "TILE": tile,
-            "VALUES_IN_KEYS": self._values_in_keys,
-        }
-
-
-_BLOCK_PARTS = 64
-_REDUCE_DIM = 64
-_MANY_ROWS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +87,7 @@ class Partials:
 
     @classmethod
     def allocate(cls, work: SplitWork, num_heads: int, value_dim: int, *others: SplitWork) -> Partials:
-        """As much as any one of the work lists may need for this many query heads."""
+        """Allocate as much as any one of the work lists may need for this many query heads."""
         shape = (max(each.capacity * each.tokens_per_tile for each in (work, *others)), num_heads)
         device = work.offsets.device
         return cls(
@@ -157,15 +98,69 @@ class Partials:
 
 @dataclass(frozen=True, slots=True)
 class ExtendRun:
-    """The sequences first ... end - 1 of a batch, of few new tokens each, `num_tokens` in all, and how they are split.
+    """The sequences first ... end - 1 of a batch, with few new tokens each, `num_tokens` in all.
 
-    `work` has been updated with their lengths and starts.
+    `work` is their work list, updated with their lengths and starts.
     """
 
     first: int
     end: int
     num_tokens: int
     work: SplitWork
+
+
+def paged_attention(
+    q: Tensor,
+    context: PagedContext,
+    query_starts: Tensor,
+    work: SplitWork,
+    partials: Partials,
+    scoring: Scoring,
+    *,
+    num_decodes: int,
+    max_query_len: int,
+    out: Tensor | None = None,
+    config: PrefillConfig | None = None,
+    extends: ExtendRun | None = None,
+) -> Tensor:
+    """Attention of a mixed batch: the first `num_decodes` sequences have one new token each, the others any number.
+
+    `work` has been updated with the lengths of the decodes; its window holds for all sequences. `extends` are sequences
+    behind the decodes whose few new tokens are packed into tiles and whose contexts are split; all others are computed
+    as prompts. `partials` have to be large enough for decodes and extends. The rest as in `split_attention` and
+    `prefill_attention`.
+    """
+    if out is None:
+        out = q.new_empty((*q.shape[:2], context.values.shape[2]))
+    if num_decodes:
+        split_attention(q, context.part(0, num_decodes), work, partials, scoring, out=out)
+    prompts = [(num_decodes, context.num_seqs)]
+    if extends is not None:
+        first, end = extends.first, extends.end
+        prompts = [(num_decodes, first), (end, context.num_seqs)]
+        split_attention(
+            q,
+            context.part(first, end),
+            extends.work,
+            partials,
+            scoring,
+            query_starts=query_starts[first : end + 1],
+            num_tokens=extends.num_tokens,
+            out=out,
+        )
+    for first, end in prompts:
+        if first < end:
+            prefill_attention(
+                q,
+                context.part(first, end),
+                query_starts[first : end + 1],
+                scoring,
+                max_query_len=max_query_len,
+                window=work.window,
+                out=out,
+                config=config,
+            )
+    return out
 
 
 def split_attention(
@@ -220,57 +215,6 @@ def split_attention(
     return out
 
 
-def _check_room(work: SplitWork, partials: Partials, shape: AttentionArguments) -> None:
-    config, tokens = work.config, work.tokens_per_tile
-    if tokens > 1 and tokens * shape.group > config.rows:
-        raise ValueError(f"{tokens} tokens of {shape.group} heads do not fit {config.rows} rows")
-    if partials.logsumexps.numel() < work.capacity * tokens * shape.num_heads:
-        raise ValueError("the scratch is too small for this work list")
-
-
-def _reduce(
-    partials: Partials,
-    seq_lens: Tensor,
-    query_starts: Tensor | None,
-    work: SplitWork,
-    shape: AttentionArguments,
-    num_tokens: int | None,
-    scoring: Scoring,
-    out: Tensor,
-) -> None:
-    """Writes the tokens whose contexts were split. num_tokens: None for one per sequence or, with starts, all."""
-    if num_tokens is None:
-        num_tokens = seq_lens.shape[0] if query_starts is None else out.shape[0]
-    block_dim = min(_REDUCE_DIM, max(16, power_of_two(shape.value_dim)))
-    # Where there are many tokens most have one part: fewer programs then start only to return.
-    many = work.max_seqs * shape.num_heads >= _MANY_ROWS
-    heads_per_program = math.gcd(shape.num_heads, 8) if many else 1
-    reduce_kernel[(num_tokens, shape.num_heads // heads_per_program, -(-shape.value_dim // block_dim))](
-        partials.parts,
-        partials.logsumexps,
-        seq_lens,
-        seq_lens if query_starts is None else query_starts,
-        work.offsets,
-        work.chunk,
-        out if scoring.sinks is None else scoring.sinks,
-        out,
-        seq_lens.shape[0],
-        work.window or 0,
-        scoring.value_scale,
-        out.stride(0),
-        out.stride(1),
-        HEADS=shape.num_heads,
-        HEADS_PER_PROGRAM=heads_per_program,
-        TOKENS=work.tokens_per_tile,
-        ONE_QUERY=query_starts is None,
-        VALUE_DIM=shape.value_dim,
-        BLOCK_DIM=block_dim,
-        BLOCK_PARTS=_BLOCK_PARTS,
-        HAS_SINKS=scoring.sinks is not None,
-        num_warps=4,
-    )
-
-
 def prefill_attention(
     q: Tensor,
     context: PagedContext,
@@ -313,102 +257,106 @@ def prefill_attention(
     return out
 
 
-def paged_attention(
-    q: Tensor,
-    context: PagedContext,
-    query_starts: Tensor,
-    work: SplitWork,
+def _check_room(work: SplitWork, partials: Partials, shape: AttentionArguments) -> None:
+    config, tokens = work.config, work.tokens_per_tile
+    if tokens > 1 and tokens * shape.group > config.rows:
+        raise ValueError(f"{tokens} tokens of {shape.group} heads do not fit {config.rows} rows")
+    if partials.logsumexps.numel() < work.capacity * tokens * shape.num_heads:
+        raise ValueError("the scratch is too small for this work list")
+
+
+def _reduce(
     partials: Partials,
-    scoring: Scoring,
-    *,
-    num_decodes: int,
-    max_query_len: int,
-    out: Tensor | None = None,
-    config: PrefillConfig | None = None,
-    extends: ExtendRun | None = None,
-) -> Tensor:
-    """A mixed batch: the first `num_decodes` sequences have one new token each, the others any number.
-
-    `work` has been updated with the lengths of the former; its window holds for all. `extends` are sequences behind
-    those whose few new tokens are packed into tiles and whose contexts are split; the rest is computed as prompts are.
-    `partials` have to be large enough for both. The rest as in `split_attention` and `prefill_attention`.
-    """
-    if out is None:
-        out = q.new_empty((*q.shape[:2], context.values.shape[2]))
-    if num_decodes:
-        split_attention(q, context.part(0, num_decodes), work, partials, scoring, out=out)
-    prompts = [(num_decodes, context.num_seqs)]
-    if extends is not None:
-        first, end = extends.first, extends.end
-        prompts = [(num_decodes, first), (end, context.num_seqs)]
-        split_attention(
-            q,
-            context.part(first, end),
-            extends.work,
-            partials,
-            scoring,
-            query_starts=query_starts[first : end + 1],
-            num_tokens=extends.num_tokens,
-            out=out,
-        )
-    for first, end in prompts:
-        if first < end:
-            prefill_attention(
-                q,
-                context.part(first, end),
-                query_starts[first : end + 1],
-                scoring,
-                max_query_len=max_query_len,
-                window=work.window,
-                out=out,
-                config=config,
-            )
-    return out
-
-
-# The attention kernels' reference: one token at a time in fp32 (fp64 for fp64 queries), with the same arguments.
-
-
-def paged_attention_reference(
-    q: Tensor,
-    keys_pool: Tensor,
-    values_pool: Tensor,
-    block_table: Tensor,
     seq_lens: Tensor,
-    query_starts: Tensor | None = None,
-    *,
-    block_size: int,
-    scale: float,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    soft_cap: float | None = None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> Tensor:
-    """Causal attention of q [T, H, Dk] over pools [KV, num_slots, D]; returns [T, H, Dv], zeros where nothing is seen.
+    query_starts: Tensor | None,
+    work: SplitWork,
+    shape: AttentionArguments,
+    num_tokens: int | None,
+    scoring: Scoring,
+    out: Tensor,
+) -> None:
+    """Write the tokens whose contexts were split. num_tokens: None for one per sequence or, with starts, all."""
+    if num_tokens is None:
+        num_tokens = seq_lens.shape[0] if query_starts is None else out.shape[0]
+    block_dim = min(_REDUCE_DIM, max(16, power_of_two(shape.value_dim)))
+    # Where there are many tokens most have one part: fewer programs then start only to return.
+    many = work.max_seqs * shape.num_heads >= _MANY_ROWS
+    heads_per_program = math.gcd(shape.num_heads, 8) if many else 1
+    reduce_kernel[(num_tokens, shape.num_heads // heads_per_program, -(-shape.value_dim // block_dim))](
+        partials.parts,
+        partials.logsumexps,
+        seq_lens,
+        seq_lens if query_starts is None else query_starts,
+        work.offsets,
+        work.chunk,
+        out if scoring.sinks is None else scoring.sinks,
+        out,
+        seq_lens.shape[0],
+        work.window or 0,
+        scoring.value_scale,
+        out.stride(0),
+        out.stride(1),
+        HEADS=shape.num_heads,
+        HEADS_PER_PROGRAM=heads_per_program,
+        TOKENS=work.tokens_per_tile,
+        ONE_QUERY=query_starts is None,
+        VALUE_DIM=shape.value_dim,
+        BLOCK_DIM=block_dim,
+        BLOCK_PARTS=_BLOCK_PARTS,
+        HAS_SINKS=scoring.sinks is not None,
+        num_warps=4,
+    )
 
-    Without `query_starts` [S + 1] each of the `seq_lens` [S] has one new token. Tokens of no sequence come out as 0.
-    """
-    accurate = torch.promote_types(q.dtype, torch.float32)
-    group = q.shape[1] // keys_pool.shape[0]
-    starts = list(range(len(seq_lens) + 1)) if query_starts is None else query_starts.tolist()
-    out = q.new_zeros((*q.shape[:2], values_pool.shape[2]))
-    for seq, length in enumerate(seq_lens.tolist()):
-        count = starts[seq + 1] - starts[seq]
-        for token in range(starts[seq], starts[seq + 1]):
-            end = length - count + token - starts[seq] + 1
-            begin = 0 if window is None else max(0, end - window)
-            if end <= begin:
-                continue
-            positions = torch.arange(begin, end, device=q.device)
-            slots = block_table[seq].long()[positions // block_size] * block_size + positions % block_size
-            keys = keys_pool[:, slots].to(accurate).repeat_interleave(group, 0) * key_scale
-            values = values_pool[:, slots].to(accurate).repeat_interleave(group, 0) * value_scale
-            scores = torch.einsum("hd,hsd->hs", q[token].to(accurate), keys) * scale
-            if soft_cap is not None:
-                scores = soft_cap * torch.tanh(scores / soft_cap)
-            if sinks is not None:
-                scores = torch.cat([scores, sinks.to(accurate)[:, None]], -1)
-            weights = scores.softmax(-1)[:, : len(slots)]
-            out[token] = torch.einsum("hs,hsd->hd", weights, values).to(q.dtype)
-    return out
+
+class AttentionArguments:
+    """Sizes, strides and constants of a launch. Raises ValueError for tensors that the kernels would misread."""
+
+    __slots__ = ("_values_in_keys", "block_size", "group", "key_dim", "kv_heads", "num_heads", "value_dim")
+
+    def __init__(self, q: Tensor, context: PagedContext) -> None:
+        keys_pool, values_pool, block_size = context.keys, context.values, context.block_size
+        self.num_heads, self.key_dim = q.shape[1:]
+        self.kv_heads, self.value_dim, self.block_size = keys_pool.shape[0], values_pool.shape[2], block_size
+        self.group = self.num_heads // self.kv_heads
+        if self.group * self.kv_heads != self.num_heads or keys_pool.shape[2] != self.key_dim:
+            raise ValueError(f"queries {tuple(q.shape)} do not fit keys {tuple(keys_pool.shape)}")
+        if any(tensor.stride(2) != 1 for tensor in (q, keys_pool, values_pool)):
+            raise ValueError("the elements of a head must lie side by side")
+        if block_size & (block_size - 1) or block_size < 1:
+            raise ValueError(f"the block size {block_size} is not a power of two")
+        if max(keys_pool.stride(1), values_pool.stride(1)) >= 1 << 24:
+            raise ValueError("slots lie too far apart")
+        if values_pool.element_size() == 1 and any(stride % 2 for stride in values_pool.stride()[:2]):
+            raise ValueError("slots of fp8 must lie an even number of bytes apart")
+        self._values_in_keys = (
+            keys_pool.data_ptr() == values_pool.data_ptr()
+            and keys_pool.stride() == values_pool.stride()
+            and head_blocks(self.key_dim, self.value_dim).key == self.value_dim
+        )
+
+    def output(self, q: Tensor, out: Tensor | None) -> Tensor:
+        if out is None:
+            return q.new_empty((q.shape[0], self.num_heads, self.value_dim))
+        if out.shape != (q.shape[0], self.num_heads, self.value_dim) or out.stride(2) != 1:
+            raise ValueError(f"an output of shape {tuple(out.shape)} does not fit queries {tuple(q.shape)}")
+        return out
+
+    @staticmethod
+    def strides(q: Tensor, context: PagedContext, out: Tensor) -> tuple[int, ...]:
+        """All strides in the order of the kernels' arguments."""
+        keys, values, table, _ = context.tensors
+        pools = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
+        return q.stride(0), q.stride(1), *pools, table.stride(0), out.stride(0), out.stride(1)
+
+    def constants(self, tile: int) -> dict[str, int | bool]:
+        blocks = head_blocks(self.key_dim, self.value_dim)
+        return {
+            "KEY_DIM": self.key_dim,
+            "VALUE_DIM": self.value_dim,
+            "BLOCK_KEY": blocks.key,
+            "BLOCK_TAIL": blocks.tail,
+            "BLOCK_VALUE": blocks.value,
+            "BLOCK_SIZE": self.block_size,
+            "TILE": tile,
+            "VALUES_IN_KEYS": self._values_in_keys,
+        }

@@ -1,6 +1,8 @@
-"""Tile sizes of the attention kernels: plain tables, rules for shapes that are not in them, and bounds for all.
+"""Configurations of the attention kernels: plain tables, rules for shapes that are not in them, and measured ones.
 
-Shared memory is what a bad choice runs out of, so a configuration is shrunk until its pipeline fits.
+Shared memory is what a bad choice runs out of, so a configuration is shrunk until its pipeline fits. Measured
+configurations lie in files as those of the experts do (`kernels.gpu.moe_config`): a file holds the tiles of decodes, of
+short extends and of long prompts, and which extends are short, for one GPU, one shape and one minor version of Triton.
 """
 
 from __future__ import annotations
@@ -23,78 +25,7 @@ MIN_ROWS = 16
 SHORT_QUERIES = 64
 # Tokens that a tile of a short extend is made for, where so many rows fit into registers.
 EXTEND_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class SplitConfig:
-    """Of the kernel for few query rows: `rows` of one KV head (a power of two >= 16), `tile` positions at a time.
-
-    A chunk is at least `min_chunk` positions. `programs_per_sm` is how many are expected to be resident at once: the
-    chunk length is chosen for that.
-    """
-
-    rows: int
-    tile: int
-    num_warps: int
-    num_stages: int
-    min_chunk: int = 128
-    programs_per_sm: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class ExtendConfig:
-    """Of the split kernel for sequences with a few new tokens, `max_query_len` at most (0: for none).
-
-    Rows of a tile are tokens times the query heads of a KV head.
-    """
-
-    split: SplitConfig
-    max_query_len: int
-
-    def tokens_per_tile(self, heads_per_kv: int) -> int:
-        """Tokens whose heads fit the rows; 1 where even one token's need several programs."""
-        return max(1, self.split.rows // heads_per_kv)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillConfig:
-    """Of the kernel for many query rows: `rows` tokens of one head (a power of two >= 16), `tile` keys at a time."""
-
-    rows: int
-    tile: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True, slots=True)
-class HeadBlocks:
-    """How a head's elements are cut: keys into `key` + `tail` (0: none), values into `value`. Powers of two."""
-
-    key: int
-    tail: int
-    value: int
-
-
-Config = TypeVar("Config", SplitConfig, PrefillConfig)
-
-
-def power_of_two(number: int) -> int:
-    """The least power of two that is at least `number` >= 1."""
-    return 1 << (number - 1).bit_length()
-
-
-def head_blocks(key_dim: int, value_dim: int) -> HeadBlocks:
-    """The cut with the fewest padded elements that needs at most two parts, each at least 16 as tl.dot demands."""
-    whole = max(16, power_of_two(key_dim))
-    key, tail = whole, 0
-    if key_dim < whole:
-        first = whole // 2
-        rest = max(16, power_of_two(key_dim - first)) if key_dim > first else 0
-        if first >= 16 and first + rest < whole:
-            key, tail = first, rest
-    return HeadBlocks(key, tail, max(16, power_of_two(value_dim)))
-
-
+MAX_CANDIDATES = 24
 # (head size up to, KV bytes per element) -> tile, warps, stages of the split kernel. Not tuned on a GPU yet. Compiled
 # for compute capability 9.0 none spills registers in 16 bits; 64 x 128 keys and values in bf16 are 32 KiB, of which two
 # are in flight for each of three programs per SM.
@@ -129,6 +60,125 @@ _PREFILL_TABLE_FP32 = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class SplitConfig:
+    """A configuration of the split kernel: `rows` of one KV head (a power of two >= 16), `tile` positions at a time.
+
+    A chunk is at least `min_chunk` positions. The chunk length is chosen for `programs_per_sm` resident programs.
+    """
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+    min_chunk: int = 128
+    programs_per_sm: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendConfig:
+    """A configuration of the split kernel for sequences of at most `max_query_len` new tokens (0: for none).
+
+    Rows of a tile are tokens times the query heads of a KV head.
+    """
+
+    split: SplitConfig
+    max_query_len: int
+
+    def tokens_per_tile(self, heads_per_kv: int) -> int:
+        """Tokens whose heads fit the rows; 1 where even one token's heads need several programs."""
+        return max(1, self.split.rows // heads_per_kv)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """A configuration of the prefill kernel: `rows` tokens of one head (a power of two >= 16), `tile` keys per step."""
+
+    rows: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+AnyConfig = SplitConfig | ExtendConfig | PrefillConfig
+Config = TypeVar("Config", SplitConfig, PrefillConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """H query heads over KV heads, sizes of a head's keys and values, block size, dtypes of queries and pools."""
+
+    num_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    block_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_heads // self.kv_heads
+
+    def name(self) -> str:
+        """The shape's name in tuned files."""
+        dtypes = "-".join(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
+        heads = f"h{self.num_heads}-kv{self.kv_heads}-k{self.key_dim}-v{self.value_dim}"
+        return f"attention-{heads}-b{self.block_size}-{dtypes}"
+
+    def split(self) -> SplitConfig:
+        """The table's configuration for sequences with one new token."""
+        return split_config(self.key_dim, self.value_dim, self.group, self.block_size, self.dtype, self.kv_dtype)
+
+    def extend(self) -> ExtendConfig:
+        """The table's configuration for sequences with few new tokens, and how few."""
+        return extend_config(self.key_dim, self.value_dim, self.group, self.block_size, self.dtype, self.kv_dtype)
+
+    def prefill(self, max_query_len: int) -> PrefillConfig:
+        """The table's configuration for sequences of up to `max_query_len` new tokens."""
+        return prefill_config(self.key_dim, self.value_dim, self.block_size, self.dtype, self.kv_dtype, max_query_len)
+
+    def fits(self, config: SplitConfig | PrefillConfig) -> bool:
+        """Whether a configuration fits shared memory and its sizes are powers of two from 16 on."""
+        sizes = (config.rows, config.tile)
+        if any(size < 16 or size != power_of_two(size) for size in sizes) or config.num_warps not in (1, 2, 4, 8):
+            return False
+        needed = shared_memory(config, self.key_dim, self.value_dim, self.dtype, self.kv_dtype)
+        return needed <= SHARED_MEMORY_BYTES
+
+
+class AttentionConfigs:
+    """Chooses configurations of one shape: measured ones if there are any, else those of the table."""
+
+    def __init__(self, shape: AttentionShape, tuned: dict[str, AnyConfig] | None = None) -> None:
+        """tuned: "decode", "extend" and "prefill", any may be missing."""
+        self.shape = shape
+        self._tuned = tuned or {}
+
+    @staticmethod
+    def find(shape: AttentionShape, platform: Platform, folders: Sequence[Path]) -> AttentionConfigs:
+        """Read the first file that fits, which is logged."""
+        return AttentionConfigs(
+            shape, first_file(folders, shape, platform, lambda path: read_attention(path, shape, platform))
+        )
+
+    def split(self) -> SplitConfig:
+        tuned = self._tuned.get("decode")
+        return tuned if isinstance(tuned, SplitConfig) else self.shape.split()
+
+    def extend(self) -> ExtendConfig:
+        tuned = self._tuned.get("extend")
+        return tuned if isinstance(tuned, ExtendConfig) else self.shape.extend()
+
+    def prefill(self, max_query_len: int) -> PrefillConfig:
+        """Only prompts beyond `SHORT_QUERIES` tokens were measured."""
+        tuned = self._tuned.get("prefill")
+        if isinstance(tuned, PrefillConfig) and max_query_len > SHORT_QUERIES:
+            return tuned
+        return self.shape.prefill(max_query_len)
+
+
 def split_config(
     key_dim: int,
     value_dim: int,
@@ -138,7 +188,7 @@ def split_config(
     kv_dtype: torch.dtype,
     tokens_per_tile: int = 1,
 ) -> SplitConfig:
-    """For `tokens_per_tile` tokens of `heads_per_kv` heads that share a KV head."""
+    """The table's configuration for `tokens_per_tile` tokens of `heads_per_kv` heads that share a KV head."""
     size = max(key_dim, value_dim)
     tile, num_warps, num_stages = next(
         entry for (limit, width), entry in _SPLIT_TABLE.items() if size <= limit and kv_dtype.itemsize == width
@@ -164,7 +214,7 @@ def prefill_config(
     kv_dtype: torch.dtype,
     max_query_len: int,
 ) -> PrefillConfig:
-    """For sequences of up to `max_query_len` new tokens."""
+    """The table's configuration for sequences of up to `max_query_len` new tokens."""
     size = max(key_dim, value_dim)
     table = _PREFILL_TABLE if query_dtype.itemsize == 2 else _PREFILL_TABLE_FP32
     rows, tile, num_warps, num_stages = next(entry for limit, entry in table.items() if size <= limit)
@@ -183,7 +233,7 @@ def extend_config(
     query_dtype: torch.dtype,
     kv_dtype: torch.dtype,
 ) -> ExtendConfig:
-    """For up to so many new tokens as take at most half the rows that a prefill would compute.
+    """The table's configuration, for up to as many new tokens as take half the rows that a prefill would compute.
 
     A prefill of few tokens computes a whole tile per query head, most of it padding, and reads keys and values once per
     head; packed, the heads of a KV head share tiles, and contexts are split besides. A half, since the split kernel
@@ -225,100 +275,80 @@ def shared_memory(
     return in_flight + config.rows * (width + config.tile) * query_dtype.itemsize
 
 
-# Measured configurations of attention, in files as those of the experts (`kernels.gpu.moe_config`). A file holds the
-# tiles of decodes, of short extends and of long prompts, and which extends are short, for one GPU, one shape and one
-# minor version of Triton.
-
-
-MAX_CANDIDATES = 24
-AnyConfig = SplitConfig | ExtendConfig | PrefillConfig
-
-
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """H query heads over KV heads, sizes of a head's keys and values, block size, dtypes of queries and pools."""
+class HeadBlocks:
+    """The cut of a head's elements: keys into `key` + `tail` (0: none), values into `value`. Powers of two."""
 
-    num_heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    block_size: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.num_heads // self.kv_heads
-
-    def name(self) -> str:
-        """How tuned files call it."""
-        dtypes = "-".join(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
-        heads = f"h{self.num_heads}-kv{self.kv_heads}-k{self.key_dim}-v{self.value_dim}"
-        return f"attention-{heads}-b{self.block_size}-{dtypes}"
-
-    def split(self) -> SplitConfig:
-        """Of the table, for sequences with one new token."""
-        return split_config(self.key_dim, self.value_dim, self.group, self.block_size, self.dtype, self.kv_dtype)
-
-    def extend(self) -> ExtendConfig:
-        """Of the table, for sequences with few new tokens; says how few."""
-        return extend_config(self.key_dim, self.value_dim, self.group, self.block_size, self.dtype, self.kv_dtype)
-
-    def prefill(self, max_query_len: int) -> PrefillConfig:
-        """Of the table, for sequences of up to `max_query_len` new tokens."""
-        return prefill_config(self.key_dim, self.value_dim, self.block_size, self.dtype, self.kv_dtype, max_query_len)
-
-    def fits(self, config: SplitConfig | PrefillConfig) -> bool:
-        """Whether shared memory holds it and its sizes are powers of two from 16 on."""
-        sizes = (config.rows, config.tile)
-        if any(size < 16 or size != power_of_two(size) for size in sizes) or config.num_warps not in (1, 2, 4, 8):
-            return False
-        needed = shared_memory(config, self.key_dim, self.value_dim, self.dtype, self.kv_dtype)
-        return needed <= SHARED_MEMORY_BYTES
+    key: int
+    tail: int
+    value: int
 
 
-class AttentionConfigs:
-    """Chooses configurations of one shape: measured ones if there are any, else those of the table."""
+def head_blocks(key_dim: int, value_dim: int) -> HeadBlocks:
+    """The cut with the fewest padded elements that needs at most two parts, each at least 16 as tl.dot demands."""
+    whole = max(16, power_of_two(key_dim))
+    key, tail = whole, 0
+    if key_dim < whole:
+        first = whole // 2
+        rest = max(16, power_of_two(key_dim - first)) if key_dim > first else 0
+        if first >= 16 and first + rest < whole:
+            key, tail = first, rest
+    return HeadBlocks(key, tail, max(16, power_of_two(value_dim)))
 
-    def __init__(self, shape: AttentionShape, tuned: dict[str, AnyConfig] | None = None) -> None:
-        """tuned: "decode", "extend" and "prefill", any may be missing."""
-        self.shape = shape
-        self._tuned = tuned or {}
 
-    @staticmethod
-    def find(shape: AttentionShape, platform: Platform, folders: Sequence[Path]) -> AttentionConfigs:
-        """Those of the first file that fits, and the log says which."""
-        return AttentionConfigs(
-            shape, first_file(folders, shape, platform, lambda path: read_attention(path, shape, platform))
+def power_of_two(number: int) -> int:
+    """The least power of two that is at least `number` >= 1."""
+    return 1 << (number - 1).bit_length()
+
+
+def split_candidates(shape: AttentionShape) -> list[SplitConfig]:
+    """At most `MAX_CANDIDATES` configurations worth timing for decodes, the table's first."""
+    own = shape.split()
+    others = [
+        replace(own, tile=tile, num_warps=num_warps, num_stages=num_stages)
+        for tile, num_stages, num_warps in product((64, 32, 128), (2, 3, 4), (4, 8))
+        if tile <= max(shape.block_size, 64)
+    ]
+    others += [replace(own, programs_per_sm=programs) for programs in (1, 2, 3, 4)]
+    return [own, *(config for config in others if config != own and shape.fits(config))][:MAX_CANDIDATES]
+
+
+def extend_candidates(shape: AttentionShape) -> list[ExtendConfig]:
+    """At most `MAX_CANDIDATES` for short extends; none where the table packs none."""
+    own = shape.extend()
+    if not own.max_query_len:
+        return []
+    others = [
+        replace(own.split, rows=rows, tile=tile, num_warps=num_warps, num_stages=num_stages)
+        for tile, num_stages, num_warps, rows in product(
+            (64, 32, 128), (3, 2, 4), (4, 8), (own.split.rows, own.split.rows // 2)
         )
+        if tile <= max(shape.block_size, 64)
+    ]
+    fitting = [own.split, *(split for split in others if split != own.split and shape.fits(split))]
+    return [replace(own, split=split) for split in fitting[:MAX_CANDIDATES]]
 
-    def split(self) -> SplitConfig:
-        tuned = self._tuned.get("decode")
-        return tuned if isinstance(tuned, SplitConfig) else self.shape.split()
 
-    def extend(self) -> ExtendConfig:
-        tuned = self._tuned.get("extend")
-        return tuned if isinstance(tuned, ExtendConfig) else self.shape.extend()
-
-    def prefill(self, max_query_len: int) -> PrefillConfig:
-        """Only prompts beyond `SHORT_QUERIES` tokens were measured."""
-        tuned = self._tuned.get("prefill")
-        if isinstance(tuned, PrefillConfig) and max_query_len > SHORT_QUERIES:
-            return tuned
-        return self.shape.prefill(max_query_len)
+def prefill_candidates(shape: AttentionShape) -> list[PrefillConfig]:
+    """At most `MAX_CANDIDATES` for long prompts."""
+    own = shape.prefill(SHORT_QUERIES + 1)
+    others = [
+        PrefillConfig(rows, tile, num_warps, num_stages)
+        for rows, tile, num_stages, num_warps in product((128, 64, 32), (64, 32, 128), (2, 3, 4), (4, 8))
+    ]
+    return [own, *(config for config in others if config != own and shape.fits(config))][:MAX_CANDIDATES]
 
 
 def write_attention(
     path: Path, shape: AttentionShape, platform: Platform, found: dict[str, tuple[AnyConfig, float]]
 ) -> None:
-    """Writes the fastest configurations and their microseconds. Raises OSError."""
+    """Write the fastest configurations and their microseconds. Raises OSError."""
     entries = {name: {"microseconds": round(time, 1), **asdict(config)} for name, (config, time) in found.items()}
     write_entries(path, shape, platform, entries)
 
 
 def read_attention(path: Path, shape: AttentionShape, platform: Platform) -> dict[str, AnyConfig]:
-    """Raises TuningError for a broken file, one for others, or one whose configurations cannot run here."""
+    """Read a tuned file. Raises TuningError for a broken file, another key, or configurations that cannot run here."""
     configs = read_entries(path, shape, platform, _parse)
     if not all(_runs(config, shape) for config in configs.values()):
         raise TuningError(f"{path} has configurations that cannot run here")
@@ -339,41 +369,3 @@ def _runs(config: AnyConfig, shape: AttentionShape) -> bool:
         return shape.fits(config.split) and 0 <= config.max_query_len <= SHORT_QUERIES
     # Rows of a decode are query heads: another number would leave some out.
     return shape.fits(config) and (isinstance(config, PrefillConfig) or config.rows == shape.split().rows)
-
-
-def split_candidates(shape: AttentionShape) -> list[SplitConfig]:
-    """At most `MAX_CANDIDATES` worth timing for decodes, the table's first."""
-    own = shape.split()
-    others = [
-        replace(own, tile=tile, num_warps=num_warps, num_stages=num_stages)
-        for tile, num_stages, num_warps in product((64, 32, 128), (2, 3, 4), (4, 8))
-        if tile <= max(shape.block_size, 64)
-    ]
-    others += [replace(own, programs_per_sm=programs) for programs in (1, 2, 3, 4)]
-    return [own, *(config for config in others if config != own and shape.fits(config))][:MAX_CANDIDATES]
-
-
-def extend_candidates(shape: AttentionShape) -> list[ExtendConfig]:
-    """The same for short extends; none where the table packs none."""
-    own = shape.extend()
-    if not own.max_query_len:
-        return []
-    others = [
-        replace(own.split, rows=rows, tile=tile, num_warps=num_warps, num_stages=num_stages)
-        for tile, num_stages, num_warps, rows in product(
-            (64, 32, 128), (3, 2, 4), (4, 8), (own.split.rows, own.split.rows // 2)
-        )
-        if tile <= max(shape.block_size, 64)
-    ]
-    fitting = [own.split, *(split for split in others if split != own.split and shape.fits(split))]
-    return [replace(own, split=split) for split in fitting[:MAX_CANDIDATES]]
-
-
-def prefill_candidates(shape: AttentionShape) -> list[PrefillConfig]:
-    """The same for long prompts."""
-    own = shape.prefill(SHORT_QUERIES + 1)
-    others = [
-        PrefillConfig(rows, tile, num_warps, num_stages)
-        for rows, tile, num_stages, num_warps in product((128, 64, 32), (64, 32, 128), (2, 3, 4), (4, 8))
-    ]
-    return [own, *(config for config in others if config != own and shape.fits(config))][:MAX_CANDIDATES]

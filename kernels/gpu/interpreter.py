@@ -1,11 +1,12 @@
-"""Mends bf16 and fp8 in Triton's interpreter, so that kernels can be proved without a GPU.
+"""A mended Triton interpreter, in which kernels with bf16 and fp8 can be tested without a GPU.
 
 The interpreter keeps bf16 as uint16 and computes with the bit patterns: dots and sums of bf16 are garbage, and casts
-from fp32 truncate. Here casts round to nearest as on a GPU, dots widen their bf16 operands first, and bf16 arithmetic
-outside a dot, which no kernel should do, is an error instead of noise. Casts to and from fp8 e4m3 go through torch. A
-scalar comparison may be part of a mask, and a scalar may be a bound of a loop whatever numpy is installed.
+from fp32 truncate. After `mend_interpreter` casts round to nearest as on a GPU, dots widen their bf16 operands first,
+and bf16 arithmetic outside a dot, which no kernel should do, is an error instead of noise. Casts to and from fp8 e4m3
+go through torch. A scalar comparison may be part of a mask, and a scalar may be a bound of a loop whatever numpy is
+installed.
 
-These are names inside Triton: `mend_interpreter` refuses a Triton that lacks them.
+The patched names are Triton's own: `mend_interpreter` refuses a Triton that lacks them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MEND = "_moeserve_mended"
 
 
 def mend_interpreter() -> None:
-    """Patches `triton.runtime.interpreter` in this process; a second call changes nothing.
+    """Patch `triton.runtime.interpreter` in this process; a second call changes nothing.
 
     Raises RuntimeError if the installed Triton is built otherwise.
     """

@@ -2,6 +2,10 @@
 
 For one configuration a row has the same bits whatever shares its batch and wherever it stands in it: no product mixes
 rows, and a token's choices are added in their order. Another configuration may cut K otherwise and round otherwise.
+
+Experts may lie in slots of device memory (`SlotExperts`): each is one run of bytes, and a table says which expert is in
+which slot. The matrices of all slots are views with the slot as their first stride, so the kernels read experts where
+they were copied to.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.activation import glu
+import kernels.moe
 from kernels.gpu.moe_align import SortedPairs, max_row_tiles, num_chunks, padded_bins, sort_pairs
 from kernels.gpu.moe_config import Device, MoeConfig, WeightStorage
 from kernels.gpu.moe_kernels import (
@@ -33,157 +37,12 @@ from kernels.packed_experts import ExpertPacking, ExpertShape
 from kernels.specs import Activation
 
 _INTERPRETED = Device(shared_bytes=227 << 10, num_multiprocessors=4, has_descriptors=True)
-
-
-def device_of(device: torch.device) -> Device:
-    """What configurations have to fit on a CUDA device; a made-up Hopper under Triton's interpreter."""
-    if device.type != "cuda":
-        return _INTERPRETED
-    properties = torch.cuda.get_device_properties(device)
-    # What a program may have at most, where torch tells; else what it may always have.
-    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return Device(shared, properties.multi_processor_count, has_descriptors(device))
-
-
-@dataclass(frozen=True, slots=True)
-class MoeWorkspace:
-    """Scratch of one layer at a time, shared by all layers of a stream. Its addresses never change.
-
-    pairs [n] int32; tiles [3, m] int32; num_tiles int32 scalar; counts int32; hidden [n, I] and results [n, H], for up
-    to n = max_tokens * k pairs in at most m row tiles.
-    """
-
-    pairs: Tensor
-    tiles: Tensor
-    num_tiles: Tensor
-    counts: Tensor
-    hidden: Tensor
-    results: Tensor
-
-    @staticmethod
-    def allocate(
-        max_tokens: int,
-        top_k: int,
-        num_slots: int,
-        hidden_size: int,
-        intermediate_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> MoeWorkspace:
-        """Takes its memory. num_slots: the most slots of any layer's experts. dtype: of the activations."""
-        pairs = max_tokens * top_k
-
-        def ints(*sizes: int) -> Tensor:
-            return torch.empty(sizes, dtype=torch.int32, device=device)
-
-        return MoeWorkspace(
-            pairs=ints(pairs),
-            tiles=ints(3, max_row_tiles(pairs, num_slots, 16)),
-            num_tiles=ints(),
-            counts=ints(num_chunks(pairs) * padded_bins(num_slots)),
-            hidden=torch.empty((pairs, intermediate_size), dtype=dtype, device=device),
-            results=torch.empty((pairs, hidden_size), dtype=dtype, device=device),
-        )
-
-    def hidden_of(self, num_pairs: int) -> Tensor:
-        """[num_pairs, I]. Raises ValueError if the workspace is smaller."""
-        self._check(num_pairs)
-        return self.hidden[:num_pairs]
-
-    def results_of(self, num_pairs: int) -> Tensor:
-        """[num_pairs, H]. Raises ValueError if the workspace is smaller."""
-        self._check(num_pairs)
-        return self.results[:num_pairs]
-
-    def _check(self, num_pairs: int) -> None:
-        if num_pairs > self.pairs.shape[0]:
-            raise ValueError(f"{num_pairs} rows of experts are more than the workspace holds ({self.pairs.shape[0]})")
-
-    def sorted_pairs(self, num_pairs: int, num_slots: int, block_m: int) -> SortedPairs:
-        """The part that a batch of num_pairs uses. Raises ValueError if it is larger than the workspace."""
-        self._check(num_pairs)
-        num_tiles = max_row_tiles(num_pairs, num_slots, block_m)
-        if num_tiles > self.tiles.shape[1]:
-            raise ValueError(f"{num_tiles} row tiles are more than the workspace holds ({self.tiles.shape[1]})")
-        slot, first, rows = self.tiles[:, :num_tiles].unbind(0)
-        return SortedPairs(self.pairs[:num_pairs], slot, first, rows, self.num_tiles)
-
-
-def moe_products(
-    x: Tensor,
-    expert_ids: Tensor,
-    experts: GpuExperts,
-    activation: Activation,
-    config: MoeConfig,
-    workspace: MoeWorkspace,
-    products: Tensor,
-    *,
-    num_programs: int = 1,
-) -> None:
-    """Writes expert(x) for each chosen expert that is here to products [T, k, H]; other places stay as they are.
-
-    Arguments as in `moe_experts`. products: contiguous, fp32 or of x's dtype, to which values are rounded either way.
-    """
-    num_pairs, top_k = expert_ids.numel(), expert_ids.shape[1]
-    if num_pairs == 0:
-        return
-    if x.stride(1) != 1 or not expert_ids.is_contiguous() or not products.is_contiguous():
-        raise ValueError("rows of x, expert ids and products must be contiguous")
-    up, down, slots = experts.gate_up, experts.down, experts.expert_slot
-    hidden = workspace.hidden_of(num_pairs)
-    block_m = config.block_m
-    if config.variant in ("gemv", "gemv_split"):
-        gate_up_gemv(x, up, activation, expert_ids, slots, config.gate_up, hidden)
-        down_products_gemv(hidden, down, expert_ids, slots, config.down, products)
-        return
-    tiles = workspace.sorted_pairs(num_pairs, up.num_slots, block_m)
-    sort_pairs(expert_ids, up.num_slots, block_m, tiles, workspace.counts, slots)
-    if config.variant == "persistent":
-        gate_up_persistent(x, up, activation, top_k, tiles, block_m, config.gate_up, hidden, num_programs)
-        down_persistent(hidden, down, tiles, block_m, config.down, products, num_programs)
-    else:
-        gate_up_tiled(x, up, activation, top_k, tiles, block_m, config.gate_up, hidden)
-        down_tiled(hidden, down, tiles, block_m, config.down, products)
-
-
-def moe_experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    experts: GpuExperts,
-    activation: Activation,
-    config: MoeConfig,
-    workspace: MoeWorkspace,
-    out: Tensor | None = None,
-    *,
-    num_programs: int = 1,
-) -> Tensor:
-    """Sum over k of weight * expert(x), in fp32 until it is stored: -> out [T, H], which is returned.
-
-    x [T, H], rows contiguous; expert_ids [T, k] and expert_weights [T, k] fp32, contiguous. Experts that are not here
-    (id -1, or without a slot) add nothing. out: default a new tensor like x; its dtype may be wider. num_programs: of
-    the persistent variant, one per multiprocessor. Raises ValueError if the workspace is too small.
-    """
-    num_pairs = expert_ids.numel()
-    result = torch.empty_like(x) if out is None else out
-    if num_pairs == 0:
-        return result
-    if x.stride(1) != 1 or not expert_ids.is_contiguous() or not expert_weights.is_contiguous():
-        raise ValueError("rows of x, expert ids and expert weights must be contiguous")
-    slots = experts.expert_slot
-    if config.variant == "gemv":
-        hidden = workspace.hidden_of(num_pairs)
-        gate_up_gemv(x, experts.gate_up, activation, expert_ids, slots, config.gate_up, hidden)
-        down_gemv(hidden, experts.down, expert_ids, expert_weights, slots, config.down, result)
-        return result
-    products = workspace.results_of(num_pairs)
-    moe_products(x, expert_ids, experts, activation, config, workspace, products, num_programs=num_programs)
-    combine(products, expert_weights, result, expert_ids, slots, experts.num_experts)
-    return result
+# Of every field of an expert in its slot, in bytes.
+_ALIGNMENT = 16
 
 
 class TritonMoe:
-    """`moe_experts` with its configuration and scratch chosen beforehand: called as a dispatch, one for all layers.
+    """`moe_experts` with its configuration and scratch chosen beforehand, called as a dispatch; one for all layers.
 
     choose: the configuration for a number of tokens, see `kernels.gpu.moe_config.MoeConfigs`.
     """
@@ -202,7 +61,7 @@ class TritonMoe:
     def partial(
         self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: GpuExperts, activation: Activation
     ) -> Tensor:
-        """The same over those experts that are here, fp32 whatever x is: what ranks add up among each other."""
+        """The sum over the local experts, fp32 whatever x is: what ranks add up among each other."""
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         return self._run(x, expert_ids, expert_weights, experts, activation, out)
 
@@ -233,8 +92,81 @@ class TritonMoe:
         )
 
 
+def moe_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    experts: GpuExperts,
+    activation: Activation,
+    config: MoeConfig,
+    workspace: MoeWorkspace,
+    out: Tensor | None = None,
+    *,
+    num_programs: int = 1,
+) -> Tensor:
+    """Sum over k of weight * expert(x), in fp32 until it is stored: -> out [T, H], which is returned.
+
+    x [T, H], rows contiguous; expert_ids [T, k] and expert_weights [T, k] fp32, contiguous. Absent experts (id -1, or
+    without a slot) add nothing. out: default a new tensor like x; its dtype may be wider. num_programs: of the
+    persistent variant, one per multiprocessor. Raises ValueError if the workspace is too small.
+    """
+    num_pairs = expert_ids.numel()
+    result = torch.empty_like(x) if out is None else out
+    if num_pairs == 0:
+        return result
+    if x.stride(1) != 1 or not expert_ids.is_contiguous() or not expert_weights.is_contiguous():
+        raise ValueError("rows of x, expert ids and expert weights must be contiguous")
+    slots = experts.expert_slot
+    if config.variant == "gemv":
+        hidden = workspace.hidden_of(num_pairs)
+        gate_up_gemv(x, experts.gate_up, activation, expert_ids, slots, config.gate_up, hidden)
+        down_gemv(hidden, experts.down, expert_ids, expert_weights, slots, config.down, result)
+        return result
+    products = workspace.results_of(num_pairs)
+    moe_products(x, expert_ids, experts, activation, config, workspace, products, num_programs=num_programs)
+    combine(products, expert_weights, result, expert_ids, slots, experts.num_experts)
+    return result
+
+
+def moe_products(
+    x: Tensor,
+    expert_ids: Tensor,
+    experts: GpuExperts,
+    activation: Activation,
+    config: MoeConfig,
+    workspace: MoeWorkspace,
+    products: Tensor,
+    *,
+    num_programs: int = 1,
+) -> None:
+    """Write expert(x) for each chosen local expert to products [T, k, H]; leave the places of absent experts.
+
+    Arguments as in `moe_experts`. products: contiguous, fp32 or of x's dtype, to which values are rounded either way.
+    """
+    num_pairs, top_k = expert_ids.numel(), expert_ids.shape[1]
+    if num_pairs == 0:
+        return
+    if x.stride(1) != 1 or not expert_ids.is_contiguous() or not products.is_contiguous():
+        raise ValueError("rows of x, expert ids and products must be contiguous")
+    up, down, slots = experts.gate_up, experts.down, experts.expert_slot
+    hidden = workspace.hidden_of(num_pairs)
+    block_m = config.block_m
+    if config.variant in ("gemv", "gemv_split"):
+        gate_up_gemv(x, up, activation, expert_ids, slots, config.gate_up, hidden)
+        down_products_gemv(hidden, down, expert_ids, slots, config.down, products)
+        return
+    tiles = workspace.sorted_pairs(num_pairs, up.num_slots, block_m)
+    sort_pairs(expert_ids, up.num_slots, block_m, tiles, workspace.counts, slots)
+    if config.variant == "persistent":
+        gate_up_persistent(x, up, activation, top_k, tiles, block_m, config.gate_up, hidden, num_programs)
+        down_persistent(hidden, down, tiles, block_m, config.down, products, num_programs)
+    else:
+        gate_up_tiled(x, up, activation, top_k, tiles, block_m, config.gate_up, hidden)
+        down_tiled(hidden, down, tiles, block_m, config.down, products)
+
+
 def combine_products(products: Tensor, expert_weights: Tensor) -> Tensor:
-    """The sum over k of weight * products [T, k, H] -> [T, H] fp32. Places of absent experts are zeros."""
+    """Sum weight * products [T, k, H] over k -> [T, H] fp32. Places of absent experts hold zeros."""
     out = torch.empty((products.shape[0], products.shape[2]), dtype=torch.float32, device=products.device)
     if len(out):
         combine(products, expert_weights, out)
@@ -244,37 +176,136 @@ def combine_products(products: Tensor, expert_weights: Tensor) -> Tensor:
 def moe_experts_reference(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: GpuExperts, activation: Activation
 ) -> Tensor:
-    """The same in plain torch and fp32, token by token: -> [T, H] fp32."""
-    gate_up, down = experts.gate_up.expanded(), experts.down.expanded()
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for t in range(x.shape[0]):
-        for e, weight in zip(expert_ids[t].tolist(), expert_weights[t], strict=True):
-            slot = e if experts.expert_slot is None or e < 0 else int(experts.expert_slot[e])
-            if slot < 0:
-                continue
-            merged = x[t].float() @ gate_up[slot].T
-            if experts.gate_up.bias is not None:
-                merged = merged + experts.gate_up.bias[slot].float()
-            result = glu(merged[None], activation)[0] @ down[slot].T
-            if experts.down.bias is not None:
-                result = result + experts.down.bias[slot].float()
-            out[t] += result * weight
-    return out
+    """`kernels.moe.moe_experts_reference` of the weights that `experts` stands for: -> [T, H] fp32."""
+    slots = expert_ids
+    if experts.expert_slot is not None:
+        slots = torch.where(expert_ids < 0, -1, experts.expert_slot[expert_ids.clamp(min=0)].long())
+    up, down = experts.gate_up, experts.down
+    return kernels.moe.moe_experts_reference(
+        x, slots, expert_weights, up.expanded(), down.expanded(), activation, up.bias, down.bias
+    )
 
 
-# Experts in slots of device memory: each is one run of bytes, and a table says who is where. A slot holds, one after
-# the other and each from a multiple of 16 bytes on: gate and up values, their scale, their bias, then the same of
-# the down projection. The matrices of all slots are views with the slot as their first stride, so the kernels read
-# experts where they were copied to.
+@dataclass(frozen=True, slots=True)
+class MoeWorkspace:
+    """Scratch of one layer at a time, shared by all layers of a stream. Its addresses never change.
+
+    pairs [n] int32; tiles [3, m] int32; num_tiles int32 scalar; counts int32; hidden [n, I] and results [n, H], for up
+    to n = max_tokens * k pairs in at most m row tiles.
+    """
+
+    pairs: Tensor
+    tiles: Tensor
+    num_tiles: Tensor
+    counts: Tensor
+    hidden: Tensor
+    results: Tensor
+
+    @staticmethod
+    def allocate(
+        max_tokens: int,
+        top_k: int,
+        num_slots: int,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> MoeWorkspace:
+        """Allocate a workspace. num_slots: the most slots of any layer's experts. dtype: of the activations."""
+        pairs = max_tokens * top_k
+
+        def ints(*sizes: int) -> Tensor:
+            return torch.empty(sizes, dtype=torch.int32, device=device)
+
+        return MoeWorkspace(
+            pairs=ints(pairs),
+            tiles=ints(3, max_row_tiles(pairs, num_slots, 16)),
+            num_tiles=ints(),
+            counts=ints(num_chunks(pairs) * padded_bins(num_slots)),
+            hidden=torch.empty((pairs, intermediate_size), dtype=dtype, device=device),
+            results=torch.empty((pairs, hidden_size), dtype=dtype, device=device),
+        )
+
+    def hidden_of(self, num_pairs: int) -> Tensor:
+        """[num_pairs, I]. Raises ValueError if the workspace is smaller."""
+        self._check(num_pairs)
+        return self.hidden[:num_pairs]
+
+    def results_of(self, num_pairs: int) -> Tensor:
+        """[num_pairs, H]. Raises ValueError if the workspace is smaller."""
+        self._check(num_pairs)
+        return self.results[:num_pairs]
+
+    def _check(self, num_pairs: int) -> None:
+        if num_pairs > self.pairs.shape[0]:
+            raise ValueError(f"{num_pairs} rows of experts are more than the workspace holds ({self.pairs.shape[0]})")
+
+    def sorted_pairs(self, num_pairs: int, num_slots: int, block_m: int) -> SortedPairs:
+        """The part for a batch of num_pairs. Raises ValueError if it is larger than the workspace."""
+        self._check(num_pairs)
+        num_tiles = max_row_tiles(num_pairs, num_slots, block_m)
+        if num_tiles > self.tiles.shape[1]:
+            raise ValueError(f"{num_tiles} row tiles are more than the workspace holds ({self.tiles.shape[1]})")
+        slot, first, rows = self.tiles[:, :num_tiles].unbind(0)
+        return SortedPairs(self.pairs[:num_pairs], slot, first, rows, self.num_tiles)
 
 
-_ALIGNMENT = 16
+def device_of(device: torch.device) -> Device:
+    """The limits of a CUDA device for configurations; of a made-up Hopper under Triton's interpreter."""
+    if device.type != "cuda":
+        return _INTERPRETED
+    properties = torch.cuda.get_device_properties(device)
+    # The most that a program may opt into, where torch tells; else what every program may have.
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return Device(shared, properties.multi_processor_count, has_descriptors(device))
+
+
+class SlotExperts:
+    """The experts of one layer that are in slots. All work is queued on the current stream.
+
+    A chosen expert that is not shown adds nothing: checking for it would mean waiting for the device, so the owner of
+    the slots has to show the chosen experts first.
+    """
+
+    def __init__(self, layout: SlotLayout, arena: Tensor, num_experts: int, moe: TritonMoe) -> None:
+        """arena: see `SlotLayout.matrices`; the caller fills it."""
+        table = torch.full((num_experts,), -1, dtype=torch.int32, device=arena.device)
+        self.resident = GpuExperts(*layout.matrices(arena), table)
+        self._table = table
+        self._moe = moe
+        self._shown: list[int] = []
+
+    def show(self, contents: Sequence[int]) -> None:
+        """Declare which experts are in the slots from now on, -1 for none."""
+        contents = list(contents)
+        if self._shown == contents:
+            return
+        self._shown = contents
+        table = torch.full(self._table.shape, -1, dtype=torch.int32)
+        for slot, expert in enumerate(contents):
+            if expert >= 0:
+                table[expert] = slot
+        if self._table.is_cuda:
+            table = table.pin_memory()
+        self._table.copy_(table, non_blocking=True)
+
+    def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
+        """Write the products of the shown experts among the chosen into products [T, k, H] fp32; leave other places."""
+        self._moe.products(x, expert_ids, self.resident, activation, products)
+
+    def combine(self, products: Tensor, expert_weights: Tensor) -> Tensor:
+        """Sum products by weight [T, k] -> [T, H] fp32: the same bits in however many parts they were made.
+
+        Places of ids -1 hold zeros.
+        """
+        return combine_products(products, expert_weights)
 
 
 class SlotLayout(ExpertPacking):
     """Experts of a shape as the GPU kernels read them.
 
-    storage: of the weights, default the shape's weight dtype.
+    A slot holds, one after the other and each from a multiple of 16 bytes on: gate and up values, their scale, their
+    bias, then the same of the down projection. storage: of the weights, default the shape's weight dtype.
     """
 
     def __init__(self, shape: ExpertShape, storage: WeightStorage | None = None) -> None:
@@ -309,7 +340,7 @@ class SlotLayout(ExpertPacking):
         return packed
 
     def matrices(self, arena: Tensor) -> tuple[StoredMatrix, StoredMatrix]:
-        """gate and up, and down, of the experts in the slots of `arena`: uint8 [slots, num_bytes or more], views.
+        """Views of the matrices, gate and up, then down, of all slots of `arena`: uint8 [slots, num_bytes or more].
 
         Slots start at multiples of 16 bytes.
         """
@@ -332,45 +363,3 @@ class SlotLayout(ExpertPacking):
 
 def _padded(field: Tensor) -> int:
     return math.ceil(field.numel() * field.element_size() / _ALIGNMENT) * _ALIGNMENT
-
-
-class SlotExperts:
-    """Those experts of one layer that are in slots. Everything follows in the order of the current stream.
-
-    A chosen expert that is not shown adds nothing: to look for it would mean waiting for the device, so whoever keeps
-    fewer slots than experts sees to it that the chosen ones are there.
-    """
-
-    def __init__(self, layout: SlotLayout, arena: Tensor, num_experts: int, moe: TritonMoe) -> None:
-        """arena: see `SlotLayout.matrices`; others fill it. moe: what multiplies."""
-        table = torch.full((num_experts,), -1, dtype=torch.int32, device=arena.device)
-        self.resident = GpuExperts(*layout.matrices(arena), table)
-        self._table = table
-        self._moe = moe
-        self._shown: list[int] = []
-
-    def show(self, contents: Sequence[int]) -> None:
-        """From now on these are the experts in the slots, -1 for none."""
-        contents = list(contents)
-        if self._shown == contents:
-            return
-        self._shown = contents
-        table = torch.full(self._table.shape, -1, dtype=torch.int32)
-        for slot, expert in enumerate(contents):
-            if expert >= 0:
-                table[expert] = slot
-        if self._table.is_cuda:
-            table = table.pin_memory()
-        self._table.copy_(table, non_blocking=True)
-
-    def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
-        """Writes what the shown experts among the chosen make of their tokens into products [T, k, H] fp32; other
-        places stay as they are."""
-        self._moe.products(x, expert_ids, self.resident, activation, products)
-
-    def combine(self, products: Tensor, expert_weights: Tensor) -> Tensor:
-        """Sums products by weight [T, k] -> [T, H] fp32: the same bits in however many parts they were made.
-
-        Places of experts that are nowhere are zeros.
-        """
-        return combine_products(products, expert_weights)

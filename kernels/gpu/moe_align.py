@@ -2,10 +2,10 @@
 
 A pair is one choice of one token: pair = token * k + rank of the choice. Pairs are sorted by the slot that holds their
 expert's weights, stably, into a compact list; the list is cut into row tiles that each belong to one slot. Grid and
-sizes follow from the number of tokens alone, so that a graph can hold the launches; how many tiles there are only the
-device knows. Experts that are not here (id -1, or slot -1) have no row in the list.
+sizes follow from the number of tokens alone, so that a graph can hold the launches; only the device knows how many
+tiles there are. Absent experts (id -1, or slot -1) have no row in the list.
 
-A program ranks the pairs of its chunk by comparing them with each other, and learns where its chunk begins from
+A program ranks the pairs of its chunk by comparing them with each other, and finds the start of its chunk from
 histograms of all chunks: no atomics, no sort, the same order every time.
 """
 
@@ -41,6 +41,74 @@ class SortedPairs:
         return self.slot.shape[0]
 
 
+def sort_pairs(
+    expert_ids: Tensor,
+    num_slots: int,
+    block_m: int,
+    into: SortedPairs,
+    counts: Tensor,
+    expert_slot: Tensor | None = None,
+) -> SortedPairs:
+    """Fill the tensors of `into` from contiguous expert_ids [T, k] and return `into`.
+
+    num_slots: slots 0..num_slots-1 hold experts. into.slot, first and rows: [max_row_tiles(T * k, num_slots, block_m)].
+    counts: int32 scratch of num_chunks(T * k) * padded_bins(num_slots). expert_slot: [E] int32, the slot of each
+    expert, -1 for absent ones; None when expert e is in slot e. Ids outside 0..E-1 count as absent. T >= 1.
+    """
+    num_pairs = expert_ids.numel()
+    chunks, bins = num_chunks(num_pairs), padded_bins(num_slots)
+    counted = num_pairs > MAX_PAIRS_AT_ONCE
+    has_map = expert_slot is not None
+    num_experts = num_slots if expert_slot is None else expert_slot.shape[0]
+    slots = expert_ids if expert_slot is None else expert_slot
+    if counted:
+        _count_kernel[(chunks,)](
+            expert_ids, slots, counts, num_pairs, NUM_EXPERTS=num_experts, HAS_MAP=has_map, BINS=bins, CHUNK=CHUNK
+        )
+    _place_kernel[(max(chunks, triton.cdiv(into.max_tiles, _TILES_PER_PROGRAM)),)](
+        expert_ids,
+        slots,
+        counts,
+        into.pairs,
+        into.slot,
+        into.first,
+        into.rows,
+        into.num_tiles,
+        num_pairs,
+        chunks,
+        into.max_tiles,
+        NUM_EXPERTS=num_experts,
+        HAS_MAP=has_map,
+        COUNTED=counted,
+        BLOCK_M=block_m,
+        BINS=bins,
+        CHUNK=CHUNK,
+        TILES=_TILES_PER_PROGRAM,
+        STEP=_CHUNKS_PER_STEP,
+        num_warps=8,
+    )
+    return into
+
+
+def sort_pairs_reference(
+    expert_ids: Tensor, num_slots: int, block_m: int, expert_slot: Tensor | None = None
+) -> SortedPairs:
+    """`sort_pairs` in plain torch, into new tensors; entries without meaning are -1 (slots) or 0."""
+    flat = expert_ids.flatten()
+    slots = flat if expert_slot is None else torch.where(flat < 0, -1, expert_slot[flat.clamp(min=0)].long())
+    order = slots.sort(stable=True).indices
+    pairs = order[slots[order] >= 0].int()
+    counts = torch.bincount(slots[slots >= 0], minlength=num_slots).tolist()
+    records, start = [], 0
+    for slot, count in enumerate(counts):
+        records += [(slot, start + done, min(block_m, count - done)) for done in range(0, count, block_m)]
+        start += count
+    num_tiles = torch.tensor(len(records), dtype=torch.int32)
+    records += [(-1, 0, 0)] * (max_row_tiles(len(flat), num_slots, block_m) - len(records))
+    slot_of_tile, first, rows = torch.tensor(records, dtype=torch.int32).unbind(1)
+    return SortedPairs(pairs, slot_of_tile, first, rows, num_tiles)
+
+
 def max_row_tiles(num_pairs: int, num_slots: int, block_m: int) -> int:
     """The most tiles that pairs can make: as many slots as possible with one row each, the rest in full tiles."""
     occupied = min(num_pairs, num_slots)
@@ -51,32 +119,9 @@ def num_chunks(num_pairs: int) -> int:
     return triton.cdiv(num_pairs, CHUNK)
 
 
-@triton.jit
-def slot_of(ids, expert_slot, pair, mask, NUM_EXPERTS: tl.constexpr, HAS_MAP: tl.constexpr):
-    """The slot of each pair's expert, -1 where the expert is not here or mask is false."""
-    expert = tl.load(ids + pair, mask=mask, other=-1).to(tl.int32)
-    known = (expert >= 0) & (expert < NUM_EXPERTS)
-    if HAS_MAP:
-        return tl.load(expert_slot + expert, mask=known, other=-1).to(tl.int32)
-    else:
-        return tl.where(known, expert, -1)
-
-
-@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["ids", "expert_slot"])
-def _count_kernel(
-    ids,
-    expert_slot,
-    counts,
-    num_pairs,
-    NUM_EXPERTS: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    chunk = tl.program_id(0)
-    pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    slot = slot_of(ids, expert_slot, pair, pair < num_pairs, NUM_EXPERTS, HAS_MAP)
-    tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.histogram(slot, BINS, mask=slot >= 0))
+def padded_bins(num_slots: int) -> int:
+    """Bins of a histogram over slots: a power of two and at least a warp."""
+    return max(32, triton.next_power_of_2(num_slots))
 
 
 @triton.jit(
@@ -146,74 +191,29 @@ def _place_kernel(
         tl.store(num_tiles, tl.sum(tiles, 0))
 
 
-def sort_pairs(
-    expert_ids: Tensor,
-    num_slots: int,
-    block_m: int,
-    into: SortedPairs,
-    counts: Tensor,
-    expert_slot: Tensor | None = None,
-) -> SortedPairs:
-    """Fills the tensors of `into` from contiguous expert_ids [T, k] and returns `into`.
-
-    num_slots: slots 0..num_slots-1 hold experts. into.slot, first and rows: [max_row_tiles(T * k, num_slots, block_m)].
-    counts: int32 scratch of num_chunks(T * k) * padded_bins(num_slots). expert_slot: [E] int32, the slot of each
-    expert, -1 for absent ones; None when expert e is in slot e. Ids outside 0..E-1 count as absent. T >= 1.
-    """
-    num_pairs = expert_ids.numel()
-    chunks, bins = num_chunks(num_pairs), padded_bins(num_slots)
-    counted = num_pairs > MAX_PAIRS_AT_ONCE
-    has_map = expert_slot is not None
-    num_experts = num_slots if expert_slot is None else expert_slot.shape[0]
-    slots = expert_ids if expert_slot is None else expert_slot
-    if counted:
-        _count_kernel[(chunks,)](
-            expert_ids, slots, counts, num_pairs, NUM_EXPERTS=num_experts, HAS_MAP=has_map, BINS=bins, CHUNK=CHUNK
-        )
-    _place_kernel[(max(chunks, triton.cdiv(into.max_tiles, _TILES_PER_PROGRAM)),)](
-        expert_ids,
-        slots,
-        counts,
-        into.pairs,
-        into.slot,
-        into.first,
-        into.rows,
-        into.num_tiles,
-        num_pairs,
-        chunks,
-        into.max_tiles,
-        NUM_EXPERTS=num_experts,
-        HAS_MAP=has_map,
-        COUNTED=counted,
-        BLOCK_M=block_m,
-        BINS=bins,
-        CHUNK=CHUNK,
-        TILES=_TILES_PER_PROGRAM,
-        STEP=_CHUNKS_PER_STEP,
-        num_warps=8,
-    )
-    return into
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["ids", "expert_slot"])
+def _count_kernel(
+    ids,
+    expert_slot,
+    counts,
+    num_pairs,
+    NUM_EXPERTS: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    slot = slot_of(ids, expert_slot, pair, pair < num_pairs, NUM_EXPERTS, HAS_MAP)
+    tl.store(counts + chunk * BINS + tl.arange(0, BINS), tl.histogram(slot, BINS, mask=slot >= 0))
 
 
-def padded_bins(num_slots: int) -> int:
-    """Bins of a histogram over slots: a power of two and at least a warp."""
-    return max(32, triton.next_power_of_2(num_slots))
-
-
-def sort_pairs_reference(
-    expert_ids: Tensor, num_slots: int, block_m: int, expert_slot: Tensor | None = None
-) -> SortedPairs:
-    """The same in plain torch, in new tensors; entries without meaning are -1 (slots) or 0."""
-    flat = expert_ids.flatten()
-    slots = flat if expert_slot is None else torch.where(flat < 0, -1, expert_slot[flat.clamp(min=0)].long())
-    order = slots.sort(stable=True).indices
-    pairs = order[slots[order] >= 0].int()
-    counts = torch.bincount(slots[slots >= 0], minlength=num_slots).tolist()
-    records, start = [], 0
-    for slot, count in enumerate(counts):
-        records += [(slot, start + done, min(block_m, count - done)) for done in range(0, count, block_m)]
-        start += count
-    num_tiles = torch.tensor(len(records), dtype=torch.int32)
-    records += [(-1, 0, 0)] * (max_row_tiles(len(flat), num_slots, block_m) - len(records))
-    slot_of_tile, first, rows = torch.tensor(records, dtype=torch.int32).unbind(1)
-    return SortedPairs(pairs, slot_of_tile, first, rows, num_tiles)
+@triton.jit
+def slot_of(ids, expert_slot, pair, mask, NUM_EXPERTS: tl.constexpr, HAS_MAP: tl.constexpr):
+    """The slot of each pair's expert, -1 where the expert is absent or mask is false."""
+    expert = tl.load(ids + pair, mask=mask, other=-1).to(tl.int32)
+    known = (expert >= 0) & (expert < NUM_EXPERTS)
+    if HAS_MAP:
+        return tl.load(expert_slot + expert, mask=known, other=-1).to(tl.int32)
+    else:
+        return tl.where(known, expert, -1)

@@ -1,7 +1,11 @@
-"""Which kernels a mixture-of-experts layer runs with for a number of tokens, and with which tiles. Pure.
+"""Which kernels a mixture-of-experts layer runs with for a number of tokens, and with which tiles. Torch-free.
 
-A tile is chosen by rows per expert, T * k / E, and only among those that fit the device. Which configuration is the
-fastest is a matter of measurement (`moeserve tune`); the heuristic below promises no more than a sound one.
+A tile is chosen by rows per expert, T * k / E, and only among those that fit the device. `moeserve tune` measures which
+configuration is fastest; the heuristic here only gives one that runs.
+
+Measured configurations lie in files, each for one GPU, one shape, one weight format and one minor version of Triton.
+They come with the package (`kernels/gpu/tuned`) and from `moeserve tune`. Where none fits, the heuristic serves, and
+the log says so. Attention keeps its configurations in files of the same kind (`kernels.gpu.attention_config`).
 """
 
 from __future__ import annotations
@@ -21,12 +25,15 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 Variant = Literal["gemv", "gemv_split", "tiled", "persistent"]
 Projection = Literal["gate_up", "down"]
 WeightFormat = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4"]
+Key = TypeVar("Key")
+Config = TypeVar("Config")
 
 WEIGHT_BITS: dict[WeightFormat, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "fp8": 8, "int4": 4}
 TUNED_NUM_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 MAX_CANDIDATES = 24
 # Up to here rows are sorted in one launch, in which every program counts all rows itself.
 MAX_PAIRS_AT_ONCE = 4096
+PACKAGED = Path(__file__).parent / "tuned"
 
 # Programs per multiprocessor that keep the memory busy when each waits for one load after the other.
 _PROGRAMS_THAT_FILL = 4
@@ -35,11 +42,13 @@ _RESERVED_BYTES = 1024
 # What a thread may hold in accumulators before the compiler runs out of its 255 registers.
 _MAX_ACCUMULATORS_PER_THREAD = 128
 _SCALE_POINTERS_PER_THREAD = 32
+_FORMAT = 1
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightStorage:
-    """How weights are stored. group_size: values along K that share a scale, for int4, else 0."""
+    """A stored format of weights. group_size: values along K that share a scale, for int4, else 0."""
 
     format: WeightFormat
     group_size: int = 0
@@ -63,7 +72,7 @@ class MoeShape:
     group_size: int = 0
 
     def name(self) -> str:
-        """How tuned files call it."""
+        """The shape's name in tuned files."""
         group = f"-g{self.group_size}" if self.group_size else ""
         sizes = f"e{self.num_experts}-i{self.intermediate_size}-h{self.hidden_size}-k{self.top_k}"
         return f"moe-{sizes}-{self.weights}{group}"
@@ -74,7 +83,7 @@ class MoeShape:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a configuration has to fit: shared memory of one program in bytes, multiprocessors, tensor descriptors."""
+    """Limits of a GPU: shared memory of one program in bytes, multiprocessors, tensor descriptors."""
 
     shared_bytes: int
     num_multiprocessors: int
@@ -83,7 +92,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How one projection is cut: output columns and depth per step, launch order, warps, steps loaded ahead."""
+    """The cut of one projection: output columns and depth per step, launch order, warps, steps loaded ahead."""
 
     block_n: int
     block_k: int
@@ -112,52 +121,83 @@ class MoeConfig:
         return MoeConfig(fields["variant"], int(fields["block_m"]), Tile(**fields["gate_up"]), Tile(**fields["down"]))
 
 
-def shared_bytes(tile: Tile, block_m: int, projection: Projection, weights: WeightFormat) -> int:
-    """Shared memory that the steps in flight take, in bytes: both operands, the weights twice for gate and up.
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """gpu: the device's name as its driver gives it. triton: its version, of which major and minor count."""
 
-    Activations count as wide as unquantised weights; quantised ones are widened in registers on their way to the dot,
-    through one more buffer of the wide type.
+    gpu: str
+    triton: str
+
+
+class TuningError(Exception):
+    """A tuned file cannot be used. The message says which and why."""
+
+
+class MoeConfigs:
+    """Chooses a layer's configuration by number of tokens: a measured one if there is one, else the heuristic's.
+
+    folders: where tuned files may lie, the first that fits is used. They are read at the first call, which logs the
+    choice.
     """
-    wide = 4 if weights == "float32" else 2
-    matrices = 2 if projection == "gate_up" else 1
-    stages = max(tile.num_stages, 1)
-    stored = matrices * tile.block_n * tile.block_k
-    widened = 0 if WEIGHT_BITS[weights] >= 16 else stored * wide
-    return stages * (block_m * tile.block_k * wide + stored * WEIGHT_BITS[weights] // 8) + widened
+
+    def __init__(
+        self, shape: MoeShape, device: Device, platform: Platform, folders: Sequence[Path] = (PACKAGED,)
+    ) -> None:
+        self.shape = shape
+        self._device = device
+        self._platform = platform
+        self._folders = folders
+        self._tuned: dict[int, MoeConfig] | None = None
+        self._chosen: dict[int, MoeConfig] = {}
+
+    def __call__(self, num_tokens: int) -> MoeConfig:
+        """num_tokens: at least 1. Raises ValueError where nothing fits the device."""
+        config = self._chosen.get(num_tokens)
+        if config is None:
+            if self._tuned is None:
+                self._tuned = self._read()
+            if self._tuned:
+                config = nearest(num_tokens, self._tuned)
+            else:
+                config = heuristic_config(self.shape, num_tokens, self._device)
+            self._chosen[num_tokens] = config
+        return config
+
+    def variant(self, num_tokens: int) -> tuple[MoeConfig, bool]:
+        """The configuration, and whether rows are counted in a launch of their own.
+
+        Numbers of tokens with equal variants launch the same compiled kernels.
+        """
+        return self(num_tokens), num_tokens * self.shape.top_k > MAX_PAIRS_AT_ONCE
+
+    def _read(self) -> dict[int, MoeConfig]:
+        def read(path: Path) -> dict[int, MoeConfig]:
+            return read_tuned(path, self.shape, self._platform, self._device)
+
+        return first_file(self._folders, self.shape, self._platform, read) or {}
 
 
-def fits(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, device: Device) -> bool:
-    """Whether a tile of the `tiled` and `persistent` variants can run on the device without spilling by design."""
-    matrices = 2 if projection == "gate_up" else 1
-    in_registers = matrices * block_m * tile.block_n // (32 * tile.num_warps)
-    limit = _MAX_ACCUMULATORS_PER_THREAD
-    if shape.weights == "int4":
-        # The product of a group is held beside the accumulator until it is scaled, by scales that a pointer each leads
-        # to: two registers for each of the quarter of the columns that a thread has.
-        in_registers = 2 * in_registers + matrices * tile.block_n // 2
-        limit += _SCALE_POINTERS_PER_THREAD
-    # One int4 group per step: its scale belongs to the product of that step.
-    whole_group = shape.weights != "int4" or tile.block_k == shape.group_size
-    return (
-        whole_group
-        and shared_bytes(tile, block_m, projection, shape.weights) <= device.shared_bytes
-        and in_registers <= limit
-    )
+def nearest(num_tokens: int, tuned: Mapping[int, MoeConfig]) -> MoeConfig:
+    """The configuration of the nearest number of tokens, by ratio; of two equally near the larger's."""
+    return tuned[min(tuned, key=lambda tokens: (abs(math.log(tokens / num_tokens)), -tokens))]
 
 
-def programs_that_fit(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, device: Device) -> int:
-    """How many programs of the `tiled` and `persistent` variants shared memory lets a multiprocessor run at once.
-
-    Up to 32 rows, which the tensor cores take from registers, one step fewer is held than there are stages.
-    """
-    held = replace(tile, num_stages=max(1, tile.num_stages - 1)) if block_m <= 32 else tile
-    return (device.shared_bytes + _RESERVED_BYTES) // (
-        shared_bytes(held, block_m, projection, shape.weights) + _RESERVED_BYTES
-    )
+def heuristic_config(shape: MoeShape, num_tokens: int, device: Device) -> MoeConfig:
+    """A sound configuration for any shape, number of tokens and device. Raises ValueError if none fits the device."""
+    variant = variant_of(shape, num_tokens, device)
+    if variant in ("gemv", "gemv_split"):
+        return MoeConfig(variant, 1, _gemv_tile(shape, "gate_up"), _gemv_tile(shape, "down"))
+    block_m = min(block_m_of(shape.rows_per_expert(num_tokens)), 32 if shape.weights == "float32" else 128)
+    while block_m >= 16:
+        tiles = [_first_that_fits(block_m, projection, shape, device) for projection in ("gate_up", "down")]
+        if tiles[0] is not None and tiles[1] is not None:
+            return MoeConfig(variant, block_m, tiles[0], tiles[1])
+        block_m //= 2
+    raise ValueError(f"no tile of {shape.name()} fits {device.shared_bytes} bytes of shared memory")
 
 
 def variant_of(shape: MoeShape, num_tokens: int, device: Device) -> Variant:
-    """By rows per expert: most see one at most, so rows go one by one, or enough to fill tiles for every program."""
+    """Choose by rows per expert: one by one where most experts have one row at most, else in tiles."""
     if num_tokens * shape.top_k * 4 <= shape.num_experts or num_tokens == 1:
         programs = num_tokens * shape.hidden_size // _gemv_tile(shape, "down").block_n
         return "gemv" if programs >= _PROGRAMS_THAT_FILL * device.num_multiprocessors else "gemv_split"
@@ -178,25 +218,11 @@ def block_m_of(rows_per_expert: float) -> int:
     return next((block for block in (16, 32, 64) if 2 * rows_per_expert <= block), 128)
 
 
-def heuristic_config(shape: MoeShape, num_tokens: int, device: Device) -> MoeConfig:
-    """A sound configuration for any shape, number of tokens and device. Raises ValueError if none fits the device."""
-    variant = variant_of(shape, num_tokens, device)
-    if variant in ("gemv", "gemv_split"):
-        return MoeConfig(variant, 1, _gemv_tile(shape, "gate_up"), _gemv_tile(shape, "down"))
-    block_m = min(block_m_of(shape.rows_per_expert(num_tokens)), 32 if shape.weights == "float32" else 128)
-    while block_m >= 16:
-        tiles = [_first_that_fits(block_m, projection, shape, device) for projection in ("gate_up", "down")]
-        if tiles[0] is not None and tiles[1] is not None:
-            return MoeConfig(variant, block_m, tiles[0], tiles[1])
-        block_m //= 2
-    raise ValueError(f"no tile of {shape.name()} fits {device.shared_bytes} bytes of shared memory")
-
-
 def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, device: Device) -> Tile | None:
-    """The widest tile first. Few rows want bytes in flight, so a deep step; many want a large product per step.
+    """Try the widest tile first. Few rows want bytes in flight, so a deep step; many want a large product per step.
 
     A program with few rows, or of the short down projection, waits for memory as it begins and for its results as it
-    ends: two have to fit a multiprocessor, so that one computes meanwhile, where three stages are enough for that.
+    ends. Two should fit a multiprocessor with three stages or more each, so that one computes meanwhile.
     """
     few = block_m <= 32
     widths, wanted = _wanted_sizes(shape, projection, few)
@@ -236,7 +262,7 @@ def _depths(shape: MoeShape, projection: Projection, wanted: tuple[int, ...]) ->
 def _gemv_tile(shape: MoeShape, projection: Projection) -> Tile:
     depth = shape.hidden_size if projection == "gate_up" else shape.intermediate_size
     if shape.weights == "int4":
-        # Whole groups, as many as fill a step: bytes in flight are what a program of few steps lives from.
+        # Whole groups, as many as fill a step: a program of few steps needs many bytes in flight.
         even = next((block for block in (1024, 512, 256, 128) if block % shape.group_size == 0 == depth % block), 0)
         return Tile(16, even or shape.group_size, 1, 4, 1)
     # Steps that divide the depth need no masks.
@@ -246,6 +272,60 @@ def _gemv_tile(shape: MoeShape, projection: Projection) -> Tile:
 
 def _power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
+
+
+def fits(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, device: Device) -> bool:
+    """Whether a tile of the `tiled` and `persistent` variants can run on the device without spilling by design."""
+    matrices = 2 if projection == "gate_up" else 1
+    in_registers = matrices * block_m * tile.block_n // (32 * tile.num_warps)
+    limit = _MAX_ACCUMULATORS_PER_THREAD
+    if shape.weights == "int4":
+        # The product of a group is held beside the accumulator until it is scaled, and each scale needs a pointer: two
+        # registers for each of the quarter of the columns that a thread has.
+        in_registers = 2 * in_registers + matrices * tile.block_n // 2
+        limit += _SCALE_POINTERS_PER_THREAD
+    # One int4 group per step: its scale belongs to the product of that step.
+    whole_group = shape.weights != "int4" or tile.block_k == shape.group_size
+    return (
+        whole_group
+        and shared_bytes(tile, block_m, projection, shape.weights) <= device.shared_bytes
+        and in_registers <= limit
+    )
+
+
+def shared_bytes(tile: Tile, block_m: int, projection: Projection, weights: WeightFormat) -> int:
+    """Bytes of shared memory of the steps in flight: both operands, the weights twice for gate and up.
+
+    Activations count as wide as unquantised weights; quantised ones are widened in registers on their way to the dot,
+    through one more buffer of the wide type.
+    """
+    wide = 4 if weights == "float32" else 2
+    matrices = 2 if projection == "gate_up" else 1
+    stages = max(tile.num_stages, 1)
+    stored = matrices * tile.block_n * tile.block_k
+    widened = 0 if WEIGHT_BITS[weights] >= 16 else stored * wide
+    return stages * (block_m * tile.block_k * wide + stored * WEIGHT_BITS[weights] // 8) + widened
+
+
+def programs_that_fit(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, device: Device) -> int:
+    """How many programs of the `tiled` and `persistent` variants fit a multiprocessor's shared memory at once.
+
+    Up to 32 rows, which the tensor cores take from registers, one step fewer is held than there are stages.
+    """
+    held = replace(tile, num_stages=max(1, tile.num_stages - 1)) if block_m <= 32 else tile
+    return (device.shared_bytes + _RESERVED_BYTES) // (
+        shared_bytes(held, block_m, projection, shape.weights) + _RESERVED_BYTES
+    )
+
+
+def candidate_variants(shape: MoeShape, num_tokens: int, device: Device) -> list[Variant]:
+    """Variants worth timing for a number of tokens."""
+    variants: list[Variant] = ["tiled"]
+    if num_tokens <= 8:
+        variants = ["gemv_split", "gemv", "tiled"]
+    if num_tokens >= 256 and allows_persistent(shape, device):
+        variants.append("persistent")
+    return variants
 
 
 def candidate_block_ms(shape: MoeShape, num_tokens: int) -> list[int]:
@@ -282,64 +362,13 @@ def candidate_tiles(
 
 
 def _own_first(own: Tile, tiles: list[Tile]) -> list[Tile]:
-    """Nearer ones before farther ones, so that the limit cuts the outskirts."""
+    """Order tiles by their distance to the heuristic's, so that the limit drops the farthest."""
 
     def distance(tile: Tile) -> float:
         width, depth = math.log2(tile.block_n / own.block_n), math.log2(tile.block_k / own.block_k)
         return abs(width) + abs(depth) + abs(tile.num_stages - own.num_stages) / 2 + (tile.group_m != own.group_m) / 4
 
     return [own, *sorted((tile for tile in tiles if tile != own), key=distance)][:MAX_CANDIDATES]
-
-
-def candidate_variants(shape: MoeShape, num_tokens: int, device: Device) -> list[Variant]:
-    """Variants worth timing for a number of tokens."""
-    variants: list[Variant] = ["tiled"]
-    if num_tokens <= 8:
-        variants = ["gemv_split", "gemv", "tiled"]
-    if num_tokens >= 256 and allows_persistent(shape, device):
-        variants.append("persistent")
-    return variants
-
-
-# Measured configurations of kernels: files keyed by GPU, shape, weight format and Triton version. Pure. A file says
-# what was fastest on one GPU with one Triton for one shape, for some numbers of tokens. Such files come with the
-# package (`kernels/gpu/tuned`) and from `moeserve tune`. Where none fits, the heuristic serves, and the log says so.
-
-
-PACKAGED = Path(__file__).parent / "tuned"
-
-Key = TypeVar("Key")
-Config = TypeVar("Config")
-
-_FORMAT = 1
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Platform:
-    """gpu: the device's name as its driver gives it. triton: its version, of which major and minor count."""
-
-    gpu: str
-    triton: str
-
-
-class TuningError(Exception):
-    """A tuned file cannot be used. The message says which and why."""
-
-
-class Named(Protocol):
-    """A shape that kernels are tuned for."""
-
-    def name(self) -> str: ...
-
-
-def file_name(shape: Named, platform: Platform) -> str:
-    gpu = re.sub(r"[^a-z0-9]+", "-", platform.gpu.lower()).strip("-")
-    return f"{shape.name()}--{gpu}--triton-{_minor(platform.triton)}.json"
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
 
 
 def write_tuned(
@@ -349,7 +378,7 @@ def write_tuned(
     configs: Mapping[int, MoeConfig],
     microseconds: Mapping[int, float],
 ) -> None:
-    """Writes the fastest configuration and its time per number of tokens. Raises OSError."""
+    """Write the fastest configuration and its time per number of tokens. Raises OSError."""
     entries = {
         str(tokens): {"microseconds": round(microseconds[tokens], 1), **config.to_dict()}
         for tokens, config in sorted(configs.items())
@@ -357,43 +386,11 @@ def write_tuned(
     write_entries(path, shape, platform, entries)
 
 
-def write_entries(path: Path, shape: Named, platform: Platform, configs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes a tuned file. Raises OSError."""
-    fields = {
-        "format": _FORMAT,
-        "shape": shape.name(),
-        "gpu": platform.gpu,
-        "triton": platform.triton,
-        "configs": configs,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(fields, indent=1) + "\n")
-
-
 def read_tuned(path: Path, shape: MoeShape, platform: Platform, device: Device) -> dict[int, MoeConfig]:
-    """Configurations by number of tokens, at least one. Raises TuningError for a broken file or one for others."""
+    """Read configurations by number of tokens, at least one. Raises TuningError for a broken file or another key."""
     configs = read_entries(path, shape, platform, lambda tokens, config: (int(tokens), MoeConfig.from_dict(config)))
     if not configs or not all(_runs(config, shape, device) for config in configs.values()):
         raise TuningError(f"{path} has configurations that cannot run here")
-    return configs
-
-
-def read_entries(
-    path: Path, shape: Named, platform: Platform, parse: Callable[[str, dict[str, Any]], tuple[Key, Config]]
-) -> dict[Key, Config]:
-    """What `parse` makes of each name and its fields, but for the time. Raises TuningError as `read_tuned` does."""
-    try:
-        fields = json.loads(path.read_text())
-        found = (fields["format"], fields["shape"], fields["gpu"], _minor(fields["triton"]))
-        configs = dict(
-            parse(name, {field: value for field, value in entry.items() if field != "microseconds"})
-            for name, entry in fields["configs"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TuningError(f"{path} is no file of tuned configurations ({error!r})") from error
-    wanted = (_FORMAT, shape.name(), platform.gpu, _minor(platform.triton))
-    if found != wanted:
-        raise TuningError(f"{path} is for {found}, not for {wanted}")
     return configs
 
 
@@ -416,59 +413,21 @@ def _is_power_of_two(size: int) -> bool:
     return size > 0 and size & (size - 1) == 0
 
 
-def nearest(num_tokens: int, tuned: Mapping[int, MoeConfig]) -> MoeConfig:
-    """The configuration of the nearest number of tokens, by ratio; of two as near the larger's."""
-    return tuned[min(tuned, key=lambda tokens: (abs(math.log(tokens / num_tokens)), -tokens))]
+class Named(Protocol):
+    """A shape that kernels are tuned for."""
+
+    def name(self) -> str: ...
 
 
-class MoeConfigs:
-    """Chooses a layer's configuration by number of tokens: a measured one if there is one, else the heuristic's.
-
-    shape: of the layer. folders: where tuned files may lie, first come first served; they are looked at when first
-    needed. What is used is logged then, once.
-    """
-
-    def __init__(
-        self, shape: MoeShape, device: Device, platform: Platform, folders: Sequence[Path] = (PACKAGED,)
-    ) -> None:
-        self.shape = shape
-        self._device = device
-        self._platform = platform
-        self._folders = folders
-        self._tuned: dict[int, MoeConfig] | None = None
-        self._chosen: dict[int, MoeConfig] = {}
-
-    def __call__(self, num_tokens: int) -> MoeConfig:
-        """num_tokens: at least 1. Raises ValueError where nothing fits the device."""
-        config = self._chosen.get(num_tokens)
-        if config is None:
-            if self._tuned is None:
-                self._tuned = self._read()
-            if self._tuned:
-                config = nearest(num_tokens, self._tuned)
-            else:
-                config = heuristic_config(self.shape, num_tokens, self._device)
-            self._chosen[num_tokens] = config
-        return config
-
-    def variant(self, num_tokens: int) -> tuple[MoeConfig, bool]:
-        """What kernels are compiled for: the configuration, and whether rows are counted in a launch of their own.
-
-        Numbers of tokens with the same one launch the same kernels.
-        """
-        return self(num_tokens), num_tokens * self.shape.top_k > MAX_PAIRS_AT_ONCE
-
-    def _read(self) -> dict[int, MoeConfig]:
-        def read(path: Path) -> dict[int, MoeConfig]:
-            return read_tuned(path, self.shape, self._platform, self._device)
-
-        return first_file(self._folders, self.shape, self._platform, read) or {}
+def file_name(shape: Named, platform: Platform) -> str:
+    gpu = re.sub(r"[^a-z0-9]+", "-", platform.gpu.lower()).strip("-")
+    return f"{shape.name()}--{gpu}--triton-{_minor(platform.triton)}.json"
 
 
 def first_file(
     folders: Sequence[Path], shape: Named, platform: Platform, read: Callable[[Path], Config]
 ) -> Config | None:
-    """What `read` gives for the first of the folders' files that it does not refuse; the log says which, or none."""
+    """Read the first of the folders' files that `read` does not refuse; log which, or that there is none."""
     for folder in folders:
         path = folder / file_name(shape, platform)
         if not path.exists():
@@ -487,3 +446,39 @@ def first_file(
         platform.triton,
     )
     return None
+
+
+def read_entries(
+    path: Path, shape: Named, platform: Platform, parse: Callable[[str, dict[str, Any]], tuple[Key, Config]]
+) -> dict[Key, Config]:
+    """Parse each entry's name and fields without the time. Raises TuningError as `read_tuned` does."""
+    try:
+        fields = json.loads(path.read_text())
+        found = (fields["format"], fields["shape"], fields["gpu"], _minor(fields["triton"]))
+        configs = dict(
+            parse(name, {field: value for field, value in entry.items() if field != "microseconds"})
+            for name, entry in fields["configs"].items()
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TuningError(f"{path} is no file of tuned configurations ({error!r})") from error
+    wanted = (_FORMAT, shape.name(), platform.gpu, _minor(platform.triton))
+    if found != wanted:
+        raise TuningError(f"{path} is for {found}, not for {wanted}")
+    return configs
+
+
+def write_entries(path: Path, shape: Named, platform: Platform, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write a tuned file. Raises OSError."""
+    fields = {
+        "format": _FORMAT,
+        "shape": shape.name(),
+        "gpu": platform.gpu,
+        "triton": platform.triton,
+        "configs": configs,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(fields, indent=1) + "\n")
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])

@@ -1,7 +1,7 @@
 """Expert selection on the GPU: one program per token, in one launch.
 
-Ties go to the lowest expert id, and to the lowest group: torch.topk promises no order at all, so where scores are
-equal the choice of `kernels.moe_gate.select_experts` may differ, and `select_experts_reference` is what holds here.
+Ties go to the lowest expert id, and to the lowest group, as in `kernels.moe_gate.select_experts_reference`. torch.topk
+promises no order, so where scores are equal the CPU may choose otherwise.
 """
 
 from __future__ import annotations
@@ -11,42 +11,67 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.moe_gate import softmax_of_chosen
 from kernels.specs import GateSpec
 
 
-@triton.jit
-def _lowest_best(values, lanes, taken, LANES: tl.constexpr):
-    """The greatest of the lanes not taken, and the lowest lane that has it; a lane in range whatever the values."""
-    best = tl.max(tl.max(tl.where(taken, -float("inf"), values), 1), 0)
-    index = tl.min(tl.min(tl.where((values == best) & (taken == 0), lanes, LANES), 1), 0)
-    return best, index
+def select_experts(
+    logits: Tensor,
+    spec: GateSpec,
+    correction_bias: Tensor | None = None,
+    *,
+    num_valid: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose as `kernels.moe_gate.select_experts` in one launch: ids [T, k] int64 and weights [T, k] fp32.
+
+    logits: [T, E], rows contiguous. correction_bias: [E] fp32. num_valid: int32 scalar tensor on the device; rows from
+    it on, which pad a captured batch, get ids -1 and weights 0. out: contiguous tensors to write instead of new ones.
+    Ids are distinct and in 0..E-1 whatever the logits are; weights of a row with NaN are NaN where its scores are.
+    """
+    num_tokens, num_experts = logits.shape
+    if logits.stride(1) != 1:
+        raise ValueError("rows of gate logits must be contiguous")
+    if num_experts % spec.num_groups or spec.top_k > num_experts:
+        raise ValueError(f"{num_experts} experts do not make {spec.num_groups} groups or top {spec.top_k}")
+    out = out or _new_choice(num_tokens, spec.top_k, logits.device)
+    if num_tokens == 0:
+        return out
+    sparsemixer = spec.score == "sparsemixer"
+    groups = 1 if sparsemixer else spec.num_groups
+    has_bias = correction_bias is not None and not sparsemixer
+    _select_kernel[(num_tokens,)](
+        logits,
+        correction_bias if has_bias else logits,
+        logits if num_valid is None else num_valid,
+        *out,
+        logits.stride(0),
+        NUM_EXPERTS=num_experts,
+        GROUPS=groups,
+        TOP_GROUPS=spec.top_groups,
+        TOP2=spec.group_score == "top2",
+        TOP_K=spec.top_k,
+        SCORE=spec.score,
+        OF_CHOSEN=softmax_of_chosen(spec, has_bias),
+        RENORMALISE=spec.renormalise and not sparsemixer,
+        NORM_MIN=spec.norm_min,
+        SCALE=spec.scale,
+        JITTER=spec.jitter,
+        HAS_BIAS=has_bias,
+        HAS_COUNT=num_valid is not None,
+        ROWS=triton.next_power_of_2(groups),
+        COLUMNS=triton.next_power_of_2(num_experts // groups),
+        SLOTS=triton.next_power_of_2(spec.top_k),
+        num_warps=1 if num_experts <= 256 else 4,
+    )
+    return out
 
 
-@triton.jit
-def _mask_groups(choice, lanes, taken, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
-    """Sets all experts but those of the best groups to -inf. choice, lanes, taken: [groups, experts of a group]."""
-    num_rows: tl.constexpr = choice.shape[0]
-    num_lanes: tl.constexpr = choice.shape[0] * choice.shape[1]
-    worth = tl.max(choice, 1)
-    if TOP2:
-        first = tl.min(tl.where(choice == worth[:, None], lanes, num_lanes), 1)
-        worth += tl.max(tl.where(lanes == first[:, None], -float("inf"), choice), 1)
-    group = tl.arange(0, num_rows)
-    dropped = group >= 0
-    done = group >= GROUPS
-    for _ in tl.static_range(TOP_GROUPS):
-        best = tl.max(tl.where(done, -float("inf"), worth), 0)
-        index = tl.min(tl.where((worth == best) & (done == 0), group, num_rows), 0)
-        dropped = dropped & (group != index)
-        done = done | (group == index)
-    return tl.where(dropped[:, None], -float("inf"), choice)
-
-
-@triton.jit
-def _sparsemixer_weight(logits, remaining, best, JITTER: tl.constexpr):
-    far = (best - logits) / tl.maximum(tl.abs(logits), best) > 2 * JITTER
-    kept = tl.where(far, -float("inf"), remaining)
-    return 1.0 / tl.sum(tl.sum(tl.exp(kept - best), 1), 0)
+def _new_choice(num_tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    ids, weights = (
+        torch.empty((num_tokens, top_k), dtype=dtype, device=device) for dtype in (torch.int64, torch.float32)
+    )
+    return ids, weights
 
 
 @triton.jit(do_not_specialize_on_alignment=["bias", "num_valid"])
@@ -98,7 +123,7 @@ def _select_kernel(
     choice = scores
     if HAS_BIAS:
         choice += tl.load(bias + lanes, mask=absent == 0, other=0.0)
-    # Whatever is not a number is chosen last, so that ids are valid for any logits.
+    # NaN is chosen last, so that ids are valid for any logits.
     choice = tl.where(absent | (choice != choice), -float("inf"), choice)
     taken = absent
     if GROUPS > 1:
@@ -125,97 +150,36 @@ def _select_kernel(
     tl.store(weights + token * TOP_K + k, chosen * SCALE, mask=k < TOP_K)
 
 
-def select_experts(
-    logits: Tensor,
-    spec: GateSpec,
-    correction_bias: Tensor | None = None,
-    *,
-    num_valid: Tensor | None = None,
-    out: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`kernels.moe_gate.select_experts` in one launch: ids [T, k] int64 and weights [T, k] fp32.
-
-    logits: [T, E], rows contiguous. correction_bias: [E] fp32. num_valid: int32 scalar tensor on the device; rows from
-    it on, which pad a captured batch, get ids -1 and weights 0. out: contiguous tensors to write instead of new ones.
-    Ids are distinct and in 0..E-1 whatever the logits are; weights of a row with NaN are NaN where its scores are.
-    """
-    num_tokens, num_experts = logits.shape
-    if logits.stride(1) != 1:
-        raise ValueError("rows of gate logits must be contiguous")
-    if num_experts % spec.num_groups or spec.top_k > num_experts:
-        raise ValueError(f"{num_experts} experts do not make {spec.num_groups} groups or top {spec.top_k}")
-    out = out or _new_choice(num_tokens, spec.top_k, logits.device)
-    if num_tokens == 0:
-        return out
-    sparsemixer = spec.score == "sparsemixer"
-    groups = 1 if sparsemixer else spec.num_groups
-    has_bias = correction_bias is not None and not sparsemixer
-    _select_kernel[(num_tokens,)](
-        logits,
-        correction_bias if has_bias else logits,
-        logits if num_valid is None else num_valid,
-        *out,
-        logits.stride(0),
-        NUM_EXPERTS=num_experts,
-        GROUPS=groups,
-        TOP_GROUPS=spec.top_groups,
-        TOP2=spec.group_score == "top2",
-        TOP_K=spec.top_k,
-        SCORE=spec.score,
-        OF_CHOSEN=softmax_of_chosen(spec, has_bias),
-        RENORMALISE=spec.renormalise and not sparsemixer,
-        NORM_MIN=spec.norm_min,
-        SCALE=spec.scale,
-        JITTER=spec.jitter,
-        HAS_BIAS=has_bias,
-        HAS_COUNT=num_valid is not None,
-        ROWS=triton.next_power_of_2(groups),
-        COLUMNS=triton.next_power_of_2(num_experts // groups),
-        SLOTS=triton.next_power_of_2(spec.top_k),
-        num_warps=1 if num_experts <= 256 else 4,
-    )
-    return out
+@triton.jit
+def _lowest_best(values, lanes, taken, LANES: tl.constexpr):
+    """The greatest value of the lanes not taken and the lowest lane that holds it, in range whatever the values."""
+    best = tl.max(tl.max(tl.where(taken, -float("inf"), values), 1), 0)
+    index = tl.min(tl.min(tl.where((values == best) & (taken == 0), lanes, LANES), 1), 0)
+    return best, index
 
 
-def _new_choice(num_tokens: int, top_k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    ids, weights = (
-        torch.empty((num_tokens, top_k), dtype=dtype, device=device) for dtype in (torch.int64, torch.float32)
-    )
-    return ids, weights
+@triton.jit
+def _mask_groups(choice, lanes, taken, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
+    """Set all experts but those of the best groups to -inf. choice, lanes, taken: [groups, experts of a group]."""
+    num_rows: tl.constexpr = choice.shape[0]
+    num_lanes: tl.constexpr = choice.shape[0] * choice.shape[1]
+    worth = tl.max(choice, 1)
+    if TOP2:
+        first = tl.min(tl.where(choice == worth[:, None], lanes, num_lanes), 1)
+        worth += tl.max(tl.where(lanes == first[:, None], -float("inf"), choice), 1)
+    group = tl.arange(0, num_rows)
+    dropped = group >= 0
+    done = group >= GROUPS
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.max(tl.where(done, -float("inf"), worth), 0)
+        index = tl.min(tl.where((worth == best) & (done == 0), group, num_rows), 0)
+        dropped = dropped & (group != index)
+        done = done | (group == index)
+    return tl.where(dropped[:, None], -float("inf"), choice)
 
 
-def softmax_of_chosen(spec: GateSpec, has_bias: bool) -> bool:
-    """Whether the weights are a softmax over the chosen logits, which is also a renormalised softmax over all."""
-    if spec.score != "softmax" or spec.num_groups > 1 or has_bias:
-        return False
-    return spec.softmax_after_top_k or (spec.renormalise and spec.norm_min == 0.0)
-
-
-def select_experts_reference(
-    logits: Tensor, spec: GateSpec, correction_bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, with the order of ties that the kernel promises, for softmax and sigmoid scores."""
-    logits = logits.float()
-    if spec.score == "ones":
-        ids = _top(logits if correction_bias is None else logits + correction_bias, spec.top_k)
-        return ids, torch.ones(ids.shape, dtype=torch.float32, device=ids.device)
-    of_chosen = softmax_of_chosen(spec, correction_bias is not None)
-    scores = logits if of_chosen else logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(-1)
-    choice = scores if correction_bias is None else scores + correction_bias
-    if spec.num_groups > 1:
-        grouped = choice.unflatten(-1, (spec.num_groups, -1))
-        worth = grouped.amax(-1) if spec.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
-        dropped = torch.ones_like(worth, dtype=torch.bool)
-        dropped.scatter_(-1, _top(worth, spec.top_groups), False)
-        choice = grouped.masked_fill(dropped[..., None], -torch.inf).flatten(-2)
-    ids = _top(choice, spec.top_k)
-    weights = scores.gather(-1, ids)
-    if of_chosen:
-        weights = weights.softmax(-1)
-    elif spec.renormalise:
-        weights = weights / weights.sum(-1, keepdim=True).clamp(min=spec.norm_min)
-    return ids, weights * spec.scale
-
-
-def _top(values: Tensor, count: int) -> Tensor:
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+@triton.jit
+def _sparsemixer_weight(logits, remaining, best, JITTER: tl.constexpr):
+    far = (best - logits) / tl.maximum(tl.abs(logits), best) > 2 * JITTER
+    kept = tl.where(far, -float("inf"), remaining)
+    return 1.0 / tl.sum(tl.sum(tl.exp(kept - best), 1), 0)

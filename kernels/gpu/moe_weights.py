@@ -1,4 +1,4 @@
-"""How the matrices of experts lie in memory for the GPU kernels, plain or quantised, and plain-torch references.
+"""How the matrices of experts lie in memory for the GPU kernels, plain or quantised.
 
 Matrices are [S, N, K]: S slots, N output channels, K contiguous. Formats:
 - plain: fp32, fp16 or bf16.
@@ -70,14 +70,14 @@ class StoredMatrix:
         return self.depth // self.scale.shape[1] if self.format == "int4" and self.scale is not None else 0
 
     def copy_slot(self, slot: int, source: StoredMatrix) -> None:
-        """Overwrites a slot with the first one of `source`, stored in the same way, on any device."""
+        """Overwrite a slot with the first slot of `source`, stored in the same way, on any device."""
         fields = (self.values, self.scale, self.bias)
         for target, new in zip(fields, (source.values, source.scale, source.bias), strict=True):
             if target is not None and new is not None:
                 target[slot].copy_(new[0])
 
     def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Values, scale and bias as kernel arguments; an absent one is never read."""
+        """Values, scale and bias as kernel arguments; the stand-in for an absent one is never read."""
         return (
             self.values,
             self.values if self.scale is None else self.scale,
@@ -145,9 +145,9 @@ class GpuExperts:
 
 
 def store_weights(weights: Tensor, storage: WeightStorage, bias: Tensor | None = None) -> StoredMatrix:
-    """weights [S, N, K] and bias [S, N] as `storage` says. What is plain is stored as it is.
+    """Store weights [S, N, K] and bias [S, N] in a format; plain weights are kept, not copied.
 
-    The same bits on every device. Raises ValueError for groups that do not cut the rows.
+    The same bits on every device. Raises ValueError for groups that do not divide the rows.
     """
     if storage.format == "int8":
         return quantise_int8(weights, bias)
@@ -161,7 +161,7 @@ def store_weights(weights: Tensor, storage: WeightStorage, bias: Tensor | None =
 
 
 def empty_weights(probe: StoredMatrix, num_slots: int, device: torch.device) -> StoredMatrix:
-    """A matrix of `num_slots` slots as those of `probe`, with whatever lies in the memory that it takes."""
+    """A matrix of `num_slots` uninitialised slots, stored as `probe` is."""
 
     def empty(field: Tensor) -> Tensor:
         return torch.empty((num_slots, *field.shape[1:]), dtype=field.dtype, device=device)
@@ -171,7 +171,7 @@ def empty_weights(probe: StoredMatrix, num_slots: int, device: torch.device) -> 
 
 
 def quantise_int8(weights: Tensor, bias: Tensor | None = None) -> StoredMatrix:
-    """weights [S, N, K], any float dtype -> int8 per output channel."""
+    """Quantise weights [S, N, K], any float dtype, to int8 per output channel."""
     wide = weights.float()
     scale = _scale_of(wide, 127.0)
     values = (wide / scale[..., None]).round_().clamp_(-127, 127).to(torch.int8)
@@ -179,7 +179,7 @@ def quantise_int8(weights: Tensor, bias: Tensor | None = None) -> StoredMatrix:
 
 
 def quantise_fp8(weights: Tensor, bias: Tensor | None = None) -> StoredMatrix:
-    """weights [S, N, K], any float dtype -> fp8 e4m3 per output channel."""
+    """Quantise weights [S, N, K], any float dtype, to fp8 e4m3 per output channel."""
     wide = weights.float()
     limit = torch.finfo(_FP8).max
     scale = _scale_of(wide, limit)
@@ -187,7 +187,7 @@ def quantise_fp8(weights: Tensor, bias: Tensor | None = None) -> StoredMatrix:
 
 
 def quantise_int4(weights: Tensor, group_size: int, bias: Tensor | None = None) -> StoredMatrix:
-    """weights [S, N, K], any float dtype -> int4 per group. group_size: a power of two from 32 on that divides K."""
+    """Quantise weights [S, N, K], any float dtype, to int4. group_size: a power of two from 32 on that divides K."""
     if group_size < 32 or group_size & (group_size - 1) or weights.shape[-1] % group_size:
         raise ValueError(f"groups of {group_size} do not cut rows of {weights.shape[-1]}")
     groups = weights.float().unflatten(-1, (-1, group_size))
@@ -197,7 +197,7 @@ def quantise_int4(weights: Tensor, group_size: int, bias: Tensor | None = None) 
 
 
 def pack_int4(values: Tensor, group_size: int) -> Tensor:
-    """Values -8..7 int8 [.., K] -> uint8 [.., K / 2] in the layout above."""
+    """Pack values -8..7 int8 [.., K] into uint8 [.., K / 2] in the layout above."""
     halves = (values + 8).to(torch.uint8).unflatten(-1, (-1, 2, group_size // 2))
     return (halves[..., 0, :] | (halves[..., 1, :] << 4)).flatten(-2)
 
@@ -211,5 +211,5 @@ def unpack_int4(packed: Tensor, group_size: int) -> Tensor:
 def _scale_of(values: Tensor, limit: float) -> Tensor:
     # A channel of zeros keeps a scale that does not divide by zero.
     largest = values.abs().amax(-1).clamp_(min=torch.finfo(torch.float32).tiny * limit)
-    # By a tensor: a GPU would multiply by the reciprocal of a number, and round otherwise than a CPU.
+    # Divided by a tensor: a GPU multiplies by the reciprocal of a number and rounds otherwise than a CPU.
     return largest / torch.full_like(largest, limit)

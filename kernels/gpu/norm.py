@@ -12,44 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
-def _norm_kernel(
-    x,
-    residual,
-    weight,
-    bias,
-    out,
-    x_stride: tl.int64,
-    residual_stride: tl.int64,
-    out_stride: tl.int64,
-    multiplier,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-    CENTRE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        place = residual + row * residual_stride + columns
-        summed = tl.load(place, mask=inside, other=0.0).to(tl.float32) + values * multiplier
-        # The norm sees what the next layer will read: the rounded sum.
-        rounded = summed.to(residual.dtype.element_ty)
-        tl.store(place, rounded, mask=inside)
-        values = rounded.to(tl.float32)
-    if CENTRE:
-        mean = tl.sum(values, 0) / WIDTH
-        values = tl.where(inside, values - mean, 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / WIDTH + eps)
-    normed = values * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    if CENTRE:
-        normed += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_stride + columns, normed.to(out.dtype.element_ty), mask=inside)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """Root-mean-square norm over the last dimension of x [..., D] times weight [D] (Zhang & Sennrich, 2019).
 
@@ -59,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0) -> Tensor:
-    """Adds x [T, D] times `multiplier` to `residual` [T, D] in place and returns the norm of the sum."""
+    """Add x [T, D] times `multiplier` to `residual` [T, D] in place and return the norm of the sum."""
     return _norm(x, residual, weight, None, eps, multiplier, None)
 
 
@@ -120,3 +82,41 @@ def _as_rows(x: Tensor) -> Tensor:
     if rows.stride(1) != 1:
         raise ValueError("the normalised dimension must be contiguous")
     return rows
+
+
+@triton.jit
+def _norm_kernel(
+    x,
+    residual,
+    weight,
+    bias,
+    out,
+    x_stride: tl.int64,
+    residual_stride: tl.int64,
+    out_stride: tl.int64,
+    multiplier,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    CENTRE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        place = residual + row * residual_stride + columns
+        summed = tl.load(place, mask=inside, other=0.0).to(tl.float32) + values * multiplier
+        # The norm sees what the next layer will read: the rounded sum.
+        rounded = summed.to(residual.dtype.element_ty)
+        tl.store(place, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    if CENTRE:
+        mean = tl.sum(values, 0) / WIDTH
+        values = tl.where(inside, values - mean, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / WIDTH + eps)
+    normed = values * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if CENTRE:
+        normed += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + columns, normed.to(out.dtype.element_ty), mask=inside)

@@ -12,109 +12,92 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The kernel of `kernels.gpu.rope_kv`: norms, rotates and stores a token's heads, all arithmetic in fp32.
+from kernels.rope_kv import apply_rotary
 
-
+_HEADS_PER_PROGRAM = 8
 _FP8_MAX = tl.constexpr(448.0)
 
 
-@triton.jit
-def _narrow(values, scales, HAS_SCALE: tl.constexpr, target: tl.constexpr):
-    if HAS_SCALE:
-        values = values / scales[:, None]
-    if target == tl.float8e4nv:
-        # A cast beyond e4m3's range would give NaN.
-        values = tl.minimum(tl.maximum(values, -_FP8_MAX), _FP8_MAX)
-    return values.to(target)
+def norm_rope_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys_pool: Tensor,
+    values_pool: Tensor | None,
+    *,
+    interleaved: bool,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+    clip: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the rotated queries [T, H, D] (in `out` if given); write keys and values into the pools, which it mutates.
 
+    q [T, H, D], k [T, KV, D], v [T, KV, Dv] or None (values are a prefix of the keys, or elsewhere): views whose last
+    dimension is contiguous. cos, sin [T, R/2] contiguous: the first R <= D channels are rotated, in pairs (i, i + R/2),
+    or (2i, 2i + 1) when interleaved. slots [T] int64, a token with slot -1 is not written. Pools [KV, num_slots, D] in
+    any layout with contiguous channels.
 
-@triton.jit
-def _norm_rotate_store(
-    source,
-    source_rows,
-    target,
-    target_rows,
-    inside,
-    weight,
-    scales,
-    cos,
-    sin,
-    clip,
-    eps,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr,
-    CLIP: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-):
-    """Heads [N, HEAD_DIM] at `source_rows` of source go to `target_rows` of target; `inside` [N] says which exist."""
-    pair = tl.arange(0, BLOCK_HALF)
-    in_pair = inside[:, None] & (pair < HALF)[None, :]
-    if INTERLEAVED:
-        first_place, second_place = 2 * pair, 2 * pair + 1
+    In this order: clip to [-clip, clip] (q, k and v), per-head RMS norm with q_weight and k_weight [D], rotation. With
+    k_scale and v_scale [KV] fp32 pools hold values divided by the scale. Pools of fp8 e4m3 hold them clamped to the
+    largest fp8.
+    """
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if not q.shape[0]:
+        return q_out
+    if v is None or values_pool is None:
+        tensors, value_dim = (q, k, k, q_out, keys_pool, keys_pool), 0
     else:
-        first_place, second_place = pair, pair + HALF
-    first = tl.load(source + source_rows[:, None] + first_place[None, :], mask=in_pair, other=0.0).to(tl.float32)
-    second = tl.load(source + source_rows[:, None] + second_place[None, :], mask=in_pair, other=0.0).to(tl.float32)
-    if CLIP:
-        first = tl.minimum(tl.maximum(first, -clip), clip)
-        second = tl.minimum(tl.maximum(second, -clip), clip)
-    if NORM:
-        total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-    if HEAD_DIM > 2 * HALF:
-        place = 2 * HALF + tl.arange(0, BLOCK_REST)
-        in_rest = inside[:, None] & (place < HEAD_DIM)[None, :]
-        rest = tl.load(source + source_rows[:, None] + place[None, :], mask=in_rest, other=0.0).to(tl.float32)
-        if CLIP:
-            rest = tl.minimum(tl.maximum(rest, -clip), clip)
-        if NORM:
-            total += tl.sum(rest * rest, 1)
-    if NORM:
-        scale = (1.0 / tl.sqrt(total / HEAD_DIM + eps))[:, None]
-        first *= scale * tl.load(weight + first_place, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-        second *= scale * tl.load(weight + second_place, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-        if HEAD_DIM > 2 * HALF:
-            rest *= scale * tl.load(weight + place, mask=place < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-    cosine = tl.load(cos + pair, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    sine = tl.load(sin + pair, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
-    kind: tl.constexpr = target.dtype.element_ty
-    rotated = _narrow(first * cosine - second * sine, scales, HAS_SCALE, kind)
-    tl.store(target + target_rows[:, None] + first_place[None, :], rotated, mask=in_pair)
-    rotated = _narrow(second * cosine + first * sine, scales, HAS_SCALE, kind)
-    tl.store(target + target_rows[:, None] + second_place[None, :], rotated, mask=in_pair)
-    if HEAD_DIM > 2 * HALF:
-        kept = _narrow(rest, scales, HAS_SCALE, kind)
-        tl.store(target + target_rows[:, None] + place[None, :], kept, mask=in_rest)
+        tensors, value_dim = (q, k, v, q_out, keys_pool, values_pool), v.shape[2]
+    sizes = _sizes(q, k, cos.shape[1], value_dim)
+    heads = sizes["BLOCK_HEADS"]
+    grid = (q.shape[0], triton.cdiv(q.shape[1], heads) + triton.cdiv(k.shape[1], heads))
+    _rope_kv_kernel[grid](
+        *tensors[:3],
+        cos,
+        sin,
+        slots,
+        # Where something is absent, any tensor stands in for it and is not read.
+        *(cos if each is None else each for each in (q_weight, k_weight, k_scale, v_scale)),
+        *tensors[3:],
+        *(stride for tensor in tensors for stride in tensor.stride()[:2]),
+        0.0 if clip is None else clip,
+        eps,
+        **sizes,
+        INTERLEAVED=interleaved,
+        NORM=q_weight is not None,
+        CLIP=clip is not None,
+        HAS_SCALE=k_scale is not None,
+        # Few threads with much each: what heads share, angles and weights, is loaded and unpacked once per thread.
+        num_warps=1 if q.shape[2] <= 128 else 2,
+    )
+    return q_out
+
+
+def _sizes(q: Tensor, k: Tensor, half: int, value_dim: int) -> dict[str, int]:
+    """Constants of the kernel; `half` is half the number of rotated channels."""
+    num_heads, head_dim, num_kv_heads = q.shape[1], q.shape[2], k.shape[1]
+    return {
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "HALF": half,
+        "BLOCK_HEADS": min(_HEADS_PER_PROGRAM, triton.next_power_of_2(max(num_heads, num_kv_heads))),
+        "BLOCK_HALF": triton.next_power_of_2(half),
+        "BLOCK_REST": triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        "BLOCK_VALUE": triton.next_power_of_2(max(1, value_dim)),
+    }
 
 
 @triton.jit
-def _copy_heads(
-    source,
-    source_rows,
-    target,
-    target_rows,
-    inside,
-    scales,
-    clip,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CLIP: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-):
-    place = tl.arange(0, BLOCK)
-    mask = inside[:, None] & (place < DIM)[None, :]
-    values = tl.load(source + source_rows[:, None] + place[None, :], mask=mask, other=0.0).to(tl.float32)
-    if CLIP:
-        values = tl.minimum(tl.maximum(values, -clip), clip)
-    narrowed = _narrow(values, scales, HAS_SCALE, target.dtype.element_ty)
-    tl.store(target + target_rows[:, None] + place[None, :], narrowed, mask=mask)
-
-
-@triton.jit
-def rope_kv_kernel(
+def _rope_kv_kernel(
     q,
     k,
     v,
@@ -230,88 +213,99 @@ def rope_kv_kernel(
             )
 
 
-_HEADS_PER_PROGRAM = 8
-
-
-def norm_rope_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    keys_pool: Tensor,
-    values_pool: Tensor | None,
-    *,
-    interleaved: bool,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
-    clip: float | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Rotated queries [T, H, D] (into `out` if given); mutates the pools, where keys and values are written.
-
-    q [T, H, D], k [T, KV, D], v [T, KV, Dv] or None (values are a prefix of the keys, or elsewhere): views whose last
-    dimension is contiguous. cos, sin [T, R/2] contiguous: the first R <= D channels are rotated, in pairs (i, i + R/2),
-    or (2i, 2i + 1) when interleaved. slots [T] int64, a token with slot -1 is not written. Pools [KV, num_slots, D] in
-    any layout with contiguous channels.
-
-    In this order: clip to [-clip, clip] (q, k and v), per-head RMS norm with q_weight and k_weight [D], rotation. With
-    k_scale and v_scale [KV] fp32 pools hold values divided by the scale. Pools of fp8 e4m3 hold them clamped to the
-    largest fp8.
-    """
-    q_out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    if not q.shape[0]:
-        return q_out
-    if v is None or values_pool is None:
-        tensors, value_dim = (q, k, k, q_out, keys_pool, keys_pool), 0
+@triton.jit
+def _norm_rotate_store(
+    source,
+    source_rows,
+    target,
+    target_rows,
+    inside,
+    weight,
+    scales,
+    cos,
+    sin,
+    clip,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    CLIP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+):
+    """Norm and rotate heads [N, HEAD_DIM] from `source_rows` to `target_rows`; `inside` [N] says which exist."""
+    pair = tl.arange(0, BLOCK_HALF)
+    in_pair = inside[:, None] & (pair < HALF)[None, :]
+    if INTERLEAVED:
+        first_place, second_place = 2 * pair, 2 * pair + 1
     else:
-        tensors, value_dim = (q, k, v, q_out, keys_pool, values_pool), v.shape[2]
-    sizes = _sizes(q, k, cos.shape[1], value_dim)
-    heads = sizes["BLOCK_HEADS"]
-    grid = (q.shape[0], triton.cdiv(q.shape[1], heads) + triton.cdiv(k.shape[1], heads))
-    rope_kv_kernel[grid](
-        *tensors[:3],
-        cos,
-        sin,
-        slots,
-        # Where something is absent, any tensor stands in for it and is not read.
-        *(cos if each is None else each for each in (q_weight, k_weight, k_scale, v_scale)),
-        *tensors[3:],
-        *(stride for tensor in tensors for stride in tensor.stride()[:2]),
-        0.0 if clip is None else clip,
-        eps,
-        **sizes,
-        INTERLEAVED=interleaved,
-        NORM=q_weight is not None,
-        CLIP=clip is not None,
-        HAS_SCALE=k_scale is not None,
-        # Few threads with much each: what heads share, angles and weights, is loaded and unpacked once per thread.
-        num_warps=1 if q.shape[2] <= 128 else 2,
-    )
-    return q_out
+        first_place, second_place = pair, pair + HALF
+    first = tl.load(source + source_rows[:, None] + first_place[None, :], mask=in_pair, other=0.0).to(tl.float32)
+    second = tl.load(source + source_rows[:, None] + second_place[None, :], mask=in_pair, other=0.0).to(tl.float32)
+    if CLIP:
+        first = tl.minimum(tl.maximum(first, -clip), clip)
+        second = tl.minimum(tl.maximum(second, -clip), clip)
+    if NORM:
+        total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    if HEAD_DIM > 2 * HALF:
+        place = 2 * HALF + tl.arange(0, BLOCK_REST)
+        in_rest = inside[:, None] & (place < HEAD_DIM)[None, :]
+        rest = tl.load(source + source_rows[:, None] + place[None, :], mask=in_rest, other=0.0).to(tl.float32)
+        if CLIP:
+            rest = tl.minimum(tl.maximum(rest, -clip), clip)
+        if NORM:
+            total += tl.sum(rest * rest, 1)
+    if NORM:
+        scale = (1.0 / tl.sqrt(total / HEAD_DIM + eps))[:, None]
+        first *= scale * tl.load(weight + first_place, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+        second *= scale * tl.load(weight + second_place, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+        if HEAD_DIM > 2 * HALF:
+            rest *= scale * tl.load(weight + place, mask=place < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
+    cosine = tl.load(cos + pair, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+    sine = tl.load(sin + pair, mask=pair < HALF, other=0.0).to(tl.float32)[None, :]
+    kind: tl.constexpr = target.dtype.element_ty
+    rotated = _narrow(first * cosine - second * sine, scales, HAS_SCALE, kind)
+    tl.store(target + target_rows[:, None] + first_place[None, :], rotated, mask=in_pair)
+    rotated = _narrow(second * cosine + first * sine, scales, HAS_SCALE, kind)
+    tl.store(target + target_rows[:, None] + second_place[None, :], rotated, mask=in_pair)
+    if HEAD_DIM > 2 * HALF:
+        kept = _narrow(rest, scales, HAS_SCALE, kind)
+        tl.store(target + target_rows[:, None] + place[None, :], kept, mask=in_rest)
 
 
-def _sizes(q: Tensor, k: Tensor, half: int, value_dim: int) -> dict[str, int]:
-    """Constants of the kernel; `half` of the rotated channels."""
-    num_heads, head_dim, num_kv_heads = q.shape[1], q.shape[2], k.shape[1]
-    return {
-        "NUM_HEADS": num_heads,
-        "NUM_KV_HEADS": num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_dim,
-        "HALF": half,
-        "BLOCK_HEADS": min(_HEADS_PER_PROGRAM, triton.next_power_of_2(max(num_heads, num_kv_heads))),
-        "BLOCK_HALF": triton.next_power_of_2(half),
-        "BLOCK_REST": triton.next_power_of_2(max(1, head_dim - 2 * half)),
-        "BLOCK_VALUE": triton.next_power_of_2(max(1, value_dim)),
-    }
+@triton.jit
+def _copy_heads(
+    source,
+    source_rows,
+    target,
+    target_rows,
+    inside,
+    scales,
+    clip,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CLIP: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+):
+    place = tl.arange(0, BLOCK)
+    mask = inside[:, None] & (place < DIM)[None, :]
+    values = tl.load(source + source_rows[:, None] + place[None, :], mask=mask, other=0.0).to(tl.float32)
+    if CLIP:
+        values = tl.minimum(tl.maximum(values, -clip), clip)
+    narrowed = _narrow(values, scales, HAS_SCALE, target.dtype.element_ty)
+    tl.store(target + target_rows[:, None] + place[None, :], narrowed, mask=mask)
 
 
-# `kernels.gpu.rope_kv` in plain torch.
+@triton.jit
+def _narrow(values, scales, HAS_SCALE: tl.constexpr, target: tl.constexpr):
+    if HAS_SCALE:
+        values = values / scales[:, None]
+    if target == tl.float8e4nv:
+        # A cast beyond e4m3's range would give NaN.
+        values = tl.minimum(tl.maximum(values, -_FP8_MAX), _FP8_MAX)
+    return values.to(target)
 
 
 def norm_rope_write_kv_reference(
@@ -333,14 +327,14 @@ def norm_rope_write_kv_reference(
     v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The same in plain torch, through fp64."""
+    """`norm_rope_write_kv` in plain torch, through fp64."""
     q_out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     wide = [x.double() if clip is None else x.double().clamp(-clip, clip) for x in (q, k)]
     wide = [
         x if weight is None else x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
         for x, weight in zip(wide, (q_weight, k_weight), strict=True)
     ]
-    q_rotated, k_rotated = (_rotate(x, cos.double(), sin.double(), interleaved) for x in wide)
+    q_rotated, k_rotated = (apply_rotary(x, cos.double(), sin.double(), interleaved=interleaved) for x in wide)
     q_out.copy_(q_rotated)
     kept = slots >= 0
     writes = [(k_rotated, keys_pool, k_scale)]
@@ -352,14 +346,3 @@ def norm_rope_write_kv_reference(
             stored = stored.clamp(-448.0, 448.0)
         pool[:, slots[kept]] = stored[kept].transpose(0, 1).float().to(pool.dtype)
     return q_out
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    size = 2 * cos.shape[1]
-    firsts = slice(0, size, 2) if interleaved else slice(0, size // 2)
-    seconds = slice(1, size, 2) if interleaved else slice(size // 2, size)
-    out = x.clone()
-    first, second = x[..., firsts], x[..., seconds]
-    out[..., firsts] = first * cos[:, None] - second * sin[:, None]
-    out[..., seconds] = second * cos[:, None] + first * sin[:, None]
-    return out

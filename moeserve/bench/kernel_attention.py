@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.attention import paged_attention_reference
 from kernels.gpu.attention import (
     PagedContext,
     Partials,
     Scoring,
-    paged_attention_reference,
     prefill_attention,
     split_attention,
 )

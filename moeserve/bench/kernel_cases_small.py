@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.block_copy import copy_blocks
 from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv
@@ -22,8 +21,7 @@ from moeserve.bench.kernel_peers_torch import compiled
 
 _WIDTH, _HEADS, _KV_HEADS, _DIM = 2048, 32, 4, 128
 _EXPERTS, _TOP_K, _EPS = 128, 8, 1e-6
-# A pool has room for so many times the blocks that are copied at once.
-_BLOCKS, _BLOCK_SIZE, _POOL = 1024, 16, 16
+_BLOCKS, _BLOCK_SIZE = 1024, 16
 
 
 def norm_cases(device: torch.device) -> list[PlannedCase]:
@@ -44,11 +42,9 @@ def gate_cases(device: torch.device) -> list[PlannedCase]:
 
 
 def copy_cases(device: torch.device) -> list[PlannedCase]:
-    """Between the pool and dense staging memory, and between that and page-locked memory of the host."""
+    """Between dense staging memory and page-locked memory of the host."""
     blocks = f"{_BLOCKS} blocks of {_BLOCK_SIZE}"
     return [
-        PlannedCase(f"gather {blocks}", partial(_copy_case, device, gather=True)),
-        PlannedCase(f"scatter {blocks}", partial(_copy_case, device, gather=False)),
         PlannedCase(f"{blocks} to the host", partial(_host_case, device, to_host=True)),
         PlannedCase(f"{blocks} from the host", partial(_host_case, device, to_host=False)),
     ]
@@ -172,37 +168,6 @@ def _gate_case(tokens: int, device: torch.device) -> KernelCase:
         num_bytes,
         0,
         relative_error=lambda: relative_error(select_experts(logits[0], spec)[1], by_torch(logits[0])),
-    )
-
-
-def _copy_case(device: torch.device, *, gather: bool) -> KernelCase:
-    numbers = Numbers(device)
-    pool = numbers.normal(_KV_HEADS, _POOL * _BLOCKS * _BLOCK_SIZE, _DIM)
-    staging = numbers.normal(_KV_HEADS, _BLOCKS * _BLOCK_SIZE, _DIM)
-    whole = [tensor.view(_KV_HEADS, -1, _BLOCK_SIZE * _DIM) for tensor in (pool, staging)]
-
-    def ours(ids: Tensor) -> Tensor:
-        if gather:
-            copy_blocks(pool, staging, ids, None, block_size=_BLOCK_SIZE)
-            return staging
-        copy_blocks(staging, pool, None, ids, block_size=_BLOCK_SIZE)
-        return pool
-
-    def by_torch(ids: Tensor) -> Tensor:
-        return whole[0].index_select(1, ids) if gather else whole[0].index_copy_(1, ids, whole[1])
-
-    def error() -> float:
-        ours(sets[0])
-        return relative_error(staging, pool.view(_KV_HEADS, -1, _BLOCK_SIZE, _DIM)[:, sets[0]].view_as(staging))
-
-    # Each is of blocks that no other has.
-    sets = numbers.permutation(_POOL * _BLOCKS).view(_POOL, _BLOCKS).unbind(0)
-    return KernelCase(
-        [partial(ours, ids) for ids in sets],
-        {"index_select" if gather else "index_copy_": [partial(by_torch, ids) for ids in sets]},
-        2 * staging.numel() * staging.element_size(),
-        0,
-        relative_error=error,
     )
 
 

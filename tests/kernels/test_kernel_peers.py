@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from kernels.gpu.attention import paged_attention_reference
+from kernels.attention import paged_attention_reference
 from kernels.gpu.moe import moe_experts_reference
 from kernels.gpu.moe_config import MoeConfig, MoeShape, Tile
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix

@@ -2,7 +2,6 @@
 
 import torch
 
-from kernels.gpu.block_copy import copy_blocks
 from kernels.gpu.norm import add_rms_norm, layer_norm, rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv
 from kernels.gpu.sampling import greedy, sample
@@ -41,5 +40,3 @@ def calls():
     yield "sample", lambda: sample(logits, ones, places, places)
     top_k = torch.ones(2, dtype=torch.int32)
     yield "sample filtered", lambda: sample(logits, ones, places, places, top_k=top_k, top_p=ones, min_p=ones)
-    pool = torch.empty(4, 128, 128, dtype=BF16)
-    yield "copy_blocks", lambda: copy_blocks(pool, pool, places, places, block_size=64)

@@ -9,14 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention import (
-    PagedContext,
-    Partials,
-    Scoring,
-    paged_attention_reference,
-    prefill_attention,
-    split_attention,
-)
+from kernels.attention import paged_attention_reference
+from kernels.gpu.attention import PagedContext, Partials, Scoring, prefill_attention, split_attention
 from kernels.gpu.attention_config import PrefillConfig, SplitConfig
 from kernels.gpu.attention_kernels import SplitWork
 
