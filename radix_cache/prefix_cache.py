@@ -174,7 +174,7 @@ class PrefixCache:
         return duplicates
 
     def free(self, ids: Sequence[int]) -> None:
-        """Free duplicates that `publish` returned. Raises ValueError, with nothing changed, if an id is no duplicate."""
+        """Free duplicates that `publish` returned. Raises ValueError, with nothing changed, if an id is not one."""
         unique = set(ids)
         if len(unique) != len(ids) or not unique <= self._duplicates:
             raise ValueError(f"not all of {list(ids)} are duplicates that wait for their release")
