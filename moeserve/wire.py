@@ -219,75 +219,12 @@ class Outputs(Message):
     outputs: list[Output]
 
 
-class RecallCounters(Message):
-    """Of `experts.predictor.SourceRecall`: a sample of the steps."""
-
-    source: str
-    distance: int
-    num_chosen: int
-    num_recalled: int
-
-
-class PrefetchCounters(Message):
-    """Prefetches, since the start. num_late: experts that were wanted while their prefetch was under way.
-
-    num_foreseeable, num_foreseen: experts that layers needed for which some had been named 1, 2, 3 layers ahead, and
-    how many of them were among these. recall: of each source by itself.
-    """
-
-    predictor_seconds: float
-    num_late: int
-    prefetch_bytes: int
-    useful_bytes: int
-    late_bytes: int
-    wasted_bytes: int
-    cancelled_bytes: int
-    num_foreseeable: list[int] = []
-    num_foreseen: list[int] = []
-    recall: list[RecallCounters] = []
-
-
-class ExpertMemoryCounters(Message):
-    """Of a rank's `experts.residency.ExpertMemoryStats`, since the start. prefetch: None if nothing is predicted."""
-
-    stall_seconds: float
-    misses_by_tier: dict[str, int]
-    num_hits: int
-    num_evictions: int
-    num_resident: int
-    demand_bytes: int
-    prefetch: PrefetchCounters | None = None
-
-
-class RebalanceCounters(Message):
-    """Of `experts.rebalance.RebalanceStats`."""
-
-    placement_version: int
-    num_migrations: int
-    num_failures: int
-    num_experts_loaded: int
-    seconds_since_success: float | None
-
-
-class ExpertStats(Message):
-    """What of the experts is counted. None, or empty, is what is not there: nothing recorded, one rank, all resident.
-
-    expert_balancedness, rank_balancedness: by layer with experts, mean over maximum of the recent load.
-    remote_rows: rows (a token in a layer) times the other ranks that hold experts of theirs, and rows. links: from,
-    to, rows, bytes. memory: of each rank, where experts are read while they are computed.
-    """
-
-    tokens_recorded: int | None = None
-    expert_balancedness: list[float] = []
-    rank_balancedness: list[float] | None = None
-    remote_rows: list[int] | None = None
-    links: list[list[int]] | None = None
-    memory: list[ExpertMemoryCounters] | None = None
-    rebalancing: RebalanceCounters | None = None
+# Statistics of features, opaque to the wire: by name of metric, rows `[*labels, value]`.
+FeatureSamples = dict[str, list[list[str | int | float]]]
 
 
 class Stats(Message):
-    """The engine's counters (since its start) and gauges (now)."""
+    """The engine's counters (since its start) and gauges (now). A feature that is not in use has no entry."""
 
     step: int
     num_running: int
@@ -304,7 +241,7 @@ class Stats(Message):
     rejections: dict[str, int]
     step_seconds: float
     queue_seconds: list[float] = []
-    experts: ExpertStats | None = None
+    features: FeatureSamples = {}
 
 
 class ControlResult(Message):
