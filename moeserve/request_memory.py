@@ -167,10 +167,10 @@ class RequestMemory:
 _TOKENS_PER_RUNNING_REQUEST = 64
 
 
-class Placement(Enum):
+class AdmissionOutcome(Enum):
     """The outcome of `RankLoads.place`."""
 
-    PLACED = auto()
+    ADMITTED = auto()
     FOLLOWS = auto()  # it waits for another request, which computes its next block
     NO_ROOM = auto()
 
@@ -203,7 +203,7 @@ class RankLoads:
         self._num_running[rank] += 1
         self._num_promised_blocks[rank] += self._memories[rank].num_missing_blocks(request)
 
-    def place(self, request: Request, prompts: Sequence[Request]) -> Placement:
+    def place(self, request: Request, prompts: Sequence[Request]) -> AdmissionOutcome:
         """Give a waiting request its rank and the lease on its cached prefix there, if it may run now.
 
         prompts: the scheduled requests whose prompts are computed.
@@ -214,11 +214,11 @@ class RankLoads:
             memory.attach(request)
             follows = memory.awaits_any(request, prompts)
             if not follows and self._have_room_for(request):
-                return Placement.PLACED
+                return AdmissionOutcome.ADMITTED
             memory.detach(request)
             if follows:
-                return Placement.FOLLOWS
-        return Placement.NO_ROOM
+                return AdmissionOutcome.FOLLOWS
+        return AdmissionOutcome.NO_ROOM
 
     def _preferred_ranks(self, request: Request) -> Sequence[int]:
         """Return all ranks, the cheapest first and the lowest number among equals.
