@@ -1,7 +1,8 @@
 """The settings of a service: one dataclass that the command line, the environment, a TOML file and the docs all read.
 
-Each field's `help` is what `moeserve serve --help` prints. Where values come from and which source wins is the matter
-of `settings`. Sizes are bytes; wherever text is read, `512MiB` and `2GB` are understood too.
+Each field's `help` is what `moeserve serve --help` prints. `load_config` takes each value from the first source that
+gives it: flags, `MOESERVE_...` in the environment, the TOML file, the default. Sizes are bytes; in text, `512MiB` and
+`2GB` are understood too. This module needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
+# The packaging reads it too. Versions 0.18.2 to 0.19 are to be skipped: transformers takes the distribution that brings
+# the import name `kernels` for its optional kernel loader if its version lies there.
+VERSION = "0.1.0"
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
 class ConfigError(ValueError):
@@ -25,7 +31,7 @@ class ConfigError(ValueError):
 
 
 def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
-    """A field with its help text and the heading it stands under.
+    """Return a dataclass field with its help text and heading.
 
     `extra` may hold `choices`, `kind="size"` (bytes), `minimum`, `maximum`, `metavar` and `secret`.
     """
@@ -37,7 +43,7 @@ def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Everything `moeserve serve` can be told."""
+    """Every setting of `moeserve serve`."""
 
     model: str | None = setting(None, "Local directory or hub id; the demo model when left out.", group="Model")
     served_model_name: tuple[str, ...] = setting((), "Name under which clients ask for the model.", group="Model")
@@ -164,8 +170,8 @@ class ServeConfig:
     )
     expert_memory: int | None = setting(
         None,
-        "Bound on the bytes of expert weights in memory, of each rank, on a GPU in its own; the others are brought "
-        "when needed, from disk or a GPU's host. All when left out.",
+        "Most bytes of expert weights in the memory of each rank, or of its GPU; other experts are loaded when needed, "
+        "from disk or from the GPU's host. All experts when left out.",
         group="Expert memory",
         kind="size",
         minimum=1,
@@ -182,15 +188,15 @@ class ServeConfig:
     )
     expert_policy: str = setting(
         "lfru",
-        "Which expert makes room: least recently used, least frequently used, both weighed, least loaded in the file "
+        "Which expert is evicted: least recently used, least frequently used, both weighed, least loaded in the file "
         "of --expert-statistics, or least expected by predictors that learn.",
         group="Expert memory",
         choices=("lru", "lfu", "lfru", "static", "affinity"),
     )
     expert_prefetch: str = setting(
         "auto",
-        "What experts are loaded ahead by: off, gate (what later gates would choose now), fitted (what they will, by "
-        "`moeserve experts fit`), auto (fitted if it is there, else gate, but off where that does not pay), or "
+        "What predicts the experts to load ahead: off, gate (later gates, applied early), fitted (later gates as "
+        "`moeserve experts fit` predicts them), auto (fitted or else gate, off where that does not pay), or "
         "predictors that learn, joined by +: popularity, affinity, routes, signature, activation-matrix, gate-early, "
         "gate-late. The gate predictors are the fitted ones if they are there.",
         group="Expert memory",
@@ -229,51 +235,8 @@ class ServeConfig:
     )
 
 
-def refuse_changed(config: ServeConfig, names: Sequence[str], needed: str) -> None:
-    """Raises ConfigError if one of the settings is not at its default: nothing is accepted and ignored."""
-    for name in names:
-        value = getattr(config, name)
-        if value != getattr(ServeConfig, name):
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} {value} needs {needed}.")
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of `1073741824`, `512MiB`, `2GB`, `4g`. Raises ConfigError."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text).lower())
-    if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"{text!r} is not a size such as 512MiB or 2GB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-# Where a `ServeConfig` comes from: flags, then `MOESERVE_...` in the environment, then a TOML file, then defaults.
-
-
-_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
-
-
-def flag_name(setting: Field[Any]) -> str:
-    """`kv_cache_memory` → `--kv-cache-memory`."""
-    return "--" + setting.name.replace("_", "-")
-
-
-def environment_name(setting: Field[Any]) -> str:
-    """`kv_cache_memory` → `MOESERVE_KV_CACHE_MEMORY`."""
-    return "MOESERVE_" + setting.name.upper()
-
-
-def value_type(setting: Field[Any]) -> type:
-    """The plain type of a setting's value: str, int, float or bool (also of each element of a tuple)."""
-    hint = get_type_hints(ServeConfig)[setting.name]
-    if isinstance(hint, UnionType) or get_args(hint):
-        hint = next(part for part in get_args(hint) if part not in (type(None), Ellipsis))
-    return hint  # type: ignore[no-any-return]
-
-
 def load_config(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None) -> ServeConfig:
-    """The settings from all sources. `flags` maps field names to text (None or an empty tuple: not given).
+    """Return the settings from all sources. `flags` maps field names to text (None or an empty tuple: not given).
 
     Raises ConfigError, whose sentence names the flag, variable or file key.
     """
@@ -289,6 +252,33 @@ def load_config(flags: Mapping[str, Any], environment: Mapping[str, str], file: 
         elif setting.name in in_file:
             values[setting.name] = _value(setting, in_file[setting.name], f"{setting.name} in {file}")
     return ServeConfig(**values)
+
+
+def flag_name(setting: Field[Any]) -> str:
+    """`kv_cache_memory` → `--kv-cache-memory`."""
+    return "--" + setting.name.replace("_", "-")
+
+
+def environment_name(setting: Field[Any]) -> str:
+    """`kv_cache_memory` → `MOESERVE_KV_CACHE_MEMORY`."""
+    return "MOESERVE_" + setting.name.upper()
+
+
+def value_type(setting: Field[Any]) -> type:
+    """Return the plain type of a setting's value, or of a tuple's elements: str, int, float or bool."""
+    hint = get_type_hints(ServeConfig)[setting.name]
+    if isinstance(hint, UnionType) or get_args(hint):
+        hint = next(part for part in get_args(hint) if part not in (type(None), Ellipsis))
+    return hint  # type: ignore[no-any-return]
+
+
+def refuse_changed(config: ServeConfig, names: Sequence[str], needed: str) -> None:
+    """Raise ConfigError if one of the settings is not at its default: no setting is accepted and ignored."""
+    for name in names:
+        value = getattr(config, name)
+        if value != getattr(ServeConfig, name):
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {value} needs {needed}.")
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -313,7 +303,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
 
 
 def _value(setting: Field[Any], given: Any, source: str) -> Any:
-    """`given`, text or a TOML value, as the setting's type and within its limits."""
+    """Return `given`, text or a TOML value, as the setting's type. Raises ConfigError if it is out of limits."""
     if setting.metadata.get("multiple"):
         items = [given] if isinstance(given, str) else given
         if not isinstance(items, list | tuple):
@@ -338,6 +328,16 @@ def _scalar(setting: Field[Any], given: Any, source: str) -> Any:
     if "maximum" in metadata and value > metadata["maximum"]:
         raise ConfigError(f"{source}: {value} is more than {metadata['maximum']}")
     return value
+
+
+def parse_size(text: str | int) -> int:
+    """Return the bytes of `1073741824`, `512MiB`, `2GB`, `4g`. Raises ConfigError."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text).lower())
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size such as 512MiB or 2GB")
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _as_bool(given: Any) -> bool:
@@ -374,18 +374,8 @@ _CONVERT = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_text}
 _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text that is not empty"}
 
 
-# The version of moeserve, read by the packaging too. Versions 0.18.2 to 0.19 are skipped: transformers takes the
-# distribution that brings the import name `kernels` for its optional kernel loader when the version lies there.
-
-
-VERSION = "0.1.0"
-
-
-# Where this program keeps what it can make again. Nothing but the standard library.
-
-
 def cache_root() -> Path:
-    """$MOESERVE_CACHE, else $XDG_CACHE_HOME/moeserve, else ~/.cache/moeserve."""
+    """Return the folder for files that can be rebuilt: $MOESERVE_CACHE, $XDG_CACHE_HOME/moeserve, ~/.cache/moeserve."""
     own = os.environ.get("MOESERVE_CACHE")
     if own:
         return Path(own).expanduser().absolute()

@@ -1,4 +1,4 @@
-"""Which device serves: what was asked for, what there is, and what the GPU's path cannot do yet."""
+"""The device that serves, the memory it offers, and how many KV blocks that memory holds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ _OF_A_GPU = ("gpu_memory_utilization", "enforce_eager", "expert_quantization", "
 # A prompt's chunk costs a GPU hardly more than a decode step: both read all experts.
 _USUAL_TOKENS = {"cpu": 256, "cuda": 4096}
 
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+# KV memory without a setting: this share of what is free beside weights and reserve, up to this many bytes.
+_KV_SHARE = 0.5
+_KV_MAX_BYTES = 4 * 2**30
+_RESERVE_BYTES = 512 * 2**20
+
 
 def choose_device(config: ServeConfig, cuda_absence: Callable[[bool], str | None]) -> str:
-    """`cpu` or `cuda`. `cuda_absence(needs_fp8)` says why no GPU can be used here, None if one can, and is asked only
-    if need be.
+    """Return `cpu` or `cuda`. Raises ConfigError where `--device cuda` cannot be used.
 
-    `auto` is the CPU: the path over a GPU has run in Triton's interpreter alone, so nobody gets it unasked. Raises
-    ConfigError where `--device cuda` cannot be had.
+    `cuda_absence(needs_fp8)` returns why no GPU can be used here, None if one can; it is called only if need be. `auto`
+    is the CPU: the GPU's path has run in Triton's interpreter alone, so a user must ask for it.
     """
     if config.device != "cuda":
         return "cpu"
@@ -35,17 +41,17 @@ def choose_device(config: ServeConfig, cuda_absence: Callable[[bool], str | None
 
 
 def refuse_gpu_settings(config: ServeConfig, needed: str) -> None:
-    """Raises ConfigError where what does not run on a GPU is given a setting for one. needed: what it would take."""
+    """Raise ConfigError if a setting that only a GPU honours is changed. needed: what the setting needs, in words."""
     refuse_changed(config, _OF_A_GPU, needed)
 
 
 def needs_fp8(config: ServeConfig) -> bool:
-    """Whether kernels read fp8 e4m3."""
+    """Return whether kernels read fp8 e4m3."""
     return config.kv_cache_dtype == "fp8_e4m3" or config.expert_quantization == "fp8"
 
 
 def cuda_absence(needs_fp8: bool) -> str | None:
-    """Why CUDA kernels cannot run in this process; None if they can."""
+    """Return why CUDA kernels cannot run in this process; None if they can."""
     import torch
 
     if not torch.cuda.is_available():
@@ -61,14 +67,14 @@ def cuda_absence(needs_fp8: bool) -> str | None:
 
 
 def current_gpu() -> torch.device:
-    """The GPU that this process has made the current one."""
+    """Return the GPU that is this process's current device."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def incapability(capability: tuple[int, int], needs_fp8: bool) -> str | None:
-    """Why a GPU of this compute capability does not do; None if it does."""
+    """Return why a GPU of this compute capability cannot be used; None if it can."""
     major, minor = capability
     if capability < (8, 0):
         return f"compute capability {major}.{minor} is below 8.0"
@@ -91,7 +97,7 @@ def _unsupported(config: ServeConfig) -> str | None:
 
 
 def too_few_gpus(config: ServeConfig, num_gpus: int) -> str | None:
-    """Why the ranks of a node do not find a GPU each, None if they do."""
+    """Return why the ranks of a node do not find a GPU each; None if they do."""
     num_here = config.expert_parallel_size // config.nnodes
     if num_gpus >= num_here:
         return None
@@ -99,19 +105,12 @@ def too_few_gpus(config: ServeConfig, num_gpus: int) -> str | None:
 
 
 def step_budget(config: ServeConfig, device: str = "cpu") -> int:
-    """Tokens per step and rank."""
+    """Return the most tokens per step and rank."""
     return config.max_num_batched_tokens or max(_USUAL_TOKENS[device], config.max_num_seqs)
 
 
-# How much memory this process may take.
-
-
-_CGROUP = Path("/sys/fs/cgroup")
-_MEMINFO = Path("/proc/meminfo")
-
-
 def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
-    """Bytes that can be taken now: what the machine has available, cut to what the container's limit leaves."""
+    """Return the bytes that this process can take now: the machine's, cut to what the container's limit leaves."""
     available = _machine_available(meminfo)
     limit, used = _read_number(cgroup / "memory.max"), _read_number(cgroup / "memory.current")
     if limit is None or used is None:
@@ -120,40 +119,9 @@ def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
     return max(0, min(available, limit - used + reclaimable))
 
 
-def _machine_available(meminfo: Path) -> int:
-    for line in meminfo.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{meminfo} does not tell MemAvailable")
-
-
-def _read_number(path: Path) -> int | None:
-    """None for a file that is not there or says `max`."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _read_stat(path: Path, key: str) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == key), 0)
-
-
-# How many KV blocks to have, and how long a context they allow.
-
-
-_DEFAULT_SHARE = 0.5
-_DEFAULT_MAX_BYTES = 4 * 2**30
-_RESERVE_BYTES = 512 * 2**20
-
-
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """Blocks of KV memory, and the longest context in tokens that model, setting and memory together allow."""
+    """Number of KV blocks, and the longest context in tokens that model, setting and memory together allow."""
 
     num_blocks: int
     max_model_len: int
@@ -168,16 +136,16 @@ def plan_kv(
     model_max_len: int,
     max_model_len: int | None,
 ) -> KvBudget:
-    """Sizes the pool. `available_bytes` is what is left beside the weights.
+    """Size the KV pool. `available_bytes` is the free memory beside the weights.
 
-    Without a setting the pool takes half of it, at most 4 GiB. A context asked for by name that does not fit is a
-    ConfigError; the model's own is clamped to the pool instead.
+    Without a setting the pool takes half of it, at most 4 GiB. Raises ConfigError if `max_model_len` is given and does
+    not fit; the model's own context is clamped to the pool instead.
     """
     if max_model_len is not None and max_model_len > model_max_len:
         raise ConfigError(f"--max-model-len {max_model_len} exceeds the model's {model_max_len} tokens.")
     spendable = max(0, available_bytes - _RESERVE_BYTES)
     if kv_cache_memory is None:
-        memory = min(int(spendable * _DEFAULT_SHARE), _DEFAULT_MAX_BYTES)
+        memory = min(int(spendable * _KV_SHARE), _KV_MAX_BYTES)
     elif kv_cache_memory > spendable:
         raise ConfigError(
             f"--kv-cache-memory asks for {_mib(kv_cache_memory)}; beside the weights only {_mib(spendable)} are free."
@@ -196,7 +164,7 @@ def plan_kv(
 def share_kv(
     memory: int, *, block_bytes: int, block_size: int, model_max_len: int, max_model_len: int | None
 ) -> KvBudget:
-    """The blocks that `memory` bytes hold. Raises ConfigError as `plan_kv` does."""
+    """Return the budget of a pool of `memory` bytes. Raises ConfigError as `plan_kv` does."""
     if max_model_len is not None and max_model_len > model_max_len:
         raise ConfigError(f"--max-model-len {max_model_len} exceeds the model's {model_max_len} tokens.")
     num_blocks = memory // block_bytes
@@ -213,3 +181,26 @@ def share_kv(
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.0f} MiB"
+
+
+def _machine_available(meminfo: Path) -> int:
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{meminfo} does not tell MemAvailable")
+
+
+def _read_number(path: Path) -> int | None:
+    """Return the number in a file; None if the file is missing or says `max`."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _read_stat(path: Path, key: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == key), 0)

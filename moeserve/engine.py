@@ -23,7 +23,7 @@ from moeserve.wire import (
     ControlResult,
     DecodeError,
     EngineReady,
-    ExpertStats,
+    FeatureSamples,
     Finish,
     Generate,
     Heartbeat,
@@ -172,7 +172,7 @@ class EngineStats:
     def due(self) -> bool:
         return time.monotonic() - self._last_sent >= _SECONDS_BETWEEN_STATS
 
-    def snapshot(self, step: int, experts: ExpertStats | None = None) -> Stats:
+    def snapshot(self, step: int, features: FeatureSamples) -> Stats:
         """The message for the frontends; queue times are told once."""
         self._last_sent = time.monotonic()
         queue_seconds, self._queue_seconds = self._queue_seconds, []
@@ -193,7 +193,7 @@ class EngineStats:
             rejections=dict(self._rejections),
             step_seconds=self._step_seconds,
             queue_seconds=queue_seconds,
-            experts=experts,
+            features=features,
         )
 
 
@@ -326,7 +326,7 @@ class Engine:
             self._send(receiver, Outputs(messages))
 
     def _send_stats(self) -> None:
-        stats = self._stats.snapshot(self._steps.step, None if self._experts is None else self._experts.stats())
+        stats = self._stats.snapshot(self._steps.step, {} if self._experts is None else self._experts.samples())
         for frontend in list(self._frontends):
             self._send(frontend, stats)
 

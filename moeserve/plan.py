@@ -1,4 +1,4 @@
-"""What one step computes, and what came of it. A plan is complete: whoever executes it needs no other state."""
+"""Requests, the plan of a step and its results. A plan is complete: whoever executes it needs no other state."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import SupportsBytes
 
 from radix_cache import Lease
 
-# What a client asked for, and what the scheduler knows of it while it runs.
-
 
 class FinishReason(StrEnum):
-    """Why a request ended; exactly one is told per request."""
+    """Why a request ended; every request gets exactly one."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -24,13 +22,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Values are validated by the frontend.
+    """How tokens are sampled and when to stop. The frontend validates the values.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and penalties 0 / 0 / 1 switch a filter off.
-    `logprobs` is the number of alternatives to report beside the chosen token (0: the chosen one alone), None for none.
+    `logprobs` is the number of alternatives to report beside the sampled token; None reports nothing.
     `prompt_logprobs` asks the same of every prompt token and makes the request bypass cached prefixes.
     `stop_token_ids` end the request and count as output; the model's EOS ids are among them unless EOS is ignored.
-    `seed` makes the draw at a position reproducible in any batch; the frontend draws one where the client gave none.
+    `seed` makes the sample at a position reproducible in any batch; the frontend draws one where the client gave none.
     """
 
     max_tokens: int
@@ -50,7 +48,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the draw depends on the tokens so far."""
+        """Whether the sampled token depends on the earlier tokens."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
@@ -58,12 +56,12 @@ class SamplingParams:
 class Request:
     """One request inside the scheduler, which alone mutates it.
 
-    "Prefill" and "decode" are not states: `num_computed_tokens` catches up with `len(token_ids)`, and whatever a prefix
-    hit, a chunk or a preemption does is a change of that number. `num_scheduled_tokens` are in plans whose results have
-    not come yet. `lease` is None while the request waits; otherwise it is one of rank `rank`. `finished` says that it
-    ended while a plan still named it, `failed` that it ended with an error. `num_prompt_logprobs` log probabilities of
-    prompt tokens were reported, which survives a preemption. `annotation` is what is kept with the cached prefix, until
-    a chunk carries it.
+    "Prefill" and "decode" are not states: `num_computed_tokens` catches up with `len(token_ids)`, and a prefix hit, a
+    chunk or a preemption only changes that number. `num_scheduled_tokens` are in plans whose results have not come yet.
+    `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
+    plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
+    tokens that were reported, also over preemptions. `annotation` is the one of the cached prefix, until a chunk
+    carries it. `is_plain`: sampling depends on nothing but the logits.
     """
 
     request_id: str
@@ -93,7 +91,7 @@ class Request:
 
     @property
     def num_planned_tokens(self) -> int:
-        """Tokens computed once every plan in flight is."""
+        """Tokens that will be computed once every plan in flight is committed."""
         return self.num_computed_tokens + self.num_scheduled_tokens
 
     @property
@@ -102,7 +100,7 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log probabilities of prompt tokens are still to be reported; the first token has none."""
+        """Whether log probabilities of prompt tokens are missing; the first token has none."""
         return self.sampling.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
@@ -111,7 +109,7 @@ class Request:
         return (self.priority, self.arrival)
 
 
-# What one request may carry of the cached prefix it was admitted with.
+# Of the annotation that a chunk carries.
 MAX_ANNOTATION_BYTES = 4096
 
 
@@ -120,13 +118,13 @@ class Chunk:
     """One request's part of a step: `token_ids` enter at position `start`, their KV goes to the slots of `block_table`.
 
     `sampling` is None for a chunk that does not reach the end of the request's tokens. `block_table` is the request's
-    own array, which only grows while the plan is in flight. `extras` is None for most.
+    own array, which only grows while the plan is in flight. `extras` is None for most chunks.
 
-    `drawn_by` is set where the plan before is still in flight: the chunk's one token is what that plan's chunk number
-    `drawn_by` among its sampled ones will draw, and `token_ids` holds a zero in its place.
+    `drawn_by` is set where the plan before is still in flight: the chunk has one token, which chunk number `drawn_by`
+    among that plan's sampled chunks will sample, and `token_ids` holds a zero in its place.
 
-    `annotation`: what is kept with the cached tokens before `start`, at most MAX_ANNOTATION_BYTES; only in the first
-    chunk after the request's admission. Whoever wrote it (`ChunkResult.annotation`) knows what it means.
+    `annotation`: opaque bytes from earlier `ChunkResult.annotation`s, kept with the cached tokens before `start`; at
+    most MAX_ANNOTATION_BYTES, only in the first chunk after the request's admission.
     """
 
     request_id: str
@@ -140,7 +138,7 @@ class Chunk:
 
     @property
     def num_logit_rows(self) -> int:
-        """Of how many of its last tokens the logits are wanted: all for log probabilities of the prompt."""
+        """How many of the last tokens need logits: all for log probabilities of the prompt."""
         if self.extras is not None and self.extras.prompt_targets:
             return len(self.token_ids)
         return 0 if self.sampling is None else 1
@@ -148,11 +146,11 @@ class Chunk:
 
 @dataclass(slots=True)
 class ChunkExtras:
-    """What few chunks need besides.
+    """Further inputs of a chunk, which few chunks need.
 
-    `history` (prompt and output so far) travels where the draw depends on it. `banned_token_ids` may not be drawn (EOS
-    before `min_tokens`). `prompt_targets` are the prompt tokens that follow the chunk's tokens, whose log probabilities
-    are wanted; None for no such wish.
+    `history` (prompt and output so far) is there where sampling depends on it. `banned_token_ids` may not be sampled
+    (EOS before `min_tokens`). `prompt_targets` are the prompt tokens that follow the chunk's tokens and whose log
+    probabilities are asked for; None if they are not.
     """
 
     history: array[int] | None = None
@@ -164,7 +162,7 @@ class ChunkExtras:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The chunks of one forward, in row order. `zeroed_blocks` changed hands: they are cleared before any write."""
+    """The chunks of one forward, in row order. `zeroed_blocks` have a new owner and are cleared before any write."""
 
     step: int
     chunks: list[Chunk]
@@ -176,12 +174,12 @@ class StepPlan:
 
     @property
     def num_logit_rows(self) -> int:
-        """Of how many tokens the logits are wanted."""
+        """How many tokens need logits."""
         return sum(chunk.num_logit_rows for chunk in self.chunks)
 
 
 def wanted_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[range]]:
-    """The rows of a step whose logits are wanted, and each chunk's place among them."""
+    """Return the rows of a step that need logits, and each chunk's range among these rows."""
     wanted: list[int] = []
     places = []
     row = 0
@@ -195,7 +193,7 @@ def wanted_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[range]]:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of one token; `top` holds (token id, logprob) of the likeliest, best first."""
+    """Log probability of one token; `top` holds (token id, logprob) of the likeliest tokens, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -203,9 +201,9 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class ChunkResult:
-    """What a chunk gave: the drawn token (None without sampling), or the error that makes its request fail alone.
+    """The result of a chunk: the sampled token (None without sampling), or the error that fails its request alone.
 
-    `annotation`: to be kept with the request's cached tokens up to the chunk's end.
+    `annotation` is to be kept with the request's cached tokens up to the chunk's end.
     """
 
     token_id: int | None = None

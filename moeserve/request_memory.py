@@ -1,4 +1,4 @@
-"""The KV blocks of one rank's requests: what each one holds, lacks, shares and leaves behind."""
+"""The memory side of scheduling: the leases of one rank's requests, and the choice of a rank for a request."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from enum import Enum, auto
 from moeserve.plan import MAX_ANNOTATION_BYTES, Request
 from radix_cache import PrefixCache
 
-# One annotation out of those along a prefix, each with its number of tokens, in order.
+# Merges the annotations along a prefix, (number of tokens, annotation) in order, into one.
 MergeAnnotations = Callable[[Sequence[tuple[int, bytes]]], bytes]
 
 
 class RequestMemory:
-    """Leases on behalf of requests. It knows neither queues nor budgets.
+    """Holds the leases of one rank's requests. It knows neither queues nor budgets.
 
-    While a plan in flight names a request, its lease is neither released nor changed otherwise than by appending, or by
-    exchanging full blocks for equal ones (`publish`). So whatever else leaves a lease here can be freed at once.
+    While a plan in flight names a request, its lease is not released; it only grows, or exchanges full blocks for equal
+    ones (`publish`). So any other block that leaves a lease here can be freed at once.
     """
 
     def __init__(self, cache: PrefixCache, merge_annotations: MergeAnnotations | None = None) -> None:
-        """merge_annotations: None where nothing is kept with prefixes."""
+        """merge_annotations: None where prefixes are not annotated."""
         self._cache = cache
         self._merge_annotations = merge_annotations
         self._block_size = cache.block_size
@@ -30,50 +30,49 @@ class RequestMemory:
         return self._cache.num_available
 
     def peek(self, request: Request) -> int:
-        """How many of the request's tokens are cached now."""
+        """Count the request's tokens that are cached now."""
         return self._cache.peek(request.token_ids, request.namespace)
 
     def num_missing_blocks(self, request: Request) -> int:
-        """How many blocks the request lacks for the tokens it has."""
+        """Count the blocks that the request lacks for its tokens."""
         lease = request.lease
         assert lease is not None
         return -(-len(request.token_ids) // self._block_size) - len(lease.block_ids)
 
     def num_empty_slots(self, request: Request) -> int:
-        """Slots that the request holds and no plan so far fills."""
+        """Count the slots that the request holds and no plan fills yet."""
         lease = request.lease
         assert lease is not None
         return len(lease.block_ids) * self._block_size - request.num_planned_tokens
 
     def attach(self, request: Request) -> None:
-        """Leases what is cached of the request's tokens and counts it as computed.
+        """Lease the cached prefix of the request's tokens and count it as computed.
 
-        Hits are of no use as long as log probabilities of prompt tokens are wanted: they come from the forward.
+        A request that still needs log probabilities of prompt tokens gets no hits: they come from the forward.
         """
         lease = self._cache.match(request.token_ids, request.namespace, use_cache=not request.wants_prompt_logprobs)
         request.lease, request.num_computed_tokens = lease, lease.num_published_tokens
 
     def detach(self, request: Request, keep_tokens: int | None = None) -> None:
-        """Releases the request's blocks; it has computed nothing then. See `PrefixCache.release` for `keep_tokens`."""
+        """Release the request's blocks and its computed tokens. See `PrefixCache.release` for `keep_tokens`."""
         assert request.lease is not None
         self._cache.release(request.lease, keep_tokens)
         request.lease = request.annotation = None
         request.num_computed_tokens = 0
 
     def recall(self, request: Request) -> None:
-        """Has the request's next chunk carry what is kept with the prefix it was admitted with, if that is not too
-        much."""
+        """Let the request's next chunk carry the merged annotations of its cached prefix, unless they are too long."""
         if self._merge_annotations is None or not request.num_computed_tokens:
             return
         assert request.lease is not None
-        kept = self._cache.annotations(request.lease)
-        merged = self._merge_annotations(kept) if kept else b""
+        annotations = self._cache.annotations(request.lease)
+        merged = self._merge_annotations(annotations) if annotations else b""
         request.annotation = merged if 0 < len(merged) <= MAX_ANNOTATION_BYTES else None
 
     def catch_up(self, request: Request) -> int:
-        """Adopts blocks that others have published meanwhile; returns how many tokens need no computing for it.
+        """Adopt blocks that other requests have published; return how many tokens need no computing for that reason.
 
-        A block that the request has computed in part is given up for the full one.
+        A partly computed block of the request is given up for the full one.
         """
         lease = request.lease
         assert lease is not None
@@ -84,7 +83,7 @@ class RequestMemory:
         return gained
 
     def grow(self, request: Request, count: int) -> Sequence[int] | None:
-        """Leases blocks for `count` more tokens. Returns the new ids, None with nothing changed if memory is short."""
+        """Lease blocks for `count` more tokens. Return the new ids, or None with nothing changed if memory is short."""
         lease = request.lease
         assert lease is not None
         missing = (request.num_planned_tokens + count - 1) // self._block_size + 1 - len(lease.block_ids)
@@ -93,13 +92,13 @@ class RequestMemory:
         return self._cache.extend(lease, missing)
 
     def num_tokens_that_fit(self, request: Request) -> int:
-        """How many more tokens of the request could have a slot now."""
+        """Count how many more tokens of the request could get a slot now."""
         return self.num_empty_slots(request) + self._cache.num_available * self._block_size
 
     def publish(self, request: Request, annotation: bytes | None = None) -> list[int] | None:
-        """Lets others find the full blocks that the request has computed, with what is to be kept with them.
+        """Publish the full blocks that the request has computed, annotated if `annotation` is given.
 
-        Returns blocks that it had in double and no longer holds, to be freed; None for none.
+        Return the duplicates that the request no longer holds, to be passed to `free`; None if there are none.
         """
         lease = request.lease
         assert lease is not None
@@ -111,19 +110,19 @@ class RequestMemory:
         return duplicates or None
 
     def free(self, duplicates: list[int]) -> None:
-        """Frees what `publish` returned, when no plan in flight names it."""
+        """Free the duplicates that `publish` returned. No plan in flight may name them."""
         self._cache.free(duplicates)
 
     def awaits_any(self, request: Request, prompts: Sequence[Request]) -> bool:
-        """Whether one of the scheduled `prompts` computes the block that comes next for the request.
+        """Return whether one of the scheduled `prompts` computes the next block of `request`.
 
         Waiting for it costs a step and saves the work: requests that arrive together with the same prompt prefill it
-        once. Only for what is scheduled, so that nobody waits for one that waits.
+        once. Only scheduled prompts count, so no request waits for one that waits.
         """
         return any(other is not request and self._is_computed_by(request, other) for other in prompts)
 
     def _is_computed_by(self, request: Request, other: Request) -> bool:
-        """Whether the chunk in which `other` is scheduled computes the block that comes next for `request`."""
+        """Return whether the scheduled chunk of `other` computes the next block of `request`."""
         lease = request.lease
         assert lease is not None
         start = lease.num_published_tokens
@@ -139,7 +138,7 @@ class RequestMemory:
         )
 
     def num_coming(self, request: Request, other: Request) -> int:
-        """How many tokens of `request`, which waits, will be cached once `other` of this rank has its prompt computed.
+        """Count the tokens of the waiting `request` that will be cached once the prompt of `other` is computed here.
 
         Whole blocks from the first token on, and never the request's last token.
         """
@@ -157,30 +156,30 @@ class RequestMemory:
         )
 
     def check_idle(self) -> None:
-        """R5: when nothing runs, every block is free or cached. Raises AssertionError if one is lost."""
+        """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
         self._cache.check_counts()
         if self._cache.num_leased or self._cache.num_duplicates:
             raise AssertionError(f"idle, but {self._cache.num_leased} blocks are leased")
 
 
-# On which rank a request is to live: where its prompt is cached or being computed, unless that rank has much to do.
-
-
-# A running request costs its rank a row in every step to come. It is weighed like this many tokens to be computed, so
+# A running request costs its rank a row in every step to come. It weighs as much as this many tokens to be computed, so
 # a cached prefix shorter than that does not outweigh a rank that runs one request less.
 _TOKENS_PER_RUNNING_REQUEST = 64
 
 
-class Placement(Enum):
-    """What came of trying to place a waiting request."""
+class AdmissionOutcome(Enum):
+    """The outcome of `RankLoads.place`."""
 
-    PLACED = auto()
-    FOLLOWS = auto()  # a request that computes what it needs next
+    ADMITTED = auto()
+    FOLLOWS = auto()  # it waits for another request, which computes its next block
     NO_ROOM = auto()
 
 
 class RankLoads:
-    """What each rank has to do and to hold for the requests that run, kept up to date during one admission."""
+    """The work and the memory that each rank owes its running requests, during one round of admissions.
+
+    It places a request where its prompt is cached or being computed, unless that rank has much more to do.
+    """
 
     __slots__ = ("_memories", "_num_promised_blocks", "_num_running", "_prompts", "_work")
 
@@ -188,14 +187,14 @@ class RankLoads:
         self._memories = memories
         self._work = [0] * len(memories)
         self._num_running = [0] * len(memories)
-        # Prompts that run already will want memory for their next chunks.
+        # Running prompts will need memory for their next chunks.
         self._num_promised_blocks = [0] * len(memories)
         self._prompts: list[list[Request]] = [[] for _ in memories]
         for request in running:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """Counts a request that runs now."""
+        """Count a request that runs now."""
         rank = request.rank
         uncomputed = len(request.token_ids) - request.num_computed_tokens - request.num_scheduled_tokens
         self._work[rank] += uncomputed + _TOKENS_PER_RUNNING_REQUEST
@@ -204,10 +203,10 @@ class RankLoads:
         self._num_running[rank] += 1
         self._num_promised_blocks[rank] += self._memories[rank].num_missing_blocks(request)
 
-    def place(self, request: Request, prompts: Sequence[Request]) -> Placement:
-        """Gives a waiting request its rank and the lease on what is cached there, if it may run now.
+    def place(self, request: Request, prompts: Sequence[Request]) -> AdmissionOutcome:
+        """Give a waiting request its rank and the lease on its cached prefix there, if it may run now.
 
-        prompts: of the requests that are scheduled.
+        prompts: the scheduled requests whose prompts are computed.
         """
         for rank in self._preferred_ranks(request):
             request.rank = rank
@@ -215,18 +214,18 @@ class RankLoads:
             memory.attach(request)
             follows = memory.awaits_any(request, prompts)
             if not follows and self._have_room_for(request):
-                return Placement.PLACED
+                return AdmissionOutcome.ADMITTED
             memory.detach(request)
             if follows:
-                return Placement.FOLLOWS
-        return Placement.NO_ROOM
+                return AdmissionOutcome.FOLLOWS
+        return AdmissionOutcome.NO_ROOM
 
     def _preferred_ranks(self, request: Request) -> Sequence[int]:
-        """All ranks, the cheapest first; the lowest of equals.
+        """Return all ranks, the cheapest first and the lowest number among equals.
 
-        A rank's price is what it has to do before the request could be done, without what is cached there. Tokens that
-        it is just computing for another request count twice: the request has them as soon as that one, and no rank
-        computes them again.
+        A rank's price is its work before the request could be done, less the request's tokens that are cached there.
+        Tokens that the rank is computing for another request count twice: this request has them as soon as the other
+        one, and no rank computes them again.
         """
         if len(self._memories) == 1:
             return (0,)
@@ -239,10 +238,10 @@ class RankLoads:
         return sorted(range(len(prices)), key=prices.__getitem__)
 
     def _have_room_for(self, request: Request) -> bool:
-        """Whether the rank that the request is attached to has memory for all its tokens, beside what is promised."""
+        """Return whether the request's rank has memory for all its tokens, beside what running requests need."""
         rank = request.rank
         memory = self._memories[rank]
-        # Who was preempted returns when there is room to grow for all, or it would be preempted again at once.
+        # A preempted request returns when all have room to grow, or it would be preempted again at once.
         headroom = self._num_running[rank] if request.num_preemptions else 0
         wanted = self._num_promised_blocks[rank] + memory.num_missing_blocks(request) + headroom
         return wanted <= memory.num_available_blocks

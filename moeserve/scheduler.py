@@ -1,8 +1,8 @@
-"""Which requests advance by how many tokens in the next step. It knows no text, no tensors, no clock and no sockets.
+"""The scheduler: which requests advance by how many tokens in the next step. No text, tensors, clock or sockets.
 
 There is no prefill phase and no decode phase. A request has `num_computed_tokens`; a step advances some requests by
-some tokens under a token budget: first those that lack one token, then prompts in chunks with what is left. Prefix
-hits, chunked prefill, preemption and resuming are all that one idea.
+some tokens under a token budget: first the requests that lack one token, then prompts in chunks with the rest of the
+budget. Prefix hits, chunked prefill, preemption and resuming are all that one idea.
 """
 
 from __future__ import annotations
@@ -14,258 +14,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moeserve.plan import Chunk, ChunkExtras, ChunkResult, FinishReason, Request, StepPlan, StepResult, TokenLogprobs
-from moeserve.request_memory import MergeAnnotations, Placement, RankLoads, RequestMemory
+from moeserve.request_memory import AdmissionOutcome, MergeAnnotations, RankLoads, RequestMemory
 from radix_cache import PrefixCache
-
-# What the scheduler tells the engine of its requests, and how it follows from what was computed.
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What became of a request: new tokens, or its end. Exactly one output per request has a `finish_reason`."""
-
-    request: Request
-    token_id: int | None = None
-    finish_reason: FinishReason | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    error: str | None = None
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start."""
-
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-
-
-class QueueFullError(Exception):
-    """As many requests wait as may."""
-
-
-class NeverFitsError(Exception):
-    """The request could not run even alone; the message names both token counts."""
-
-
-def take_over(request: Request, chunk: Chunk, computed: ChunkResult) -> RequestOutput | None:
-    """Appends the token that was drawn behind a chunk of the request, and says whether it is the last one.
-
-    Returns None where there is nothing to tell, as in the middle of a prompt.
-    """
-    prompt_logprobs = computed.prompt_logprobs
-    if prompt_logprobs is not None:
-        # What a preemption made the request compute again was reported before.
-        prompt_logprobs = prompt_logprobs[request.num_prompt_logprobs - chunk.start :]
-        request.num_prompt_logprobs += len(prompt_logprobs)
-    token_id = computed.token_id
-    if chunk.sampling is None or token_id is None:
-        return RequestOutput(request, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
-    request.token_ids.append(token_id)
-    output = RequestOutput(request, token_id, None, computed.logprobs, prompt_logprobs)
-    if token_id in chunk.sampling.stop_token_ids:
-        output.finish_reason = FinishReason.STOP
-    elif request.num_output_tokens >= chunk.sampling.max_tokens:
-        output.finish_reason = FinishReason.LENGTH
-    return output
-
-
-# A plan in the making, with the requests behind its rows.
-
-
-class PlanDraft:
-    """Collects the chunks of one step, one plan per rank. The scheduler keeps it until the step's results have come.
-
-    `requests` are those behind all chunks, in the order in which they were added: those of rank r are the requests of
-    `plans[r].chunks`. The first `num_decodes` lacked one token, the others are prompts. `budgets[r]` is the number of
-    tokens that still fit into the plan of rank r. `duplicates` are (rank, block ids) that this plan may be the last to
-    read.
-    """
-
-    __slots__ = ("budgets", "duplicates", "num_decodes", "plans", "requests")
-
-    def __init__(self, step: int, budget: int, num_ranks: int) -> None:
-        self.plans = [StepPlan(step, [], array("i")) for _ in range(num_ranks)]
-        self.requests: list[Request] = []
-        self.num_decodes = 0
-        self.budgets = [budget] * num_ranks
-        self.duplicates: list[tuple[int, list[int]]] = []
-
-    @property
-    def is_full(self) -> bool:
-        return max(self.budgets) <= 0
-
-    @property
-    def prompts(self) -> list[Request]:
-        return self.requests[self.num_decodes :]
-
-    def add(self, request: Request, count: int) -> None:
-        """Plans the next `count` known tokens of a request that has leased blocks for them."""
-        start = request.num_planned_tokens
-        end = start + count
-        token_ids = request.token_ids
-        lease = request.lease
-        assert lease is not None
-        request.num_scheduled_tokens += count
-        sampling = request.sampling if end == len(token_ids) else None
-        extras = None if request.is_plain else chunk_extras(request, start, end)
-        chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
-        chunk.annotation, request.annotation = request.annotation, None
-        self.plans[request.rank].chunks.append(chunk)
-        self.requests.append(request)
-        self.budgets[request.rank] -= count
-
-    def add_drawn(self, request: Request, drawn_by: int) -> None:
-        """Plans the token that the plan before will draw for a plain request, as its sampled chunk `drawn_by`."""
-        lease = request.lease
-        assert lease is not None
-        start = request.num_planned_tokens
-        request.num_scheduled_tokens += 1
-        chunk = Chunk(request.request_id, array("i", [0]), start, lease.block_ids, request.sampling, None, drawn_by)
-        self.plans[request.rank].chunks.append(chunk)
-        self.requests.append(request)
-        self.budgets[request.rank] -= 1
-
-    def rows(self, results: Sequence[StepResult]) -> list[Iterator[tuple[Chunk, ChunkResult]]]:
-        """Per rank its chunks with what came of them. Raises ValueError for results of another shape."""
-        for plan, result in zip(self.plans, results, strict=True):
-            if result.step != plan.step or len(result.chunks) != len(plan.chunks):
-                raise ValueError(f"step {plan.step} and the result of step {result.step} do not belong together")
-        return [zip(plan.chunks, result.chunks, strict=True) for plan, result in zip(self.plans, results, strict=True)]
-
-    def sampled_place(self, request: Request) -> int | None:
-        """The request's place among the sampled chunks of its rank's plan; None if it has none there."""
-        place = 0
-        for chunk in self.plans[request.rank].chunks:
-            if chunk.sampling is not None:
-                if chunk.request_id == request.request_id:
-                    return place
-                place += 1
-        return None
-
-
-def chunk_extras(request: Request, start: int, end: int) -> ChunkExtras | None:
-    """What the chunk `token_ids[start:end]` of a request that is not plain needs besides; None for nothing."""
-    sampling = request.sampling
-    targets = None
-    if request.wants_prompt_logprobs and end > request.num_prompt_logprobs:
-        targets = request.token_ids[start + 1 : min(end + 1, request.num_prompt_tokens)]
-    is_sampled = end == len(request.token_ids)
-    if targets is None and not is_sampled:
-        return None
-    is_banned = is_sampled and request.num_output_tokens < sampling.min_tokens
-    return ChunkExtras(
-        history=request.token_ids[:] if is_sampled and sampling.needs_history else None,
-        num_prompt_tokens=request.num_prompt_tokens,
-        banned_token_ids=sampling.stop_token_ids if is_banned else (),
-        prompt_targets=targets,
-        num_top_logprobs=sampling.prompt_logprobs or 0,
-    )
-
-
-# Planning a token before it is known: the plan in flight will draw it, and the device hands it to the next one.
-
-
-def plan_drawn(request: Request, draft: PlanDraft, before: PlanDraft, memory: RequestMemory) -> None:
-    """Plans the token that the plan `before` will draw for a request, if it is sure to go on with that token.
-
-    Only for plain requests: what is banned or penalised depends on tokens not known yet. It never preempts: after the
-    commit the request has its turn like every other.
-    """
-    if not request.is_plain or request.num_output_tokens + 1 >= request.sampling.max_tokens:
-        return
-    drawn_by = before.sampled_place(request)
-    if drawn_by is None or draft.budgets[request.rank] <= 0:
-        return
-    new = memory.grow(request, 1)
-    if new is not None:
-        draft.plans[request.rank].zeroed_blocks.extend(new)
-        draft.add_drawn(request, drawn_by)
-
-
-# The order in which waiting requests are tried.
-
 
 _LPM_WINDOW = 64
 _LPM_MAX_OVERTAKERS = 32
-
-
-def _queue_key(request: Request) -> tuple[int, int]:
-    return request.queue_key
-
-
-class WaitingQueue:
-    """Requests by (priority, arrival); a preempted one returns to the place its arrival gives it.
-
-    Policy `fcfs` tries them in that order. `lpm` tries those of the most urgent priority with the longest cached prefix
-    first, so that requests which share a prompt run while it is in memory; whoever was overtaken `_LPM_MAX_OVERTAKERS`
-    times goes first, so nobody starves.
-    """
-
-    def __init__(self, policy: str, matched_tokens: Callable[[Request], int]) -> None:
-        if policy not in ("fcfs", "lpm"):
-            raise ValueError(f"unknown scheduling policy {policy!r}")
-        self._policy = policy
-        self._matched_tokens = matched_tokens
-        self._requests: list[Request] = []
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    @property
-    def top_priority(self) -> int | None:
-        """The priority of the most urgent request, None if nobody waits."""
-        return self._requests[0].priority if self._requests else None
-
-    def add(self, request: Request) -> None:
-        insort(self._requests, request, key=_queue_key)
-
-    def remove(self, request: Request) -> None:
-        """Raises ValueError for one that is not here."""
-        index = bisect_left(self._requests, request.queue_key, key=_queue_key)
-        if index == len(self._requests) or self._requests[index] is not request:
-            raise ValueError(f"request {request.request_id} does not wait")
-        del self._requests[index]
-
-    def candidates(self) -> list[Request]:
-        """Who is to be tried, in order."""
-        if self._policy == "fcfs" or len(self._requests) < 2:
-            return list(self._requests)
-        window = [r for r in self._requests[:_LPM_WINDOW] if r.priority == self._requests[0].priority]
-        starving = [r for r in window if r.num_overtakers >= _LPM_MAX_OVERTAKERS]
-        others = [r for r in window if r.num_overtakers < _LPM_MAX_OVERTAKERS]
-        others.sort(key=self._matched_tokens, reverse=True)
-        return starving + others + self._requests[len(window) :]
-
-    def take(self, request: Request) -> None:
-        """Removes the request, counting it as an overtaker of those who stood before it."""
-        self.remove(request)
-        for other in self._requests:
-            if other.queue_key >= request.queue_key:
-                break
-            other.num_overtakers += 1
-
-
 _MAX_FOLLOWERS_TRIED = 16
 
 
 class Scheduler:
-    """The truth about requests and, through one `RequestMemory` per rank, about memory.
+    """Owns the truth about requests and, through one `RequestMemory` per rank, about memory.
 
-    A request lives on one rank at a time, chosen at its admission (`rank_choice`). `caches[r]` are the blocks of rank
-    r. A step's time is that of its busiest rank, so `max_num_batched_tokens` holds for each rank; `max_num_seqs` and
-    the queue hold for the service as a whole.
+    A request lives on one rank at a time, chosen at its admission (`RankLoads`). `caches[r]` are the blocks of rank r.
+    A step takes as long as its busiest rank, so `max_num_batched_tokens` holds for each rank; `max_num_seqs` and the
+    queue hold for the service as a whole.
 
     `schedule` may be called again before `commit` of the plan before, and commits come in the order of the plans. A
     request with tokens in flight is then left out, and its blocks stay until its commit, even if it is aborted. With
-    `run_ahead` it goes on: the rest of its prompt is planned, or the token that the plan before will draw; what turns
-    out to lie beyond its last token is dropped.
+    `run_ahead` it goes on: the rest of its prompt is planned, or the token that the plan before will sample; tokens
+    planned beyond the request's end are dropped.
     """
 
     def __init__(
@@ -314,11 +81,11 @@ class Scheduler:
 
     @property
     def num_empty_slots(self) -> int:
-        """Slots that requests hold and no plan so far fills."""
+        """Slots that requests hold and no plan fills yet."""
         return sum(self._memories[request.rank].num_empty_slots(request) for request in self._running)
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises NeverFitsError, QueueFullError, or ValueError for what is no valid request."""
+        """Queue a request. Raises NeverFitsError, QueueFullError, or ValueError for an invalid request."""
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
         if not request.num_prompt_tokens or request.sampling.max_tokens < 1:
@@ -337,12 +104,12 @@ class Scheduler:
         self._waiting.add(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request whose client left, in whatever state; None if it is not known (any more)."""
+        """End a request whose client left, in any state. Return None if the request is not known (any more)."""
         request = self._requests.get(request_id)
         return None if request is None else self._end(request, FinishReason.ABORT)
 
     def finish(self, request_id: str, keep_tokens: int) -> RequestOutput | None:
-        """Ends a request with its first `keep_tokens` output tokens: the frontend found a stop string in them."""
+        """End a request with its first `keep_tokens` output tokens: the frontend found a stop string in them."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -350,18 +117,18 @@ class Scheduler:
         return self._end(request, FinishReason.STOP)
 
     def take_started(self) -> list[Request]:
-        """The requests that left the queue for the first time since the last call."""
+        """Return the requests that left the queue for the first time since the last call."""
         started, self._started = self._started, []
         return started
 
     def schedule(self) -> list[StepPlan] | None:
-        """The next step, one plan per rank, or None when nothing can be computed before a commit.
+        """Return the next step, one plan per rank, or None when nothing can be computed before a commit.
 
-        A rank with nothing to do gets an empty plan. Mutates the requests it schedules.
+        A rank with nothing to do gets an empty plan. Mutates the requests that it schedules.
         """
         draft = PlanDraft(self._step + 1, self._max_num_batched_tokens, len(self._memories))
         prompts: list[Request] = []
-        # Preemption takes requests out of the list while it is walked, but only behind the current one.
+        # Preemption removes requests from the list during this loop, but only behind the current one.
         for request in self._running:
             if request.num_scheduled_tokens and not self._run_ahead:
                 continue
@@ -371,7 +138,7 @@ class Scheduler:
             elif num_pending == 1:
                 self._plan_chunk(request, 1, draft)
             elif num_pending == 0:
-                plan_drawn(request, draft, self._in_flight[-1], self._memories[request.rank])
+                self._plan_unsampled(request, draft)
         draft.num_decodes = len(draft.requests)
         awaited = self._waiting.top_priority
         urgent = [request for request in prompts if awaited is None or request.priority <= awaited]
@@ -388,9 +155,9 @@ class Scheduler:
         return draft.plans
 
     def commit(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> list[RequestOutput]:
-        """Takes over what the ranks computed in a step. Publishes full blocks, appends tokens, ends requests.
+        """Apply the ranks' results of a step: publish full blocks, append tokens, end requests.
 
-        Raises ValueError, with nothing changed, for plans that are not the oldest in flight or results of other shape.
+        Raises ValueError, with nothing changed, unless `plans` are the oldest in flight and `results` fit them.
         """
         if not self._in_flight or self._in_flight[0].plans is not plans:
             raise ValueError(f"step {plans[0].step} is not the oldest one in flight")
@@ -414,7 +181,7 @@ class Scheduler:
             else:
                 request.num_computed_tokens += num_tokens
                 self._publish(request, computed.annotation)
-                output = take_over(request, chunk, computed)
+                output = _append_sampled(request, chunk, computed)
                 if output is not None:
                     self.counters.generation_tokens += output.token_id is not None
                     if output.finish_reason is not None:
@@ -423,12 +190,12 @@ class Scheduler:
         return outputs
 
     def check_idle(self) -> None:
-        """R5: when nothing runs, every block is free or cached. Raises AssertionError if one is lost."""
+        """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
         for memory in self._memories:
             memory.check_idle()
 
     def _schedule_prompts(self, prompts: list[Request], draft: PlanDraft) -> None:
-        """Plans chunks of running requests that lack more than one token, in order."""
+        """Plan chunks of running requests that lack more than one token, in order."""
         for request in prompts:
             rank = request.rank
             if request.lease is None or draft.budgets[rank] <= 0:
@@ -439,7 +206,7 @@ class Scheduler:
                 self._plan_chunk(request, draft.budgets[rank], draft)
 
     def _admit(self, draft: PlanDraft, more_urgent_than: int | None = None) -> None:
-        """Lets waiting requests run while budget, places and memory for their whole prompt last."""
+        """Admit waiting requests while budget, places and memory for their whole prompts last."""
         if not len(self._waiting) or draft.is_full or len(self._running) >= self._max_num_seqs:
             return
         loads = RankLoads(self._memories, self._running)
@@ -447,13 +214,13 @@ class Scheduler:
         for request in self._waiting.candidates():
             if more_urgent_than is not None and request.priority >= more_urgent_than:
                 break
-            placement = loads.place(request, self._scheduled_prompts(draft))
-            if placement is Placement.FOLLOWS:
+            outcome = loads.place(request, self._scheduled_prompts(draft))
+            if outcome is AdmissionOutcome.FOLLOWS:
                 num_followers += 1
                 if num_followers == _MAX_FOLLOWERS_TRIED:
                     break
                 continue
-            if placement is Placement.NO_ROOM:
+            if outcome is AdmissionOutcome.NO_ROOM:
                 break
             self._waiting.take(request)
             self._running.append(request)
@@ -466,13 +233,13 @@ class Scheduler:
         self._running.sort(key=lambda request: request.queue_key)
 
     def _scheduled_prompts(self, draft: PlanDraft) -> list[Request]:
-        """The requests whose prompts are computed in this step or in one in flight."""
+        """Return the requests whose prompts are computed in this step or in one in flight."""
         return [request for step in (draft, *self._in_flight) for request in step.prompts]
 
     def _plan_chunk(self, request: Request, limit: int, draft: PlanDraft) -> None:
-        """Plans up to `limit` of the request's pending tokens: what fits into memory, after preemptions if none does.
+        """Plan up to `limit` of the request's pending tokens: as many as fit into memory, preempting if none does.
 
-        The victim is the last of its rank. Without one the request stays as it is: those after it give memory back.
+        The victim is the last request of the same rank. Without a victim the request waits for the others' memory.
         """
         if limit <= 0:
             return
@@ -494,8 +261,24 @@ class Scheduler:
         draft.plans[rank].zeroed_blocks.extend(new)
         draft.add(request, count)
 
+    def _plan_unsampled(self, request: Request, draft: PlanDraft) -> None:
+        """Plan the token that the plan before will sample for a request, if the request is sure to go on with it.
+
+        Only for plain requests: bans and penalties depend on tokens that are not known yet. It never preempts: after
+        the commit the request has its turn like every other one.
+        """
+        if not request.is_plain or request.num_output_tokens + 1 >= request.sampling.max_tokens:
+            return
+        drawn_by = self._in_flight[-1].sampled_place(request)
+        if drawn_by is None or draft.budgets[request.rank] <= 0:
+            return
+        new = self._memories[request.rank].grow(request, 1)
+        if new is not None:
+            draft.plans[request.rank].zeroed_blocks.extend(new)
+            draft.add_unsampled(request, drawn_by)
+
     def _preempt(self, request: Request) -> None:
-        """Takes a request's memory; it waits again and will compute (or find cached) everything it had."""
+        """Take a request's memory; it waits again and will compute, or find cached, all its tokens."""
         self._running.remove(request)
         self._memories[request.rank].detach(request)
         request.num_preemptions += 1
@@ -510,13 +293,13 @@ class Scheduler:
             self._started.append(request)
 
     def _count_hits(self, request: Request, num_tokens: int) -> None:
-        """What a request finds again after a preemption is a hit, but not cached from its client's point of view."""
+        """Count cached tokens. After a preemption they are hits, but its client did not find them cached."""
         self.counters.prefix_hit_tokens += num_tokens
         if not request.num_preemptions:
             request.num_cached_tokens += num_tokens
 
     def _publish(self, request: Request, annotation: bytes | None) -> None:
-        """Lets others find the request's full blocks; those it has in double go when no plan names them any more."""
+        """Publish the request's full blocks, and free the duplicates once no plan names them."""
         memory = self._memories[request.rank]
         blocks = memory.publish(request, annotation)
         if blocks and request.num_scheduled_tokens:
@@ -525,7 +308,7 @@ class Scheduler:
             memory.free(blocks)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        """Takes the request out. Its blocks go back now, or with the commit of the plan that names it."""
+        """Remove the request. Its blocks are released now, or with the commit of the plan that names it."""
         del self._requests[request.request_id]
         request.finished, request.failed = True, error is not None
         if request.lease is None:
@@ -536,7 +319,208 @@ class Scheduler:
         return RequestOutput(request, finish_reason=reason, error=error)
 
     def _release(self, request: Request) -> None:
-        """Gives its memory back once no plan names it. The tokens the request ended with stay cached; after an error
-        none do, as far as nobody else uses them."""
+        """Release the request's memory once no plan names it. Its tokens stay cached, but not after an error."""
         if not request.num_scheduled_tokens:
             self._memories[request.rank].detach(request, 0 if request.failed else len(request.token_ids))
+
+
+def _append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> RequestOutput | None:
+    """Append the token that was sampled behind a chunk of the request, and note whether it is the last one.
+
+    Return None where there is nothing to report, as in the middle of a prompt.
+    """
+    prompt_logprobs = computed.prompt_logprobs
+    if prompt_logprobs is not None:
+        # A preemption makes the request compute some again that were reported before.
+        prompt_logprobs = prompt_logprobs[request.num_prompt_logprobs - chunk.start :]
+        request.num_prompt_logprobs += len(prompt_logprobs)
+    token_id = computed.token_id
+    if chunk.sampling is None or token_id is None:
+        return RequestOutput(request, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+    request.token_ids.append(token_id)
+    output = RequestOutput(request, token_id, None, computed.logprobs, prompt_logprobs)
+    if token_id in chunk.sampling.stop_token_ids:
+        output.finish_reason = FinishReason.STOP
+    elif request.num_output_tokens >= chunk.sampling.max_tokens:
+        output.finish_reason = FinishReason.LENGTH
+    return output
+
+
+class WaitingQueue:
+    """Waiting requests by (priority, arrival); a preempted one returns to the place of its arrival.
+
+    Policy `fcfs` tries them in that order. `lpm` tries those of the most urgent priority with the longest cached prefix
+    first, so that requests which share a prompt run while it is in memory; a request that was overtaken
+    `_LPM_MAX_OVERTAKERS` times goes first, so none starves.
+    """
+
+    def __init__(self, policy: str, matched_tokens: Callable[[Request], int]) -> None:
+        if policy not in ("fcfs", "lpm"):
+            raise ValueError(f"unknown scheduling policy {policy!r}")
+        self._policy = policy
+        self._matched_tokens = matched_tokens
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @property
+    def top_priority(self) -> int | None:
+        """The priority of the most urgent request, None if none waits."""
+        return self._requests[0].priority if self._requests else None
+
+    def add(self, request: Request) -> None:
+        insort(self._requests, request, key=_queue_key)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request. Raises ValueError if it does not wait."""
+        index = bisect_left(self._requests, request.queue_key, key=_queue_key)
+        if index == len(self._requests) or self._requests[index] is not request:
+            raise ValueError(f"request {request.request_id} does not wait")
+        del self._requests[index]
+
+    def candidates(self) -> list[Request]:
+        """Return the requests to be tried, in order."""
+        if self._policy == "fcfs" or len(self._requests) < 2:
+            return list(self._requests)
+        window = [r for r in self._requests[:_LPM_WINDOW] if r.priority == self._requests[0].priority]
+        starving = [r for r in window if r.num_overtakers >= _LPM_MAX_OVERTAKERS]
+        others = [r for r in window if r.num_overtakers < _LPM_MAX_OVERTAKERS]
+        others.sort(key=self._matched_tokens, reverse=True)
+        return starving + others + self._requests[len(window) :]
+
+    def take(self, request: Request) -> None:
+        """Remove the request, counting it as an overtaker of the requests before it."""
+        self.remove(request)
+        for other in self._requests:
+            if other.queue_key >= request.queue_key:
+                break
+            other.num_overtakers += 1
+
+
+def _queue_key(request: Request) -> tuple[int, int]:
+    return request.queue_key
+
+
+class PlanDraft:
+    """Collects the chunks of one step, one plan per rank. The scheduler keeps it until the step is committed.
+
+    `requests[i]` belongs to the chunk that was added i-th: the requests of rank r are in the order of
+    `plans[r].chunks`. The first `num_decodes` lacked one token, the others are prompts. `budgets[r]` is the number of
+    tokens that still fit into the plan of rank r. `duplicates` are (rank, block ids) that this plan may be the last to
+    read.
+    """
+
+    __slots__ = ("budgets", "duplicates", "num_decodes", "plans", "requests")
+
+    def __init__(self, step: int, budget: int, num_ranks: int) -> None:
+        self.plans = [StepPlan(step, [], array("i")) for _ in range(num_ranks)]
+        self.requests: list[Request] = []
+        self.num_decodes = 0
+        self.budgets = [budget] * num_ranks
+        self.duplicates: list[tuple[int, list[int]]] = []
+
+    @property
+    def is_full(self) -> bool:
+        return max(self.budgets) <= 0
+
+    @property
+    def prompts(self) -> list[Request]:
+        return self.requests[self.num_decodes :]
+
+    def add(self, request: Request, count: int) -> None:
+        """Plan the next `count` known tokens of a request that has leased blocks for them."""
+        start = request.num_planned_tokens
+        end = start + count
+        token_ids = request.token_ids
+        lease = request.lease
+        assert lease is not None
+        request.num_scheduled_tokens += count
+        sampling = request.sampling if end == len(token_ids) else None
+        extras = None if request.is_plain else _chunk_extras(request, start, end)
+        chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
+        chunk.annotation, request.annotation = request.annotation, None
+        self.plans[request.rank].chunks.append(chunk)
+        self.requests.append(request)
+        self.budgets[request.rank] -= count
+
+    def add_unsampled(self, request: Request, drawn_by: int) -> None:
+        """Plan the token that sampled chunk number `drawn_by` of the plan before will give to a plain request."""
+        lease = request.lease
+        assert lease is not None
+        start = request.num_planned_tokens
+        request.num_scheduled_tokens += 1
+        chunk = Chunk(request.request_id, array("i", [0]), start, lease.block_ids, request.sampling, None, drawn_by)
+        self.plans[request.rank].chunks.append(chunk)
+        self.requests.append(request)
+        self.budgets[request.rank] -= 1
+
+    def rows(self, results: Sequence[StepResult]) -> list[Iterator[tuple[Chunk, ChunkResult]]]:
+        """Return per rank its chunks with their results. Raises ValueError if `results` do not fit the plans."""
+        for plan, result in zip(self.plans, results, strict=True):
+            if result.step != plan.step or len(result.chunks) != len(plan.chunks):
+                raise ValueError(f"step {plan.step} and the result of step {result.step} do not belong together")
+        return [zip(plan.chunks, result.chunks, strict=True) for plan, result in zip(self.plans, results, strict=True)]
+
+    def sampled_place(self, request: Request) -> int | None:
+        """Return the request's place among the sampled chunks of its rank's plan; None if it has none there."""
+        place = 0
+        for chunk in self.plans[request.rank].chunks:
+            if chunk.sampling is not None:
+                if chunk.request_id == request.request_id:
+                    return place
+                place += 1
+        return None
+
+
+def _chunk_extras(request: Request, start: int, end: int) -> ChunkExtras | None:
+    """Return the further inputs of the chunk `token_ids[start:end]` of a request that is not plain; None for none."""
+    sampling = request.sampling
+    targets = None
+    if request.wants_prompt_logprobs and end > request.num_prompt_logprobs:
+        targets = request.token_ids[start + 1 : min(end + 1, request.num_prompt_tokens)]
+    is_sampled = end == len(request.token_ids)
+    if targets is None and not is_sampled:
+        return None
+    is_banned = is_sampled and request.num_output_tokens < sampling.min_tokens
+    return ChunkExtras(
+        history=request.token_ids[:] if is_sampled and sampling.needs_history else None,
+        num_prompt_tokens=request.num_prompt_tokens,
+        banned_token_ids=sampling.stop_token_ids if is_banned else (),
+        prompt_targets=targets,
+        num_top_logprobs=sampling.prompt_logprobs or 0,
+    )
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's new token or its end. Exactly one output per request has a `finish_reason`."""
+
+    request: Request
+    token_id: int | None = None
+    finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+
+
+class QueueFullError(Exception):
+    """The queue has no place for another request."""
+
+
+class NeverFitsError(Exception):
+    """The request could not run even alone; the message gives both token counts."""

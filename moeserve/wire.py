@@ -1,7 +1,8 @@
-"""The bytes of messages, between frontend and engine and between ranks, and of what they carry.
+"""What processes send to each other: frames, the messages between frontend and engine, the bytes of plans and results.
 
 `msgpack` reads and writes the bytes under limits; `msgspec.convert` gives them types. Each frame is
-`[incarnation, message]`: whoever receives one of another engine's life drops it. Token ids travel as int32 bytes.
+`[incarnation, message]`, and a receiver drops frames of another incarnation of the engine. Token ids and block tables
+travel as int32 bytes. `RunContext` names the sockets; the supervisor hands it to every process as a file.
 """
 
 from __future__ import annotations
@@ -34,38 +35,38 @@ _T = TypeVar("_T")
 
 
 class DecodeError(ValueError):
-    """A frame that is no message of this protocol. It concerns its sender alone."""
+    """A frame that is no message of this protocol. It harms its sender alone."""
 
 
 def encode(message: msgspec.Struct, incarnation: int) -> bytes:
-    """The frame of a message."""
+    """Return the frame of a message."""
     return pack([incarnation, message])
 
 
 def decode(frame: bytes, expected: Any) -> tuple[int, Any]:
-    """The incarnation and the message of a frame that must hold one of the `expected` types. Raises DecodeError."""
+    """Return a frame's incarnation and its message of one of the `expected` types. Raises DecodeError for others."""
 
-    def opened(body: Any) -> tuple[int, Any]:
+    def open_frame(body: Any) -> tuple[int, Any]:
         if not isinstance(body, list) or len(body) != 2 or type(body[0]) is not int:
             raise DecodeError("frame is not [incarnation, message]")
         return body[0], msgspec.convert(body[1], expected)
 
-    return _unpack(frame, opened)
+    return _unpack(frame, open_frame)
 
 
 def pack(value: Any) -> bytes:
-    """The bytes of structs and what they are made of. Equal ones have equal bytes."""
+    """Return the MessagePack bytes of structs and builtins. Equal values have equal bytes."""
     packed: bytes = msgpack.packb(msgspec.to_builtins(value, builtin_types=(bytes,)))
     return packed
 
 
 def unpack(data: bytes, kind: type[_T]) -> _T:
-    """The value of such bytes, which must be of that kind. Raises DecodeError."""
+    """Return the value of type `kind` that `pack` made into `data`. Raises DecodeError for other bytes."""
     return _unpack(data, lambda body: msgspec.convert(body, kind))
 
 
 def _unpack(data: bytes, convert: Callable[[Any], _T]) -> _T:
-    """Raises DecodeError for anything else: too large, not MessagePack, extension types, deep nesting, wrong fields."""
+    """Raise DecodeError for bytes that are too large or no MessagePack, extension types, deep nesting, wrong fields."""
     if len(data) > MAX_FRAME_BYTES:
         raise DecodeError(f"{len(data)} bytes exceed {MAX_FRAME_BYTES}")
     try:
@@ -87,12 +88,12 @@ def _unpack(data: bytes, convert: Callable[[Any], _T]) -> _T:
 
 
 def pack_token_ids(token_ids: list[int] | array[int]) -> bytes:
-    """int32 bytes of token ids."""
+    """Return the int32 bytes of token ids."""
     return array("i", token_ids).tobytes()
 
 
 def unpack_token_ids(data: bytes) -> array[int]:
-    """Token ids from int32 bytes; raises DecodeError for a torn one."""
+    """Return the token ids in int32 bytes. Raises DecodeError for a torn one."""
     token_ids = array("i")
     if len(data) % token_ids.itemsize:
         raise DecodeError("token ids are not whole int32 values")
@@ -104,8 +105,7 @@ def _refuse_extension(code: int, _data: bytes) -> None:
     raise DecodeError(f"extension type {code}")
 
 
-# Every message between frontend and engine. `moeserve.wire` has their bytes.
-
+# The messages between frontend and engine.
 
 PROTOCOL_VERSION = 1
 
@@ -115,7 +115,7 @@ class Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class Hello(Message):
-    """A frontend introduces itself. A version or model that differs is answered with `Refused`."""
+    """A frontend introduces itself. The engine answers another version or model with `Refused`."""
 
     protocol_version: int
     model_hash: str
@@ -132,7 +132,7 @@ class Generate(Message):
 
 
 class Finish(Message):
-    """The frontend found a stop string: the request ends with its first `keep_tokens` output tokens."""
+    """The frontend found a stop string: the request is to end with its first `keep_tokens` output tokens."""
 
     request_id: str
     keep_tokens: int
@@ -182,7 +182,7 @@ class Refused(Message):
 
 
 class Admitted(Message):
-    """The request is queued or running; from here on it gets outputs and one terminal output."""
+    """The request is queued or running; outputs and one terminal output follow."""
 
     request_id: str
 
@@ -197,10 +197,10 @@ class Rejected(Message):
 
 
 class Output(Message):
-    """New tokens of one request; terminal when `finish_reason` is set.
+    """New tokens of one request; terminal if `finish_reason` is set.
 
-    `token_ids` are the tokens since the last output. In the terminal output `num_output_tokens` counts what the request
-    produced in all, `num_cached_tokens` the prompt tokens that came from the prefix cache (None until the first chunk).
+    `token_ids` are the tokens since the last output. `num_cached_tokens` counts the prompt tokens that came from the
+    prefix cache (None until the first chunk); `num_output_tokens`, in the terminal output, all output tokens.
     """
 
     request_id: str
@@ -214,80 +214,17 @@ class Output(Message):
 
 
 class Outputs(Message):
-    """What one step gave to the requests of one frontend."""
+    """The outputs of one step for the requests of one frontend."""
 
     outputs: list[Output]
 
 
-class RecallCounters(Message):
-    """Of `experts.predictor.SourceRecall`: a sample of the steps."""
-
-    source: str
-    distance: int
-    num_chosen: int
-    num_recalled: int
-
-
-class PrefetchCounters(Message):
-    """Prefetches, since the start. num_late: experts that were wanted while their prefetch was under way.
-
-    num_foreseeable, num_foreseen: experts that layers needed for which some had been named 1, 2, 3 layers ahead, and
-    how many of them were among these. recall: of each source by itself.
-    """
-
-    predictor_seconds: float
-    num_late: int
-    prefetch_bytes: int
-    useful_bytes: int
-    late_bytes: int
-    wasted_bytes: int
-    cancelled_bytes: int
-    num_foreseeable: list[int] = []
-    num_foreseen: list[int] = []
-    recall: list[RecallCounters] = []
-
-
-class ExpertMemoryCounters(Message):
-    """Of a rank's `experts.residency.ExpertMemoryStats`, since the start. prefetch: None if nothing is predicted."""
-
-    stall_seconds: float
-    misses_by_tier: dict[str, int]
-    num_hits: int
-    num_evictions: int
-    num_resident: int
-    demand_bytes: int
-    prefetch: PrefetchCounters | None = None
-
-
-class RebalanceCounters(Message):
-    """Of `experts.rebalance.RebalanceStats`."""
-
-    placement_version: int
-    num_migrations: int
-    num_failures: int
-    num_experts_loaded: int
-    seconds_since_success: float | None
-
-
-class ExpertStats(Message):
-    """What of the experts is counted. None, or empty, is what is not there: nothing recorded, one rank, all resident.
-
-    expert_balancedness, rank_balancedness: by layer with experts, mean over maximum of the recent load.
-    remote_rows: rows (a token in a layer) times the other ranks that hold experts of theirs, and rows. links: from,
-    to, rows, bytes. memory: of each rank, where experts are read while they are computed.
-    """
-
-    tokens_recorded: int | None = None
-    expert_balancedness: list[float] = []
-    rank_balancedness: list[float] | None = None
-    remote_rows: list[int] | None = None
-    links: list[list[int]] | None = None
-    memory: list[ExpertMemoryCounters] | None = None
-    rebalancing: RebalanceCounters | None = None
+# Statistics of features, opaque to the wire: by name of metric, rows `[*labels, value]`.
+FeatureSamples = dict[str, list[list[str | int | float]]]
 
 
 class Stats(Message):
-    """The engine's counters (since its start) and gauges (now)."""
+    """The engine's counters (since its start) and gauges (now). A feature that is not in use has no entry."""
 
     step: int
     num_running: int
@@ -304,11 +241,11 @@ class Stats(Message):
     rejections: dict[str, int]
     step_seconds: float
     queue_seconds: list[float] = []
-    experts: ExpertStats | None = None
+    features: FeatureSamples = {}
 
 
 class ControlResult(Message):
-    """What a `Control` did; `error` is None on success."""
+    """The answer to `Control`; `error` is None on success."""
 
     control_id: int
     result: dict[str, Any]
@@ -316,7 +253,7 @@ class ControlResult(Message):
 
 
 class Heartbeat(Message):
-    """Published a few times a second by a thread of the engine: it is alive, and `step` moves while it is busy."""
+    """A thread of the engine publishes it a few times a second. `step` moves while the engine is busy."""
 
     pid: int
     step: int
@@ -327,8 +264,8 @@ ToEngine = Hello | Generate | Finish | Abort | Control
 FromEngine = EngineReady | Refused | Admitted | Rejected | Outputs | Stats | ControlResult | Heartbeat
 
 
-# The bytes of a step plan, for the ranks that execute it. MessagePack arrays in the order of the fields below; token
-# ids and block tables as int32 bytes. Equal plans have equal bytes.
+# The bytes of plans and results, between rank 0 and the other ranks: MessagePack arrays of the fields below, in order.
+# Equal plans have equal bytes.
 
 
 class _WireExtras(msgspec.Struct, array_like=True, frozen=True):
@@ -357,13 +294,13 @@ class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """The bytes of a plan, a copy of it as it is now."""
+    """Return the bytes of a plan, which do not follow later changes of its block tables."""
     wire = _WirePlan(plan.step, [_pack_chunk(chunk) for chunk in plan.chunks], plan.zeroed_blocks.tobytes())
     return pack(wire)
 
 
 def decode_plan(data: bytes) -> StepPlan:
-    """The plan of such bytes. Raises DecodeError for anything else."""
+    """Return the plan in the bytes of `encode_plan`. Raises DecodeError for other bytes."""
     wire = unpack(data, _WirePlan)
     return StepPlan(wire.step, [_unpack_chunk(chunk) for chunk in wire.chunks], unpack_token_ids(wire.zeroed_blocks))
 
@@ -423,16 +360,14 @@ def _array_or_none(data: bytes | None) -> array[int] | None:
     return None if data is None else unpack_token_ids(data)
 
 
-# The bytes of a step result, from the rank that computed it to the engine: MessagePack arrays, as in `plan_codec`.
-
-
-_Entry = tuple[float, list[tuple[int, float]]]
+# One token's log probability and the likeliest (token id, logprob).
+_WireLogprobs = tuple[float, list[tuple[int, float]]]
 
 
 class _WireChunkResult(msgspec.Struct, array_like=True, frozen=True):
     token_id: int | None
-    logprobs: _Entry | None
-    prompt_logprobs: list[_Entry] | None
+    logprobs: _WireLogprobs | None
+    prompt_logprobs: list[_WireLogprobs] | None
     error: str | None
     annotation: bytes | None
 
@@ -445,58 +380,54 @@ class _WireResult(msgspec.Struct, array_like=True, frozen=True):
 
 
 def encode_result(result: StepResult) -> bytes:
-    """The bytes of a result."""
+    """Return the bytes of a result."""
     routing = None if result.routing is None else bytes(result.routing)
-    wire = _WireResult(result.step, [_result_codec_pack_chunk(chunk) for chunk in result.chunks], routing, result.sent)
-    return pack(wire)
+    return pack(_WireResult(result.step, [_pack_result(chunk) for chunk in result.chunks], routing, result.sent))
 
 
 def decode_result(data: bytes) -> StepResult:
-    """The result of such bytes. Raises DecodeError for anything else."""
+    """Return the result in the bytes of `encode_result`. Raises DecodeError for other bytes."""
     wire = unpack(data, _WireResult)
-    return StepResult(wire.step, [_result_codec_unpack_chunk(chunk) for chunk in wire.chunks], wire.routing, wire.sent)
+    return StepResult(wire.step, [_unpack_result(chunk) for chunk in wire.chunks], wire.routing, wire.sent)
 
 
-def _result_codec_pack_chunk(chunk: ChunkResult) -> _WireChunkResult:
+def _pack_result(chunk: ChunkResult) -> _WireChunkResult:
     prompt = chunk.prompt_logprobs
     return _WireChunkResult(
         chunk.token_id,
-        None if chunk.logprobs is None else _pack_entry(chunk.logprobs),
-        None if prompt is None else [_pack_entry(entry) for entry in prompt],
+        None if chunk.logprobs is None else _pack_logprobs(chunk.logprobs),
+        None if prompt is None else [_pack_logprobs(logprobs) for logprobs in prompt],
         chunk.error,
         chunk.annotation,
     )
 
 
-def _result_codec_unpack_chunk(wire: _WireChunkResult) -> ChunkResult:
+def _unpack_result(wire: _WireChunkResult) -> ChunkResult:
     prompt = wire.prompt_logprobs
     return ChunkResult(
         wire.token_id,
-        None if wire.logprobs is None else _unpack_entry(wire.logprobs),
-        None if prompt is None else [_unpack_entry(entry) for entry in prompt],
+        None if wire.logprobs is None else _unpack_logprobs(wire.logprobs),
+        None if prompt is None else [_unpack_logprobs(logprobs) for logprobs in prompt],
         wire.error,
         wire.annotation,
     )
 
 
-def _pack_entry(entry: TokenLogprobs) -> _Entry:
-    return entry.logprob, list(entry.top)
+def _pack_logprobs(logprobs: TokenLogprobs) -> _WireLogprobs:
+    return logprobs.logprob, list(logprobs.top)
 
 
-def _unpack_entry(entry: _Entry) -> TokenLogprobs:
-    return TokenLogprobs(entry[0], tuple(entry[1]))
-
-
-# What the supervisor hands to the processes of one running service, as a file in its private run directory.
+def _unpack_logprobs(wire: _WireLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(wire[0], tuple(wire[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """One life of one service. The file holds secrets; its directory is 0700.
+    """One run of one service and the addresses of its sockets, as a file in its private run directory (mode 0700).
 
-    `incarnation` numbers the engine's life: it is in every frame and in the socket paths. `secret` (hex) keys the cache
-    namespaces of API keys. `model_hash` is compared in `Hello`. `meets_in_store`: not all ranks were started with this
-    context, so they find each other in torchrun's store.
+    The file holds secrets. `incarnation` numbers the engine's life: it is in every frame and in the socket paths.
+    `secret` (hex) keys the cache namespaces of API keys. `Hello` compares `model_hash`. `meets_in_store`: not all ranks
+    were started with this context, so they find each other in torchrun's store.
     """
 
     config: ServeConfig
@@ -533,7 +464,7 @@ class RunContext:
         return Path(self.run_dir) / f"collectives.{self.incarnation}"
 
     def save(self) -> Path:
-        """Writes the file with mode 0600 and returns its path."""
+        """Write the file with mode 0600 and return its path."""
         path = Path(self.run_dir) / f"run.{self.incarnation}.json"
         path.touch(mode=0o600)
         path.write_bytes(msgspec.json.encode(self))
@@ -541,5 +472,5 @@ class RunContext:
 
 
 def load_run_context(path: str | Path) -> RunContext:
-    """The context that `save` wrote."""
+    """Return the context that `RunContext.save` wrote."""
     return msgspec.json.decode(Path(path).read_bytes(), type=RunContext)

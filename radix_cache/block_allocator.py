@@ -1,9 +1,9 @@
-"""Which block ids are free, kept as maximal runs (extents) of consecutive ids.
+"""The free block ids, kept as maximal runs (extents) of consecutive ids.
 
 Attention reads a request's blocks without a copy when they form one run, so the allocator prefers contiguity:
 
 - A growing request (``after`` given) takes the ids right behind its last block while they are free.
-- Whatever is left to place goes into the largest free extent (the lowest one among equals), so that it can grow.
+- The remaining ids come from the largest free extent (the lowest one among equals), so that the new run can grow.
   It starts in the middle of that extent: the owner of the block just before the extent keeps half of the room to grow
   into, the new run gets the other half. An extent that starts at block 0 has no such owner: it is filled from there.
 - If no extent is large enough, the largest are used up one after the other.
@@ -44,7 +44,7 @@ class BlockAllocator:
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
         """Take `count` free ids, if possible the ones that follow the allocated id `after`.
 
-        Returns the ids in the order in which the caller should use them, or None, with nothing changed, if fewer than
+        Return the ids in the order in which the caller should use them, or None, with nothing changed, if fewer than
         `count` are free. Raises ValueError if `count` is negative or `after` is not an allocated id.
         """
         if count < 0:
@@ -67,7 +67,7 @@ class BlockAllocator:
         return ids
 
     def free(self, ids: Sequence[int]) -> None:
-        """Give `ids` back, in any order. Raises ValueError, with nothing changed, if one is free or out of range."""
+        """Return `ids` to the pool, in any order. Raises ValueError, with nothing changed, for one that is free."""
         used = self._used
         for index, block in enumerate(ids):
             if not (0 <= block < self.num_blocks and used[block]):
@@ -90,7 +90,7 @@ class BlockAllocator:
         return bool(self._used[block])
 
     def check_invariants(self) -> None:
-        """Raises InvariantError unless extents, their mirror, the heap and the counters describe the same free ids."""
+        """Raise InvariantError unless extents, their mirror, the heap and the counters describe the same free ids."""
         covered = bytearray(b"\x01") * self.num_blocks
         previous_end = -1
         bounds: dict[int, int] = {}
@@ -141,7 +141,7 @@ class BlockAllocator:
         return range(first, stop)
 
     def _add_extent(self, start: int, end: int) -> None:
-        """Insert ``[start, end)``, joined with the free neighbours on both sides."""
+        """Insert the extent ``[start, end)``, joined with its free neighbours."""
         left = self._start_of.pop(start, None)
         if left is not None:
             start = left

@@ -1,4 +1,4 @@
-"""Errors of this package and the check that raises one of them."""
+"""The errors of this package, and the check that raises `InvariantError`."""
 
 
 class LeaseError(RuntimeError):
@@ -10,6 +10,6 @@ class InvariantError(AssertionError):
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises InvariantError with `message` unless `condition` holds."""
+    """Raise InvariantError with `message` unless `condition` holds."""
     if not condition:
         raise InvariantError(message)

@@ -1,4 +1,4 @@
-"""What must hold for a RadixTree and the leases on it. Slow and complete; for tests and for an idle engine."""
+"""The invariants of a RadixTree and the leases on it. Checking them is slow and complete; for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radix_cache.tree import Lease, Node, RadixTree
 
 
 def check_tree(tree: RadixTree, leases: Iterable[Lease], block_size: int) -> array[int]:
-    """Returns the ids of all blocks in the tree. Raises InvariantError for the first contradiction found."""
+    """Return the ids of all blocks in the tree. Raises InvariantError at the first contradiction."""
     num_refs: dict[int, int] = {}
     for lease in leases:
         num_refs[lease.node.serial] = num_refs.get(lease.node.serial, 0) + 1

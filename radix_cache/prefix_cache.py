@@ -1,4 +1,4 @@
-"""Leases on KV blocks, shared between requests whose prompts begin alike."""
+"""The prefix cache: leases on KV blocks, shared between requests whose prompts begin alike."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from radix_cache.tree import Lease, Node, RadixTree
 class PrefixCache:
     """All KV blocks of one rank: every one is free, cached, leased or a duplicate that waits for its `free`.
 
-    Tokens are ``array('i')`` (int32). Equal tokens in different namespaces never meet. With ``caching=False`` nothing
-    is shared or kept: `match` finds nothing, `publish` and `advance` do nothing, `release` frees every block.
+    Tokens are ``array('i')`` (int32). Equal tokens in different namespaces never share blocks. With ``caching=False``
+    nothing is shared or kept: `match` finds nothing, `publish` and `advance` do nothing, `release` frees every block.
 
-    The caller's part: blocks go back (`release`, `free`) only when no plan in flight names them, and `publish` is
-    called only for tokens whose forward has completed. Methods of a lease raise LeaseError once it was released.
-    All decisions are deterministic: the same calls yield the same ids.
+    The caller's part: it returns blocks (`release`, `free`) only when no plan in flight names them, and calls `publish`
+    only for tokens whose forward has completed. Every method that takes a lease raises LeaseError for one that was
+    released or belongs to another cache. All decisions are deterministic: the same calls yield the same ids.
     """
 
     __slots__ = (
@@ -59,24 +59,24 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `extend` could hand out now."""
+        """Blocks that `extend` could give to a lease now."""
         return self._allocator.num_free + self._tree.num_evictable_blocks
 
     @property
     def num_leased(self) -> int:
-        """Blocks that at least one lease refers to, a shared one counted once."""
+        """Blocks that at least one lease holds, a shared one counted once."""
         return self._tree.num_pinned_blocks + self._num_private_blocks
 
     @property
     def num_duplicates(self) -> int:
-        """Blocks that `publish` has returned and nobody has given to `free` yet."""
+        """Blocks that `publish` has returned and that were not given to `free` yet."""
         return len(self._duplicates)
 
     def match(self, tokens: array[int], namespace: str = "", *, use_cache: bool = True) -> Lease:
         """Lease the longest cached prefix of `tokens` in whole blocks, but never the last token: its logits are needed.
 
-        With ``use_cache=False`` the lease starts empty and `advance` adopts nothing, while its own blocks may still be
-        published. Raises ValueError if `tokens` are not ``array('i')``.
+        With ``use_cache=False`` the lease starts empty and `advance` adopts nothing, but its blocks may be published.
+        Raises ValueError if `tokens` are not ``array('i')``.
         """
         if tokens.typecode != "i":
             raise ValueError(f"tokens must be array('i'), got typecode {tokens.typecode!r}")
@@ -94,11 +94,11 @@ class PrefixCache:
         return lease
 
     def advance(self, lease: Lease, tokens: array[int]) -> int:
-        """Match again: adopt blocks of `tokens` that others have published behind this lease's published ones.
+        """Match again: adopt blocks of `tokens` that other leases have published behind this lease's published ones.
 
-        Adopted ids replace the lease's own ids at the same places, which are freed, or are appended. So the lease must
-        have published every full block it has computed (one computed in part is given up for the full one), and no
-        plan in flight may name its other blocks. Never covers the last token. Returns the number of tokens that the
+        An adopted id replaces the lease's own id at the same place, which is freed, or is appended. So the lease must
+        have published every full block it has computed (a partly computed block is given up for the full one), and no
+        plan in flight may name its other blocks. Never covers the last token. Return the number of tokens that the
         tree now covers for this lease.
         """
         if lease.owner is not self:
@@ -124,7 +124,7 @@ class PrefixCache:
     def extend(self, lease: Lease, count: int) -> list[int] | None:
         """Append `count` blocks to the lease, evicting the least recently used cached ones as needed.
 
-        Returns the new ids, or None with nothing changed if fewer than `count` are available. Raises ValueError if
+        Return the new ids, or None with nothing changed if fewer than `count` are available. Raises ValueError if
         `count` is negative.
         """
         if lease.owner is not self:
@@ -143,12 +143,12 @@ class PrefixCache:
         return new
 
     def publish(self, lease: Lease, tokens: array[int], num_computed_tokens: int) -> list[int]:
-        """Enter the full blocks of ``tokens[:num_computed_tokens]`` into the tree, after the forward that wrote them.
+        """Insert the full blocks of ``tokens[:num_computed_tokens]`` into the tree, after the forward that wrote them.
 
-        Where another request was faster, the id in the tree replaces the lease's own one. The replaced ids are
-        returned; the caller hands them to `free` once no plan in flight names them. Tokens that must not be cached
-        (after a stop string, say) are kept out by a smaller `num_computed_tokens`. Raises ValueError if there are fewer
-        tokens or leased blocks than that.
+        Where another request was faster, the id in the tree replaces the lease's own one. Return the replaced ids; the
+        caller passes them to `free` once no plan in flight names them. Tokens that must not be cached (those after a
+        stop string, say) are excluded by a smaller `num_computed_tokens`. Raises ValueError if `tokens` or the leased
+        blocks are fewer than that.
         """
         if lease.owner is not self:
             raise _not_leased()
@@ -174,7 +174,7 @@ class PrefixCache:
         return duplicates
 
     def free(self, ids: Sequence[int]) -> None:
-        """Give duplicates from `publish` back. Raises ValueError, with nothing changed, if one of `ids` is none."""
+        """Free duplicates that `publish` returned. Raises ValueError, with nothing changed, if an id is not one."""
         unique = set(ids)
         if len(unique) != len(ids) or not unique <= self._duplicates:
             raise ValueError(f"not all of {list(ids)} are duplicates that wait for their release")
@@ -182,11 +182,10 @@ class PrefixCache:
         self._allocator.free(ids)
 
     def release(self, lease: Lease, keep_tokens: int | None = None) -> None:
-        """End the lease: its unpublished blocks are freed, the published ones stay cached and become evictable.
+        """End the lease: free its unpublished blocks; the published ones stay cached and become evictable.
 
-        With `keep_tokens`, published blocks that reach beyond that many tokens are freed at once too, as far as no
-        other lease and no cached continuation needs them: tokens behind a stop string, or KV not to be trusted (0).
-        Raises LeaseError if the lease was released before.
+        With `keep_tokens`, published blocks that reach beyond that many tokens are freed too, as far as no other lease
+        and no cached continuation needs them: tokens behind a stop string, or KV that cannot be trusted (0).
         """
         if lease.owner is not self:
             raise _not_leased()
@@ -203,10 +202,10 @@ class PrefixCache:
         self._allocator.free(private)
 
     def annotate(self, lease: Lease, annotation: bytes) -> None:
-        """Keep something with the run of tokens with which the lease's published ones end, as long as that is cached.
+        """Attach `annotation` to the run of tokens that ends the lease's published tokens, while the run is cached.
 
-        The run begins at the last branch or annotated end before that. What was kept with it is replaced, and it does
-        not grow any more; if it is cut in two later, both parts have it. Without a published token, does nothing.
+        The run begins at the last branch or annotated end before. A former annotation is replaced, and the run does
+        not grow any more; if it is split later, both parts have the annotation. Does nothing without a published token.
         """
         if lease.owner is not self:
             raise _not_leased()
@@ -214,7 +213,7 @@ class PrefixCache:
             lease.node.annotation = annotation
 
     def annotations(self, lease: Lease) -> list[tuple[int, bytes]]:
-        """What is kept along the lease's published tokens, from the start on: (tokens of the run, annotation)."""
+        """Return (tokens of the run, annotation) of every annotated run of the lease's published tokens, in order."""
         if lease.owner is not self:
             raise _not_leased()
         found = []
@@ -226,22 +225,22 @@ class PrefixCache:
         return found[::-1]
 
     def peek(self, tokens: array[int], namespace: str = "") -> int:
-        """How many tokens `match` would serve from the cache now. Changes nothing, not even what is recently used."""
+        """Count the tokens that `match` would find in the cache now. Changes nothing, not even their recency."""
         return self._tree.depth(namespace, self._reusable(tokens, 0)) * self.block_size
 
     def reset(self) -> int:
-        """Evict everything that no lease protects. Returns the number of blocks freed."""
+        """Evict all blocks that no lease protects. Return their number."""
         evicted = self._tree.evict(self._tree.num_evictable_blocks)
         self._allocator.free(evicted)
         return len(evicted)
 
     def check_counts(self) -> None:
-        """Raises InvariantError unless free + cached + leased + duplicates = all blocks. O(1)."""
+        """Raise InvariantError unless free + cached + leased + duplicates = all blocks. O(1)."""
         total = self.num_free + self.num_cached + self.num_leased + self.num_duplicates
         require(total == self.num_blocks, f"{total} of {self.num_blocks} blocks accounted for")
 
     def check_invariants(self) -> None:
-        """Raises InvariantError unless every block is in exactly one place and all counters say so. O(blocks)."""
+        """Raise InvariantError unless every block is in exactly one place and all counters agree. O(blocks)."""
         self.check_counts()
         self._allocator.check_invariants()
         places = ["free" if not self._allocator.is_allocated(block) else "" for block in range(self.num_blocks)]
@@ -265,7 +264,7 @@ class PrefixCache:
         require(all(places), "a block is lost")
 
     def _reusable(self, tokens: array[int], start: int) -> bytes:
-        """The ids from `start`, a block boundary, in whole blocks without the last token."""
+        """Return the bytes of the ids from `start`, a block boundary, in whole blocks without the last token."""
         stop = (len(tokens) - 1) // self.block_size * self.block_size
         return tokens[start : max(start, stop)].tobytes()
 

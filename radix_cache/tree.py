@@ -1,4 +1,4 @@
-"""A radix tree from token prefixes to KV blocks, cut at block boundaries.
+"""A radix tree from token prefixes to KV blocks, cut at block boundaries, and the leases on its nodes.
 
 An edge and the node below it are one object: a run of whole blocks. The idea of a radix tree over paged KV with LRU
 eviction of its leaves is RadixAttention (Zheng et al., SGLang, 2024). Here a lease counts on its deepest node only; the
@@ -17,51 +17,14 @@ _HEAP_SLACK = 64
 _NOT_QUEUED = -1
 
 
-class Node:
-    """A run of whole blocks under a prefix, or the root of a namespace (no parent, no blocks).
-
-    `tokens` are native int32 ids as bytes, `blocks` the ids of the blocks that hold their KV. `refs` counts the leases
-    that end here; `pins` is the number of pinned children, plus one if `refs` is not 0, so a node is evictable together
-    with all that is below it exactly if `pins` is 0. `queued` is the stamp of the node's entry in the eviction queue.
-    `annotation` is what somebody else knows of the run, empty if nothing; the tree does not look into it.
-    """
-
-    __slots__ = (
-        "annotation",
-        "blocks",
-        "children",
-        "last_used",
-        "namespace",
-        "parent",
-        "pins",
-        "queued",
-        "refs",
-        "serial",
-        "tokens",
-    )
-
-    def __init__(self, namespace: str, serial: int, parent: Node | None, tokens: bytearray, blocks: array[int]):
-        self.namespace = namespace
-        self.serial = serial
-        self.parent = parent
-        self.tokens = tokens
-        self.blocks = blocks
-        self.children: dict[bytes, Node] = {}
-        self.refs = 0
-        self.pins = 0
-        self.last_used = 0
-        self.queued = _NOT_QUEUED
-        self.annotation = b""
-
-
 class RadixTree:
-    """Namespaces of cached prefixes. It neither allocates nor frees block ids: `evict` and `trim` hand them back.
+    """The cached prefixes of all namespaces. It neither allocates nor frees block ids: `evict` and `trim` return them.
 
     Invariants: a lease's node ends exactly where the lease's published tokens end (a partly matched run is split); an
     unreferenced leaf has exactly one live entry in the queue; a root lives as long as it has children or references.
 
-    Recency: only the release of a lease stamps, and only its deepest node. Everything above was used at least as
-    recently as what is below it and becomes a leaf only after that is gone, so the stamp moves up when a node vanishes.
+    Recency: only the release of a lease sets a stamp, and only on its deepest node. A node was used at least as
+    recently as its children and becomes a leaf only after they are gone, so a node that vanishes passes its stamp up.
     """
 
     __slots__ = ("_block_bytes", "_clock", "_queue", "_serial", "num_blocks", "num_nodes", "num_pinned_blocks", "roots")
@@ -82,14 +45,14 @@ class RadixTree:
         return self.num_blocks - self.num_pinned_blocks
 
     def root(self, namespace: str) -> Node:
-        """The root of `namespace`, made if need be. The caller acquires it or something below it at once."""
+        """Return the root of `namespace`, created if need be. The caller acquires it or a node below it at once."""
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = self._new_node(namespace, None, bytearray(), array("i"))
         return root
 
     def depth(self, namespace: str, data: bytes) -> int:
-        """How many blocks of `data` (int32 ids, whole blocks) are cached. Changes nothing."""
+        """Count the leading blocks of `data` (int32 ids, whole blocks) that are cached. Changes nothing."""
         node = self.roots.get(namespace)
         size, position, end = self._block_bytes, 0, len(data)
         while node is not None and position < end:
@@ -103,7 +66,7 @@ class RadixTree:
     def descend(self, node: Node, data: bytes, blocks: array[int]) -> Node:
         """Follow `data` (int32 ids, whole blocks) from the end of `node` as far as it is cached.
 
-        Appends the ids of the matched blocks to `blocks` and returns the node that ends with the last of them; a run
+        Append the ids of the matched blocks to `blocks` and return the node that ends with the last of them; a run
         that matches only in part is split there.
         """
         size, position, end = self._block_bytes, 0, len(data)
@@ -119,10 +82,10 @@ class RadixTree:
         return node
 
     def insert(self, start: Node, data: bytes, blocks: array[int]) -> tuple[Node, array[int]]:
-        """Enter `data` (int32 ids, whole blocks, one id in `blocks` each) below `start`, which one lease references.
+        """Insert `data` (int32 ids, whole blocks, one id in `blocks` each) below `start`, which one lease references.
 
-        Returns the node that ends with `data`, and the ids the tree already had for its first blocks; the same number
-        of leading `blocks` did not enter. The caller moves its reference to the node at once.
+        Return the node that ends with `data`, and the ids that the tree already had for its first blocks; as many
+        leading `blocks` were not inserted. The caller moves its reference to the node at once.
         """
         canonical: array[int] = array("i")
         node = self.descend(start, data, canonical)
@@ -133,8 +96,8 @@ class RadixTree:
         self.num_blocks += len(added)
         num_other_refs = node.refs - 1 if node is start else node.refs
         if node.parent is not None and not node.children and num_other_refs == 0 and not node.annotation:
-            # Nobody else ends here, so the run can grow in place: a decoding request stays one node. What is annotated
-            # stays as it was described.
+            # No other lease ends here, so the run can grow in place: a decoding request stays one node. An annotated
+            # run does not grow, since its annotation describes exactly its tokens.
             node.tokens += tokens
             node.blocks.extend(added)
             if node.pins:
@@ -145,7 +108,7 @@ class RadixTree:
         return child, canonical
 
     def acquire(self, node: Node) -> None:
-        """Protect `node` and all above it from eviction, once more."""
+        """Add a reference to `node`, which protects it and all nodes above it from eviction."""
         node.refs += 1
         if node.refs > 1:
             return
@@ -165,7 +128,7 @@ class RadixTree:
             self._drop_reference(source)
 
     def release(self, node: Node) -> None:
-        """Take back one `acquire`. The node is the most recently used from now on."""
+        """Drop the reference that `acquire` added, and make the node the most recently used one."""
         self._clock += 1
         node.last_used = self._clock
         self._drop_reference(node)
@@ -173,7 +136,7 @@ class RadixTree:
     def evict(self, count: int) -> array[int]:
         """Remove `count` blocks, at most `num_evictable_blocks`, from the tails of the least recently used leaves.
 
-        Returns their ids; they are the caller's now.
+        Return their ids, which the caller owns from now on.
         """
         evicted: array[int] = array("i")
         while len(evicted) < count:
@@ -186,9 +149,9 @@ class RadixTree:
         return evicted
 
     def trim(self, node: Node, count: int) -> array[int]:
-        """Remove up to `count` blocks upwards from the end of `node`, as far as nobody references or continues them.
+        """Remove up to `count` blocks upwards from the end of `node`, as far as no lease or child node needs them.
 
-        Returns their ids; they are the caller's now.
+        Return their ids, which the caller owns from now on.
         """
         removed: array[int] = array("i")
         current: Node | None = node
@@ -200,7 +163,7 @@ class RadixTree:
         return removed
 
     def queued_serials(self) -> list[int]:
-        """Serials of the nodes in the eviction queue; raises InvariantError if dead entries are not bounded."""
+        """Return the serials of the nodes in the eviction queue. Raises InvariantError if dead entries pile up."""
         require(len(self._queue) <= 2 * self.num_nodes + _HEAP_SLACK, "the eviction queue outgrew the tree")
         return [serial for stamp, serial, node in self._queue if node.queued == stamp]
 
@@ -210,7 +173,7 @@ class RadixTree:
         return Node(namespace, self._serial, parent, tokens, blocks)
 
     def _num_common_blocks(self, run: bytearray, data: bytes, position: int) -> int:
-        """How many blocks of `run` equal `data` from `position` on; the first is known to. Bisection over memcmp."""
+        """Count the blocks of `run` that equal `data` from `position` on; the first one is known to. Bisects memcmp."""
         size = self._block_bytes
         low, high = 1, min(len(run), len(data) - position) // size
         while low < high:
@@ -223,7 +186,7 @@ class RadixTree:
         return low
 
     def _split(self, node: Node, count: int) -> Node:
-        """Move the first `count` blocks of `node` to a new parent and return that.
+        """Move the first `count` blocks of `node` to a new parent and return the parent.
 
         The object `node` stays the lower part: leases that reference it still end where it ends.
         """
@@ -255,7 +218,7 @@ class RadixTree:
             self._became_leaf(node)
 
     def _became_leaf(self, node: Node) -> None:
-        """`node` has no children and no references: queue it for eviction, or drop it if it is a root."""
+        """Queue `node`, which has neither children nor references, for eviction; drop it if it is a root."""
         if node.parent is None:
             del self.roots[node.namespace]
             self.num_nodes -= 1
@@ -265,7 +228,7 @@ class RadixTree:
         self._bound_queue()
 
     def _cut_tail(self, node: Node, count: int) -> array[int]:
-        """Remove the last `count` blocks of the unreferenced leaf `node`, and the node itself if none is left."""
+        """Remove the last `count` blocks of the unreferenced leaf `node`, and the node itself if it is empty then."""
         keep = len(node.blocks) - count
         removed = node.blocks[keep:]
         self.num_blocks -= count
@@ -291,17 +254,51 @@ class RadixTree:
             heapify(self._queue)
 
 
-# What a request holds of the KV memory.
+class Node:
+    """A run of whole blocks under a prefix, or the root of a namespace (no parent, no blocks).
+
+    `tokens` are native int32 ids as bytes, `blocks` the ids of the blocks that hold their KV. `refs` counts the leases
+    that end here; `pins` is the number of pinned children, plus one if `refs` is not 0, so a node and its whole subtree
+    are evictable exactly if `pins` is 0. `queued` is the stamp of the node's entry in the eviction queue. `annotation`
+    is opaque to the tree and empty if there is none.
+    """
+
+    __slots__ = (
+        "annotation",
+        "blocks",
+        "children",
+        "last_used",
+        "namespace",
+        "parent",
+        "pins",
+        "queued",
+        "refs",
+        "serial",
+        "tokens",
+    )
+
+    def __init__(self, namespace: str, serial: int, parent: Node | None, tokens: bytearray, blocks: array[int]):
+        self.namespace = namespace
+        self.serial = serial
+        self.parent = parent
+        self.tokens = tokens
+        self.blocks = blocks
+        self.children: dict[bytes, Node] = {}
+        self.refs = 0
+        self.pins = 0
+        self.last_used = 0
+        self.queued = _NOT_QUEUED
+        self.annotation = b""
 
 
 class Lease:
     """One request's reference to KV blocks, made by `PrefixCache.match` and released exactly once.
 
     `block_ids` (int32) is the request's block table: block i holds tokens ``[i * block_size, (i + 1) * block_size)``.
-    It only ever grows, except that `publish` and `advance` may put another id of the same content in place of one.
-    Its first `num_published_tokens` tokens are in the tree. `num_cached_tokens` counts the tokens whose KV this request
-    was given instead of computing it. `owner` is the cache that gave it, None once it was released. All fields are
-    read-only for others; copy `block_ids` rather than keep a view.
+    It only grows, except that `publish` and `advance` may replace an id by another one of the same content. Its first
+    `num_published_tokens` tokens are in the tree. `num_cached_tokens` counts the tokens whose KV this request found in
+    the cache instead of computing it. `owner` is the cache that made it, None once it was released. Only that cache
+    writes the fields; copy `block_ids` rather than keep a view.
     """
 
     __slots__ = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from experts.rebalance import RebalanceStats
 from experts.residency import ExpertMemoryStats
 from moeserve.config import ServeConfig
 from moeserve.experts.observe import ExpertRecording
-from moeserve.wire import ExpertMemoryCounters, ExpertStats, PrefetchCounters, RebalanceCounters, RecallCounters
+from moeserve.wire import FeatureSamples
 
 
 class ExpertCommandError(Exception):
@@ -59,26 +59,27 @@ class ExpertMonitor:
         self._sources = sources
         self._trace_file = run_dir / "expert-trace.safetensors"
 
-    def stats(self) -> ExpertStats:
-        """The part of the engine's counters that is about experts."""
+    def samples(self) -> FeatureSamples:
+        """Rows `[*labels, value]` by name of metric, for the table in `moeserve.frontend.metrics`.
+
+        A metric of what this service does not have is left out.
+        """
         sources, recording = self._sources, self._recording
-        stats = ExpertStats(
-            links=None if sources.links is None else sources.links(),
-            memory=None
-            if sources.memory is None
-            else [_memory_counters(of_rank, sources.prefetches) for of_rank in sources.memory()],
-            rebalancing=None if sources.rebalancing is None else self._rebalance_counters(sources.rebalancing()),
-        )
+        samples: FeatureSamples = {}
         if recording is not None:
-            placement = sources.placement()
-            load = recording.statistics().load()
-            stats.tokens_recorded = recording.recorder.num_tokens
-            stats.expert_balancedness = _balance_of_experts(load)
-            if placement is not None:
-                remote = recording.remote_ranks
-                stats.rank_balancedness = balancedness(load, placement).tolist()
-                stats.remote_rows = [remote.num_sent, remote.num_rows]
-        return stats
+            samples |= _recording_samples(recording, sources.placement())
+        if sources.links is not None:
+            links = sources.links()
+            samples["expert_link_rows"] = [[source, target, rows] for source, target, rows, _ in links]
+            samples["expert_link_bytes"] = [[source, target, num_bytes] for source, target, _, num_bytes in links]
+        if sources.memory is not None:
+            ranks = sources.memory()
+            samples |= _memory_samples(ranks)
+            if sources.prefetches:
+                samples |= _prefetch_samples(ranks)
+        if sources.rebalancing is not None:
+            samples |= _rebalancing_samples(sources.rebalancing(), sources.placement_version())
+        return samples
 
     def command(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """What a command of `Control` gave. Raises ExpertCommandError."""
@@ -170,39 +171,79 @@ class ExpertMonitor:
             raise ExpertCommandError("Nothing is recorded: the service runs with --no-record-experts.")
         return self._recording
 
-    def _rebalance_counters(self, stats: RebalanceStats) -> RebalanceCounters:
-        return RebalanceCounters(
-            placement_version=self._sources.placement_version(),
-            num_migrations=stats.num_migrations,
-            num_failures=stats.num_failures,
-            num_experts_loaded=stats.num_experts_loaded,
-            seconds_since_success=stats.seconds_since_success,
-        )
+
+def _recording_samples(recording: ExpertRecording, placement: Placement | None) -> FeatureSamples:
+    load = recording.statistics().load()
+    balance: list[list[str | int | float]] = [
+        [layer, "experts", value] for layer, value in enumerate(_balance_of_experts(load))
+    ]
+    samples: FeatureSamples = {"expert_recorded_tokens": [[recording.recorder.num_tokens]]}
+    if placement is not None:
+        remote = recording.remote_ranks
+        balance += [[layer, "ranks", value] for layer, value in enumerate(balancedness(load, placement).tolist())]
+        samples["expert_remote_rows"] = [[remote.num_sent]]
+        samples["expert_rows"] = [[remote.num_rows]]
+    samples["expert_balancedness"] = balance
+    return samples
 
 
-def _memory_counters(stats: ExpertMemoryStats, prefetches: bool) -> ExpertMemoryCounters:
-    counters = stats.counters
-    prefetch = PrefetchCounters(
-        predictor_seconds=stats.predictor_seconds,
-        num_late=counters.num_late,
-        prefetch_bytes=counters.prefetch_bytes,
-        useful_bytes=counters.useful_bytes,
-        late_bytes=counters.late_bytes,
-        wasted_bytes=counters.wasted_bytes,
-        cancelled_bytes=counters.cancelled_bytes,
-        num_foreseeable=list(counters.num_foreseeable),
-        num_foreseen=list(counters.num_foreseen),
-        recall=[RecallCounters(**asdict(count)) for count in stats.recall],
-    )
-    return ExpertMemoryCounters(
-        stall_seconds=stats.stall_seconds,
-        misses_by_tier=stats.misses_by_tier,
-        num_hits=counters.num_hits,
-        num_evictions=counters.num_evictions,
-        num_resident=sum(map(len, stats.resident)),
-        demand_bytes=counters.demand_bytes,
-        prefetch=prefetch if prefetches else None,
-    )
+def _memory_samples(ranks: Sequence[ExpertMemoryStats]) -> FeatureSamples:
+    return {
+        "expert_stall_seconds": _by_rank(of_rank.stall_seconds for of_rank in ranks),
+        "expert_misses": [
+            [rank, tier, count]
+            for rank, of_rank in enumerate(ranks)
+            for tier, count in sorted(of_rank.misses_by_tier.items())
+        ],
+        "expert_hits": _by_rank(of_rank.counters.num_hits for of_rank in ranks),
+        "expert_evictions": _by_rank(of_rank.counters.num_evictions for of_rank in ranks),
+        "expert_demand_bytes": _by_rank(of_rank.counters.demand_bytes for of_rank in ranks),
+        "expert_resident": _by_rank(sum(map(len, of_rank.resident)) for of_rank in ranks),
+    }
+
+
+def _prefetch_samples(ranks: Sequence[ExpertMemoryStats]) -> FeatureSamples:
+    """`distance` counts the layers from a prediction to the layer that it is about."""
+    counters = [of_rank.counters for of_rank in ranks]
+    sources = [(rank, count) for rank, of_rank in enumerate(ranks) for count in of_rank.recall]
+    return {
+        "expert_predictor_seconds": _by_rank(of_rank.predictor_seconds for of_rank in ranks),
+        "expert_late": _by_rank(of_rank.num_late for of_rank in counters),
+        "expert_prefetched_bytes": _by_rank(of_rank.prefetch_bytes for of_rank in counters),
+        "expert_prefetch_bytes": [
+            [rank, outcome, getattr(of_rank, f"{outcome}_bytes")]
+            for rank, of_rank in enumerate(counters)
+            for outcome in ("useful", "late", "wasted", "cancelled")
+        ],
+        "expert_foreseeable": _by_distance(of_rank.num_foreseeable for of_rank in counters),
+        "expert_foreseen": _by_distance(of_rank.num_foreseen for of_rank in counters),
+        "expert_ranked_choices": [[rank, count.source, count.distance, count.num_chosen] for rank, count in sources],
+        "expert_recalled_choices": [
+            [rank, count.source, count.distance, count.num_recalled] for rank, count in sources
+        ],
+    }
+
+
+def _rebalancing_samples(stats: RebalanceStats, placement_version: int) -> FeatureSamples:
+    samples: FeatureSamples = {
+        "expert_placement_version": [[placement_version]],
+        "expert_migrations": [[stats.num_migrations]],
+        "expert_migration_failures": [[stats.num_failures]],
+        "expert_migrated": [[stats.num_experts_loaded]],
+    }
+    if stats.seconds_since_success is not None:
+        samples["expert_migration_age_seconds"] = [[stats.seconds_since_success]]
+    return samples
+
+
+def _by_rank(values: Iterable[float]) -> list[list[str | int | float]]:
+    return [[rank, value] for rank, value in enumerate(values)]
+
+
+def _by_distance(ranks: Iterable[Sequence[int]]) -> list[list[str | int | float]]:
+    return [
+        [rank, distance, count] for rank, of_rank in enumerate(ranks) for distance, count in enumerate(of_rank, start=1)
+    ]
 
 
 def _recall(stats: ExpertMemoryStats) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from moeserve import frames, messages
+from moeserve import wire
 from moeserve.plan import FinishReason
 from moeserve.wire import (
     Abort,
@@ -153,11 +153,11 @@ class FakeEngine:
             if self.beating and time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + 0.1
                 beat = Heartbeat(self._pid, 0, self.busy)
-                beats.send(frames.encode(beat, self._run.incarnation))
+                beats.send(wire.encode(beat, self._run.incarnation))
         context.destroy(linger=0)
 
     def _receive(self, peer: bytes, frame: bytes) -> None:
-        _, message = frames.decode(frame, messages.ToEngine)
+        _, message = wire.decode(frame, wire.ToEngine)
         self._peer = peer
         match message:
             case Hello() if self.introduces:
@@ -190,5 +190,5 @@ class FakeEngine:
                 message = self._outbox.get_nowait()
             except queue.Empty:
                 return
-            frame = message if isinstance(message, bytes) else frames.encode(message, self._run.incarnation)
+            frame = message if isinstance(message, bytes) else wire.encode(message, self._run.incarnation)
             router.send_multipart([self._peer, frame])

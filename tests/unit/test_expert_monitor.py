@@ -16,8 +16,8 @@ from experts.routing_files import RequestRows, load_trace
 from moeserve.config import ServeConfig
 from moeserve.experts.monitor import ExpertCommandError, ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.experts.observe import ExpertRecording
-from moeserve.frontend.metrics import expert_metrics
-from moeserve.wire import ExpertMemoryCounters, ExpertStats, PrefetchCounters, RecallCounters
+from moeserve.frontend.metrics import feature_metrics
+from moeserve.wire import FeatureSamples
 
 FACTS = ExpertFacts((1, 2), 4, 1, 2)
 IDS = np.array([[[0], [1], [1], [2]], [[3], [3], [3], [3]]], np.int16)
@@ -35,10 +35,10 @@ def monitor(folder: Path, made: ExpertRecording | None, placement: Placement | N
     return ExpertMonitor(FACTS, made, ExpertSources(placement=lambda: placement), folder)
 
 
-def samples(stats: ExpertStats) -> dict[tuple[str, ...], float]:
+def samples(features: FeatureSamples) -> dict[tuple[str, ...], float]:
     class Newest(Collector):
         def collect(self):
-            return expert_metrics(stats)
+            return feature_metrics(features)
 
     registry = CollectorRegistry()
     registry.register(Newest())
@@ -50,20 +50,19 @@ def samples(stats: ExpertStats) -> dict[tuple[str, ...], float]:
 
 
 def test_counters_of_two_ranks(tmp_path: Path):
-    stats = monitor(tmp_path, recording()).stats()
-    assert stats.tokens_recorded == 4
-    assert stats.expert_balancedness == pytest.approx([0.5, 0.25])
-    assert stats.rank_balancedness == pytest.approx([2 / 3, 0.5])
-    assert stats.remote_rows == [5, 8]
-    found = samples(stats)
-    assert found["moeserve_expert_balancedness", "1", "ranks"] == pytest.approx(0.5)
+    found = samples(monitor(tmp_path, recording()).samples())
+    assert found["moeserve_expert_recorded_tokens_total",] == 4
+    balance = {key[1:]: value for key, value in found.items() if key[0] == "moeserve_expert_balancedness"}
+    assert balance == pytest.approx(
+        {("0", "experts"): 0.5, ("1", "experts"): 0.25, ("0", "ranks"): 2 / 3, ("1", "ranks"): 0.5}
+    )
     assert found["moeserve_expert_remote_rows_total",] == 5
     assert found["moeserve_expert_rows_total",] == 8
 
 
 def test_what_is_not_there_is_not_exported(tmp_path: Path):
-    assert samples(monitor(tmp_path, None).stats()) == {}
-    alone = samples(monitor(tmp_path, recording(placement=None), None).stats())
+    assert samples(monitor(tmp_path, None).samples()) == {}
+    alone = samples(monitor(tmp_path, recording(placement=None), None).samples())
     assert {name for name, *_ in alone} == {"moeserve_expert_recorded_tokens_total", "moeserve_expert_balancedness"}
     assert all("ranks" not in labels for _, *labels in alone)
 
@@ -139,7 +138,7 @@ def test_a_bounded_memory_tells_of_stalls_and_of_prefetches_only_where_there_are
     for prefetches in (False, True):
         sources = ExpertSources(memory=lambda: [memory([[0, 2], [1]])], prefetches=prefetches)
         operator = ExpertMonitor(FACTS, None, sources, tmp_path)
-        found = samples(operator.stats())
+        found = samples(operator.samples())
         assert found["moeserve_expert_stall_seconds_total", "0"] == 0.5
         assert found["moeserve_expert_misses_total", "0", "disk"] == 2
         assert found["moeserve_expert_resident", "0"] == 3
@@ -152,7 +151,7 @@ def test_a_bounded_memory_tells_of_stalls_and_of_prefetches_only_where_there_are
 def test_the_memories_of_two_ranks_are_told_apart(tmp_path: Path):
     ranks = [memory([[0], [1]]), memory([[2, 3], [2]], num_hits=4)]
     operator = ExpertMonitor(FACTS, None, ExpertSources(memory=lambda: ranks), tmp_path)
-    found = samples(operator.stats())
+    found = samples(operator.samples())
     assert [found["moeserve_expert_hits_total", rank] for rank in "01"] == [9, 4]
     assert [found["moeserve_expert_resident", rank] for rank in "01"] == [2, 3]
     assert operator.command("experts", {})["residency"]["resident"] == [[[0], [1]], [[2, 3], [2]]]
@@ -167,7 +166,7 @@ def test_links_and_rebalancing_are_told(tmp_path: Path):
         rebalancing=lambda: stats,
     )
     operator = ExpertMonitor(FACTS, None, sources, tmp_path)
-    found = samples(operator.stats())
+    found = samples(operator.samples())
     assert found["moeserve_expert_link_rows_total", "1", "0"] == 20
     assert found["moeserve_expert_link_bytes_total", "0", "1"] == 1000
     assert found["moeserve_expert_placement_version",] == 2
@@ -177,37 +176,27 @@ def test_links_and_rebalancing_are_told(tmp_path: Path):
     assert described["rebalancing"]["last_gain"] == (0.5, 0.75)
 
 
-def test_bytes_read_ahead_and_what_was_foreseen_have_plain_labels():
-    prefetch = PrefetchCounters(
-        predictor_seconds=0.5,
-        num_late=1,
+def test_bytes_read_ahead_and_what_was_foreseen_have_plain_labels(tmp_path: Path):
+    counters = ResidencyCounters(
         prefetch_bytes=10,
         useful_bytes=4,
         late_bytes=3,
         wasted_bytes=2,
         cancelled_bytes=1,
-        num_foreseeable=[8, 4, 0],
-        num_foreseen=[6, 1, 0],
-        recall=[RecallCounters(source="affinity", distance=2, num_chosen=50, num_recalled=30)],
+        num_foreseeable=(8, 4, 0),
+        num_foreseen=(6, 1, 0),
     )
-    memory = ExpertMemoryCounters(
-        stall_seconds=0.0,
-        misses_by_tier={},
-        num_hits=0,
-        num_evictions=0,
-        num_resident=0,
-        demand_bytes=0,
-        prefetch=prefetch,
-    )
-    metrics = expert_metrics(ExpertStats(memory=[memory]))
+    of_rank = ExpertMemoryStats(counters, 0.0, 0.5, {}, 0, [[]], [SourceRecall("affinity", 2, 50, 30)])
+    sources = ExpertSources(memory=lambda: [of_rank], prefetches=True)
+    metrics = feature_metrics(ExpertMonitor(FACTS, None, sources, tmp_path).samples())
     text = "".join(f"{sample.name} {sample.labels} {sample.value}\n" for metric in metrics for sample in metric.samples)
     for outcome, num_bytes in (("useful", 4), ("late", 3), ("wasted", 2), ("cancelled", 1)):
-        assert f"moeserve_expert_prefetch_bytes_total {{'rank': '0', 'outcome': '{outcome}'}} {num_bytes}\n" in text
-    assert "moeserve_expert_foreseen_total {'rank': '0', 'distance': '2'} 1\n" in text
-    assert "moeserve_expert_foreseeable_total {'rank': '0', 'distance': '1'} 8\n" in text
+        assert f"moeserve_expert_prefetch_bytes_total {{'rank': '0', 'outcome': '{outcome}'}} {num_bytes}.0\n" in text
+    assert "moeserve_expert_foreseen_total {'rank': '0', 'distance': '2'} 1.0\n" in text
+    assert "moeserve_expert_foreseeable_total {'rank': '0', 'distance': '1'} 8.0\n" in text
     labels = {"rank": "0", "source": "affinity", "distance": "2"}
-    assert f"moeserve_expert_ranked_choices_total {labels} 50\n" in text
-    assert f"moeserve_expert_recalled_choices_total {labels} 30\n" in text
+    assert f"moeserve_expert_ranked_choices_total {labels} 50.0\n" in text
+    assert f"moeserve_expert_recalled_choices_total {labels} 30.0\n" in text
 
 
 def test_recall_is_told_in_all_and_by_source_where_there_are_prefetches(tmp_path: Path):
@@ -225,7 +214,7 @@ def test_recall_is_told_in_all_and_by_source_where_there_are_prefetches(tmp_path
             "sources": {"affinity": {"1": 0.25, "2": 0.225}, "gate-early": {"1": 0.75}},
         }
     ]
-    assert samples(operator.stats())["moeserve_expert_recalled_choices_total", "0", "affinity", "2"] == 9
+    assert samples(operator.samples())["moeserve_expert_recalled_choices_total", "0", "affinity", "2"] == 9
     silent = ExpertMonitor(FACTS, None, ExpertSources(memory=lambda: [of_rank]), tmp_path)
     assert "recall" not in silent.command("experts", {})
 

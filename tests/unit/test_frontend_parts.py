@@ -183,7 +183,7 @@ def test_metrics_show_the_engines_newest_counters() -> None:
     facts = dict.fromkeys(Stats.__struct_fields__, 0) | {"num_running": 2, "prefix_hit_tokens": 96, "blocks_cached": 5}
     metrics.rejections["queue_full"] += 1
     metrics.on_stats(
-        Stats(**{**facts, "rejections": {"queue_full": 2, "invalid": 1}, "queue_seconds": [0.25], "experts": None})
+        Stats(**{**facts, "rejections": {"queue_full": 2, "invalid": 1}, "queue_seconds": [0.25], "features": {}})
     )
     text = metrics.render().decode()
     for line in (
