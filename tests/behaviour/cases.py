@@ -7,7 +7,10 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 Record = dict[str, list[Any]]
-"""Of each prompt: its new `tokens`, digests of the `bits` of their log probabilities, how many tokens were `cached`."""
+"""Of each prompt: its new `tokens`, digests of the `bits` of their log probabilities, how many tokens were `cached`.
+
+Or digests of the bytes of a script's `plans`.
+"""
 
 VOCAB_SIZE = 128
 

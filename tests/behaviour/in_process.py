@@ -150,7 +150,7 @@ def demo() -> dict[str, Record]:
 
 def plans() -> dict[str, Record]:
     return {
-        f"{policy}-{depth}": {"bits": [" ".join(digest[:6] for digest in digests(policy, depth))]}
+        f"{policy}-{depth}": {"plans": [" ".join(digest[:6] for digest in digests(policy, depth))]}
         for policy in ("fcfs", "lpm")
         for depth in (0, 1)
     }
