@@ -54,7 +54,7 @@ def ensure_built(
 
     builder: name and version of what `build` makes; a folder of another builder is rebuilt. bytes_needed: free disk
     space that a build demands. refuse_damaged: a file of the folder; while it exists, a broken folder is refused, not
-    rebuilt. advice: what to do where the folder cannot be written. Raises ModelError where the folder is refused, cannot
+    rebuilt. advice: what to do where the folder cannot be written. Raises ModelError if the folder is refused, cannot
     be written or does not fit on the disk, and whatever `build` raises; the temporary folder is removed.
     """
     report = progress or silent
@@ -213,7 +213,7 @@ def verify(
 
 
 def made_by(folder: Path) -> str | None:
-    """Return the builder of the folder, or None if it lacks a manifest or holds a file that the manifest does not name."""
+    """Return the builder of the folder; None if it has no manifest, or a file that the manifest does not name."""
     try:
         _, manifest = _read_manifest(folder)
     except ManifestError:
