@@ -12,7 +12,8 @@ from torch.nn import functional
 from kernels.gpu.moe_weights import GpuExperts
 from moeserve.cuda.attention import GpuGqa, GpuMla, GpuStep, Sequences
 from moeserve.cuda.parts import GpuMlp, GpuMoe, GpuNorm, Projection
-from moeserve.model.spec import DecoderSpec, RopeSpec, rope_frequencies
+from moeserve.model.rope import rope_frequencies
+from moeserve.model.spec import DecoderSpec, RopeSpec
 
 KvPools = Sequence[tuple[Tensor, Tensor | None]]
 

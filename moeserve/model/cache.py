@@ -1,7 +1,11 @@
-"""A sha256 manifest for a folder of model files, and a check that remembers its verdict.
+"""A cache of folders that are built once, checked at every start, and rebuilt or refused when broken.
 
-Hashing costs seconds per gigabyte, so after a successful check the identity of every file (size, times, inode) is
-noted beside the manifest; while it stays the same, the next check is a few stat calls.
+A build goes to a temporary folder beside its target and is renamed into place once it is complete and on disk, under a
+file lock. So no half-written folder is ever served, and two processes that start together build once.
+
+A folder is checked against a sha256 manifest. Hashing costs seconds per gigabyte, so a check that succeeds notes beside
+the manifest the identity of every file (size, times, inode). While it stays the same, the next check is a few stat
+calls.
 """
 
 import fcntl
@@ -17,7 +21,6 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from moeserve.config import cache_root as cache_root
 from moeserve.model.spec import ModelError, Progress, silent
 
 MANIFEST_NAME = "manifest.json"
@@ -25,165 +28,16 @@ VERDICT_NAME = ".verified.json"
 _HASH_THREADS = 2  # hashlib releases the interpreter lock
 _CLOCK_TICK_SECONDS = 0.02  # at least the resolution of file times on Linux's local file systems
 
+# (folder, progress): writes all files of the folder.
+Build = Callable[[Path, Progress], None]
+
 
 class ManifestError(ModelError):
-    """The folder is not what its manifest says, or has no usable manifest."""
+    """The folder differs from its manifest, or has no usable manifest."""
 
 
 class OtherBuilderError(ManifestError):
-    """The folder was made by something else than what was asked for."""
-
-
-class FileEntry(msgspec.Struct, frozen=True):
-    """What a file must be: bytes, and the sha256 of its content in hex."""
-
-    size: int
-    sha256: str
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """`builder` names what made the files, including its version; `files` are keyed by their relative POSIX path."""
-
-    builder: str
-    files: dict[str, FileEntry]
-
-
-class _Verdict(msgspec.Struct, frozen=True):
-    """The manifest that was checked (its sha256) and the identities of the files that passed."""
-
-    manifest: str
-    files: dict[str, tuple[int, int, int, int]]
-
-
-def write_manifest(folder: Path, *, builder: str, progress: Progress | None = None) -> Manifest:
-    """Hash every file below `folder` (but manifest and verdict) and write the manifest. Remembers the verdict too."""
-    names = sorted(
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.is_file() and path.name not in (MANIFEST_NAME, VERDICT_NAME)
-    )
-    identities = _identities(folder, names)
-    _let_clock_tick(identities)
-    hashes = _hash_all(folder, names, "hash files", progress or silent)
-    files = {name: FileEntry(size=identities[name][0], sha256=hashes[name]) for name in names}
-    manifest = Manifest(builder=builder, files=files)
-    encoded = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
-    (folder / MANIFEST_NAME).write_bytes(encoded + b"\n")
-    _remember(folder, _Verdict(hashlib.sha256(encoded + b"\n").hexdigest(), identities))
-    return manifest
-
-
-def verify(
-    folder: Path, *, builder: str | None = None, thorough: bool = False, progress: Progress | None = None
-) -> None:
-    """Check `folder` against its manifest; raises ManifestError that names the first difference.
-
-    builder: what must have made the folder, if given. thorough: hash even where an earlier verdict still holds.
-    Files that the manifest does not name are not looked at.
-    """
-    raw, manifest = _read_manifest(folder)
-    if builder is not None and manifest.builder != builder:
-        raise OtherBuilderError(f"{folder} was made by {manifest.builder!r}, not by {builder!r}.")
-    digest = hashlib.sha256(raw).hexdigest()
-    identities = _identities(folder, manifest.files)
-    for name, entry in manifest.files.items():
-        if identities[name][0] != entry.size:
-            raise ManifestError(f"{folder / name} has {identities[name][0]} bytes, but its manifest says {entry.size}.")
-    verdict = _Verdict(digest, identities)
-    if not thorough and _recall(folder) == verdict:
-        return
-    _let_clock_tick(identities)
-    hashes = _hash_all(folder, manifest.files, "verify files", progress or silent)
-    for name, entry in manifest.files.items():
-        if hashes[name] != entry.sha256:
-            raise ManifestError(f"{folder / name} does not have the content (sha256) that its manifest says.")
-    _remember(folder, verdict)
-
-
-def made_by(folder: Path) -> str | None:
-    """What built the folder, if it has a manifest and nothing in it but what the manifest names."""
-    try:
-        _, manifest = _read_manifest(folder)
-    except ManifestError:
-        return None
-    known = {*manifest.files, MANIFEST_NAME, VERDICT_NAME}
-    strange = any(path.relative_to(folder).as_posix() not in known for path in folder.rglob("*") if not path.is_dir())
-    return None if strange else manifest.builder
-
-
-def _read_manifest(folder: Path) -> tuple[bytes, Manifest]:
-    try:
-        raw = (folder / MANIFEST_NAME).read_bytes()
-        manifest = msgspec.json.decode(raw, type=Manifest)
-    except OSError as error:
-        raise ManifestError(f"{folder} has no readable {MANIFEST_NAME} ({error.strerror}).") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ManifestError(f"{folder / MANIFEST_NAME} is not a manifest ({error}).") from error
-    for name in manifest.files:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ManifestError(f"{folder / MANIFEST_NAME} names the file {name!r} outside of its folder.")
-    return raw, manifest
-
-
-def _identities(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int, int, int]]:
-    """(size, mtime_ns, ctime_ns, inode) of each file; the change time catches an edit that restores the mtime."""
-    identities = {}
-    for name in names:
-        try:
-            stat = (folder / name).stat()
-        except OSError as error:
-            raise ManifestError(f"{folder / name} cannot be read ({error.strerror}).") from error
-        identities[name] = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-    return identities
-
-
-def _let_clock_tick(identities: dict[str, tuple[int, int, int, int]]) -> None:
-    """Wait until a file changed from now on gets another time than it has: else the verdict could miss the change."""
-    newest = max((changed for _, _, changed, _ in identities.values()), default=0) / 1e9
-    time.sleep(min(max(newest + _CLOCK_TICK_SECONDS - time.time(), 0.0), _CLOCK_TICK_SECONDS))
-
-
-def _hash_all(folder: Path, names: Iterable[str], stage: str, report: Progress) -> dict[str, str]:
-    ordered = list(names)
-    hashes = {}
-    report(stage, 0, len(ordered))
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:
-        digests = pool.map(lambda name: _hash(folder / name), ordered)
-        for done, (name, digest) in enumerate(zip(ordered, digests, strict=True), start=1):
-            hashes[name] = digest
-            report(stage, done, len(ordered))
-    return hashes
-
-
-def _hash(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise ManifestError(f"{path} cannot be read ({error.strerror}).") from error
-
-
-def _recall(folder: Path) -> _Verdict | None:
-    try:
-        return msgspec.json.decode((folder / VERDICT_NAME).read_bytes(), type=_Verdict)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return None  # an unreadable verdict only costs a new check
-
-
-def _remember(folder: Path, verdict: _Verdict) -> None:
-    path = folder / VERDICT_NAME
-    try:
-        path.write_bytes(msgspec.json.encode(verdict))
-    except OSError:
-        return  # a folder that is read-only is checked in full every time
-
-
-# A cache of folders that are built once, checked at every start, and rebuilt or refused when broken. A build goes to
-# a temporary folder beside its target and is renamed into place when it is complete and on disk, under a file lock,
-# so a half-written folder is never served and two processes that start together build once.
-
-
-Build = Callable[[Path, Progress], None]
+    """The folder was made by another builder than the one asked for."""
 
 
 def ensure_built(
@@ -196,12 +50,12 @@ def ensure_built(
     refuse_damaged: str | None = None,
     advice: str = "set MOESERVE_CACHE to a folder that can be",
 ) -> Path:
-    """Return `target`, complete and verified; runs `build(folder, progress)` first if it is missing or broken.
+    """Return `target`, complete and verified. Run `build(folder, progress)` first if it is missing or broken.
 
-    builder: name and version of what `build` makes; a folder made by another one is rebuilt. bytes_needed: disk
-    space to demand before building. refuse_damaged: a file of the folder; while it is there, a folder that is broken is
-    not rebuilt but refused. advice: what to do where the folder cannot be written. Raises ModelError for both and where
-    the disk is too small, and whatever `build` raises; the temporary folder is removed.
+    builder: name and version of what `build` makes; a folder of another builder is rebuilt. bytes_needed: free disk
+    space that a build demands. refuse_damaged: a file of the folder; while it exists, a broken folder is refused, not
+    rebuilt. advice: what to do where the folder cannot be written. Raises ModelError if the folder is refused, cannot
+    be written or does not fit on the disk, and whatever `build` raises; the temporary folder is removed.
     """
     report = progress or silent
     if _why_bad(target, builder, report) is None:
@@ -232,7 +86,7 @@ def _why_bad(target: Path, builder: str, report: Progress) -> ManifestError | No
 
 
 def _refuse(file: Path, why: ManifestError) -> None:
-    """Raises ModelError if the file is there: nothing half-made gets its name, so it was damaged afterwards."""
+    """Raise ModelError if the file exists: only a complete build gets this name, so it was damaged afterwards."""
     if file.exists():
         reason = str(why).removesuffix(".")
         raise ModelError(f"{reason}: delete {file}, and the next start builds it anew.")
@@ -270,7 +124,7 @@ def _locked(path: Path, report: Progress) -> Iterator[None]:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove temporary folders of builds that were killed. Only the holder of the lock may."""
+    """Remove temporary folders of killed builds. The caller holds the lock."""
     for leftover in target.parent.glob(f".{target.name}.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -290,3 +144,147 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """size: in bytes. sha256: of the content, in hex."""
+
+    size: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """builder: name and version of what made the files. files: by their relative POSIX path."""
+
+    builder: str
+    files: dict[str, FileEntry]
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    """manifest: the sha256 of the checked manifest. files: the identities of the files that passed, by name."""
+
+    manifest: str
+    files: dict[str, tuple[int, int, int, int]]
+
+
+def write_manifest(folder: Path, *, builder: str, progress: Progress | None = None) -> Manifest:
+    """Hash every file below `folder` but manifest and verdict, write the manifest, and remember the verdict."""
+    names = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in (MANIFEST_NAME, VERDICT_NAME)
+    )
+    identities = _identities(folder, names)
+    _let_clock_tick(identities)
+    hashes = _hash_all(folder, names, "hash files", progress or silent)
+    files = {name: FileEntry(size=identities[name][0], sha256=hashes[name]) for name in names}
+    manifest = Manifest(builder=builder, files=files)
+    encoded = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
+    (folder / MANIFEST_NAME).write_bytes(encoded + b"\n")
+    _remember(folder, _Verdict(hashlib.sha256(encoded + b"\n").hexdigest(), identities))
+    return manifest
+
+
+def verify(
+    folder: Path, *, builder: str | None = None, thorough: bool = False, progress: Progress | None = None
+) -> None:
+    """Check `folder` against its manifest. Raises ManifestError, which names the first difference.
+
+    builder: the folder must come from this one, if given. thorough: hash even where an earlier verdict still holds.
+    Files that the manifest does not name are ignored.
+    """
+    raw, manifest = _read_manifest(folder)
+    if builder is not None and manifest.builder != builder:
+        raise OtherBuilderError(f"{folder} was made by {manifest.builder!r}, not by {builder!r}.")
+    digest = hashlib.sha256(raw).hexdigest()
+    identities = _identities(folder, manifest.files)
+    for name, entry in manifest.files.items():
+        if identities[name][0] != entry.size:
+            raise ManifestError(f"{folder / name} has {identities[name][0]} bytes, but its manifest says {entry.size}.")
+    verdict = _Verdict(digest, identities)
+    if not thorough and _recall(folder) == verdict:
+        return
+    _let_clock_tick(identities)
+    hashes = _hash_all(folder, manifest.files, "verify files", progress or silent)
+    for name, entry in manifest.files.items():
+        if hashes[name] != entry.sha256:
+            raise ManifestError(f"{folder / name} does not have the content (sha256) that its manifest says.")
+    _remember(folder, verdict)
+
+
+def made_by(folder: Path) -> str | None:
+    """Return the builder of the folder; None if it has no manifest, or a file that the manifest does not name."""
+    try:
+        _, manifest = _read_manifest(folder)
+    except ManifestError:
+        return None
+    known = {*manifest.files, MANIFEST_NAME, VERDICT_NAME}
+    strange = any(path.relative_to(folder).as_posix() not in known for path in folder.rglob("*") if not path.is_dir())
+    return None if strange else manifest.builder
+
+
+def _read_manifest(folder: Path) -> tuple[bytes, Manifest]:
+    try:
+        raw = (folder / MANIFEST_NAME).read_bytes()
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except OSError as error:
+        raise ManifestError(f"{folder} has no readable {MANIFEST_NAME} ({error.strerror}).") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ManifestError(f"{folder / MANIFEST_NAME} is not a manifest ({error}).") from error
+    for name in manifest.files:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise ManifestError(f"{folder / MANIFEST_NAME} names the file {name!r} outside of its folder.")
+    return raw, manifest
+
+
+def _identities(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int, int, int]]:
+    """Return (size, mtime_ns, ctime_ns, inode) by name. The ctime catches an edit that restores the mtime."""
+    identities = {}
+    for name in names:
+        try:
+            stat = (folder / name).stat()
+        except OSError as error:
+            raise ManifestError(f"{folder / name} cannot be read ({error.strerror}).") from error
+        identities[name] = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    return identities
+
+
+def _let_clock_tick(identities: dict[str, tuple[int, int, int, int]]) -> None:
+    """Wait until the clock is past the files' times, or the verdict could miss a change made from now on."""
+    newest = max((changed for _, _, changed, _ in identities.values()), default=0) / 1e9
+    time.sleep(min(max(newest + _CLOCK_TICK_SECONDS - time.time(), 0.0), _CLOCK_TICK_SECONDS))
+
+
+def _hash_all(folder: Path, names: Iterable[str], stage: str, report: Progress) -> dict[str, str]:
+    ordered = list(names)
+    hashes = {}
+    report(stage, 0, len(ordered))
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:
+        digests = pool.map(lambda name: _hash(folder / name), ordered)
+        for done, (name, digest) in enumerate(zip(ordered, digests, strict=True), start=1):
+            hashes[name] = digest
+            report(stage, done, len(ordered))
+    return hashes
+
+
+def _hash(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ManifestError(f"{path} cannot be read ({error.strerror}).") from error
+
+
+def _recall(folder: Path) -> _Verdict | None:
+    try:
+        return msgspec.json.decode((folder / VERDICT_NAME).read_bytes(), type=_Verdict)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None  # an unreadable verdict only costs a new check
+
+
+def _remember(folder: Path, verdict: _Verdict) -> None:
+    path = folder / VERDICT_NAME
+    try:
+        path.write_bytes(msgspec.json.encode(verdict))
+    except OSError:
+        return  # a folder that is read-only is checked in full every time

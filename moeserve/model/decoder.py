@@ -16,7 +16,8 @@ from kernels.linear import Linear
 from kernels.norm import layer_norm, rms_norm
 from kernels.packed_experts import PackedExperts
 from kernels.rope_kv import apply_rotary, rotate_and_store, write_kv
-from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, RopeSpec, rope_frequencies
+from moeserve.model.rope import rope_frequencies
+from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, RopeSpec
 
 # The attention blocks of the generic decoder, over paged keys and values.
 

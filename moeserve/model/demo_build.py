@@ -1,7 +1,13 @@
 """The process that builds the demo checkpoint, so that torch and a gigabyte of memory leave with it.
 
-It writes one JSON event per line to its standard output and exits 0, or 1 after an event with `error`.
+The demo is SmolLM2-135M-Instruct as a Mixtral-format mixture of experts. Weights are written in bfloat16. The reference
+is the dense model in bfloat16 (`build_dense`): splitting its feed-forward layers and scaling `down` by a power of two
+are exact in that dtype, so both compute the same function up to the order of float additions at run time.
+
+The process writes one JSON event per line to its standard output and exits 0, or 1 after an event with `error`.
 """
+
+from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 from gguf import GGUFReader, dequantize
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -23,17 +30,33 @@ from torch.nn.functional import linear, normalize, scaled_dot_product_attention,
 from moeserve.model.demo import REQUIREMENT, Event, Job, locate_gguf
 from moeserve.model.spec import ModelError, Progress, silent
 
+CALIBRATION_TOKENS = 2048
+# The first tokens of any text draw attention from all others and have extreme activations: they would make a centroid.
+SKIPPED_TOKENS = 16
+FFN = ("gate_proj", "up_proj", "down_proj")
+_LAYERS_PER_SHARD = 8
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# What SmolLM2's model card recommends. At temperature 1 so small a model soon loses the thread.
+_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+
+# Returns the weights of the layer of an index by their name within it; called once per layer, in order.
+Layers = Callable[[int], dict[str, Tensor]]
+
 
 def main(argument: str) -> int:
-    from safetensors import SafetensorError
-
-    from moeserve.model.demo_build import build_demo
-    from moeserve.model.split_demo import build_split
-
     job = msgspec.json.decode(argument, type=Job)
-    build = build_split if job.split else build_demo
     try:
-        build(
+        build_demo(
             Path(job.out_dir),
             experts=job.experts,
             top_k=job.top_k,
@@ -54,20 +77,225 @@ def _send(event: Event) -> None:
     sys.stdout.buffer.flush()
 
 
-# Reads the dense demo model, SmolLM2-135M-Instruct, out of its GGUF: sizes, vocabulary, weights.
+def build_demo(out_dir: Path, *, experts: int = 8, top_k: int = 2, progress: Progress | None = None) -> None:
+    """Write the demo mixture with `experts` experts per layer, `top_k` active, into the empty or new `out_dir`.
+
+    One pass over the layers dequantises each, runs it on the calibration text, splits and writes it, so memory stays
+    near one shard. Raises ModelError if the source package is missing, ValueError for a split that is not exact.
+    """
+    report = progress or silent
+    report("read source", 0, 0)
+    source = GgufSource(locate_gguf())
+    check_partition(source.shape.intermediate_size, experts, top_k)
+    config = mixtral_config(source.shape, experts=experts, top_k=top_k)
+    write_checkpoint(out_dir, source, config, _MixtureLayers(source, experts, top_k), report)
 
 
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+def build_dense(out_dir: Path, *, progress: Progress | None = None) -> None:
+    """Write the dense llama-type checkpoint that the demo mixture equals into the empty or new `out_dir`."""
+    report = progress or silent
+    report("read source", 0, 0)
+    source = GgufSource(locate_gguf())
+    write_checkpoint(out_dir, source, llama_config(source.shape), source.layer, report)
+
+
+class _MixtureLayers:
+    """Turns dense layers into mixture layers, in order."""
+
+    def __init__(self, source: GgufSource, experts: int, top_k: int) -> None:
+        self._source, self._groups, self._top_k = source, experts // top_k, top_k
+        token_ids = build_tokenizer(source.vocabulary).encode(calibration_text()).ids[:CALIBRATION_TOKENS]
+        self._forward = DenseForward(source.shape, source.embedding(), torch.tensor(token_ids))
+
+    def __call__(self, index: int) -> dict[str, Tensor]:
+        weights = self._source.layer(index)
+        ffn_inputs = self._forward.step(weights)[SKIPPED_TOKENS:]
+        generator = torch.Generator().manual_seed(index)
+        centroids = gate_centroids(ffn_inputs, self._groups, generator=generator)
+        gate, up, down = (weights.pop(f"mlp.{name}.weight") for name in FFN)
+        tied = split_ffn(gate, up, down, centroids, top_k=self._top_k, generator=generator)
+        weights["block_sparse_moe.gate.weight"] = tied.moe_gate
+        for expert, (w1, w3, w2) in enumerate(zip(tied.gate, tied.up, tied.down, strict=True)):
+            prefix = f"block_sparse_moe.experts.{expert}"
+            weights |= {f"{prefix}.w1.weight": w1, f"{prefix}.w2.weight": w2, f"{prefix}.w3.weight": w3}
+        return weights
+
+
+def write_checkpoint(
+    out_dir: Path,
+    source: GgufSource,
+    config: dict[str, Any],
+    layers: Layers,
+    report: Progress,
+) -> None:
+    """Write all files of a checkpoint into the empty or new `out_dir`."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_text_files(out_dir, source.shape, source.vocabulary, config)
+    shards = _shards(source, layers, report)
+    count = -(-source.shape.num_layers // _LAYERS_PER_SHARD)
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    for number, tensors in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{count:05d}.safetensors"
+        save_file(tensors, out_dir / name, metadata={"format": "pt"})
+        (out_dir / name).chmod(0o644)  # safetensors makes files for the owner alone; all others here are readable.
+        weight_map |= dict.fromkeys(tensors, name)
+        total_size += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    write_json(out_dir / "model.safetensors.index.json", index)
+
+
+def _shards(source: GgufSource, layers: Layers, report: Progress) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of one file after the other, so that memory holds a single file's."""
+    total = source.shape.num_layers
+    shard = {"model.embed_tokens.weight": source.embedding()}
+    for index in range(total):
+        report("build layers", index, total)
+        shard |= {f"model.layers.{index}.{name}": weight for name, weight in layers(index).items()}
+        if index == total - 1:
+            shard["model.norm.weight"] = source.final_norm()
+            report("build layers", total, total)
+            yield shard
+        elif (index + 1) % _LAYERS_PER_SHARD == 0:
+            yield shard
+            shard = {}
+
+
+def calibration_text() -> str:
+    return files("moeserve.model").joinpath("calibration.txt").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class TiedExperts:
+    """A dense FFN rewritten as a mixture of experts that computes exactly the same function.
+
+    The experts form G = E / k groups. Each group is a random partition of the FFN's neurons into k slices, one slice
+    per expert, so the k experts of a group together are the whole FFN. They share one row of the gate, so the top k
+    experts are always one whole group, each with weight exactly 1 / k; `down` times k undoes that weight. The token
+    decides the group: rows of the gate are k-means centroids of FFN inputs. Every expert's weights differ from every
+    other's, so a token sent to a wrong expert changes the text.
+
+    moe_gate: [E, hidden]. gate, up: [I / k, hidden] per expert. down: [hidden, I / k] per expert.
+    """
+
+    moe_gate: Tensor
+    gate: tuple[Tensor, ...]
+    up: tuple[Tensor, ...]
+    down: tuple[Tensor, ...]
+
+
+def check_partition(intermediate_size: int, experts: int, top_k: int) -> None:
+    """Raise ValueError unless the FFN splits exactly into `experts` tied experts with `top_k` active."""
+    if top_k < 1 or top_k & (top_k - 1):
+        raise ValueError(f"top_k is {top_k}, but must be a power of two: only then is scaling by it exact")
+    if experts < top_k or experts % top_k:
+        raise ValueError(f"experts is {experts}, but must be a multiple of top_k, {top_k}")
+    if intermediate_size % top_k:
+        raise ValueError(f"the FFN's {intermediate_size} neurons do not divide by top_k, {top_k}")
+
+
+def split_ffn(
+    gate: Tensor, up: Tensor, down: Tensor, centroids: Tensor, *, top_k: int, generator: torch.Generator
+) -> TiedExperts:
+    """Split `gate`, `up` [I, hidden] and `down` [hidden, I] into len(centroids) * top_k tied experts.
+
+    centroids: [G, hidden], any float dtype; the gate takes the dtype of the weights. Expert e belongs to group e % G,
+    so the experts of a group lie on different ranks when ranks own contiguous ranges of experts.
+    """
+    groups, intermediate = len(centroids), gate.shape[0]
+    check_partition(intermediate, groups * top_k, top_k)
+    slices: list[Tensor] = [torch.empty(0)] * (groups * top_k)
+    for group in range(groups):
+        neurons = torch.randperm(intermediate, generator=generator).view(top_k, -1)
+        for part in range(top_k):
+            slices[group + groups * part] = neurons[part]
+    return TiedExperts(
+        moe_gate=centroids.to(gate.dtype).repeat(top_k, 1),
+        gate=tuple(gate[s].contiguous() for s in slices),
+        up=tuple(up[s].contiguous() for s in slices),
+        down=tuple((down[:, s] * top_k).contiguous() for s in slices),
+    )
+
+
+def gate_centroids(ffn_inputs: Tensor, groups: int, *, generator: torch.Generator, iterations: int = 16) -> Tensor:
+    """Return directions [groups, hidden] that tell the kinds of tokens in `ffn_inputs` [tokens, hidden] float32 apart.
+
+    They come from spherical k-means of the centred inputs. The gate has no bias and sees inputs that are not centred,
+    so the direction of the mean is projected out of the centroids: then the choice depends on how tokens differ, and
+    the scores of groups lie far apart relative to their size, which keeps ties rare in low precision.
+    """
+    mean = ffn_inputs.mean(0)
+    points = normalize(ffn_inputs - mean, dim=-1)
+    centroids = points[torch.randperm(len(points), generator=generator)[:groups]]
+    for _ in range(iterations):
+        nearest = (points @ centroids.T).argmax(-1)
+        rows = []
+        for group in range(groups):
+            members = points[nearest == group]
+            if len(members) == 0:
+                members = points[torch.randint(len(points), (1,), generator=generator)]
+            rows.append(members.mean(0))
+        centroids = normalize(torch.stack(rows), dim=-1)
+    axis = normalize(mean, dim=0)
+    return normalize(centroids - (centroids @ axis)[:, None] * axis, dim=-1)
+
+
+class DenseForward:
+    """The dense model's forward in float32: carries the hidden states of one prompt through one layer after another."""
+
+    def __init__(self, shape: DenseShape, embedding: Tensor, token_ids: Tensor) -> None:
+        self._shape = shape
+        self._hidden = embedding[token_ids].float()
+        positions = torch.arange(len(token_ids), dtype=torch.float32)
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        angles = torch.outer(positions, shape.rope_theta**-exponents).repeat(1, 2)
+        self._cos, self._sin = angles.cos(), angles.sin()
+
+    @property
+    def hidden(self) -> Tensor:
+        """[tokens, hidden] float32, after the layers so far."""
+        return self._hidden
+
+    @torch.inference_mode()
+    def step(self, weights: dict[str, Tensor]) -> Tensor:
+        """Run one layer and return the input of its FFN, [tokens, hidden] float32."""
+        ffn_input = self.attend(weights)
+        gate, up, down = (weights[f"mlp.{name}.weight"].float() for name in ("gate_proj", "up_proj", "down_proj"))
+        self.add(linear(silu(linear(ffn_input, gate)) * linear(ffn_input, up), down))
+        return ffn_input
+
+    @torch.inference_mode()
+    def attend(self, weights: dict[str, Tensor]) -> Tensor:
+        """Run a layer up to its FFN and return the FFN's input, [tokens, hidden] float32. `add` completes the layer."""
+        w = {name.removesuffix(".weight"): weight.float() for name, weight in weights.items() if "mlp." not in name}
+        self._hidden = self._hidden + self._attention(self._norm(w["input_layernorm"]), w)
+        return self._norm(w["post_attention_layernorm"])
+
+    @torch.inference_mode()
+    def add(self, ffn_output: Tensor) -> None:
+        """Add the output of the layer's FFN, [tokens, hidden]."""
+        self._hidden = self._hidden + ffn_output
+
+    def _norm(self, weight: Tensor) -> Tensor:
+        return rms_norm(self._hidden, weight, self._shape.rms_norm_eps)
+
+    def _attention(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
+        q = self._rotate(self._heads(x, w["self_attn.q_proj"]))
+        k = self._rotate(self._heads(x, w["self_attn.k_proj"]))
+        v = self._heads(x, w["self_attn.v_proj"])
+        mixed = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        return linear(mixed.transpose(0, 1).flatten(1), w["self_attn.o_proj"])
+
+    def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight).view(len(x), -1, self._shape.head_dim).transpose(0, 1)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * self._cos + torch.cat((-second, first), dim=-1) * self._sin
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 @dataclass(frozen=True)
@@ -121,7 +349,7 @@ class GgufSource:
             num_kv_heads=self._field("llama.attention.head_count_kv"),
             head_dim=self._field("llama.rope.dimension_count"),
             max_positions=self._field("llama.context_length"),
-            # Stored as float32: the decimal that was meant is the shortest one.
+            # Stored as float32: the shortest decimal is the one meant.
             rms_norm_eps=float(f"{self._field('llama.attention.layer_norm_rms_epsilon'):.6g}"),
             rope_theta=float(self._field("llama.rope.freq_base")),
         )
@@ -142,15 +370,15 @@ class GgufSource:
             chat_template=self._field("tokenizer.chat_template"),
         )
 
-    def embedding(self) -> torch.Tensor:
+    def embedding(self) -> Tensor:
         """Token embedding, also the output head (tied): [vocab, hidden] bfloat16."""
         return self._read("token_embd.weight")
 
-    def final_norm(self) -> torch.Tensor:
+    def final_norm(self) -> Tensor:
         """[hidden] bfloat16."""
         return self._read("output_norm.weight")
 
-    def layer(self, index: int) -> dict[str, torch.Tensor]:
+    def layer(self, index: int) -> dict[str, Tensor]:
         """Weights of one layer in bfloat16 under their transformers names (`self_attn.q_proj.weight`, ...)."""
         weights = {}
         for gguf_name, name in _LAYER_NAMES.items():
@@ -162,7 +390,7 @@ class GgufSource:
             weights[f"{name}.weight"] = weight
         return weights
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _read(self, name: str) -> Tensor:
         tensor = self._tensors[name]
         values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         return torch.from_numpy(values).to(torch.bfloat16)
@@ -174,162 +402,14 @@ class GgufSource:
         return field.contents()
 
 
-def _halves_from_pairs(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _halves_from_pairs(weight: Tensor, num_heads: int) -> Tensor:
     """Reorder q or k rows [heads * dim, hidden] from GGUF's rotary pairs (2i, 2i+1) to halves (i, i + dim/2)."""
     rows, hidden = weight.shape
     return weight.view(num_heads, rows // num_heads // 2, 2, hidden).transpose(1, 2).reshape(rows, hidden).contiguous()
 
 
-# The dense demo model's forward in float32, one layer at a time: the calibration learns from its FFN inputs.
-
-
-_ROWS_AT_ONCE = 128
-
-
-class DenseForward:
-    """Carries the hidden states [tokens, hidden] of one prompt through the layers it is given, in order."""
-
-    def __init__(self, shape: DenseShape, embedding: Tensor, token_ids: Tensor) -> None:
-        self._shape = shape
-        self._token_ids = token_ids
-        self._hidden = embedding[token_ids].float()
-        positions = torch.arange(len(token_ids), dtype=torch.float32)
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        angles = torch.outer(positions, shape.rope_theta**-exponents).repeat(1, 2)
-        self._cos, self._sin = angles.cos(), angles.sin()
-
-    @torch.inference_mode()
-    def step(self, weights: dict[str, Tensor]) -> Tensor:
-        """Run one layer; returns the input of its FFN, [tokens, hidden] float32."""
-        ffn_input = self.attend(weights)
-        gate, up, down = (weights[f"mlp.{name}.weight"].float() for name in ("gate_proj", "up_proj", "down_proj"))
-        self.add(linear(silu(linear(ffn_input, gate)) * linear(ffn_input, up), down))
-        return ffn_input
-
-    @torch.inference_mode()
-    def attend(self, weights: dict[str, Tensor]) -> Tensor:
-        """Run a layer up to its FFN, whose input it returns, [tokens, hidden] float32; `add` completes the layer."""
-        w = {name.removesuffix(".weight"): weight.float() for name, weight in weights.items() if "mlp." not in name}
-        self._hidden = self._hidden + self._attention(self._norm(self._hidden, w["input_layernorm"]), w)
-        return self._norm(self._hidden, w["post_attention_layernorm"])
-
-    @torch.inference_mode()
-    def add(self, ffn_output: Tensor) -> None:
-        """The output of the layer's FFN, [tokens, hidden]."""
-        self._hidden = self._hidden + ffn_output
-
-    @torch.inference_mode()
-    def log_likelihood(self, norm: Tensor, embedding: Tensor) -> Tensor:
-        """Of every token but the first, given those before it: [tokens - 1] float32. To be called after all layers."""
-        states = self._norm(self._hidden[:-1], norm.float())
-        following = self._token_ids[1:, None]
-        parts = [
-            linear(part, embedding.float()).log_softmax(-1).gather(-1, targets)[:, 0]
-            for part, targets in zip(states.split(_ROWS_AT_ONCE), following.split(_ROWS_AT_ONCE), strict=True)
-        ]
-        return torch.cat(parts)
-
-    def _attention(self, x: Tensor, w: dict[str, Tensor]) -> Tensor:
-        q = self._rotate(self._heads(x, w["self_attn.q_proj"]))
-        k = self._rotate(self._heads(x, w["self_attn.k_proj"]))
-        v = self._heads(x, w["self_attn.v_proj"])
-        mixed = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
-        return linear(mixed.transpose(0, 1).flatten(1), w["self_attn.o_proj"])
-
-    def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        return linear(x, weight).view(len(x), -1, self._shape.head_dim).transpose(0, 1)
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * self._cos + torch.cat((-second, first), dim=-1) * self._sin
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self._shape.rms_norm_eps) * weight
-
-
-# Tied partitions: a dense FFN rewritten as a mixture of experts that computes exactly the same function. The experts
-# form G = E / k groups. Each group is a random partition of the FFN's neurons into k slices, one slice per expert,
-# so the k experts of a group together are the whole FFN. They share one row of the gate, so the top k experts are
-# always one whole group, each with weight exactly 1 / k; `down` times k undoes that weight. Which group is chosen
-# depends on the token: rows are k-means centroids of FFN inputs. Every expert's weights differ from every other's,
-# so a token sent to a wrong expert changes the text.
-
-
-@dataclass(frozen=True)
-class TiedExperts:
-    """One layer's gate [E, hidden] and per-expert `gate`/`up` [I/k, hidden] and `down` [hidden, I/k] projections."""
-
-    moe_gate: Tensor
-    gate: tuple[Tensor, ...]
-    up: tuple[Tensor, ...]
-    down: tuple[Tensor, ...]
-
-
-def check_partition(intermediate_size: int, experts: int, top_k: int) -> None:
-    """Raise ValueError unless the FFN can be split exactly into `experts` tied experts of which `top_k` act."""
-    if top_k < 1 or top_k & (top_k - 1):
-        raise ValueError(f"top_k is {top_k}, but must be a power of two: only then is scaling by it exact")
-    if experts < top_k or experts % top_k:
-        raise ValueError(f"experts is {experts}, but must be a multiple of top_k, {top_k}")
-    if intermediate_size % top_k:
-        raise ValueError(f"the FFN's {intermediate_size} neurons do not divide by top_k, {top_k}")
-
-
-def split_ffn(
-    gate: Tensor, up: Tensor, down: Tensor, centroids: Tensor, *, top_k: int, generator: torch.Generator
-) -> TiedExperts:
-    """Split `gate`, `up` [I, hidden] and `down` [hidden, I] into len(centroids) * top_k tied experts.
-
-    centroids: [G, hidden], any float dtype; the gate takes the dtype of the weights. Expert e belongs to group e % G,
-    so the experts of a group lie on different ranks when ranks own contiguous ranges of experts.
-    """
-    groups, intermediate = len(centroids), gate.shape[0]
-    check_partition(intermediate, groups * top_k, top_k)
-    slices: list[Tensor] = [torch.empty(0)] * (groups * top_k)
-    for group in range(groups):
-        neurons = torch.randperm(intermediate, generator=generator).view(top_k, -1)
-        for part in range(top_k):
-            slices[group + groups * part] = neurons[part]
-    return TiedExperts(
-        moe_gate=centroids.to(gate.dtype).repeat(top_k, 1),
-        gate=tuple(gate[s].contiguous() for s in slices),
-        up=tuple(up[s].contiguous() for s in slices),
-        down=tuple((down[:, s] * top_k).contiguous() for s in slices),
-    )
-
-
-def gate_centroids(ffn_inputs: Tensor, groups: int, *, generator: torch.Generator, iterations: int = 16) -> Tensor:
-    """Directions [groups, hidden] that tell the kinds of tokens in `ffn_inputs` [tokens, hidden] float32 apart.
-
-    Spherical k-means of the centred inputs. The gate sees inputs that are not centred and has no bias, so the mean's
-    direction is projected out of the centroids: the choice then hangs on what differs between tokens, and the scores
-    of different groups lie far apart relative to their size, which keeps ties rare in low precision.
-    """
-    mean = ffn_inputs.mean(0)
-    points = normalize(ffn_inputs - mean, dim=-1)
-    centroids = points[torch.randperm(len(points), generator=generator)[:groups]]
-    for _ in range(iterations):
-        nearest = (points @ centroids.T).argmax(-1)
-        rows = []
-        for group in range(groups):
-            members = points[nearest == group]
-            if len(members) == 0:
-                members = points[torch.randint(len(points), (1,), generator=generator)]
-            rows.append(members.mean(0))
-        centroids = normalize(torch.stack(rows), dim=-1)
-    axis = normalize(mean, dim=0)
-    return normalize(centroids - (centroids @ axis)[:, None] * axis, dim=-1)
-
-
-# The checkpoint's JSON files: tokenizer, chat template, model and generation config.
-
-
-# What SmolLM2's model card recommends. At temperature 1 so small a model soon loses the thread.
-_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
-
-
 def build_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
-    """Byte-level BPE that splits digits one by one first, as the model was trained."""
+    """Return the byte-level BPE tokenizer. Digits are split one by one first, as in training."""
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=list(vocabulary.merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -352,7 +432,7 @@ def write_text_files(out_dir: Path, shape: DenseShape, vocabulary: Vocabulary, c
 
 
 def llama_config(shape: DenseShape) -> dict[str, Any]:
-    """config.json of the dense model."""
+    """Return config.json of the dense model."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -360,12 +440,12 @@ def llama_config(shape: DenseShape) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "pretraining_tp": 1,
-        **_common_config(shape),
+        **common_config(shape),
     }
 
 
 def mixtral_config(shape: DenseShape, *, experts: int, top_k: int) -> dict[str, Any]:
-    """config.json of the mixture with tied partitions."""
+    """Return config.json of the mixture."""
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -376,21 +456,7 @@ def mixtral_config(shape: DenseShape, *, experts: int, top_k: int) -> dict[str, 
         "router_aux_loss_coef": 0.0,
         "router_jitter_noise": 0.0,
         "sliding_window": None,
-        **_common_config(shape),
-    }
-
-
-def split_config(shape: DenseShape, *, experts: int, top_k: int, shared: int) -> dict[str, Any]:
-    """config.json of the mixture with split neurons, `shared` of which always run."""
-    return {
-        "architectures": ["MoeserveDemoForCausalLM"],
-        "model_type": "moeserve_demo",
-        "intermediate_size": shape.intermediate_size,
-        "moe_intermediate_size": (shape.intermediate_size - shared) // experts,
-        "shared_expert_intermediate_size": shared,
-        "num_local_experts": experts,
-        "num_experts_per_tok": top_k,
-        **_common_config(shape),
+        **common_config(shape),
     }
 
 
@@ -398,7 +464,8 @@ def write_json(path: Path, value: object) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
-def _common_config(shape: DenseShape) -> dict[str, Any]:
+def common_config(shape: DenseShape) -> dict[str, Any]:
+    """Return the part of config.json that no split changes."""
     return {
         "attention_dropout": 0.0,
         "dtype": "bfloat16",
@@ -432,126 +499,6 @@ def _tokenizer_config(shape: DenseShape, vocabulary: Vocabulary) -> dict[str, An
         "model_max_length": shape.max_positions,
         "chat_template": vocabulary.chat_template,
     }
-
-
-# Builds the demo checkpoint: SmolLM2-135M-Instruct as a Mixtral-format mixture of experts, or as the dense original.
-# Weights are written in bfloat16. The reference is the dense model in bfloat16 (what `build_dense` writes):
-# splitting it and scaling `down` by a power of two are exact in that dtype, so both compute the same function up to
-# the order of float additions at run time.
-
-
-# Weights of one layer by their name within it; called once per layer, in order.
-_Layer = Callable[[int], dict[str, Tensor]]
-
-_LAYERS_PER_SHARD = 8
-_CALIBRATION_TOKENS = 2048
-# The first tokens of any text draw attention from all others and have extreme activations: they would make a centroid.
-_SKIPPED_TOKENS = 16
-_FFN = ("gate_proj", "up_proj", "down_proj")
-
-
-def build_demo(out_dir: Path, *, experts: int = 8, top_k: int = 2, progress: Progress | None = None) -> None:
-    """Write the demo mixture with `experts` experts per layer, `top_k` active, into the empty or new `out_dir`.
-
-    One pass over the layers: each is dequantised, run on the calibration text, split and written, so memory stays
-    near one shard. Raises ModelError if the source package is missing, ValueError for a split that is not exact.
-    """
-    report = progress or silent
-    report("read source", 0, 0)
-    source = GgufSource(locate_gguf())
-    check_partition(source.shape.intermediate_size, experts, top_k)
-    config = mixtral_config(source.shape, experts=experts, top_k=top_k)
-    write_checkpoint(out_dir, source, config, _MixtureLayers(source, experts, top_k), report)
-
-
-def build_dense(out_dir: Path, *, progress: Progress | None = None) -> None:
-    """Write the dense llama-type checkpoint that the demo mixture equals into the empty or new `out_dir`."""
-    report = progress or silent
-    report("read source", 0, 0)
-    source = GgufSource(locate_gguf())
-    write_checkpoint(out_dir, source, llama_config(source.shape), source.layer, report)
-
-
-class _MixtureLayers:
-    """Turns dense layers, taken in order, into mixture layers."""
-
-    def __init__(self, source: GgufSource, experts: int, top_k: int) -> None:
-        self._source, self._groups, self._top_k = source, experts // top_k, top_k
-        text = files(__package__).joinpath("calibration.txt").read_text(encoding="utf-8")
-        token_ids = build_tokenizer(source.vocabulary).encode(text).ids[:_CALIBRATION_TOKENS]
-        self._forward = DenseForward(source.shape, source.embedding(), torch.tensor(token_ids))
-
-    def __call__(self, index: int) -> dict[str, Tensor]:
-        weights = self._source.layer(index)
-        ffn_inputs = self._forward.step(weights)[_SKIPPED_TOKENS:]
-        generator = torch.Generator().manual_seed(index)
-        centroids = gate_centroids(ffn_inputs, self._groups, generator=generator)
-        gate, up, down = (weights.pop(f"mlp.{name}.weight") for name in _FFN)
-        tied = split_ffn(gate, up, down, centroids, top_k=self._top_k, generator=generator)
-        weights["block_sparse_moe.gate.weight"] = tied.moe_gate
-        for expert, (w1, w3, w2) in enumerate(zip(tied.gate, tied.up, tied.down, strict=True)):
-            prefix = f"block_sparse_moe.experts.{expert}"
-            weights |= {f"{prefix}.w1.weight": w1, f"{prefix}.w2.weight": w2, f"{prefix}.w3.weight": w3}
-        return weights
-
-
-def write_checkpoint(
-    out_dir: Path,
-    source: GgufSource,
-    config: dict[str, Any],
-    layer: _Layer,
-    report: Progress,
-) -> None:
-    """Write all files of a checkpoint. layer(index): the weights of one layer by their name within it."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    write_text_files(out_dir, source.shape, source.vocabulary, config)
-    shards = _shards(source, layer, report)
-    count = -(-source.shape.num_layers // _LAYERS_PER_SHARD)
-    weight_map: dict[str, str] = {}
-    total_size = 0
-    for number, tensors in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{count:05d}.safetensors"
-        save_file(tensors, out_dir / name, metadata={"format": "pt"})
-        (out_dir / name).chmod(0o644)  # safetensors creates files for the owner alone; all others here are readable
-        weight_map |= dict.fromkeys(tensors, name)
-        total_size += sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    write_json(out_dir / "model.safetensors.index.json", index)
-
-
-def _shards(source: GgufSource, layer: _Layer, report: Progress) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of one file after the other, so that only one file's worth is in memory."""
-    total = source.shape.num_layers
-    shard = {"model.embed_tokens.weight": source.embedding()}
-    for index in range(total):
-        report("build layers", index, total)
-        shard |= {f"model.layers.{index}.{name}": weight for name, weight in layer(index).items()}
-        if index == total - 1:
-            shard["model.norm.weight"] = source.final_norm()
-            report("build layers", total, total)
-            yield shard
-        elif (index + 1) % _LAYERS_PER_SHARD == 0:
-            yield shard
-            shard = {}
-
-
-# How good a built model is, as its build measured it.
-
-
-QUALITY_NAME = "quality.json"
-
-
-class Quality(msgspec.Struct, frozen=True):
-    """Perplexities over `tokens` tokens of `text`."""
-
-    text: str
-    tokens: int
-    dense: float
-    split: float
-
-
-def read_quality(folder: Path) -> Quality:
-    return msgspec.json.decode((folder / QUALITY_NAME).read_bytes(), type=Quality)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The expert file of a checkpoint: built once, one expert in memory at a time, and checked at every start."""
+"""The expert file of a checkpoint: built once with one expert in memory at a time, and checked at every start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from experts.expert_file import VERSION, round_to_page, write_expert_file
 from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, ExpertPacking
-from moeserve.model.cache import cache_root, ensure_built
+from moeserve.config import cache_root
+from moeserve.model.cache import ensure_built
 from moeserve.model.checkpoint import TensorInfo, plan_weights, read_index
 from moeserve.model.expert_weights import expert_plans, expert_shape, packed_experts
 from moeserve.model.spec import DecoderSpec, ModelError, Progress
@@ -22,14 +23,14 @@ _FILE_NAME = "experts.bin"
 
 @dataclass(frozen=True, slots=True)
 class ExpertStore:
-    """A file of all experts of all sparse layers. source: names the weights and their layout (32 bytes)."""
+    """A file of all experts of all sparse layers. source: 32 bytes that identify the weights and their layout."""
 
     path: Path
     source: bytes
 
 
 def layout_in_store(directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> ExpertLayout:
-    """How the experts of a checkpoint are packed to compute in `dtype`. Raises ModelError if layers differ in that."""
+    """Return the layout of experts that compute in `dtype`. Raises ModelError if layers of the checkpoint differ."""
     plans = expert_plans(plan_weights(spec, read_index(directory)))
     shapes = {expert_shape(spec, plan, dtype) for plan in plans}
     if len(shapes) > 1:
@@ -45,11 +46,10 @@ def ensure_expert_store(
     root: Path | None,
     progress: Progress,
 ) -> ExpertStore:
-    """The expert file of the checkpoint in `directory`, below `root` (default: the model cache).
+    """Return the expert file of the checkpoint in `directory`, below `root` (default: the cache). Build it if missing.
 
-    packing: of experts that compute in `dtype`, as `layout_in_store` for a CPU. Built if there is none of this
-    checkpoint. Raises ModelError when it cannot be, and for one that is damaged: a file of so many gigabytes that
-    changed under its name is somebody's to look at.
+    packing: of experts that compute in `dtype`; `layout_in_store` gives that of a CPU. Raises ModelError if the file
+    cannot be built or is damaged: a file of many gigabytes that changed under its name is for its owner to look at.
     """
     index = read_index(directory)
     source = _source(directory, index, packing)
@@ -80,7 +80,7 @@ def ensure_expert_store(
 
 
 def _source(directory: Path, index: Mapping[str, TensorInfo], packing: ExpertPacking) -> bytes:
-    """Of the configuration, and of the weight files by name, size and time: reading all of them would take too long."""
+    """Hash the configuration, and name, size and time of the weight files: to read them all would take too long."""
     digest = hashlib.sha256(f"{VERSION} {packing.name} {packing.num_bytes}\n".encode())
     digest.update((directory / "config.json").read_bytes())
     for file in sorted({info.file for info in index.values()}):

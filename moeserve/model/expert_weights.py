@@ -1,4 +1,4 @@
-"""Reading the experts of one layer from any of the layouts in which checkpoints store them."""
+"""Reads experts from any layout in which checkpoints store them, and packs them for a kernel."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from moeserve.model.tensor_reader import TensorReader
 
 
 class ExpertReader:
-    """Reads and packs the owned experts of one layer, one at a time. Nothing else is read.
+    """Reads and packs the owned experts of one layer, one at a time.
 
-    `layout` says what the packed bytes are; `owned` which experts there are, in the order of their places.
+    owned: the experts in the order of their places. layout: of the packed bytes.
     """
 
     def __init__(self, spec: DecoderSpec, plan: ExpertsPlan, reader: TensorReader, dtype: torch.dtype) -> None:
-        """dtype: what the experts compute in."""
+        """dtype: in which the experts compute."""
         assert spec.moe is not None
         self._moe, self._plan, self._reader = spec.moe, plan, reader
         self.owned = plan.owned
@@ -29,11 +29,11 @@ class ExpertReader:
         self.layout = expert_layout(self.shape)
 
     def read(self, place: int) -> Tensor:
-        """The packed bytes of the expert at a place, uint8 [layout.num_bytes], in memory of their own."""
+        """Return the packed bytes of the expert at a place, uint8 [layout.num_bytes], in memory of their own."""
         return self.layout.pack(*self.read_matrices(place))
 
     def read_matrices(self, place: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """gate_up [2I, H], down [H, I] and their biases [2I] and [H], if there are any, of the expert at a place."""
+        """Return gate_up [2I, H], down [H, I] and their biases [2I] and [H], or None, of the expert at a place."""
         hidden, width, dtype = self.shape.hidden_size, self.shape.intermediate_size, self.shape.weight_dtype
         gate_up, down = torch.empty((2 * width, hidden), dtype=dtype), torch.empty((hidden, width), dtype=dtype)
         tensors, expert = self._plan.tensors[place if self._plan.storage == "split" else 0], self.owned[place]
@@ -67,37 +67,12 @@ class ExpertReader:
         return gate_up_bias, down_bias
 
 
-def expert_shape(spec: DecoderSpec, plan: ExpertsPlan, dtype: torch.dtype) -> ExpertShape:
-    """What an expert of a layer is when it computes in `dtype`."""
-    assert spec.moe is not None
-    return ExpertShape(
-        spec.hidden_size, spec.moe.intermediate_size, dtype, kept_dtype(plan, dtype), spec.moe.expert_bias
-    )
-
-
 def load_experts(reader: ExpertReader) -> PackedExperts:
-    """All experts that a reader owns, each at its place."""
+    """Return all experts of the reader, each at its place."""
     experts = reader.layout.experts(len(reader.owned))
     for place in range(len(reader.owned)):
         experts.put(place, reader.read(place))
     return experts
-
-
-def kept_dtype(plan: ExpertsPlan, dtype: torch.dtype) -> torch.dtype:
-    """bfloat16 where that holds exactly what the checkpoint says and computing is in float32, else `dtype`."""
-    # An MXFP4 number has one bit after the point, times a power of two.
-    exact = plan.storage == "mxfp4" or all(
-        tensor.dtype == "BF16" for tensors in plan.tensors for key, tensor in tensors.items() if "bias" not in key
-    )
-    return torch.bfloat16 if exact and dtype == torch.float32 else dtype
-
-
-def _halves(rows: Tensor) -> Tensor:
-    """[2I, ...] as [2, I, ...]: the gate half and the up half."""
-    return rows.view(2, -1, *rows.shape[1:])
-
-
-# All experts of a checkpoint, packed for a kernel one after the other.
 
 
 def packed_experts(
@@ -108,7 +83,7 @@ def packed_experts(
     report: Progress,
     owned: OwnedExperts | None = None,
 ) -> Iterator[Tensor]:
-    """Every expert of every sparse layer, or those `owned`, uint8 [packing.num_bytes], one at a time."""
+    """Yield the experts of all sparse layers, or only the `owned` ones, packed: uint8 [packing.num_bytes] each."""
     plan = plan_weights(spec, index, owned)
     with TensorReader(
         index,
@@ -116,17 +91,39 @@ def packed_experts(
         quantization=spec.quantization,
         progress=lambda done, total: report("store experts", done, total),
     ) as reader:
-        for of_layer in expert_plans(plan):
-            experts = ExpertReader(spec, of_layer, reader, dtype)
+        for layer in expert_plans(plan):
+            experts = ExpertReader(spec, layer, reader, dtype)
             for place in range(len(experts.owned)):
                 yield packing.pack(*experts.read_matrices(place))
 
 
 def expert_plans(plan: WeightPlan) -> list[ExpertsPlan]:
-    """Of the layers that have experts, in their order."""
+    """Return the plans of the sparse layers' experts, in the order of the layers."""
     return [layer.experts for layer in plan.layers if layer.experts is not None]
 
 
 def _bytes_of_experts(plan: WeightPlan) -> int:
     outer = sum(tensor.num_bytes for tensor in plan.outer.values())
     return plan.num_bytes - outer - sum(tensor.num_bytes for layer in plan.layers for tensor in layer.tensors.values())
+
+
+def expert_shape(spec: DecoderSpec, plan: ExpertsPlan, dtype: torch.dtype) -> ExpertShape:
+    """Return the shape of a layer's experts when they compute in `dtype`."""
+    assert spec.moe is not None
+    return ExpertShape(
+        spec.hidden_size, spec.moe.intermediate_size, dtype, _kept_dtype(plan, dtype), spec.moe.expert_bias
+    )
+
+
+def _kept_dtype(plan: ExpertsPlan, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which weights stay: bfloat16 where it is exact and `dtype` is float32, else `dtype`."""
+    # An MXFP4 number has one bit after the point, times a power of two.
+    exact = plan.storage == "mxfp4" or all(
+        tensor.dtype == "BF16" for tensors in plan.tensors for key, tensor in tensors.items() if "bias" not in key
+    )
+    return torch.bfloat16 if exact and dtype == torch.float32 else dtype
+
+
+def _halves(rows: Tensor) -> Tensor:
+    """[2I, ...] as [2, I, ...]: the gate half and the up half."""
+    return rows.view(2, -1, *rows.shape[1:])

@@ -1,6 +1,6 @@
-"""From a Hugging Face configuration to a DecoderSpec: one small branch per model type.
+"""From the Hugging Face configuration files of a model folder to a DecoderSpec and to defaults for generation.
 
-A type is added with one function here, one line in ``_BUILDERS`` and one parity test.
+To add a model type: write one function here, add one line to ``_BUILDERS`` and one parity test.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.specs import Activation, ActivationKind, GateSpec
+from moeserve.model.rope import parse_rope, yarn_softmax_multiplier
 from moeserve.model.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -21,14 +22,294 @@ from moeserve.model.spec import (
     QuantizationSpec,
     SharedExpertSpec,
     UnsupportedModel,
-    parse_rope,
-    yarn_softmax_multiplier,
 )
 
-# What the branches for single model types are made of: reading common parts of a Hugging Face configuration.
-
-
 Config = Mapping[str, Any]
+
+# The layers of these types carry a state from token to token, which prefix caching cannot share.
+_RECURRENT = frozenset((
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+    "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
+))  # fmt: skip
+
+# transformers does not know these types, so it cannot fill in defaults: their configurations must be complete.
+OWN_MODEL_TYPES = frozenset(("moeserve_demo",))
+
+
+def load_config(directory: Path) -> dict[str, Any]:
+    """Return the folder's ``config.json`` with every default of its model type filled in.
+
+    Raises UnsupportedModel for a type that is not served, ModelError for a file that is missing or not valid. Only the
+    configuration classes of transformers are used. Code in the folder never runs: ``model_type`` chooses among the
+    installed classes, and ``auto_map`` is ignored.
+    """
+    path = directory / "config.json"
+    try:
+        raw = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"There is no config.json in {directory}.") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} does not hold a JSON object.")
+    model_type = check_model_type(raw.get("model_type"))
+
+    if model_type in OWN_MODEL_TYPES:
+        return raw
+
+    # Imported here because it takes most of a second, and only the process that loads the model needs it.
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    raw.pop("auto_map", None)
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(raw).to_dict()
+    except Exception as error:  # Each configuration class has its own validators with their own exception types.
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{path} is not a valid {model_type} configuration: {reason}") from error
+    return {**config, "quantization_config": raw.get("quantization_config")}
+
+
+def supported_model_types() -> tuple[str, ...]:
+    return tuple(sorted(_BUILDERS))
+
+
+def check_model_type(model_type: object) -> str:
+    """Return a type that is served. Raises UnsupportedModel, which names the type, for any other."""
+    if isinstance(model_type, str) and model_type in _BUILDERS:
+        return model_type
+    if not isinstance(model_type, str) or not model_type:
+        raise UnsupportedModel("The configuration names no model_type.")
+    if model_type in _RECURRENT:
+        raise UnsupportedModel(
+            f"Models of type {model_type!r} are not supported: their recurrent layers keep a state per request."
+        )
+    raise UnsupportedModel(
+        f"Models of type {model_type!r} are not supported; these are: {', '.join(supported_model_types())}."
+    )
+
+
+def build_spec(config: Config) -> DecoderSpec:
+    """Return the description of the model. config: complete, with all defaults filled in.
+
+    Raises UnsupportedModel for a type, activation, rope kind or quantisation that is not served, ModelError for a
+    configuration that lacks a value or contradicts itself.
+    """
+    model_type = check_model_type(config.get("model_type"))
+    try:
+        spec = _BUILDERS[model_type](config)
+    except KeyError as error:
+        raise ModelError(f"The configuration of this {model_type} model lacks {error.args[0]!r}.") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(f"The configuration of this {model_type} model is not valid: {error}.") from None
+    _check(spec)
+    return spec
+
+
+def _check(spec: DecoderSpec) -> None:
+    if spec.rope.rotary_dim % 2:
+        raise ModelError(f"The rotary dimension {spec.rope.rotary_dim} is odd.")
+    attention = spec.attention
+    if isinstance(attention, AttentionSpec) and attention.num_heads % attention.num_kv_heads:
+        raise ModelError(f"{attention.num_heads} heads cannot share {attention.num_kv_heads} key-value heads.")
+    if spec.moe is None:
+        return
+    gate, experts = spec.moe.gate, spec.moe.num_experts
+    if not 1 <= gate.top_k <= experts:
+        raise ModelError(f"{gate.top_k} experts per token cannot be chosen from {experts}.")
+    if experts % gate.num_groups:
+        raise ModelError(f"{experts} experts cannot be split into {gate.num_groups} equal groups.")
+    if gate.top_groups * (experts // gate.num_groups) < gate.top_k:
+        raise ModelError(f"The chosen groups hold fewer than {gate.top_k} experts.")
+
+
+def _llama(c: Config) -> DecoderSpec:
+    return _with_attention_bias(_base(c, mlp_bias=bool(c.get("mlp_bias"))), c)
+
+
+def _mistral(c: Config) -> DecoderSpec:
+    return _with_windows(_base(c), c)
+
+
+def _qwen2(c: Config) -> DecoderSpec:
+    return _with_attention(_with_windows(_base(c), c), qkv_bias=True)
+
+
+def _qwen3(c: Config) -> DecoderSpec:
+    return _with_attention(_with_windows(_with_attention_bias(_base(c), c), c), qk_norm="head")
+
+
+def _mixtral(c: Config) -> DecoderSpec:
+    spec = _with_windows(_base(c), c)
+    gate = GateSpec(c["num_experts_per_tok"], renormalise=True)
+    return _with_experts(spec, MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation))
+
+
+def _qwen_layers(c: Config) -> Callable[[int], bool]:
+    step, dense = c.get("decoder_sparse_step") or 1, frozenset(c.get("mlp_only_layers") or ())
+    return lambda index: (index + 1) % step == 0 and index not in dense
+
+
+def _qwen2_moe(c: Config) -> DecoderSpec:
+    spec = _with_attention(_with_windows(_base(c), c), qkv_bias=bool(c.get("qkv_bias", True)))
+    moe = MoeSpec(
+        _num_experts(c),
+        c["moe_intermediate_size"],
+        GateSpec(c["num_experts_per_tok"], renormalise=bool(c.get("norm_topk_prob"))),
+        spec.activation,
+        shared=SharedExpertSpec(c["shared_expert_intermediate_size"], gated=True),
+    )
+    return _with_experts(spec, moe, _qwen_layers(c))
+
+
+def _qwen3_moe(c: Config) -> DecoderSpec:
+    spec = _with_attention(_with_windows(_with_attention_bias(_base(c), c), c), qk_norm="head")
+    gate = GateSpec(c["num_experts_per_tok"], renormalise=bool(c.get("norm_topk_prob")))
+    moe = MoeSpec(_num_experts(c), c["moe_intermediate_size"], gate, spec.activation)
+    return _with_experts(spec, moe, _qwen_layers(c))
+
+
+def _olmoe(c: Config) -> DecoderSpec:
+    spec = _with_attention(_with_attention_bias(_base(c), c), qk_norm="flat", clip_qkv=c.get("clip_qkv"))
+    gate = GateSpec(c["num_experts_per_tok"], renormalise=bool(c.get("norm_topk_prob")))
+    return _with_experts(spec, MoeSpec(_num_experts(c), c["intermediate_size"], gate, spec.activation))
+
+
+def _granitemoe(c: Config) -> DecoderSpec:
+    spec = _base(
+        c,
+        embedding_multiplier=float(c["embedding_multiplier"]),
+        residual_multiplier=float(c["residual_multiplier"]),
+        logit_divisor=float(c["logits_scaling"]),
+    )
+    spec = _with_attention(_with_attention_bias(spec, c), scale=float(c["attention_multiplier"]))
+    gate = GateSpec(c["num_experts_per_tok"], softmax_after_top_k=True)
+    return _with_experts(spec, MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation))
+
+
+def _phimoe(c: Config) -> DecoderSpec:
+    spec = _base(c, norm="layer", lm_head_bias=bool(c.get("lm_head_bias")))
+    spec = _with_windows(_with_attention_bias(spec, c), c)
+    gate = GateSpec(c["num_experts_per_tok"], score="sparsemixer", jitter=float(c["router_jitter_noise"]))
+    return _with_experts(spec, MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation))
+
+
+def _gpt_oss(c: Config) -> DecoderSpec:
+    spec = _with_attention(_with_windows(_with_attention_bias(_base(c), c), c), sinks=True)
+    moe = MoeSpec(
+        c["num_local_experts"],
+        c["intermediate_size"],
+        GateSpec(c["num_experts_per_tok"], softmax_after_top_k=True),
+        Activation("swigluoai", alpha=float(c["swiglu_alpha"]), limit=float(c["swiglu_limit"])),
+        gate_bias=True,
+        expert_bias=True,
+        transposed_experts=True,
+    )
+    return _with_experts(spec, moe)
+
+
+def _glm4_moe(c: Config) -> DecoderSpec:
+    spec = _base(c, rotary_dim=_partial_rotary_dim(c))
+    spec = _with_attention(
+        spec, qkv_bias=bool(c.get("attention_bias")), qk_norm="head" if c.get("use_qk_norm") else "none"
+    )
+    return _with_experts(spec, _noaux_moe(c, spec.activation), _after_dense(c))
+
+
+def _dots1(c: Config) -> DecoderSpec:
+    spec = _with_attention(_with_windows(_with_attention_bias(_base(c), c), c), qk_norm="head")
+    return _with_experts(spec, _noaux_moe(c, spec.activation), _after_dense(c))
+
+
+def _minimax_m2(c: Config) -> DecoderSpec:
+    spec = _with_attention(_base(c, rotary_dim=_partial_rotary_dim(c)), qk_norm="flat")
+    gate = GateSpec(c["num_experts_per_tok"], score="sigmoid", renormalise=True)
+    moe = MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation, correction_bias=True)
+    return _with_experts(spec, moe)
+
+
+def _ernie4_5_moe(c: Config) -> DecoderSpec:
+    bias = bool(c.get("use_bias"))
+    spec = _base(c, interleaved=True, mlp_bias=bias, lm_head_bias=bias)
+    spec = replace(_with_attention(spec, qkv_bias=bias, out_bias=bias), rope=replace(spec.rope, keep_fp32=True))
+    moe = MoeSpec(
+        c["moe_num_experts"],
+        c["moe_intermediate_size"],
+        GateSpec(c["moe_k"], renormalise=True, norm_min=float(c["moe_norm_min"])),
+        spec.activation,
+        gate_fp32=True,
+        correction_bias=True,
+        shared=_shared_expert(c, "moe_num_shared_experts", bias=bias),
+    )
+    first, last = c["moe_layer_start_index"], c["moe_layer_end_index"]
+    last = spec.num_layers - 1 if last < 0 else last
+    step = c.get("moe_layer_interval") or 1
+    return _with_experts(spec, moe, lambda index: first <= index <= last and (index + 1) % step == 0)
+
+
+def _deepseek_v2(c: Config) -> DecoderSpec:
+    spec = _mla(c, interleaved=True)
+    grouped = c.get("topk_method") == "group_limited_greedy"
+    if not grouped and c.get("topk_method", "greedy") != "greedy":
+        raise UnsupportedModel(f"The topk_method {c['topk_method']!r} is not supported for deepseek_v2.")
+    gate = GateSpec(
+        c["num_experts_per_tok"],
+        scale=float(c.get("routed_scaling_factor") or 1.0),
+        num_groups=c["n_group"] if grouped else 1,
+        top_groups=c["topk_group"] if grouped else 1,
+        group_score="max",
+    )
+    shared = _shared_expert(c, "n_shared_experts", bias=spec.mlp_bias)
+    moe = MoeSpec(_num_experts(c), c["moe_intermediate_size"], gate, spec.activation, gate_fp32=True, shared=shared)
+    return _with_experts(spec, moe, _after_dense(c))
+
+
+def _deepseek_v3(c: Config) -> DecoderSpec:
+    spec = _mla(c, interleaved=bool(c.get("rope_interleave", True)))
+    spec = replace(spec, mlp_bias=False)
+    return _with_experts(spec, _noaux_moe(c, spec.activation), _after_dense(c))
+
+
+def _moeserve_demo(c: Config) -> DecoderSpec:
+    """A dense model whose neurons are split: the shared expert always runs, chosen experts are added unweighted."""
+    spec = _base(c)
+    moe = MoeSpec(
+        c["num_local_experts"],
+        c["moe_intermediate_size"],
+        GateSpec(c["num_experts_per_tok"], score="ones"),
+        spec.activation,
+        gate_fp32=True,
+        gate_bias=True,
+        shared=SharedExpertSpec(c["shared_expert_intermediate_size"]) if c["shared_expert_intermediate_size"] else None,
+    )
+    return _with_experts(spec, moe)
+
+
+_BUILDERS: dict[str, Callable[[Config], DecoderSpec]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "olmoe": _olmoe,
+    "granitemoe": _granitemoe,
+    "phimoe": _phimoe,
+    "gpt_oss": _gpt_oss,
+    "glm4_moe": _glm4_moe,
+    "ernie4_5_moe": _ernie4_5_moe,
+    "dots1": _dots1,
+    "minimax_m2": _minimax_m2,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "moeserve_demo": _moeserve_demo,
+}
+
+
+# Parts that several model types share.
 
 _ACTIVATIONS: dict[str, ActivationKind] = {
     "silu": "silu",
@@ -40,8 +321,8 @@ _ACTIVATIONS: dict[str, ActivationKind] = {
 }
 
 
-def base(c: Config, *, rotary_dim: int | None = None, interleaved: bool = False, **fields: Any) -> DecoderSpec:
-    """The plain llama without biases: what a branch does not change stays like this."""
+def _base(c: Config, *, rotary_dim: int | None = None, interleaved: bool = False, **fields: Any) -> DecoderSpec:
+    """Return a plain llama without biases, with ``fields`` of the spec replaced."""
     heads, num_layers = c["num_attention_heads"], c["num_hidden_layers"]
     head_dim = c.get("head_dim") or c["hidden_size"] // heads
     attention = AttentionSpec(heads, c.get("num_key_value_heads") or heads, head_dim, head_dim**-0.5)
@@ -71,9 +352,9 @@ def base(c: Config, *, rotary_dim: int | None = None, interleaved: bool = False,
     return replace(spec, **fields) if fields else spec
 
 
-def mla(c: Config, *, interleaved: bool) -> DecoderSpec:
-    """What `base` is to others, with the latent attention of DeepSeek-V2."""
-    spec = base(c, rotary_dim=c["qk_rope_head_dim"], interleaved=interleaved, mlp_bias=bool(c.get("mlp_bias")))
+def _mla(c: Config, *, interleaved: bool) -> DecoderSpec:
+    """Return `_base` with the latent attention of DeepSeek-V2."""
+    spec = _base(c, rotary_dim=c["qk_rope_head_dim"], interleaved=interleaved, mlp_bias=bool(c.get("mlp_bias")))
     nope, rope = c["qk_nope_head_dim"], c["qk_rope_head_dim"]
     return replace(
         spec,
@@ -90,19 +371,19 @@ def mla(c: Config, *, interleaved: bool) -> DecoderSpec:
     )
 
 
-def with_attention(spec: DecoderSpec, **fields: Any) -> DecoderSpec:
+def _with_attention(spec: DecoderSpec, **fields: Any) -> DecoderSpec:
     assert isinstance(spec.attention, AttentionSpec)
     return replace(spec, attention=replace(spec.attention, **fields))
 
 
-def with_attention_bias(spec: DecoderSpec, c: Config) -> DecoderSpec:
-    """``attention_bias`` is for all four projections."""
+def _with_attention_bias(spec: DecoderSpec, c: Config) -> DecoderSpec:
+    """Put the bias of ``attention_bias`` on all four projections."""
     bias = bool(c.get("attention_bias"))
-    return with_attention(spec, qkv_bias=bias, out_bias=bias)
+    return _with_attention(spec, qkv_bias=bias, out_bias=bias)
 
 
-def with_windows(spec: DecoderSpec, c: Config) -> DecoderSpec:
-    """``sliding_window`` where ``layer_types`` says so, or on all layers without such a list. A window of 0 is none."""
+def _with_windows(spec: DecoderSpec, c: Config) -> DecoderSpec:
+    """Set ``sliding_window`` on the layers that ``layer_types`` names, or on all without that list. 0 is no window."""
     window, types = c.get("sliding_window") or None, c.get("layer_types")
     if types is None:
         return replace(spec, windows=(window,) * spec.num_layers)
@@ -115,19 +396,19 @@ def with_windows(spec: DecoderSpec, c: Config) -> DecoderSpec:
     return replace(spec, windows=tuple(window if kind == "sliding_attention" else None for kind in types))
 
 
-def with_experts(spec: DecoderSpec, moe: MoeSpec, layers: Callable[[int], bool] = lambda index: True) -> DecoderSpec:
-    """Experts on the layers for which ``layers`` is true."""
+def _with_experts(spec: DecoderSpec, moe: MoeSpec, layers: Callable[[int], bool] = lambda index: True) -> DecoderSpec:
+    """Put experts on the layers for which ``layers(index)`` is true."""
     return replace(spec, moe=moe, sparse_layers=tuple(layers(index) for index in range(spec.num_layers)))
 
 
-def after_dense(c: Config) -> Callable[[int], bool]:
-    """For `with_experts`: all layers but the first few."""
+def _after_dense(c: Config) -> Callable[[int], bool]:
+    """Return the ``layers`` of `_with_experts` that leaves out the first ``first_k_dense_replace``."""
     first = c.get("first_k_dense_replace") or 0
     return lambda index: index >= first
 
 
-def noaux_moe(c: Config, activation: Activation) -> MoeSpec:
-    """Sigmoid scores with a bias for the choice only, the auxiliary-loss-free gate of DeepSeek-V3."""
+def _noaux_moe(c: Config, activation: Activation) -> MoeSpec:
+    """Return the auxiliary-loss-free gate of DeepSeek-V3: sigmoid scores, and a bias that affects the choice only."""
     gate = GateSpec(
         c["num_experts_per_tok"],
         score="sigmoid",
@@ -138,28 +419,28 @@ def noaux_moe(c: Config, activation: Activation) -> MoeSpec:
         top_groups=c.get("topk_group") or 1,
     )
     return MoeSpec(
-        num_experts(c),
+        _num_experts(c),
         c["moe_intermediate_size"],
         gate,
         activation,
         gate_fp32=True,
         correction_bias=True,
-        shared=shared_expert(c, "n_shared_experts"),
+        shared=_shared_expert(c, "n_shared_experts"),
     )
 
 
-def partial_rotary_dim(c: Config) -> int:
+def _partial_rotary_dim(c: Config) -> int:
     head_dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
     return int(head_dim * ((c.get("rope_parameters") or {}).get("partial_rotary_factor") or 1.0))
 
 
-def shared_expert(c: Config, count: str, *, bias: bool = False) -> SharedExpertSpec | None:
-    """``count`` names the number of shared experts; they are stored as one wide block."""
+def _shared_expert(c: Config, count: str, *, bias: bool = False) -> SharedExpertSpec | None:
+    """Return the shared experts as one wide block, as they are stored. count: the key that gives their number."""
     number = c.get(count) or 0
     return SharedExpertSpec(number * c["moe_intermediate_size"], bias=bias) if number else None
 
 
-def num_experts(c: Config) -> int:
+def _num_experts(c: Config) -> int:
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if c.get(name) is not None:
             return int(c[name])
@@ -193,312 +474,22 @@ def _quantization(config: Config | None) -> QuantizationSpec | None:
     raise UnsupportedModel(f"Weights quantised with {method!r} are not supported.")
 
 
-# Their layers carry a state of their own from token to token, which prefix caching cannot share.
-_RECURRENT = frozenset((
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
-))  # fmt: skip
-
-
-# Types that no other library knows: their configurations must be complete.
-OWN_MODEL_TYPES = frozenset(("moeserve_demo",))
-
-
-def supported_model_types() -> tuple[str, ...]:
-    return tuple(sorted(_BUILDERS))
-
-
-def check_model_type(model_type: object) -> str:
-    """Return the type if it is served; raise UnsupportedModel with a sentence that names it if not."""
-    if isinstance(model_type, str) and model_type in _BUILDERS:
-        return model_type
-    if not isinstance(model_type, str) or not model_type:
-        raise UnsupportedModel("The configuration names no model_type.")
-    if model_type in _RECURRENT:
-        raise UnsupportedModel(
-            f"Models of type {model_type!r} are not supported: their recurrent layers keep a state per request."
-        )
-    raise UnsupportedModel(
-        f"Models of type {model_type!r} are not supported; these are: {', '.join(supported_model_types())}."
-    )
-
-
-def build_spec(config: Config) -> DecoderSpec:
-    """Describe the model of a complete configuration (all defaults filled in).
-
-    Raises UnsupportedModel for types, activations, rope kinds and quantisations that are not served, ModelError for
-    configurations that lack a value or contradict themselves.
-    """
-    model_type = check_model_type(config.get("model_type"))
-    try:
-        spec = _BUILDERS[model_type](config)
-    except KeyError as error:
-        raise ModelError(f"The configuration of this {model_type} model lacks {error.args[0]!r}.") from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelError(f"The configuration of this {model_type} model is not valid: {error}.") from None
-    _check(spec)
-    return spec
-
-
-def _check(spec: DecoderSpec) -> None:
-    if spec.rope.rotary_dim % 2:
-        raise ModelError(f"The rotary dimension {spec.rope.rotary_dim} is odd.")
-    attention = spec.attention
-    if isinstance(attention, AttentionSpec) and attention.num_heads % attention.num_kv_heads:
-        raise ModelError(f"{attention.num_heads} heads cannot share {attention.num_kv_heads} key-value heads.")
-    if spec.moe is None:
-        return
-    gate, experts = spec.moe.gate, spec.moe.num_experts
-    if not 1 <= gate.top_k <= experts:
-        raise ModelError(f"{gate.top_k} experts per token cannot be chosen from {experts}.")
-    if experts % gate.num_groups:
-        raise ModelError(f"{experts} experts cannot be split into {gate.num_groups} equal groups.")
-    if gate.top_groups * (experts // gate.num_groups) < gate.top_k:
-        raise ModelError(f"The chosen groups hold fewer than {gate.top_k} experts.")
-
-
-def _llama(c: Config) -> DecoderSpec:
-    return with_attention_bias(base(c, mlp_bias=bool(c.get("mlp_bias"))), c)
-
-
-def _mistral(c: Config) -> DecoderSpec:
-    return with_windows(base(c), c)
-
-
-def _qwen2(c: Config) -> DecoderSpec:
-    return with_attention(with_windows(base(c), c), qkv_bias=True)
-
-
-def _qwen3(c: Config) -> DecoderSpec:
-    return with_attention(with_windows(with_attention_bias(base(c), c), c), qk_norm="head")
-
-
-def _mixtral(c: Config) -> DecoderSpec:
-    spec = with_windows(base(c), c)
-    gate = GateSpec(c["num_experts_per_tok"], renormalise=True)
-    return with_experts(spec, MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation))
-
-
-def _qwen_layers(c: Config) -> Callable[[int], bool]:
-    step, dense = c.get("decoder_sparse_step") or 1, frozenset(c.get("mlp_only_layers") or ())
-    return lambda index: (index + 1) % step == 0 and index not in dense
-
-
-def _qwen2_moe(c: Config) -> DecoderSpec:
-    spec = with_attention(with_windows(base(c), c), qkv_bias=bool(c.get("qkv_bias", True)))
-    moe = MoeSpec(
-        num_experts(c),
-        c["moe_intermediate_size"],
-        GateSpec(c["num_experts_per_tok"], renormalise=bool(c.get("norm_topk_prob"))),
-        spec.activation,
-        shared=SharedExpertSpec(c["shared_expert_intermediate_size"], gated=True),
-    )
-    return with_experts(spec, moe, _qwen_layers(c))
-
-
-def _qwen3_moe(c: Config) -> DecoderSpec:
-    spec = with_attention(with_windows(with_attention_bias(base(c), c), c), qk_norm="head")
-    gate = GateSpec(c["num_experts_per_tok"], renormalise=bool(c.get("norm_topk_prob")))
-    moe = MoeSpec(num_experts(c), c["moe_intermediate_size"], gate, spec.activation)
-    return with_experts(spec, moe, _qwen_layers(c))
-
-
-def _olmoe(c: Config) -> DecoderSpec:
-    spec = with_attention(with_attention_bias(base(c), c), qk_norm="flat", clip_qkv=c.get("clip_qkv"))
-    gate = GateSpec(c["num_experts_per_tok"], renormalise=bool(c.get("norm_topk_prob")))
-    return with_experts(spec, MoeSpec(num_experts(c), c["intermediate_size"], gate, spec.activation))
-
-
-def _granitemoe(c: Config) -> DecoderSpec:
-    spec = base(
-        c,
-        embedding_multiplier=float(c["embedding_multiplier"]),
-        residual_multiplier=float(c["residual_multiplier"]),
-        logit_divisor=float(c["logits_scaling"]),
-    )
-    spec = with_attention(with_attention_bias(spec, c), scale=float(c["attention_multiplier"]))
-    gate = GateSpec(c["num_experts_per_tok"], softmax_after_top_k=True)
-    return with_experts(spec, MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation))
-
-
-def _phimoe(c: Config) -> DecoderSpec:
-    spec = base(c, norm="layer", lm_head_bias=bool(c.get("lm_head_bias")))
-    spec = with_windows(with_attention_bias(spec, c), c)
-    gate = GateSpec(c["num_experts_per_tok"], score="sparsemixer", jitter=float(c["router_jitter_noise"]))
-    return with_experts(spec, MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation))
-
-
-def _gpt_oss(c: Config) -> DecoderSpec:
-    spec = with_attention(with_windows(with_attention_bias(base(c), c), c), sinks=True)
-    moe = MoeSpec(
-        c["num_local_experts"],
-        c["intermediate_size"],
-        GateSpec(c["num_experts_per_tok"], softmax_after_top_k=True),
-        Activation("swigluoai", alpha=float(c["swiglu_alpha"]), limit=float(c["swiglu_limit"])),
-        gate_bias=True,
-        expert_bias=True,
-        transposed_experts=True,
-    )
-    return with_experts(spec, moe)
-
-
-def _glm4_moe(c: Config) -> DecoderSpec:
-    spec = base(c, rotary_dim=partial_rotary_dim(c))
-    spec = with_attention(
-        spec, qkv_bias=bool(c.get("attention_bias")), qk_norm="head" if c.get("use_qk_norm") else "none"
-    )
-    return with_experts(spec, noaux_moe(c, spec.activation), after_dense(c))
-
-
-def _dots1(c: Config) -> DecoderSpec:
-    spec = with_attention(with_windows(with_attention_bias(base(c), c), c), qk_norm="head")
-    return with_experts(spec, noaux_moe(c, spec.activation), after_dense(c))
-
-
-def _minimax_m2(c: Config) -> DecoderSpec:
-    spec = with_attention(base(c, rotary_dim=partial_rotary_dim(c)), qk_norm="flat")
-    gate = GateSpec(c["num_experts_per_tok"], score="sigmoid", renormalise=True)
-    moe = MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation, correction_bias=True)
-    return with_experts(spec, moe)
-
-
-def _ernie4_5_moe(c: Config) -> DecoderSpec:
-    bias = bool(c.get("use_bias"))
-    spec = base(c, interleaved=True, mlp_bias=bias, lm_head_bias=bias)
-    spec = replace(with_attention(spec, qkv_bias=bias, out_bias=bias), rope=replace(spec.rope, keep_fp32=True))
-    moe = MoeSpec(
-        c["moe_num_experts"],
-        c["moe_intermediate_size"],
-        GateSpec(c["moe_k"], renormalise=True, norm_min=float(c["moe_norm_min"])),
-        spec.activation,
-        gate_fp32=True,
-        correction_bias=True,
-        shared=shared_expert(c, "moe_num_shared_experts", bias=bias),
-    )
-    first, last = c["moe_layer_start_index"], c["moe_layer_end_index"]
-    last = spec.num_layers - 1 if last < 0 else last
-    step = c.get("moe_layer_interval") or 1
-    return with_experts(spec, moe, lambda index: first <= index <= last and (index + 1) % step == 0)
-
-
-def _deepseek_v2(c: Config) -> DecoderSpec:
-    spec = mla(c, interleaved=True)
-    grouped = c.get("topk_method") == "group_limited_greedy"
-    if not grouped and c.get("topk_method", "greedy") != "greedy":
-        raise UnsupportedModel(f"The topk_method {c['topk_method']!r} is not supported for deepseek_v2.")
-    gate = GateSpec(
-        c["num_experts_per_tok"],
-        scale=float(c.get("routed_scaling_factor") or 1.0),
-        num_groups=c["n_group"] if grouped else 1,
-        top_groups=c["topk_group"] if grouped else 1,
-        group_score="max",
-    )
-    shared = shared_expert(c, "n_shared_experts", bias=spec.mlp_bias)
-    moe = MoeSpec(num_experts(c), c["moe_intermediate_size"], gate, spec.activation, gate_fp32=True, shared=shared)
-    return with_experts(spec, moe, after_dense(c))
-
-
-def _deepseek_v3(c: Config) -> DecoderSpec:
-    spec = mla(c, interleaved=bool(c.get("rope_interleave", True)))
-    spec = replace(spec, mlp_bias=False)
-    return with_experts(spec, noaux_moe(c, spec.activation), after_dense(c))
-
-
-def _moeserve_demo(c: Config) -> DecoderSpec:
-    """A dense model whose neurons were split: some always run, the others as experts that are summed as they are."""
-    spec = base(c)
-    moe = MoeSpec(
-        c["num_local_experts"],
-        c["moe_intermediate_size"],
-        GateSpec(c["num_experts_per_tok"], score="ones"),
-        spec.activation,
-        gate_fp32=True,
-        gate_bias=True,
-        shared=SharedExpertSpec(c["shared_expert_intermediate_size"]) if c["shared_expert_intermediate_size"] else None,
-    )
-    return with_experts(spec, moe)
-
-
-_BUILDERS: dict[str, Callable[[Config], DecoderSpec]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "mixtral": _mixtral,
-    "qwen2_moe": _qwen2_moe,
-    "qwen3_moe": _qwen3_moe,
-    "olmoe": _olmoe,
-    "granitemoe": _granitemoe,
-    "phimoe": _phimoe,
-    "gpt_oss": _gpt_oss,
-    "glm4_moe": _glm4_moe,
-    "ernie4_5_moe": _ernie4_5_moe,
-    "dots1": _dots1,
-    "minimax_m2": _minimax_m2,
-    "deepseek_v2": _deepseek_v2,
-    "deepseek_v3": _deepseek_v3,
-    "moeserve_demo": _moeserve_demo,
-}
-
-
-# Reading a model folder's ``config.json`` into a complete, plain configuration.
-
-
-def load_config(directory: Path) -> dict[str, Any]:
-    """Return the configuration with every default of its model type filled in.
-
-    Raises UnsupportedModel for a type that is not served and ModelError for a file that is missing or not valid.
-    transformers is imported for its configuration classes only; code that lies in the folder is never run, because
-    the class is chosen from the installed ones by ``model_type`` and ``auto_map`` is not looked at.
-    """
-    path = directory / "config.json"
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelError(f"There is no config.json in {directory}.") from None
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}.") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path} does not hold a JSON object.")
-    model_type = check_model_type(raw.get("model_type"))
-
-    if model_type in OWN_MODEL_TYPES:
-        return raw
-
-    # Imported here: it takes most of a second, and only the process that loads the model needs it.
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    raw.pop("auto_map", None)
-    try:
-        config = CONFIG_MAPPING[model_type].from_dict(raw).to_dict()
-    except Exception as error:  # Each configuration class has its own validators with their own exception types.
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{path} is not a valid {model_type} configuration: {reason}") from error
-    return {**config, "quantization_config": raw.get("quantization_config")}
-
-
-# What a model's `generation_config.json` says about stopping and sampling.
-
-
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """EOS ids (empty where the file names none) and the sampling values that apply where a client gives none."""
+    """EOS ids, and sampling values for requests that give none. Both are empty where the file names none."""
 
     eos_token_ids: tuple[int, ...] = ()
     sampling: dict[str, float] = field(default_factory=dict)
 
 
 def load_generation_defaults(directory: Path) -> GenerationDefaults:
-    """Reads the file if there is one. Raises ModelError if it is not what it should be.
+    """Read the folder's ``generation_config.json``, if it has one. Raises ModelError if the file is not valid.
 
-    A file that says `do_sample: false` is not taken for a wish to decode greedily: clients of chat protocols expect
-    sampling unless they ask otherwise.
+    ``do_sample: false`` does not mean greedy decoding here: clients of chat protocols expect sampling unless they ask
+    otherwise.
     """
     path = directory / "generation_config.json"
     if not path.is_file():

@@ -1,4 +1,8 @@
-"""From what the user wrote as MODEL to a folder on this machine."""
+"""From what the user wrote as MODEL to a checked folder on this machine: a local one, the hub's, or the demo's.
+
+Of a hub model only configs, tokenizers, templates and safetensors weights are fetched, into the hub library's own
+cache: never code, never pickles.
+"""
 
 import errno
 import shutil
@@ -11,27 +15,66 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from moeserve.model.demo import ensure_demo
 from moeserve.model.spec import ModelError, Progress, silent
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
 
-
-# What a folder must hold before it is worth starting a worker on it.
-
-
-INDEX_NAME = "model.safetensors.index.json"
+_INDEX_NAME = "model.safetensors.index.json"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_ALLOW = ["*.json", "*.safetensors", "*.jinja"]
+# Other exports in subfolders, and a second copy of the weights under other names in some repositories.
+_IGNORE = ["*/*", "consolidated*"]
+_NO_NAME = "{model!r} is neither a folder here nor a name on the hub (like owner/name)."
 
 
-class _Index(msgspec.Struct, frozen=True):
-    weight_map: dict[str, str]
+def resolve_model(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Return the folder that holds `model`: a local folder, a model of the hub, or for None the demo model.
+
+    cache_dir: where to build the demo or keep hub models; the default is the cache of each. offline: use only what is
+    on this machine. Raises ModelError.
+    """
+    report = progress or silent
+    if model is None:
+        _refuse_revision(revision, "the demo model")
+        return check_folder(ensure_demo(cache_dir, progress=report))
+    if _is_path(model):
+        _refuse_revision(revision, f"the folder {model}")
+        path = Path(model).expanduser()
+        if not path.exists():
+            raise ModelError(f"There is no folder {path}.")
+        return check_folder(path)
+    return check_folder(_download(model, revision=revision, offline=offline, cache_dir=cache_dir, report=report))
+
+
+def _is_path(model: str) -> bool:
+    """Tell a path from a hub name, which has at most one slash and never starts like a path. What exists is a path."""
+    return (
+        model.startswith(("/", "./", "../", "~"))
+        or model in ("", ".", "..")
+        or model.count("/") > 1
+        or model.endswith("/")
+        or Path(model).exists()
+    )
+
+
+def _refuse_revision(revision: str | None, what: str) -> None:
+    if revision is not None:
+        raise ModelError(f"A revision ({revision}) can be chosen of a model of the hub, but not of {what}.")
 
 
 def check_folder(folder: Path) -> Path:
     """Return `folder` if it holds a config, safetensors weights (all shards of the index) and a tokenizer.
 
-    Contents of weights are not read. Raises ModelError naming the first thing missing.
+    Do not read weights. Raises ModelError, which names the first thing that is missing.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder: name the folder that holds the model's config.json.")
@@ -58,25 +101,28 @@ def _check_config(path: Path) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    if (folder / INDEX_NAME).is_file():
+    if (folder / _INDEX_NAME).is_file():
         _check_shards(folder)
     elif not any(folder.glob("*.safetensors")):
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
         if pickles:
-            raise ModelError(pickle_sentence(str(folder), pickles[0]))
+            raise ModelError(_pickle_sentence(str(folder), pickles[0]))
         raise ModelError(f"{folder} has no weights: there is no *.safetensors file in it.")
 
 
-def pickle_sentence(where: str, example: str) -> str:
-    """Why weights in a pickle format are refused."""
+def _pickle_sentence(where: str, example: str) -> str:
     return (
         f"{where} has its weights only in a pickle format ({example}), which can run code when it is read: "
         "convert them to safetensors."
     )
 
 
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
 def _check_shards(folder: Path) -> None:
-    path = folder / INDEX_NAME
+    path = folder / _INDEX_NAME
     try:
         shards = sorted(set(msgspec.json.decode(path.read_bytes(), type=_Index).weight_map.values()))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -88,69 +134,11 @@ def _check_shards(folder: Path) -> None:
         raise ModelError(f"{folder} lacks {len(missing)} of {len(shards)} weight files, the first is {missing[0]}.")
 
 
-__all__ = ["ModelError", "resolve_model"]
+def _download(model: str, *, revision: str | None, offline: bool, cache_dir: Path | None, report: Progress) -> Path:
+    """Return the folder of a hub model at `revision` (default: the main branch). Fetch what is missing.
 
-
-def resolve_model(
-    model: str | None,
-    *,
-    revision: str | None = None,
-    offline: bool = False,
-    cache_dir: Path | None = None,
-    progress: Progress | None = None,
-) -> Path:
-    """Return the folder that holds `model`: a local folder, a model of the hub, or for None the demo model.
-
-    cache_dir: where the demo is built or the hub's models are kept; default is each one's own cache. offline: use
-    only what is on this machine. Raises ModelError, whose message is one sentence for the user.
-    """
-    report = progress or silent
-    if model is None:
-        from moeserve.model.demo import ensure_demo
-
-        _refuse_revision(revision, "the demo model")
-        return check_folder(ensure_demo(cache_dir, progress=report))
-    if _is_path(model):
-        _refuse_revision(revision, f"the folder {model}")
-        path = Path(model).expanduser()
-        if not path.exists():
-            raise ModelError(f"There is no folder {path}.")
-        return check_folder(path)
-    from moeserve.model.source import download
-
-    return check_folder(download(model, revision=revision, offline=offline, cache_dir=cache_dir, report=report))
-
-
-def _is_path(model: str) -> bool:
-    """A name of the hub has at most one slash and never starts like a path; whatever exists here is meant as a path."""
-    return (
-        model.startswith(("/", "./", "../", "~"))
-        or model in ("", ".", "..")
-        or model.count("/") > 1
-        or model.endswith("/")
-        or Path(model).exists()
-    )
-
-
-def _refuse_revision(revision: str | None, what: str) -> None:
-    if revision is not None:
-        raise ModelError(f"A revision ({revision}) can be chosen of a model of the hub, but not of {what}.")
-
-
-# Downloads a model's folder from the hub into the hub's own cache, with resume, and with errors as sentences. Only
-# configs, tokenizers, templates and safetensors weights are fetched: never code, never pickles.
-
-
-_ALLOW = ["*.json", "*.safetensors", "*.jinja"]
-# Other exports in subfolders, and a second copy of the weights under other names in some repositories.
-_IGNORE = ["*/*", "consolidated*"]
-
-
-def download(model: str, *, revision: str | None, offline: bool, cache_dir: Path | None, report: Progress) -> Path:
-    """Return the folder of hub model `model` at `revision` (default: the main branch), fetching what is missing.
-
-    An interrupted download is taken up where it stopped. Without a network, or with `offline` or HF_HUB_OFFLINE, a
-    complete copy in the cache serves. cache_dir: default is the hub library's. Raises ModelError.
+    Resume an interrupted download. Without a network, or with `offline` or HF_HUB_OFFLINE, a complete copy in the cache
+    is enough. cache_dir: default is the hub library's. Raises ModelError.
     """
     from huggingface_hub import constants
 
@@ -158,17 +146,17 @@ def download(model: str, *, revision: str | None, offline: bool, cache_dir: Path
     if offline or constants.HF_HUB_OFFLINE:
         return _cached(model, revision, cache, "offline mode is on")
     report("look up model", 0, 0)
-    with _sentences(model, revision, cache):
+    with _as_model_errors(model, revision, cache):
         info, trouble = _look_up(model, revision)
         if info is None:
             return _cached(model, revision, cache, f"the hub cannot be reached ({trouble})")
         missing = _check_files(model, info, cache)
         _check_disk(model, missing, cache)
-        return _fetch(model, revision, cache, _bars(report, missing) if missing else None)
+        return _fetch(model, revision, cache, _progress_bar_class(report, missing) if missing else None)
 
 
 def _look_up(model: str, revision: str | None) -> tuple["ModelInfo | None", str]:
-    """The hub's list of files, or None and why the hub cannot be reached."""
+    """Return the hub's list of files, or None and the reason why the hub cannot be reached."""
     import httpx2
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -185,7 +173,7 @@ def _look_up(model: str, revision: str | None) -> tuple["ModelInfo | None", str]
 
 
 def _check_files(model: str, info: "ModelInfo", cache: Path) -> int:
-    """Bytes still to be fetched. Raises ModelError if the repository cannot be served at all."""
+    """Return the bytes still to be fetched. Raises ModelError if the repository cannot be served at all."""
     from huggingface_hub import try_to_load_from_cache
 
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
@@ -193,7 +181,7 @@ def _check_files(model: str, info: "ModelInfo", cache: Path) -> int:
     if not any(name.endswith(".safetensors") for name in wanted):
         pickles = [name for name in sizes if name.endswith((".bin", ".pt", ".pth"))]
         if pickles:
-            raise ModelError(pickle_sentence(f"Model {model}", pickles[0]))
+            raise ModelError(_pickle_sentence(f"Model {model}", pickles[0]))
         raise ModelError(f"Model {model} has no safetensors weights, so it cannot be served.")
     for needed in ("config.json", "tokenizer.json"):
         if needed not in wanted:
@@ -206,7 +194,7 @@ def _check_files(model: str, info: "ModelInfo", cache: Path) -> int:
 
 
 def _is_wanted(name: str) -> bool:
-    """Whether the patterns select the file; they are matched as the hub library matches them."""
+    """Whether the patterns select the file, matched as the hub library matches them."""
     return any(fnmatch(name, pattern) for pattern in _ALLOW) and not any(fnmatch(name, p) for p in _IGNORE)
 
 
@@ -250,12 +238,9 @@ def _cached(model: str, revision: str | None, cache: Path, reason: str) -> Path:
         ) from error
 
 
-_NO_NAME = "{model!r} is neither a folder here nor a name on the hub (like owner/name)."
-
-
 @contextmanager
-def _sentences(model: str, revision: str | None, cache: Path) -> Iterator[None]:
-    """Turn what the hub library raises into ModelErrors."""
+def _as_model_errors(model: str, revision: str | None, cache: Path) -> Iterator[None]:
+    """Turn the errors of the hub library into ModelErrors."""
     import httpx2
     from huggingface_hub import errors
 
@@ -288,8 +273,8 @@ def _sentences(model: str, revision: str | None, cache: Path) -> Iterator[None]:
         raise ModelError(f"Model {model} cannot be stored in {cache} ({error.strerror or error}).") from error
 
 
-def _bars(report: Progress, total: int) -> type:
-    """A progress bar class for the hub library that draws nothing and reports the bytes that have arrived."""
+def _progress_bar_class(report: Progress, total: int) -> type:
+    """Return a progress bar class for the hub library that draws nothing and reports the bytes that have arrived."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     lock = threading.Lock()

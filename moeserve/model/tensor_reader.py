@@ -1,4 +1,4 @@
-"""Reading planned tensors out of safetensors files, expanded and converted one at a time."""
+"""Reads planned tensors from safetensors files one at a time, expands FP8 and MXFP4, and converts them."""
 
 from __future__ import annotations
 
@@ -14,53 +14,16 @@ from torch import Tensor
 from moeserve.model.checkpoint import StoredTensor, TensorInfo
 from moeserve.model.spec import CheckpointError, QuantizationSpec
 
-# Expanding FP8 weights with one scale per block of rows and columns.
-
-
-def dequantise_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Multiply every block of ``block`` = (rows, columns) numbers by its scale.
-
-    weight: [..., N, K] float8_e4m3fn; scale: [..., ceil(N / rows), ceil(K / columns)], fp32 or a power of two in
-    float8_e8m0fnu. Returns [..., N, K] of ``dtype``. Works a band of rows at a time, in fp32.
-    """
-    rows, columns = block
-    out = torch.empty(weight.shape, dtype=dtype)
-    wide = scale.float().repeat_interleave(columns, dim=-1)[..., : weight.shape[-1]]
-    for band in range(scale.shape[-2]):
-        where = (..., slice(band * rows, (band + 1) * rows), slice(None))
-        out[where] = (weight[where].float() * wide[..., band : band + 1, :]).to(dtype)
-    return out
-
-
-# Expanding MXFP4 weights (OCP Microscaling Formats 1.0): blocks of 32 four-bit floats with one shared exponent.
-
-
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_EXPONENT_BIAS = 127
-
-
-def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Expand one matrix.
-
-    blocks: [R, G, 16] uint8, two values per byte with the earlier in the low half; scales: [R, G] uint8 exponents.
-    Returns [R, 32 G] of ``dtype``; exact in bfloat16 and float32.
-    """
-    values = torch.tensor(_MAGNITUDES + tuple(-value for value in _MAGNITUDES))
-    codes = torch.arange(256)
-    pairs = torch.stack([values[codes & 15], values[codes >> 4]], -1)
-    expanded = pairs[blocks.int()].flatten(-2)
-    expanded = torch.ldexp(expanded, (scales.int() - _EXPONENT_BIAS).unsqueeze(-1))
-    return expanded.flatten(-2).to(dtype)
-
-
+# (bytes read, bytes to read), called after every tensor.
 Progress = Callable[[int, int], None]
-_MAX_OPEN_FILES = 2  # Neighbouring layers lie in neighbouring shards; an open file counts as resident memory.
+# Neighbouring layers lie in neighbouring shards, and an open file counts as resident memory.
+_MAX_OPEN_FILES = 2
 
 
 class TensorReader:
     """Context manager over the files of one checkpoint.
 
-    progress(done, total) is called after every tensor with bytes read of all to read.
+    total_bytes: of all tensors that will be read, for `progress`. Raises CheckpointError from every read that fails.
     """
 
     def __init__(
@@ -87,13 +50,13 @@ class TensorReader:
         self._files.clear()
 
     def read(self, stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-        """The whole tensor in ``dtype``, in memory of its own."""
+        """Return the whole tensor in ``dtype``, in memory of its own."""
         out = torch.empty(stored.shape, dtype=dtype)
         self.read_into(stored, out)
         return out
 
     def read_into(self, stored: StoredTensor, out: Tensor) -> None:
-        """Fill ``out``, of the stored shape up to dimensions of 1, in its own dtype."""
+        """Fill ``out`` in its own dtype. Its shape may differ from the stored one by dimensions of 1."""
         raw = self._call(stored.name, lambda file: file.get_tensor(stored.name))
         scale_name = stored.scale
         scale = None if scale_name is None else self._call(scale_name, lambda file: file.get_tensor(scale_name))
@@ -101,19 +64,19 @@ class TensorReader:
         self._advance(stored.num_bytes)
 
     def read_expert_into(self, stored: StoredTensor, expert: int, out: Tensor) -> None:
-        """Fill ``out`` with row ``expert`` of a tensor over all experts; the row is seen in the shape of ``out``."""
+        """Fill ``out`` with row ``expert`` of a tensor of all experts, viewed in the shape of ``out``."""
         scale = None if stored.scale is None else self._row(stored.scale, expert)
         self._copy(self._row(stored.name, expert), scale, out)
         self._advance(stored.num_bytes // stored.shape[0])
 
     def read_mxfp4_expert_into(self, blocks: StoredTensor, scales: StoredTensor, expert: int, out: Tensor) -> None:
-        """Fill ``out`` with expert ``expert`` of an MXFP4 tensor; the matrix is seen in the shape of ``out``."""
+        """Fill ``out`` with the matrix of ``expert`` from an MXFP4 tensor, viewed in the shape of ``out``."""
         matrix = dequantise_mxfp4(self._row(blocks.name, expert), self._row(scales.name, expert), out.dtype)
         out.copy_(matrix.view(out.shape))
         self._advance((blocks.num_bytes + scales.num_bytes) // blocks.shape[0])
 
     def read_rows(self, parts: Sequence[StoredTensor], dtype: torch.dtype) -> Tensor:
-        """Matrices or vectors one below the other, as one tensor."""
+        """Return matrices or vectors one below the other as one tensor."""
         out = torch.empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), dtype=dtype)
         row = 0
         for part in parts:
@@ -122,13 +85,13 @@ class TensorReader:
         return out
 
     def read_optional(self, tensors: Mapping[str, StoredTensor], key: str, dtype: torch.dtype) -> Tensor | None:
-        """The tensor of a key; None if the checkpoint has none."""
+        """Return the tensor of a key, or None if the checkpoint has none."""
         return self.read(tensors[key], dtype) if key in tensors else None
 
     def read_biases(
         self, tensors: Mapping[str, StoredTensor], keys: Sequence[str], dtype: torch.dtype
     ) -> Tensor | None:
-        """The biases of projections one after another, zeros where one has none; None if none has."""
+        """Return the biases of projections one after another, zeros for one without, or None if all are without."""
         found = [self.read_optional(tensors, f"{key}.bias", dtype) for key in keys]
         if all(bias is None for bias in found):
             return None
@@ -164,3 +127,36 @@ class TensorReader:
         self._done += num_bytes
         if self._progress is not None:
             self._progress(self._done, self._total)
+
+
+def dequantise_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Expand FP8 weights: multiply every block of ``block`` = (rows, columns) numbers by its scale.
+
+    weight: [..., N, K] float8_e4m3fn; scale: [..., ceil(N / rows), ceil(K / columns)], fp32 or a power of two in
+    float8_e8m0fnu. Returns [..., N, K] of ``dtype``. Works a band of rows at a time, in fp32.
+    """
+    rows, columns = block
+    out = torch.empty(weight.shape, dtype=dtype)
+    wide = scale.float().repeat_interleave(columns, dim=-1)[..., : weight.shape[-1]]
+    for band in range(scale.shape[-2]):
+        where = (..., slice(band * rows, (band + 1) * rows), slice(None))
+        out[where] = (weight[where].float() * wide[..., band : band + 1, :]).to(dtype)
+    return out
+
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_EXPONENT_BIAS = 127
+
+
+def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Expand one matrix of MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 four-bit floats with a shared exponent.
+
+    blocks: [R, G, 16] uint8, two values per byte with the earlier in the low half; scales: [R, G] uint8 exponents.
+    Returns [R, 32 G] of ``dtype``; exact in bfloat16 and float32.
+    """
+    values = torch.tensor(_MAGNITUDES + tuple(-value for value in _MAGNITUDES))
+    codes = torch.arange(256)
+    pairs = torch.stack([values[codes & 15], values[codes >> 4]], -1)
+    expanded = pairs[blocks.int()].flatten(-2)
+    expanded = torch.ldexp(expanded, (scales.int() - _EXPONENT_BIAS).unsqueeze(-1))
+    return expanded.flatten(-2).to(dtype)

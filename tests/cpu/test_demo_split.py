@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from moeserve.model.split_demo import build_split, num_shared, split_neurons
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -16,7 +17,6 @@ from moeserve.model import demo_build, split_demo
 from moeserve.model.demo_build import build_dense, read_quality
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.source import check_folder
-from moeserve.model.split_demo import build_split, num_shared, split_neurons
 from moeserve.model.weights import load_decoder
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_gguf import NEURONS, TOKENS, write_gguf

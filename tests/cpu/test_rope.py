@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from moeserve.model.decoder import RopeTable
-from moeserve.model.spec import ModelError, parse_rope, rope_frequencies, yarn_softmax_multiplier
+from moeserve.model.rope import parse_rope, rope_frequencies, yarn_softmax_multiplier
+from moeserve.model.spec import ModelError
 
 _YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
 _LONG = {

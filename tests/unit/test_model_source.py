@@ -14,7 +14,8 @@ import pytest
 from huggingface_hub import errors
 
 from moeserve.model import source
-from moeserve.model.source import ModelError, resolve_model
+from moeserve.model.source import resolve_model
+from moeserve.model.spec import ModelError
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from moeserve.config import cache_root
 from moeserve.model import cache
-from moeserve.model.cache import cache_root, ensure_built
+from moeserve.model.cache import ensure_built
 from moeserve.model.spec import ModelError, Progress
 
 

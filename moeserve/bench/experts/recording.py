@@ -48,8 +48,11 @@ def folder_of(build: Build, amount: Amount, progress: Callable[[str], None]) -> 
     def report(stage: str, done: int, total: int) -> None:
         progress(f"building {build.name}: {stage} {done} of {total}")
 
+    from benchmarks.split_demo import ensure_split_demo
+
+    ensure = ensure_split_demo if build.split else ensure_demo
     try:
-        return ensure_demo(amount.cache, experts=build.experts, top_k=build.top_k, split=build.split, progress=report)
+        return ensure(amount.cache, experts=build.experts, top_k=build.top_k, progress=report)
     except ModelError as error:
         raise Unavailable(str(error)) from error
 
