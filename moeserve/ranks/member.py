@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import structlog
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.errors import ExpertStoreError
 from experts.prefetcher import HomeRows, PrefixListener
-from experts.residency import ExpertMemoryStats, LentMemory
+from experts.residency import ExpertMemoryStats
 from kernels.moe import moe_experts_partial
 from moeserve.config import ServeConfig
 from moeserve.device import step_budget
@@ -22,7 +20,7 @@ from moeserve.experts.observe import CountedRunner
 from moeserve.model.weights import DispatchOf
 from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, owned_experts
 from moeserve.ranks.meeting import Meeting
-from moeserve.ranks.messages import RankError, StepRows
+from moeserve.ranks.messages import StepRows
 from moeserve.startup import rank_runner, routing_tap, signature_tap
 from moeserve.wire import RunContext
 
@@ -45,7 +43,7 @@ class CpuMember:
         )
         resident: CpuResidentModel | None = None
         if plan.residency is not None:
-            resident = open_experts(directory, plan.spec, plan.residency, config, report, rank)
+            resident = open_experts(directory, plan.spec, plan.residency, config, report)
         self.experts = ExpertParallel(
             self.collectives,
             plan.placement,
@@ -80,20 +78,6 @@ class CpuMember:
     def prefetcher(self) -> PrefixListener | None:
         """What loads experts ahead, if any."""
         return self.model.prefetcher
-
-    @property
-    def lent(self) -> LentMemory | None:
-        """Where the experts are that this rank keeps for others."""
-        return None if self.model.experts is None else self.model.experts.lent
-
-    def meet_peers(self, lent: Sequence[LentMemory]) -> None:
-        """Has the rank read what all ranks lend, in their order, before the first step. Raises RankError."""
-        peers = None if self.model.experts is None else self.model.experts.peers
-        if peers is not None:
-            try:
-                peers.attach(lent)
-            except ExpertStoreError as error:
-                raise RankError(str(error)) from error
 
     def warm_up(self) -> None:
         """Takes the shape of dispatch that the settings name, or else the one that is faster here; then warms up."""

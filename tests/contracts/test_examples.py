@@ -14,6 +14,7 @@ def test_the_dashboard_asks_for_metrics_that_are_exported():
     folder = ROOT / "moeserve" / "frontend"
     source = "".join((folder / name).read_text() for name in ("metrics.py",))
     exported = set(re.findall(r'"moeserve_(\w+)"', source)) | set(re.findall(r'\("(\w+)", "', source))
+    exported |= set(re.findall(r'^    "(\w+)": \(', source, re.MULTILINE))
     names = {re.sub(r"_(total|bucket)$", "", name.removeprefix("moeserve_")) for name in asked}
     assert names
     assert names <= exported
