@@ -23,7 +23,7 @@ from moeserve.device import KvBudget
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduler import Scheduler
-from moeserve.steps import FinishedStep, LocalLauncher, OverlappedSteps
+from moeserve.steps import LocalExecutor, RanksObserver, Steps
 from radix_cache import PrefixCache
 
 # Tokens of a request before and behind the steps that are timed.
@@ -133,22 +133,14 @@ def _make_runner(
     return make_runner(decoder, KvBudget(_num_blocks(load, limits), length), settings, configs, tap=tap)
 
 
-class _RoutingKept:
-    """A runner, and the routing of its steps in their order."""
+class _RoutingKept(RanksObserver):
+    """Keeps the routing of the steps in their order."""
 
-    def __init__(self, runner: GpuModelRunner) -> None:
-        self._runner = runner
+    def __init__(self) -> None:
         self.routings: list[SupportsBytes | None] = []
 
-    def run(self, plan: StepPlan) -> StepResult:
-        return self.launch(plan).result()
-
-    def launch(self, plan: StepPlan) -> FinishedStep:
-        return FinishedStep(self._runner.launch(plan), self._keep)
-
-    def _keep(self, result: StepResult) -> StepResult:
-        self.routings.append(result.routing)
-        return result
+    def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
+        self.routings.append(results[0].routing)
 
     def distinct_experts(self, first: int, end: int, spec: DecoderSpec, batch: int) -> float:
         """Per layer, over the steps first ... end - 1, in each of which all of a batch's requests have one row."""
@@ -178,8 +170,8 @@ def decode(
         max_model_len=length,
         run_ahead=True,
     )
-    kept = _RoutingKept(runner)
-    steps = OverlappedSteps(scheduler, LocalLauncher(kept))
+    kept = _RoutingKept()
+    steps = Steps(scheduler, LocalExecutor(runner), depth=1, observers=[kept])
     draw = random.Random(load.batch)
     for number in range(load.batch):
         prompt = array("i", (draw.randrange(spec.vocab_size) for _ in range(load.prompt)))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from experts.observer import RoutingTap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.sampling import apply_penalties, draw, greedy, uniform_at
 from moeserve.model.decoder import Decoder, ForwardBatch
@@ -17,6 +18,7 @@ from moeserve.plan import (
     Chunk,
     ChunkExtras,
     ChunkResult,
+    Computed,
     SamplingParams,
     StepPlan,
     StepResult,
@@ -107,18 +109,26 @@ _WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
 class ModelRunner:
     """Owns a decoder and its KV memory. It keeps no state of requests: a plan says everything."""
 
-    def __init__(self, decoder: Decoder, kv_pool: KVPool) -> None:
+    def __init__(self, decoder: Decoder, kv_pool: KVPool, tap: RoutingTap | None = None) -> None:
+        """tap: observes the decoder's gates; results carry what it heard."""
         self._decoder = decoder
         self._kv_pool = kv_pool
+        self._tap = tap
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """One forward over all chunks; mutates the KV pool. Without chunks it only serves other ranks."""
+    def launch(self, plan: StepPlan) -> Computed[StepResult]:
+        """Compute one forward over all chunks; mutates the KV pool. Without chunks it only serves other ranks."""
+        if self._tap is None:
+            return Computed(StepResult(plan.step, self._compute(plan)))
+        self._tap.begin()
+        return Computed(StepResult(plan.step, self._compute(plan), self._tap.take()))
+
+    def _compute(self, plan: StepPlan) -> list[ChunkResult]:
         if plan.zeroed_blocks:
             self._kv_pool.zero_blocks(plan.zeroed_blocks)
         if not plan.chunks:
             self._decoder.serve_others()
-            return StepResult(plan.step, [])
+            return []
         logit_rows, rows_of_chunk = wanted_logits(plan.chunks)
         logits = self._decoder.forward(self._make_batch(plan.chunks, logit_rows), self._kv_pool.layers)
         sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
@@ -133,7 +143,7 @@ class ModelRunner:
                 of_targets = logits[rows.start : rows.start + len(targets)]
                 result.prompt_logprobs = token_logprobs(of_targets, targets, chunk.extras.num_top_logprobs)
             results.append(result)
-        return StepResult(plan.step, results)
+        return results
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None) -> None:

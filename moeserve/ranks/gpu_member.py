@@ -14,6 +14,7 @@ import torch
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
+from experts.observer import StepObserver
 from experts.prefetcher import HomeRows, PrefixListener
 from experts.residency import ExpertMemoryStats
 from kernels.gpu.moe_config import WeightStorage
@@ -33,16 +34,17 @@ from moeserve.cuda.gpu_model import (
 from moeserve.cuda.runner import GpuModelRunner
 from moeserve.cuda.step_arrays import capture_sizes
 from moeserve.cuda.weights import load_gpu_decoder
-from moeserve.experts.load_ahead import with_prefetches
-from moeserve.experts.observe import CountedLauncher
+from moeserve.experts.load_ahead import prefetches_on_gpu
+from moeserve.experts.observe import SentCounter
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.tensor_reader import Progress
 from moeserve.model_loading import ModelPlan, ServedModel, no_experts, owned_experts
+from moeserve.plan import StepPlan, StepResult
+from moeserve.rank import Rank
 from moeserve.ranks.gpu_experts import make_gpu_migrator, open_rank_experts
 from moeserve.ranks.gpu_steps import GpuSteps
 from moeserve.ranks.messages import StepRows, captures_decodes
-from moeserve.steps import LaunchingRunner
 
 log = structlog.get_logger(__name__)
 
@@ -140,12 +142,12 @@ class GpuMember:
         memory = settings.kv_cache_memory or free_for_kv(self.collectives.device, settings)
         kv, kv_bytes = kv_blocks(spec, dtype, settings, self.collectives.agree_on_least(memory))
         self._captured = make_runner(self._decoder, kv, settings, self._configs, self.steps, self._tap)
-        runner: LaunchingRunner = self._captured
+        observers: list[StepObserver[StepPlan, StepResult]] = []
         if self._resident is not None:
-            runner, self.prefetcher = with_prefetches(
-                runner, self._decoder, self._resident, self._directory, settings, self._home_rows
+            self.prefetcher, observers = prefetches_on_gpu(
+                self._decoder, self._resident, self._directory, settings, self._home_rows
             )
-        self.runner = CountedLauncher(runner, self.experts.sent)
+        self.runner = Rank(self._captured, [*observers, SentCounter(self.experts.sent)])
         self.model = ServedModel(
             spec,
             load_generation_defaults(self._directory),
