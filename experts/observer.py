@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,19 @@ from kernels.activation import Activation
 # Of a layer, as its dispatch takes them; on a CPU and on a GPU they are of different types.
 Experts = TypeVar("Experts")
 Dispatch = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
+
+
+class StepObserver(Protocol):
+    """Observes what a step computes in the layers with experts, which go by their places among those."""
+
+    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        """The gate chose for x [T, H]: expert_ids [T, k] int64 and weights [T, k] fp32. No expert has computed yet.
+
+        T is 0 in a step in which a rank of several has no rows.
+        """
+
+    def after(self, layer: int, residual: Tensor) -> None:
+        """The layer is computed. residual: [T, H], which goes on to change in place. Not called for the last layer."""
 
 
 class HeardIds:
