@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,11 +29,23 @@ class StepObserver(Generic[Plan_contra, Result_contra]):
     def begin(self, plan: Plan_contra) -> None:
         """A step begins."""
 
+    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        """The gate chose for x [T, H]: expert_ids [T, k] int64 and weights [T, k] fp32. No expert has computed yet.
+
+        T is 0 in a step in which a rank of several has no rows.
+        """
+
+    def after(self, layer: int, residual: Tensor) -> None:
+        """The layer is computed. residual: [T, H], which goes on to change in place. Not called for the last layer."""
+
     def launched(self) -> None:
         """All layers of the step that began last are computed, or queued on the device."""
 
     def end(self, plan: Plan_contra, result: Result_contra) -> None:
         """The result of a step is there, and may be added to."""
+
+
+AnyObserver = StepObserver[Any, Any]
 
 
 class HeardIds:

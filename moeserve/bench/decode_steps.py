@@ -15,11 +15,11 @@ from experts.observer import RoutingTap
 from experts.routing import RoutingShape, unpack
 from kernels.gpu.moe_config import MoeConfigs
 from moeserve.bench.random_model import qwen3_moe_spec, random_decoder
-from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage
 from moeserve.cuda.gpu_model import GpuSettings, make_runner
 from moeserve.cuda.runner import GpuModelRunner
 from moeserve.device import KvBudget
+from moeserve.model.decoder import Decoder
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduler import Scheduler
@@ -80,7 +80,7 @@ class DecodeBench:
         self._tap = RoutingTap(self.spec.moe_layers, self.spec.moe.num_experts)
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._configs = expert_configs(self.spec, expert_storage(self.spec, self._dtype), device)
-        self._decoder: GpuDecoder | None = None
+        self._decoder: Decoder | None = None
 
     def run(self, load: Load) -> Throughput:
         """Takes KV memory for the load."""
@@ -93,7 +93,7 @@ class DecodeBench:
         return decode(runner, self.spec, load, self._limits, self._clock)
 
     @torch.inference_mode()
-    def _make_decoder(self) -> GpuDecoder:
+    def _make_decoder(self) -> Decoder:
         return random_decoder(
             self.spec,
             self._dtype,
@@ -118,7 +118,7 @@ def _num_blocks(load: Load, limits: Limits) -> int:
 
 
 def _make_runner(
-    decoder: GpuDecoder, load: Load, limits: Limits, configs: MoeConfigs | None, tap: RoutingTap
+    decoder: Decoder, load: Load, limits: Limits, configs: MoeConfigs | None, tap: RoutingTap
 ) -> GpuModelRunner:
     length = max_model_len(load, limits)
     settings = GpuSettings(

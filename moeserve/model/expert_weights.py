@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe import expert_layout
-from kernels.packed_experts import ExpertPacking, ExpertShape, PackedExperts
+from kernels.packed_experts import ExpertPacking, ExpertShape
 from moeserve.model.checkpoint import ExpertsPlan, OwnedExperts, StoredTensor, TensorInfo, WeightPlan, plan_weights
 from moeserve.model.spec import DecoderSpec, Progress
 from moeserve.model.tensor_reader import TensorReader
@@ -73,14 +73,6 @@ def expert_shape(spec: DecoderSpec, plan: ExpertsPlan, dtype: torch.dtype) -> Ex
     return ExpertShape(
         spec.hidden_size, spec.moe.intermediate_size, dtype, kept_dtype(plan, dtype), spec.moe.expert_bias
     )
-
-
-def load_experts(reader: ExpertReader) -> PackedExperts:
-    """All experts that a reader owns, each at its place."""
-    experts = reader.layout.experts(len(reader.owned))
-    for place in range(len(reader.owned)):
-        experts.put(place, reader.read(place))
-    return experts
 
 
 def kept_dtype(plan: ExpertsPlan, dtype: torch.dtype) -> torch.dtype:

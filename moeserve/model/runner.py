@@ -11,6 +11,7 @@ from torch import Tensor
 
 from experts.observer import RoutingTap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
+from kernels.ops import PagedRows
 from kernels.sampling import apply_penalties, draw, greedy, uniform_at
 from moeserve.model.decoder import Decoder, ForwardBatch
 from moeserve.model.kv_pool import KVPool
@@ -187,7 +188,6 @@ class ModelRunner:
         return ForwardBatch(
             token_ids=torch.frombuffer(token_ids, dtype=torch.int32).to(torch.int64),
             positions=torch.frombuffer(positions, dtype=torch.int64),
-            slots=torch.frombuffer(slots, dtype=torch.int64),
-            attention=AttentionPlan(spans, block_size),
+            attention=PagedRows(torch.frombuffer(slots, dtype=torch.int64), AttentionPlan(spans, block_size)),
             logit_rows=None if len(logit_rows) == len(token_ids) else torch.tensor(logit_rows, dtype=torch.int64),
         )
