@@ -1,9 +1,9 @@
-"""Listens to what the gates choose, on the way from the gate to the experts."""
+"""Observes the steps of a rank: where they begin and end, and what is computed in between."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,39 @@ from kernels.activation import Activation
 # Of a layer, as its dispatch takes them; on a CPU and on a GPU they are of different types.
 Experts = TypeVar("Experts")
 Dispatch = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
+
+
+Plan_contra = TypeVar("Plan_contra", contravariant=True)
+Result_contra = TypeVar("Result_contra", contravariant=True)
+
+
+class StepObserver(Generic[Plan_contra, Result_contra]):
+    """Observes the steps of one rank. By default it does nothing.
+
+    `begin`, what the layers tell, and `launched` come for one step after the other, from the thread that computes.
+    `end` comes for the steps in the same order, but on a device with a queue the next one may have begun.
+    """
+
+    def begin(self, plan: Plan_contra) -> None:
+        """A step begins."""
+
+    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        """The gate chose for x [T, H]: expert_ids [T, k] int64 and weights [T, k] fp32. No expert has computed yet.
+
+        T is 0 in a step in which a rank of several has no rows.
+        """
+
+    def after(self, layer: int, residual: Tensor) -> None:
+        """The layer is computed. residual: [T, H], which goes on to change in place. Not called for the last layer."""
+
+    def launched(self) -> None:
+        """All layers of the step that began last are computed, or queued on the device."""
+
+    def end(self, plan: Plan_contra, result: Result_contra) -> None:
+        """The result of a step is there, and may be added to."""
+
+
+AnyObserver = StepObserver[Any, Any]
 
 
 class HeardIds:

@@ -38,7 +38,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype |
             return _NativeLinear(weight, bias)
         if _onednn_computes(dtype):
             return _OneDnnLinear(weight.to(dtype), bias)
-    return _TorchLinear(weight.to(dtype), bias)
+    return TorchLinear(weight.to(dtype), bias)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -88,7 +88,9 @@ class _OneDnnLinear(Linear):
         return out
 
 
-class _TorchLinear(Linear):
+class TorchLinear(Linear):
+    """torch's product on any device; rows may depend on how many there are."""
+
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight.shape[0], weight.shape[1], weight.numel() * weight.element_size())
         self._weight, self._bias = weight.contiguous(), bias

@@ -13,7 +13,7 @@ import zmq
 from moeserve.experts.monitor import ExpertCommandError, ExpertMonitor
 from moeserve.plan import FinishReason, Request
 from moeserve.scheduler import NeverFitsError, QueueFullError, RequestOutput, Scheduler
-from moeserve.steps import Executor, PlainSteps, StepLoop
+from moeserve.steps import Steps
 from moeserve.wire import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -210,22 +210,20 @@ class Engine:
         socket: EngineSocket,
         scheduler: Scheduler,
         caches: Sequence[PrefixCache],
-        executor: Executor,
+        steps: Steps,
         ready: EngineReady,
         experts: ExpertMonitor | None = None,
-        steps: StepLoop | None = None,
     ) -> None:
-        """steps: the loop of `scheduler` and `executor`, the plain one if None."""
+        """steps: those that `scheduler` plans."""
         self._socket = socket
         self._scheduler = scheduler
         self._caches = caches
-        self._executor = executor
+        self._steps = steps
         self._ready = ready
         self._experts = experts
         self._frontends: list[bytes] = []
         self._asked_by: dict[str, bytes] = {}
         self._stats = EngineStats(scheduler, caches)
-        self._steps = steps or PlainSteps(scheduler, executor)
 
     def run(self, stop: threading.Event) -> None:
         """Serves until `stop` is set; then every open request gets its terminal output."""
@@ -233,7 +231,7 @@ class Engine:
             idle = self._scheduler.is_idle
             if idle:
                 self._scheduler.check_idle()
-                self._executor.check()
+                self._steps.check()
                 self._send_stats()
             for sender, message in self._socket.drain(_IDLE_POLL_SECONDS if idle else 0.0):
                 self._handle(sender, message)

@@ -12,16 +12,17 @@ from moeserve.cuda.attention_kernels import kv_dtype_of
 from moeserve.cuda.expert_memory import GpuExpertSettings
 from moeserve.cuda.gpu_model import GpuModel, GpuSettings, load_gpu_model
 from moeserve.device import available_bytes, current_gpu, step_budget
-from moeserve.experts.load_ahead import with_prefetches
+from moeserve.experts.load_ahead import prefetches_on_gpu
 from moeserve.experts.monitor import ExpertSources, expert_strategy
-from moeserve.experts.observe import open_recording, signs_prefixes
+from moeserve.experts.observe import ExpertRecording, plan_recording, signs_prefixes
 from moeserve.experts.settings import measured_load
 from moeserve.model.families import build_spec, load_config, load_generation_defaults
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.tensor_reader import Progress
 from moeserve.model_loading import Report, ServedModel
+from moeserve.rank import Rank
 from moeserve.serving import serve
-from moeserve.steps import LaunchingRunner, LocalLauncher
+from moeserve.steps import LocalExecutor
 from moeserve.wire import RunContext
 
 # Of the host memory that is free, all experts of a model may take so much before they are read from disk instead.
@@ -32,15 +33,16 @@ def run_on_gpu(context: RunContext, report: Report, stop: threading.Event) -> No
     """`run_engine` on the CUDA device of this process, planning ahead."""
     directory, config = Path(context.model_dir), context.config
     spec = build_spec(load_config(directory))
-    recording = open_recording(config, directory, spec)
+    recording = plan_recording(config, directory, spec)
     dtype = gpu_dtype(config)
     settings = gpu_settings(config, expert_settings(directory, spec, config))
     loaded = load_gpu_model(directory, spec, dtype, settings, loading_progress(report), current_gpu())
     defaults = load_generation_defaults(directory)
     model = ServedModel(spec, defaults, loaded.kv, dtype, loaded.weights_bytes, loaded.kv_bytes, "cuda")
-    runner, sources = _listened(loaded, directory, config, settings)
+    rank, sources = _observed(loaded, directory, config, settings)
+    recorded = None if recording is None else ExpertRecording(recording)
     try:
-        serve(context, model, LocalLauncher(runner), report, stop, recording, sources)
+        serve(context, model, LocalExecutor(rank), report, stop, recorded, sources, depth=1)
     finally:
         if loaded.experts is not None:
             loaded.experts.memory.close()
@@ -95,15 +97,15 @@ def expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) -> 
     )
 
 
-def _listened(
+def _observed(
     loaded: GpuModel, directory: Path, config: ServeConfig, settings: GpuSettings
-) -> tuple[LaunchingRunner, ExpertSources]:
+) -> tuple[Rank, ExpertSources]:
     """What computes steps, and whom to ask about the experts."""
     experts = loaded.experts
     if experts is None:
-        return loaded.runner, ExpertSources()
-    runner, listener = with_prefetches(loaded.runner, loaded.decoder, experts, directory, settings)
-    return runner, ExpertSources(
+        return Rank(loaded.runner), ExpertSources()
+    listener, observers = prefetches_on_gpu(loaded.decoder, experts, directory, settings)
+    return Rank(loaded.runner, observers), ExpertSources(
         memory=lambda: [experts.memory.stats()],
         prefetches=listener is not None,
         strategy=lambda: expert_strategy(config, listener),

@@ -12,9 +12,10 @@ from moeserve.device import refuse_gpu_settings
 from moeserve.experts.observe import signature_merger
 from moeserve.model_loading import load_model, plan_model
 from moeserve.plan import FinishReason, Request, SamplingParams, TokenLogprobs
+from moeserve.rank import Rank
 from moeserve.serving import build_scheduler
-from moeserve.startup import rank_runner, signature_tap
-from moeserve.steps import LocalExecutor
+from moeserve.startup import rank_observers, signature_tap
+from moeserve.steps import LocalExecutor, Steps
 
 
 @dataclass(slots=True)
@@ -46,10 +47,11 @@ class LLM:
         tap = signature_tap(plan, config)
         model = load_model(Path(model_dir), config, lambda _: None, plan=plan, tap=tap)
         self.spec = model.spec
-        self.executor = LocalExecutor(rank_runner(model, tap, config, records=False))
         self.experts = None if model.experts is None else model.experts.memory
         merge = None if model.prefetcher is None else signature_merger(model.spec)
         self.scheduler, _ = build_scheduler(config, model.kv, merge_annotations=merge)
+        rank = Rank(model.runner, rank_observers(model, tap, config, records=False))
+        self.steps = Steps(self.scheduler, LocalExecutor(rank), depth=0)
         self._count = 0
 
     def close(self) -> None:
@@ -71,8 +73,8 @@ class LLM:
             self._count += 1
             completions[request_id] = Completion()
             self.scheduler.add(Request(request_id, array("i", prompt), own))
-        while plans := self.scheduler.schedule():
-            for output in self.scheduler.commit(plans, self.executor.run(plans)):
+        while (outputs := self.steps.advance()) is not None:
+            for output in outputs:
                 if output.error is not None:
                     raise RuntimeError(output.error)
                 completion = completions[output.request.request_id]

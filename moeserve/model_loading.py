@@ -19,7 +19,6 @@ from moeserve.config import ServeConfig
 from moeserve.device import KvBudget, available_bytes, plan_kv, step_budget
 from moeserve.experts.load_ahead import load_ahead
 from moeserve.experts.memory import CpuResidentModel, ResidencyPlan, open_experts, plan_residency
-from moeserve.experts.prefetch import PrefetchingRunner
 from moeserve.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, plan_weights, read_index
 from moeserve.model.families import GenerationDefaults, build_spec, load_config, load_generation_defaults
@@ -28,7 +27,6 @@ from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import DecoderSpec, ModelError
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.weights import DispatchOf, dispatch_here, load_decoder
-from moeserve.steps import Runner
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -82,10 +80,6 @@ class LoadedModel(ServedModel):
     packed_experts: Sequence[PackedExperts]
     experts: CpuResidentModel | None = None
     prefetcher: PrefixListener | None = None
-
-    def step_runner(self) -> Runner:
-        """What computes the steps, and tells the prefetcher of them."""
-        return self.runner if self.prefetcher is None else PrefetchingRunner(self.runner, self.prefetcher)
 
 
 def read_spec(directory: Path, config: ServeConfig) -> tuple[DecoderSpec, torch.dtype]:
@@ -179,7 +173,7 @@ def load_model(
         dispatch_of=dispatch if tap is None else tap.around(dispatch),
         progress=_progress(plan, report),
     )
-    runner = ModelRunner(decoder, KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype))
+    runner = ModelRunner(decoder, KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype), tap)
     if dispatch_of is None:
         runner.warm_up(step_budget(config))
     return LoadedModel(

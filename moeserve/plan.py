@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import SupportsBytes
+from typing import Generic, Protocol, SupportsBytes, TypeVar
 
 from radix_cache import Lease
 
@@ -226,3 +226,32 @@ class StepResult:
     chunks: list[ChunkResult]
     routing: SupportsBytes | None = None
     sent: list[int] | None = None
+
+
+ResultT = TypeVar("ResultT")
+ResultT_co = TypeVar("ResultT_co", covariant=True)
+
+
+class Pending(Protocol[ResultT_co]):
+    """A step that was launched: queued on a device, sent to other ranks, or computed already."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` returns without waiting for a device."""
+
+    def result(self) -> ResultT_co:
+        """Wait for the step and return its result. To be called once, and for one step after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed(Generic[ResultT]):
+    """A step that was computed while it was launched, as on a CPU."""
+
+    value: ResultT
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> ResultT:
+        return self.value

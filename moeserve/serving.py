@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget, step_budget
 from moeserve.engine import Engine, EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources
-from moeserve.experts.observe import ExpertRecording, recording_executor, signature_merger
+from moeserve.experts.observe import ExpertRecording, signature_merger
 from moeserve.model.spec import DecoderSpec
 from moeserve.model_loading import Report, ServedModel
 from moeserve.request_memory import MergeAnnotations
 from moeserve.scheduler import Scheduler
-from moeserve.steps import Executor, LaunchingExecutor, OverlappedSteps
+from moeserve.steps import Executor, RanksObserver, Steps
 from moeserve.wire import EngineReady, RunContext
 from radix_cache import PrefixCache
 
@@ -35,25 +36,26 @@ def serve(
     stop: threading.Event,
     recording: ExpertRecording | None,
     sources: ExpertSources,
+    *,
+    depth: int,
+    observers: Sequence[RanksObserver] = (),
 ) -> None:
     """Runs the engine over an executor until `stop` is set; `model` is that of this process.
 
-    recording: where the routing goes that the results carry. It is saved at the end. sources: whom to ask about the
-    experts.
+    recording: where the routing goes that the results carry, after the other `observers`. It is saved at the end.
+    sources: whom to ask about the experts. depth: see `moeserve.steps.Steps`.
     """
     config = context.config
     if recording is not None:
-        recording.placement = sources.placement
-        executor = recording_executor(executor, recording)
-    overlapped = isinstance(executor, LaunchingExecutor)
+        observers = (*observers, recording)
     merge = signature_merger(model.spec) if sources.prefetches and config.enable_prefix_caching else None
-    scheduler, caches = build_scheduler(config, model.kv, model.device, run_ahead=overlapped, merge_annotations=merge)
+    scheduler, caches = build_scheduler(config, model.kv, model.device, run_ahead=depth > 0, merge_annotations=merge)
     ready = _ready(context, model)
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)
     monitor = _monitor(context, model.spec, recording, sources)
-    steps = OverlappedSteps(scheduler, executor) if isinstance(executor, LaunchingExecutor) else None
-    engine = Engine(socket, scheduler, caches, executor, ready, monitor, steps)
+    steps = Steps(scheduler, executor, depth, observers)
+    engine = Engine(socket, scheduler, caches, steps, ready, monitor)
     heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
     heartbeat.start()
     report(_ready_event(ready, model))

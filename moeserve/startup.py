@@ -6,15 +6,18 @@ import threading
 from pathlib import Path
 
 from experts.errors import ExpertStoreError
-from experts.observer import RoutingTap
+from experts.observer import RoutingTap, StepObserver
 from moeserve.config import ServeConfig
 from moeserve.device import choose_device, cuda_absence
 from moeserve.experts.monitor import ExpertSources, expert_strategy
-from moeserve.experts.observe import AnnotatingRunner, TappedRunner, open_recording, routing_shape, signs_prefixes
+from moeserve.experts.observe import ExpertRecording, PrefixSigner, plan_recording, routing_shape, signs_prefixes
+from moeserve.experts.prefetch import PrefetchSteps
 from moeserve.model.spec import DecoderSpec, ModelError
 from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, plan_model
+from moeserve.plan import StepPlan, StepResult
+from moeserve.rank import Rank
 from moeserve.serving import serve
-from moeserve.steps import LocalExecutor, Runner
+from moeserve.steps import LocalExecutor
 from moeserve.wire import RunContext
 
 
@@ -37,7 +40,7 @@ def run_engine(context: RunContext, report: Report, stop: threading.Event) -> No
 def _run_on_cpu(context: RunContext, report: Report, stop: threading.Event) -> None:
     directory, config = Path(context.model_dir), context.config
     plan = plan_model(directory, config)
-    recording = open_recording(config, directory, plan.spec)
+    recording = plan_recording(config, directory, plan.spec)
     tap = routing_tap(plan.spec, config) or signature_tap(plan, config)
     model = load_model(directory, config, report, plan=plan, tap=tap)
     memory = None if model.experts is None else model.experts.memory
@@ -46,9 +49,10 @@ def _run_on_cpu(context: RunContext, report: Report, stop: threading.Event) -> N
         prefetches=model.prefetcher is not None,
         strategy=None if memory is None else lambda: expert_strategy(config, model.prefetcher),
     )
-    runner = rank_runner(model, tap, config, records=config.record_experts)
+    executor = LocalExecutor(Rank(model.runner, rank_observers(model, tap, config, records=config.record_experts)))
+    recorded = None if recording is None else ExpertRecording(recording)
     try:
-        serve(context, model, LocalExecutor(runner), report, stop, recording, sources)
+        serve(context, model, executor, report, stop, recorded, sources, depth=0)
     finally:
         if memory is not None:
             memory.close()
@@ -69,14 +73,13 @@ def signature_tap(plan: ModelPlan, config: ServeConfig) -> RoutingTap | None:
     return RoutingTap(plan.spec.moe_layers, moe.num_experts)
 
 
-def rank_runner(model: LoadedModel, tap: RoutingTap | None, config: ServeConfig, *, records: bool) -> Runner:
-    """What computes the steps of a rank, with all that listens to them. records: whether results carry the routing."""
-    runner = tapped(model.step_runner(), tap)
+def rank_observers(
+    model: LoadedModel, tap: RoutingTap | None, config: ServeConfig, *, records: bool
+) -> list[StepObserver[StepPlan, StepResult]]:
+    """Who observes the steps of a rank on a CPU. records: whether results carry the routing."""
+    if model.prefetcher is None:
+        return []
     shape = routing_shape(model.spec)
-    if tap is None or shape is None or model.prefetcher is None or not config.enable_prefix_caching:
-        return runner
-    return AnnotatingRunner(runner, shape, config.block_size, keeps_routing=records)
-
-
-def tapped(runner: Runner, tap: RoutingTap | None) -> Runner:
-    return runner if tap is None else TappedRunner(runner, tap)
+    if tap is None or shape is None or not config.enable_prefix_caching:
+        return [PrefetchSteps(model.prefetcher)]
+    return [PrefetchSteps(model.prefetcher), PrefixSigner(shape, config.block_size, keeps_routing=records)]

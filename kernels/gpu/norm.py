@@ -25,9 +25,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, multip
     return _norm(x, residual, weight, None, eps, multiplier, None)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Mean-and-variance norm over the last dimension of x [..., D], with weight and bias [D]."""
-    return _norm(x, None, weight, bias, eps, 1.0, None)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """Mean-and-variance norm over the last dimension of x [..., D], with weight and bias [D]. `out` may be x itself."""
+    return _norm(x, None, weight, bias, eps, 1.0, out)
 
 
 def add_layer_norm(

@@ -15,15 +15,15 @@ from experts.observer import RoutingTap
 from experts.routing import RoutingShape, unpack
 from kernels.gpu.moe_config import MoeConfigs
 from moeserve.bench.random_model import qwen3_moe_spec, random_decoder
-from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage
 from moeserve.cuda.gpu_model import GpuSettings, make_runner
 from moeserve.cuda.runner import GpuModelRunner
 from moeserve.device import KvBudget
+from moeserve.model.decoder import Decoder
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduler import Scheduler
-from moeserve.steps import FinishedStep, LocalLauncher, OverlappedSteps
+from moeserve.steps import LocalExecutor, RanksObserver, Steps
 from radix_cache import PrefixCache
 
 # Tokens of a request before and behind the steps that are timed.
@@ -80,7 +80,7 @@ class DecodeBench:
         self._tap = RoutingTap(self.spec.moe_layers, self.spec.moe.num_experts)
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._configs = expert_configs(self.spec, expert_storage(self.spec, self._dtype), device)
-        self._decoder: GpuDecoder | None = None
+        self._decoder: Decoder | None = None
 
     def run(self, load: Load) -> Throughput:
         """Takes KV memory for the load."""
@@ -93,7 +93,7 @@ class DecodeBench:
         return decode(runner, self.spec, load, self._limits, self._clock)
 
     @torch.inference_mode()
-    def _make_decoder(self) -> GpuDecoder:
+    def _make_decoder(self) -> Decoder:
         return random_decoder(
             self.spec,
             self._dtype,
@@ -118,7 +118,7 @@ def _num_blocks(load: Load, limits: Limits) -> int:
 
 
 def _make_runner(
-    decoder: GpuDecoder, load: Load, limits: Limits, configs: MoeConfigs | None, tap: RoutingTap
+    decoder: Decoder, load: Load, limits: Limits, configs: MoeConfigs | None, tap: RoutingTap
 ) -> GpuModelRunner:
     length = max_model_len(load, limits)
     settings = GpuSettings(
@@ -133,22 +133,14 @@ def _make_runner(
     return make_runner(decoder, KvBudget(_num_blocks(load, limits), length), settings, configs, tap=tap)
 
 
-class _RoutingKept:
-    """A runner, and the routing of its steps in their order."""
+class _RoutingKept(RanksObserver):
+    """Keeps the routing of the steps in their order."""
 
-    def __init__(self, runner: GpuModelRunner) -> None:
-        self._runner = runner
+    def __init__(self) -> None:
         self.routings: list[SupportsBytes | None] = []
 
-    def run(self, plan: StepPlan) -> StepResult:
-        return self.launch(plan).result()
-
-    def launch(self, plan: StepPlan) -> FinishedStep:
-        return FinishedStep(self._runner.launch(plan), self._keep)
-
-    def _keep(self, result: StepResult) -> StepResult:
-        self.routings.append(result.routing)
-        return result
+    def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
+        self.routings.append(results[0].routing)
 
     def distinct_experts(self, first: int, end: int, spec: DecoderSpec, batch: int) -> float:
         """Per layer, over the steps first ... end - 1, in each of which all of a batch's requests have one row."""
@@ -178,8 +170,8 @@ def decode(
         max_model_len=length,
         run_ahead=True,
     )
-    kept = _RoutingKept(runner)
-    steps = OverlappedSteps(scheduler, LocalLauncher(kept))
+    kept = _RoutingKept()
+    steps = Steps(scheduler, LocalExecutor(runner), depth=1, observers=[kept])
     draw = random.Random(load.batch)
     for number in range(load.batch):
         prompt = array("i", (draw.randrange(spec.vocab_size) for _ in range(load.prompt)))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from experts.moe_layer import Dispatch, MoeLayer
 from experts.observer import RoutingTap
 from kernels.gpu.moe_config import MoeConfigs
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
-from moeserve.cuda.attention import GpuGqa
-from moeserve.cuda.decoder import GpuDecoder, GpuLayer
+from kernels.gpu.ops import GpuOps
+from kernels.linear import Linear
+from kernels.ops import NormWeights
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage, triton_moe
-from moeserve.cuda.parts import GpuDispatch, GpuMoe, GpuNorm, Projection
+from moeserve.model.decoder import Decoder, DecoderLayer, GqaAttention
 from moeserve.model.families import build_spec
 from moeserve.model.spec import AttentionSpec, DecoderSpec
 
@@ -59,7 +61,7 @@ def random_decoder(
     configs: MoeConfigs | None = None,
     tap: RoutingTap | None = None,
     seed: int = 0,
-) -> GpuDecoder:
+) -> Decoder:
     """A decoder with attention of shared KV heads and experts in all layers. Raises ValueError for other specs.
 
     max_tokens: of the largest step. tap: hears what the gates choose. Weights are normal and keep activations near 1.
@@ -68,55 +70,68 @@ def random_decoder(
     if not isinstance(attention, AttentionSpec) or moe is None or not all(spec.sparse_layers) or moe.shared is not None:
         raise ValueError("random weights are made for plain attention and experts in every layer")
     weights = _Weights(dtype, device, seed)
-    configs = configs or expert_configs(spec, expert_storage(spec, dtype), device)
+    storage = expert_storage(spec, dtype)
+    configs = configs or expert_configs(spec, storage, device)
     assert configs is not None
     dispatch = triton_moe(configs, device, dtype, max_tokens)
 
-    def dispatch_of(_: int) -> GpuDispatch:
+    def dispatch_of(_: int) -> Dispatch:
         return dispatch
 
     heard = dispatch_of if tap is None else tap.around(dispatch_of)
-    return GpuDecoder(
+    ops = GpuOps(device, storage)
+    return Decoder(
         spec,
+        ops,
         weights.matrix(spec.vocab_size, spec.hidden_size) * spec.hidden_size**0.5,
-        [_layer(spec, attention, window, weights, heard(layer)) for layer, window in enumerate(spec.windows)],
+        [_layer(spec, ops, attention, window, weights, heard(layer)) for layer, window in enumerate(spec.windows)],
         weights.norm(spec.hidden_size, spec.norm_eps),
-        Projection(weights.matrix(spec.vocab_size, spec.hidden_size)),
+        weights.linear(ops, spec.vocab_size, spec.hidden_size),
         max_model_len=max_model_len,
+        dtype=dtype,
     )
 
 
 class _Weights:
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self._dtype, self._device = dtype, device
+        self.dtype, self._device = dtype, device
         self._random = torch.Generator(device).manual_seed(seed)
 
     def matrix(self, *shape: int) -> Tensor:
         """Normal with the variance 1 / last size, drawn in the model's dtype: one of fp32 would not fit beside it."""
-        out = torch.empty(shape, dtype=self._dtype, device=self._device)
+        out = torch.empty(shape, dtype=self.dtype, device=self._device)
         return out.normal_(0.0, shape[-1] ** -0.5, generator=self._random)
 
-    def norm(self, size: int, eps: float) -> GpuNorm:
-        return GpuNorm(self.ones(size), None, eps)
+    def linear(self, ops: GpuOps, *shape: int) -> Linear:
+        return ops.pack_linear(self.matrix(*shape), None, self.dtype)
+
+    def norm(self, size: int, eps: float) -> NormWeights:
+        return NormWeights(self.ones(size), None, eps)
 
     def ones(self, size: int) -> Tensor:
-        return torch.ones(size, dtype=self._dtype, device=self._device)
+        return torch.ones(size, dtype=self.dtype, device=self._device)
 
 
 def _layer(
-    spec: DecoderSpec, attention: AttentionSpec, window: int | None, weights: _Weights, dispatch: GpuDispatch
-) -> GpuLayer:
+    spec: DecoderSpec,
+    ops: GpuOps,
+    attention: AttentionSpec,
+    window: int | None,
+    weights: _Weights,
+    dispatch: Dispatch,
+) -> DecoderLayer:
     hidden, moe = spec.hidden_size, spec.moe
     assert moe is not None
     rows = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     has_norms = attention.qk_norm == "head"
     count, width = moe.num_experts, moe.intermediate_size
-    return GpuLayer(
+    return DecoderLayer(
         weights.norm(hidden, spec.norm_eps),
-        GpuGqa(
+        GqaAttention(
             attention,
-            Projection(weights.matrix(rows, hidden)),
-            Projection(weights.matrix(hidden, attention.num_heads * attention.head_dim)),
+            ops,
+            weights.linear(ops, rows, hidden),
+            weights.linear(ops, hidden, attention.num_heads * attention.head_dim),
             window=window,
             interleaved=spec.rope.interleaved,
             eps=spec.norm_eps,
@@ -124,14 +139,16 @@ def _layer(
             k_norm=weights.ones(attention.head_dim) if has_norms else None,
         ),
         weights.norm(hidden, spec.norm_eps),
-        GpuMoe(
-            Projection(weights.matrix(count, hidden)),
+        MoeLayer(
+            ops,
+            weights.linear(ops, count, hidden),
             moe.gate,
             GpuExperts(
                 StoredMatrix(weights.matrix(count, 2 * width, hidden)),
                 StoredMatrix(weights.matrix(count, hidden, width)),
             ),
             moe.activation,
-            dispatch,
+            gate_dtype=weights.dtype,
+            dispatch=dispatch,
         ),
     )

@@ -6,18 +6,16 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import SupportsBytes
 
 import click
 import torch
 
 from moeserve.config import ServeConfig
-from moeserve.experts.observe import RecordingExecutor, TappedRunner, open_recording
+from moeserve.experts.observe import ExpertRecording, plan_recording
 from moeserve.model_loading import load_model, plan_model
-from moeserve.plan import Request, SamplingParams, StepPlan, StepResult
+from moeserve.plan import Request, SamplingParams
 from moeserve.serving import build_scheduler
 from moeserve.startup import routing_tap
-from moeserve.steps import LocalExecutor
 
 _WARM_UP_STEPS = 8
 
@@ -30,23 +28,6 @@ class Measured:
     recording: float
 
 
-class _Nothing:
-    """A runner that computes nothing, so that what runs around it is all there is to time."""
-
-    def run(self, plan: StepPlan) -> StepResult:
-        return StepResult(plan.step, [])
-
-
-class _Heard:
-    """A tap that gives what another one has heard."""
-
-    def __init__(self, take: Callable[[], SupportsBytes]) -> None:
-        self.take = take
-
-    def begin(self) -> None:
-        """The step has been computed already."""
-
-
 class RecordedModel:
     """A model whose steps are computed with a tap."""
 
@@ -54,12 +35,11 @@ class RecordedModel:
         torch.set_num_threads(1)
         self._config = ServeConfig(threads=1, kv_cache_memory=2**28)
         plan = plan_model(directory, self._config)
-        tap, recording = routing_tap(plan.spec, self._config), open_recording(self._config, directory, plan.spec)
+        tap, recording = routing_tap(plan.spec, self._config), plan_recording(self._config, directory, plan.spec)
         if tap is None or recording is None:
             raise click.ClickException(f"The model in {directory} has no experts.")
-        self._tap = tap
         self._model = load_model(directory, self._config, lambda _: None, plan=plan, tap=tap)
-        self._record = RecordingExecutor(LocalExecutor(TappedRunner(_Nothing(), _Heard(tap.take))), recording)
+        self._recording = ExpertRecording(recording)
 
     def measure(self, prompts: Sequence[array[int]], steps: int, clock: Callable[[], float]) -> Measured:
         """Decodes the prompts together. The time of what is digested now and then is part of the mean."""
@@ -68,13 +48,13 @@ class RecordedModel:
             scheduler.add(Request(f"{number}", prompt, SamplingParams(max_tokens=steps, temperature=0.0)))
         computing, recording, count = 0.0, 0.0, 0
         while plans := scheduler.schedule():
-            self._tap.begin()
             started = clock()
-            result = self._model.runner.run(plans[0])
+            results = [self._model.runner.launch(plans[0]).result()]
             computed = clock()
-            self._record.run(plans)
+            self._recording.begin(plans)
+            self._recording.end(plans, results)
             recorded = clock()
-            scheduler.commit(plans, [result])
+            scheduler.commit(plans, results)
             count += 1
             if count > _WARM_UP_STEPS:
                 computing += computed - started

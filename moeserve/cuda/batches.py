@@ -12,10 +12,10 @@ from torch import Tensor
 from kernels.gpu.attention import ExtendRun, Partials
 from kernels.gpu.attention_config import AttentionConfigs, AttentionShape, ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_kernels import SplitWork
-from moeserve.cuda.attention import Sequences
+from kernels.gpu.ops import Sequences
 from moeserve.cuda.attention_kernels import attention_shape
-from moeserve.cuda.decoder import GpuBatch
 from moeserve.cuda.step_arrays import ExtendLimits, StepArrays, share_prompts
+from moeserve.model.decoder import ForwardBatch
 from moeserve.model.spec import DecoderSpec
 
 # Table widths are multiples of this: Triton compiles anew for a stride that is no multiple of 16.
@@ -123,14 +123,14 @@ class StepBatches:
         self._extend_works = limits.extend_works(max_seqs)
         self._partials = limits.partials(self._works, self._extend_works)
 
-    def make(self, arrays: StepArrays, logit_rows: Sequence[int], drawn: Tensor | None) -> GpuBatch:
+    def make(self, arrays: StepArrays, logit_rows: Sequence[int], drawn: Tensor | None) -> ForwardBatch:
         """Tensors for `arrays`; `drawn` are the previous step's tokens [S] int64 on the device, where rows need them.
 
         Launches the work lists' kernels.
         """
         device = self._limits.device
         every = len(logit_rows) == arrays.num_rows
-        return GpuBatch(
+        return ForwardBatch(
             token_ids_of(arrays, drawn, device),
             to_device(arrays.positions, device),
             self._sequences(arrays),
@@ -188,26 +188,24 @@ class DecodeBatch:
     def __init__(self, limits: AttentionLimits, size: int, tensors: DecodeTensors) -> None:
         self._works = limits.works(size)
         self._num_valid = tensors.num_valid
-        self.batch = GpuBatch(
-            tensors.token_ids[:size],
-            tensors.positions[:size],
-            Sequences(
-                tensors.slots[:size],
-                tensors.block_table[:size],
-                tensors.seq_lens[:size],
-                tensors.query_starts[: size + 1],
-                size,
-                1,
-                limits.block_size,
-                self._works,
-                tensors.partials,
-            ),
-            num_valid=self._num_valid,
+        self._sequences = Sequences(
+            tensors.slots[:size],
+            tensors.block_table[:size],
+            tensors.seq_lens[:size],
+            tensors.query_starts[: size + 1],
+            size,
+            1,
+            limits.block_size,
+            self._works,
+            tensors.partials,
+        )
+        self.batch = ForwardBatch(
+            tensors.token_ids[:size], tensors.positions[:size], self._sequences, num_valid=self._num_valid
         )
 
     def load(self, arrays: StepArrays, drawn: Tensor | None) -> None:
         """Puts a step's rows into the tensors; those beyond them become padding: no length, no slot."""
-        count, batch, sequences = arrays.num_rows, self.batch, self.batch.sequences
+        count, batch, sequences = arrays.num_rows, self.batch, self._sequences
         if count:
             self._load_rows(arrays, drawn)
         batch.positions[count:].zero_()
@@ -216,7 +214,7 @@ class DecodeBatch:
         self._num_valid.fill_(count)
 
     def _load_rows(self, arrays: StepArrays, drawn: Tensor | None) -> None:
-        count, batch, sequences = arrays.num_rows, self.batch, self.batch.sequences
+        count, batch, sequences = arrays.num_rows, self.batch, self._sequences
         device = batch.token_ids.device
         batch.token_ids[:count].copy_(token_ids_of(arrays, drawn, device))
         batch.positions[:count].copy_(to_device(arrays.positions, device))
@@ -228,7 +226,7 @@ class DecodeBatch:
     def update_works(self) -> None:
         """Shares the loaded sequences' work out; part of what a graph records."""
         for work in self._works.values():
-            work.update(self.batch.sequences.seq_lens)
+            work.update(self._sequences.seq_lens)
 
 
 def to_device(values: array[int] | array[float], device: torch.device) -> Tensor:

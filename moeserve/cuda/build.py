@@ -9,13 +9,13 @@ import torch
 
 from experts.observer import RoutingTap
 from kernels.gpu.moe_config import MoeConfigs, WeightStorage
-from moeserve.cuda.decoder import GpuDecoder
+from kernels.gpu.ops import GpuOps
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage, triton_moe
 from moeserve.cuda.expert_memory import GpuResidentModel
-from moeserve.cuda.parts import GpuDispatch
-from moeserve.cuda.weights import load_gpu_decoder
+from moeserve.model.decoder import Decoder
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.tensor_reader import Progress
+from moeserve.model.weights import DispatchOf, load_decoder
 
 
 def build_gpu_decoder(
@@ -31,7 +31,7 @@ def build_gpu_decoder(
     configs: MoeConfigs | None = None,
     tap: RoutingTap | None = None,
     storage: WeightStorage | None = None,
-) -> GpuDecoder:
+) -> Decoder:
     """The model in `directory` on `device`, with expert scratch for steps of up to `max_tokens` tokens.
 
     experts: those of which only some are in the device's memory; None to load all. configs: of the experts' kernels,
@@ -42,20 +42,16 @@ def build_gpu_decoder(
     moe = None
     if configs is not None and experts is None:
         moe = triton_moe(configs, device, dtype, max_tokens)
-
-    def dispatch_of(layer: int) -> GpuDispatch:
-        if experts is not None:
-            return experts.dispatch_of(layer)
-        assert moe is not None
-        return moe
-
-    return load_gpu_decoder(
+    ops = GpuOps(device, storage, moe)
+    dispatch_of: DispatchOf | None = None if experts is None else experts.dispatch_of
+    if tap is not None:
+        dispatch_of = tap.around(dispatch_of or (lambda _: ops.compute_experts))
+    return load_decoder(
         directory,
         spec,
         dtype=dtype,
-        device=device,
-        dispatch_of=dispatch_of if tap is None else tap.around(dispatch_of),
-        storage=storage,
+        ops=ops,
+        dispatch_of=dispatch_of,
         owned_experts=None if experts is None else _none,
         max_model_len=max_model_len,
         progress=progress,

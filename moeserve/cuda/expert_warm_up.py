@@ -9,15 +9,15 @@ from torch import Tensor
 
 from kernels.gpu.moe_weights import GpuExperts
 from kernels.specs import Activation
-from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.launch_variants import Choice
+from moeserve.model.decoder import Decoder
 from moeserve.model.spec import MoeSpec
 
 
 def launch_expert_variants(
     compute: Callable[[Tensor, Tensor, Tensor, GpuExperts, Activation], Tensor],
     experts: GpuExperts,
-    decoder: GpuDecoder,
+    decoder: Decoder,
     moe: MoeSpec,
     variant: Choice,
     max_rows: int,

@@ -13,7 +13,6 @@ from moeserve.cuda.attention_kernels import attention_shape, tuned_attention
 from moeserve.cuda.batches import AttentionLimits, StepBatches
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.decode_graphs import DecodeSteps
-from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage
 from moeserve.cuda.expert_memory import (
     GpuExpertSettings,
@@ -30,6 +29,7 @@ from moeserve.cuda.sampler import SCORED_AT_ONCE
 from moeserve.cuda.step_arrays import capture_sizes
 from moeserve.cuda.warm_up import BeginStep, alone, launch_all_variants, launch_blank_step, launch_variants
 from moeserve.device import KvBudget, share_kv
+from moeserve.model.decoder import Decoder
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.tensor_reader import Progress
@@ -61,7 +61,7 @@ class GpuModel:
     """experts: None where all are in the device's memory."""
 
     runner: GpuModelRunner
-    decoder: GpuDecoder
+    decoder: Decoder
     kv: KvBudget
     weights_bytes: int
     kv_bytes: int
@@ -138,7 +138,7 @@ def gate_tap(spec: DecoderSpec, settings: GpuSettings, memory: GpuExpertSettings
 
 
 def make_runner(
-    decoder: GpuDecoder,
+    decoder: Decoder,
     kv: KvBudget,
     settings: GpuSettings,
     configs: MoeConfigs | None = None,
@@ -172,7 +172,7 @@ def make_runner(
 
 
 @torch.inference_mode()
-def compute_largest_step(decoder: GpuDecoder, settings: GpuSettings, begin_step: BeginStep = alone) -> None:
+def compute_largest_step(decoder: Decoder, settings: GpuSettings, begin_step: BeginStep = alone) -> None:
     """Leaves the allocator's peak behind. Stores no KV."""
     spec, size = decoder.spec, settings.block_size
     length = min(settings.max_num_batched_tokens, decoder.max_model_len)

@@ -13,7 +13,7 @@ from moeserve.cuda.expert_kernels import rows_at_once
 
 
 class GpuResidentExperts:
-    """One layer's dispatch (`moeserve.cuda.parts.GpuDispatch`) through its slots.
+    """One layer's dispatch (`experts.moe_layer.Dispatch`) through its slots.
 
     What is missing is decided on the host, so the host waits for the gate's choice in every layer, and a graph cannot
     record the step. Whether experts are missing or not, the same kernels are launched: none is compiled while serving.

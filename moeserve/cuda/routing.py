@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from experts.observer import RoutingTap
-from moeserve.cuda.decoder import GpuBatch, GpuDecoder, KvPools
 from moeserve.cuda.sampler import to_host
+from moeserve.model.decoder import Decoder, ForwardBatch, KvPools
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class Computed:
 class HeardDecoder:
     """A decoder over its KV memory, and what hears its gates, if something does."""
 
-    def __init__(self, decoder: GpuDecoder, kv_pools: KvPools, tap: RoutingTap | None = None) -> None:
+    def __init__(self, decoder: Decoder, kv_pools: KvPools, tap: RoutingTap | None = None) -> None:
         self._decoder, self._kv_pools, self._tap = decoder, kv_pools, tap
 
-    def __call__(self, batch: GpuBatch, *, with_logits: bool = True) -> Computed:
-        """See `GpuDecoder.states`. A graph can record it: replayed, it writes the same tensors anew."""
+    def __call__(self, batch: ForwardBatch, *, with_logits: bool = True) -> Computed:
+        """See `Decoder.states`. A graph can record it: replayed, it writes the same tensors anew."""
         routing = None
         if self._tap is None:
             states = self._decoder.states(batch, self._kv_pools)
@@ -69,9 +69,9 @@ class HeardDecoder:
         return Computed(states, self.logits(states) if with_logits else None, routing)
 
     def logits(self, states: Tensor) -> Tensor:
-        """See `GpuDecoder.logits`."""
+        """See `Decoder.logits`."""
         return self._decoder.logits(states)
 
     def serve_others(self) -> Tensor:
-        """See `GpuDecoder.serve_others`."""
+        """See `Decoder.serve_others`."""
         return self._decoder.serve_others()

@@ -27,7 +27,7 @@ Wait = Callable[[torch.cuda.Event], None]
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on the device's queue. `done` is behind everything that `result` reads; None where nothing is queued.
+    """A step on the device's queue. `event` is behind everything that `result` reads; None where nothing is queued.
 
     routing: of the step's rows, on its way home; None if nobody listens.
     """
@@ -35,17 +35,18 @@ class LaunchedStep:
     plan: StepPlan
     drawn: Drawn | None
     prompt_logprobs: dict[int, ScoredTokens]
-    done: torch.cuda.Event | None
+    event: torch.cuda.Event | None
     wait: Wait = torch.cuda.Event.synchronize
     routing: StepRouting | None = None
 
-    def is_done(self) -> bool:
-        return self.done is None or self.done.query()
+    @property
+    def done(self) -> bool:
+        return self.event is None or self.event.query()
 
     def result(self) -> StepResult:
         """Waits for the device."""
-        if self.done is not None:
-            self.wait(self.done)
+        if self.event is not None:
+            self.wait(self.event)
         sampled = [chunk for chunk in self.plan.chunks if chunk.sampling is not None]
         drawn = iter(() if self.drawn is None else self.drawn.results(sampled))
         results = []
@@ -77,10 +78,6 @@ class GpuModelRunner:
         self._decode = decode
         self._wait = wait
         self._drawn: Tensor | None = None
-
-    def run(self, plan: StepPlan) -> StepResult:
-        """One forward over all chunks, waited for; mutates the KV pool."""
-        return self.launch(plan).result()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:

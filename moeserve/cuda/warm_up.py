@@ -9,10 +9,10 @@ import torch
 
 from kernels.gpu.moe_config import MoeConfigs
 from moeserve.cuda.batches import AttentionLimits, StepBatches
-from moeserve.cuda.decoder import GpuDecoder, KvPools
 from moeserve.cuda.launch_variants import LaunchVariants, StepLimits, StepShape
 from moeserve.cuda.sampler import launch_all_draws
 from moeserve.cuda.step_arrays import StepArrays
+from moeserve.model.decoder import Decoder, KvPools
 
 # Told of every step that is launched: several ranks have to know the sizes of each other's.
 BeginStep = Callable[[StepShape], None]
@@ -30,7 +30,7 @@ def launch_variants(limits: AttentionLimits, configs: MoeConfigs | None, step: S
 
 @torch.inference_mode()
 def launch_all_variants(
-    decoder: GpuDecoder,
+    decoder: Decoder,
     kv_pools: KvPools,
     batches: StepBatches,
     variants: LaunchVariants,
@@ -44,7 +44,7 @@ def launch_all_variants(
 
 
 def launch_blank_step(
-    decoder: GpuDecoder,
+    decoder: Decoder,
     kv_pools: KvPools,
     batches: StepBatches,
     shape: StepShape,

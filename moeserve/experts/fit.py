@@ -18,6 +18,7 @@ from experts.predictor import Tap
 from kernels.activation import Activation
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.moe import moe_experts
+from kernels.ops import PagedRows
 from kernels.packed_experts import PackedExperts
 from moeserve.config import ServeConfig
 from moeserve.model.decoder import ForwardBatch
@@ -175,9 +176,7 @@ def _batch(token_ids: Sequence[int]) -> ForwardBatch:
     return ForwardBatch(
         token_ids=torch.tensor(token_ids),
         positions=torch.arange(count),
-        slots=torch.arange(count),
-        attention=AttentionPlan([ChunkSpan(count, 0, blocks)], _BLOCK_SIZE),
-        logit_rows=None,
+        attention=PagedRows(torch.arange(count), AttentionPlan([ChunkSpan(count, 0, blocks)], _BLOCK_SIZE)),
     )
 
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import structlog
 
 from experts.gates import FittedGates, FittedGatesError, load_fitted_gates, save_fitted_gates
+from experts.observer import StepObserver
 from experts.prefetcher import HomeRows, PrefixListener
 from moeserve.config import cache_root
-from moeserve.experts.observe import AnnotatingLauncher, routing_shape
-from moeserve.experts.prefetch import GatedDecoder, PrefetchingLauncher, ResidentLayers, start_prefetching
+from moeserve.experts.observe import PrefixSigner, routing_shape
+from moeserve.experts.prefetch import GatedDecoder, PrefetchSteps, ResidentLayers, start_prefetching
 from moeserve.experts.settings import statistics_key
-from moeserve.steps import LaunchingRunner
+from moeserve.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from moeserve.cuda.expert_memory import GpuResidentModel
@@ -72,18 +73,17 @@ def load_ahead(
     return listener
 
 
-# Loading experts ahead on a GPU: what computes its steps, told of them, and signing cached prefixes.
+# Loading experts ahead on a GPU, and signing cached prefixes.
 
 
-def with_prefetches(
-    runner: LaunchingRunner,
+def prefetches_on_gpu(
     decoder: GatedDecoder,
     experts: GpuResidentModel,
     directory: Path,
     settings: GpuSettings,
     home_rows: HomeRows | None = None,
-) -> tuple[LaunchingRunner, PrefixListener | None]:
-    """The runner as it is to be used, and who loads ahead, if somebody does. settings: with experts.
+) -> tuple[PrefixListener | None, list[StepObserver[StepPlan, StepResult]]]:
+    """Who loads ahead, if somebody does, and who observes steps for that. settings: with experts.
 
     home_rows: of a rank of several, see `moeserve.experts.prefetch.start_prefetching`.
     """
@@ -92,9 +92,9 @@ def with_prefetches(
     log.info("expert_memory", slots=min(experts.slots.num_slots), others_in=experts.tier, policy=bounded.policy)
     listener = load_ahead(directory, bounded.prefetch, experts, decoder, home_rows)
     if listener is None:
-        return runner, None
-    launcher = PrefetchingLauncher(runner, listener)
+        return None, []
     shape = routing_shape(decoder.spec)
     if shape is None or not bounded.signs_prefixes:
-        return launcher, listener
-    return AnnotatingLauncher(launcher, shape, settings.block_size, keeps_routing=settings.hears_gates), listener
+        return listener, [PrefetchSteps(listener)]
+    signer = PrefixSigner(shape, settings.block_size, keeps_routing=settings.hears_gates)
+    return listener, [PrefetchSteps(listener), signer]

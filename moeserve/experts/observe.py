@@ -1,17 +1,18 @@
-"""What is gathered of the experts while serving: how it begins, what it is kept in, where it is saved."""
+"""What is gathered while serving: of experts that gates chose, of signatures of prefixes, of rows that ranks sent."""
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, SupportsBytes
 
 import numpy as np
 from numpy.typing import NDArray
 
+from experts.observer import StepObserver
 from experts.placement import Placement
 from experts.rebalance import RemoteRanks
 from experts.routing import RoutingRecorder, RoutingShape, RoutingStatistics, StatisticsSpec, unpack
@@ -30,9 +31,11 @@ from moeserve.experts.settings import goes_by_statistics, statistics_key
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Chunk, StepPlan, StepResult, wanted_logits
 from moeserve.request_memory import MergeAnnotations
-from moeserve.steps import Executor, FinishedStep, LaunchedStep, LaunchingExecutor, LaunchingRunner, Runner
+from moeserve.steps import RanksObserver
 
 MAX_TRACE_BYTES = 64 * 2**20
+_STEPS_AT_ONCE = 64
+_ROWS_AT_ONCE = 1024
 
 
 class RoutingListener(Protocol):
@@ -44,43 +47,92 @@ class RoutingListener(Protocol):
     def add(self, ids: NDArray[np.int16], token_ids: Sequence[int]) -> None: ...
 
 
-class ExpertRecording:
-    """What is gathered of a service's routing.
+@dataclass(frozen=True, slots=True)
+class RecordingPlan:
+    """How a service's routing is recorded.
 
-    path: the file the statistics are saved to, if there is one. key: `model_key` of the model. placement: where the
-    experts are, asked in every step; None of one rank. trace: what a trace is recorded into, None while none is.
-    listeners: who hears of every step, the recorder first, some steps late. gather: tells them of all steps so far.
+    known: the statistics to begin with. key: `model_key` of the model. path: the file that the statistics are saved to,
+    trace_path: the file of a trace that is recorded from the start; None for no such file.
+    """
+
+    shape: RoutingShape
+    known: RoutingStatistics
+    key: str
+    path: Path | None = None
+    trace_path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """What a rank's step left. before: the step before, which has drawn the tokens that this one was planned with."""
+
+    rank: int
+    plan: StepPlan
+    routing: SupportsBytes
+    placement: Placement | None
+    before: tuple[StepPlan, StepResult] | None
+
+
+class ExpertRecording(RanksObserver):
+    """Records the routing that the results of all ranks carry.
+
+    What a step leaves is kept for a few steps and then unpacked and counted with theirs: code and tables that a step
+    has driven out of the processor's caches are fetched once for all of them. trace: what a trace is recorded into,
+    None while none is.
     """
 
     def __init__(
         self,
-        shape: RoutingShape,
-        recorder: RoutingRecorder,
-        key: str,
-        path: Path | None = None,
-        trace_path: Path | None = None,
+        plan: RecordingPlan,
+        placement: Callable[[], Placement | None] = lambda: None,
+        listeners: Sequence[RoutingListener] = (),
     ) -> None:
-        self.shape = shape
-        self.recorder = recorder
-        self.key = key
-        self.path = path
-        self.trace_path = trace_path
-        self.placement: Callable[[], Placement | None] = lambda: None
+        """placement: where the experts are, asked in every step; None of one rank. listeners: hear of every step after
+        the recorder, some steps late."""
+        self.shape, self.key, self.path, self.trace_path = plan.shape, plan.key, plan.path, plan.trace_path
+        self.recorder = RoutingRecorder(plan.known)
         self.remote_ranks = RemoteRanks()
-        self.listeners: list[RoutingListener] = [recorder]
-        self.gather: Callable[[], None] = lambda: None
         self.trace: TraceRecorder | None = None
-        if trace_path is not None:
+        self._placement = placement
+        self._listeners: tuple[RoutingListener, ...] = (self.recorder, *listeners)
+        self._placements: deque[Placement | None] = deque()
+        self._pending: list[_Heard] = []
+        self._before: dict[int, tuple[StepPlan, StepResult]] = {}
+        self._num_rows = 0
+        self._num_steps = 0
+        if plan.trace_path is not None:
             self.start_trace(with_token_ids=False)
+
+    def begin(self, plans: Sequence[StepPlan]) -> None:
+        self._placements.append(self._placement())
+
+    def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
+        placement = self._placements.popleft()
+        for rank, (plan, result) in enumerate(zip(plans, results, strict=True)):
+            if plan.chunks and result.routing is not None:
+                self._pending.append(_Heard(rank, plan, result.routing, placement, self._before.get(rank)))
+                self._num_rows += plan.num_tokens
+            self._before[rank] = plan, result
+        self._num_steps += 1
+        # A trace is told where a request's first tokens are kept, which holds while it runs.
+        if self._num_steps >= _STEPS_AT_ONCE or self._num_rows >= _ROWS_AT_ONCE or self.trace is not None:
+            self.gather()
 
     def add(
         self, rank: int, ids: NDArray[np.int16], token_ids: Sequence[int], placement: Placement | None = None
     ) -> None:
-        """Takes the routing of a rank's rows in one step: ids [L, T, k], token_ids [T], and where experts were."""
-        for listener in self.listeners:
+        """Count a rank's rows of one step: ids [L, T, k], token_ids [T], and where experts were."""
+        for listener in self._listeners:
             listener.add(ids, token_ids)
         if placement is not None:
             self.remote_ranks.add(ids, rank, placement)
+
+    def gather(self) -> None:
+        """Count all steps so far."""
+        pending, self._pending = self._pending, []
+        self._num_rows = self._num_steps = 0
+        for heard in pending:
+            self._record(heard)
 
     def statistics(self) -> RoutingStatistics:
         """Of all steps so far."""
@@ -117,8 +169,34 @@ class ExpertRecording:
             written[str(self.trace_path)] = tokens
         return written
 
+    def _record(self, heard: _Heard) -> None:
+        rank, plan = heard.rank, heard.plan
+        token_ids: array[int] = array("i")
+        logit_rows: list[int] = []
+        for chunk in plan.chunks:
+            token_ids += chunk.token_ids if chunk.drawn_by is None else _drawn(chunk.drawn_by, heard.before)
+            num_rows = len(token_ids)
+            logit_rows.extend(range(num_rows - chunk.num_logit_rows, num_rows))
+        ids = unpack(bytes(heard.routing), self.shape, len(token_ids), logit_rows)
+        self.add(rank, ids, token_ids, heard.placement)
+        if self.trace is not None:
+            rows = [
+                RequestRows(chunk.request_id, len(chunk.token_ids), chunk.start, (rank, chunk.block_table[0]))
+                for chunk in plan.chunks
+            ]
+            self.trace.add(ids, token_ids, rows)
 
-def open_recording(config: ServeConfig, model_dir: Path, spec: DecoderSpec) -> ExpertRecording | None:
+
+def _drawn(place: int, before: tuple[StepPlan, StepResult] | None) -> array[int]:
+    """The token that the step before drew at a place among its sampled chunks; UNKNOWN_TOKEN where that failed."""
+    assert before is not None
+    plan, result = before
+    sampled = [found for chunk, found in zip(plan.chunks, result.chunks, strict=True) if chunk.sampling is not None]
+    token_id = sampled[place].token_id
+    return array("i", [UNKNOWN_TOKEN if token_id is None else token_id])
+
+
+def plan_recording(config: ServeConfig, model_dir: Path, spec: DecoderSpec) -> RecordingPlan | None:
     """Begins with what the file of `--expert-statistics` holds. None for a model without experts, or if switched off.
 
     Raises ConfigError for a file that cannot serve.
@@ -141,8 +219,7 @@ def open_recording(config: ServeConfig, model_dir: Path, spec: DecoderSpec) -> E
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"{flag} {file}: there is no folder {file.parent}.")
     known = None if path is None or not path.exists() else _read(path, model_dir, shape)
-    recorder = RoutingRecorder(known or _empty(shape))
-    return ExpertRecording(shape, recorder, statistics_key(model_dir), path, trace_path)
+    return RecordingPlan(shape, known or _empty(shape), statistics_key(model_dir), path, trace_path)
 
 
 def _read(path: Path, model_dir: Path, shape: RoutingShape) -> RoutingStatistics:
@@ -165,141 +242,6 @@ def routing_shape(spec: DecoderSpec) -> RoutingShape | None:
 
 def _empty(shape: RoutingShape) -> RoutingStatistics:
     return RoutingStatistics(StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k))
-
-
-# Recording the routing of all ranks: each rank's runner listens, the executor of the engine gathers.
-
-
-_STEPS_AT_ONCE = 64
-_ROWS_AT_ONCE = 1024
-
-
-class Tap(Protocol):
-    """Hears what the gates of this process choose (`experts.observer`)."""
-
-    def begin(self) -> None: ...
-
-    def take(self) -> SupportsBytes: ...
-
-
-class TappedRunner:
-    """A runner whose results carry the routing of its rows."""
-
-    def __init__(self, runner: Runner, tap: Tap) -> None:
-        self._runner = runner
-        self._tap = tap
-
-    def run(self, plan: StepPlan) -> StepResult:
-        self._tap.begin()
-        result = self._runner.run(plan)
-        result.routing = self._tap.take()
-        return result
-
-
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    """What a rank's step left. before: the step before, which has drawn the tokens that this one was planned with."""
-
-    rank: int
-    plan: StepPlan
-    routing: SupportsBytes
-    placement: Placement | None
-    before: tuple[StepPlan, StepResult] | None
-
-
-class RecordingExecutor:
-    """Takes the routing out of the results of all ranks and records it.
-
-    What a step leaves is kept for a few steps and then unpacked and counted with theirs: code and tables that a step
-    has driven out of the processor's caches are fetched once for all of them.
-    """
-
-    def __init__(self, executor: Executor, recording: ExpertRecording) -> None:
-        self._executor = executor
-        self._recording = recording
-        self._pending: list[_Heard] = []
-        self._before: dict[int, tuple[StepPlan, StepResult]] = {}
-        self._num_rows = 0
-        self._num_steps = 0
-        recording.gather = self._gather
-
-    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
-        results = self._executor.run(plans)
-        self._keep(plans, results, self._recording.placement())
-        return results
-
-    def _keep(self, plans: Sequence[StepPlan], results: Sequence[StepResult], placement: Placement | None) -> None:
-        """Of steps in their order. placement: with which they were computed."""
-        for rank, (plan, result) in enumerate(zip(plans, results, strict=True)):
-            if plan.chunks and result.routing is not None:
-                self._pending.append(_Heard(rank, plan, result.routing, placement, self._before.get(rank)))
-                self._num_rows += plan.num_tokens
-            self._before[rank] = plan, result
-        self._num_steps += 1
-        # A trace is told where a request's first tokens are kept, which holds while it runs.
-        if self._num_steps >= _STEPS_AT_ONCE or self._num_rows >= _ROWS_AT_ONCE or self._recording.trace is not None:
-            self._gather()
-
-    def check(self) -> None:
-        self._executor.check()
-
-    def _gather(self) -> None:
-        pending, self._pending = self._pending, []
-        self._num_rows = self._num_steps = 0
-        for heard in pending:
-            self._record(heard)
-
-    def _record(self, heard: _Heard) -> None:
-        rank, plan = heard.rank, heard.plan
-        token_ids: array[int] = array("i")
-        logit_rows: list[int] = []
-        for chunk in plan.chunks:
-            token_ids += chunk.token_ids if chunk.drawn_by is None else _drawn(chunk.drawn_by, heard.before)
-            num_rows = len(token_ids)
-            logit_rows.extend(range(num_rows - chunk.num_logit_rows, num_rows))
-        ids = unpack(bytes(heard.routing), self._recording.shape, len(token_ids), logit_rows)
-        self._recording.add(rank, ids, token_ids, heard.placement)
-        if self._recording.trace is not None:
-            rows = [
-                RequestRows(chunk.request_id, len(chunk.token_ids), chunk.start, (rank, chunk.block_table[0]))
-                for chunk in plan.chunks
-            ]
-            self._recording.trace.add(ids, token_ids, rows)
-
-
-class RecordingLauncher(RecordingExecutor):
-    """The same where steps are queued: recorded is what has been read. Results are read in the order of their steps."""
-
-    def __init__(self, executor: LaunchingExecutor, recording: ExpertRecording) -> None:
-        super().__init__(executor, recording)
-        self._launching = executor
-
-    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
-        wait = self._launching.launch(plans)
-        placement = self._recording.placement()
-
-        def results() -> list[StepResult]:
-            found = wait()
-            self._keep(plans, found, placement)
-            return found
-
-        return results
-
-
-def recording_executor(executor: Executor, recording: ExpertRecording) -> Executor:
-    """Goes on launching if the executor does."""
-    if isinstance(executor, LaunchingExecutor):
-        return RecordingLauncher(executor, recording)
-    return RecordingExecutor(executor, recording)
-
-
-def _drawn(place: int, before: tuple[StepPlan, StepResult] | None) -> array[int]:
-    """The token that the step before drew at a place among its sampled chunks; UNKNOWN_TOKEN where that failed."""
-    assert before is not None
-    plan, result = before
-    sampled = [found for chunk, found in zip(plan.chunks, result.chunks, strict=True) if chunk.sampling is not None]
-    token_id = sampled[place].token_id
-    return array("i", [UNKNOWN_TOKEN if token_id is None else token_id])
 
 
 # Signatures of cached prefixes: made on the rank that computed the tokens, kept by the scheduler.
@@ -327,31 +269,26 @@ def signs_prefixes(config: ServeConfig) -> bool:
     return config.expert_prefetch != "off" and config.enable_prefix_caching
 
 
-class AnnotatingRunner:
-    """A runner whose results carry the signatures of the tokens that they complete blocks of.
+class PrefixSigner(StepObserver[StepPlan, StepResult]):
+    """Has results carry the signatures of the tokens that they complete blocks of.
 
     A chunk of a prompt is described when it ends a block, and what came one by one when that ends a block and is
     enough. A few tokens after the last whole block count with those before it.
     """
 
-    def __init__(self, runner: Runner, shape: RoutingShape, block_size: int, *, keeps_routing: bool) -> None:
-        """runner: its results have routing, which somebody else wants to see if `keeps_routing`."""
-        self._runner = runner
+    def __init__(self, shape: RoutingShape, block_size: int, *, keeps_routing: bool) -> None:
+        """keeps_routing: whether somebody else wants the routing that results have."""
         self._shape = shape
         self._block_size = block_size
         self._keeps_routing = keeps_routing
         self._seen: dict[str, _Seen] = {}
         self._num_steps = 0
 
-    def run(self, plan: StepPlan) -> StepResult:
-        return self._annotated(plan, self._runner.run(plan))
-
-    def _annotated(self, plan: StepPlan, result: StepResult) -> StepResult:
+    def end(self, plan: StepPlan, result: StepResult) -> None:
         if plan.chunks and result.routing is not None:
             self._annotate(plan, result, bytes(result.routing))
         if not self._keeps_routing:
             result.routing = None
-        return result
 
     def _annotate(self, plan: StepPlan, result: StepResult, routing: bytes) -> None:
         self._num_steps += 1
@@ -378,17 +315,6 @@ class AnnotatingRunner:
             return None
         del self._seen[chunk.request_id]
         return encode_signature(seen.rates())
-
-
-class AnnotatingLauncher(AnnotatingRunner):
-    """The same on a device with a queue. Results are read in the order of their steps."""
-
-    def __init__(self, runner: LaunchingRunner, shape: RoutingShape, block_size: int, *, keeps_routing: bool) -> None:
-        super().__init__(runner, shape, block_size, keeps_routing=keeps_routing)
-        self._launching = runner
-
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        return FinishedStep(self._launching.launch(plan), lambda result: self._annotated(plan, result))
 
 
 class _Seen:
@@ -420,49 +346,30 @@ class _Seen:
 # Counting what ranks send to each other: each says it with its results, the engine keeps the newest.
 
 
-class CountedRunner:
-    """A runner whose results tell what the rank has sent so far."""
+class SentCounter(StepObserver[StepPlan, StepResult]):
+    """Has results tell what the rank had sent when their step was launched."""
 
-    def __init__(self, runner: Runner, sent: Callable[[], list[int]]) -> None:
-        self._runner = runner
+    def __init__(self, sent: Callable[[], list[int]]) -> None:
         self._sent = sent
+        self._of_steps: deque[list[int]] = deque()
 
-    def run(self, plan: StepPlan) -> StepResult:
-        result = self._runner.run(plan)
-        result.sent = self._sent()
-        return result
+    def launched(self) -> None:
+        self._of_steps.append(self._sent())
 
-
-class CountedLauncher(CountedRunner):
-    """The same where steps are queued."""
-
-    def __init__(self, runner: LaunchingRunner, sent: Callable[[], list[int]]) -> None:
-        super().__init__(runner, sent)
-        self._launching = runner
-
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        step = self._launching.launch(plan)
-        return FinishedStep(step, partial(replace, sent=self._sent()))
+    def end(self, plan: StepPlan, result: StepResult) -> None:
+        result.sent = self._of_steps.popleft()
 
 
-class LinkCounts:
-    """An executor that keeps what every rank said last."""
+class LinkCounts(RanksObserver):
+    """Keeps what every rank said last."""
 
-    def __init__(self, executor: Executor, num_ranks: int) -> None:
-        self._executor = executor
+    def __init__(self, num_ranks: int) -> None:
         self._sent = [[0] * (2 * num_ranks) for _ in range(num_ranks)]
 
-    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
-        return self._keep(self._executor.run(plans))
-
-    def _keep(self, results: list[StepResult]) -> list[StepResult]:
+    def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
         for rank, result in enumerate(results):
             if result.sent is not None:
                 self._sent[rank] = result.sent
-        return results
-
-    def check(self) -> None:
-        self._executor.check()
 
     def links(self) -> list[list[int]]:
         """[from, to, rows, bytes] of every pair of ranks."""
@@ -473,22 +380,3 @@ class LinkCounts:
             for target in range(num_ranks)
             if target != source
         ]
-
-
-class LaunchedLinkCounts(LinkCounts):
-    """The same where steps are queued."""
-
-    def __init__(self, executor: LaunchingExecutor, num_ranks: int) -> None:
-        super().__init__(executor, num_ranks)
-        self._launching = executor
-
-    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
-        wait = self._launching.launch(plans)
-        return lambda: self._keep(wait())
-
-
-def count_links(executor: Executor, num_ranks: int) -> LinkCounts:
-    """Goes on launching if the executor does."""
-    if isinstance(executor, LaunchingExecutor):
-        return LaunchedLinkCounts(executor, num_ranks)
-    return LinkCounts(executor, num_ranks)

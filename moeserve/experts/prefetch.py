@@ -11,6 +11,7 @@ from torch import Tensor
 from experts.expert_memory import ExpertMemory
 from experts.gates import FittedGates, GatedBlock, GatePreview, GatesAhead
 from experts.lookahead import GateLookahead, PrefetchJudge
+from experts.observer import StepObserver
 from experts.predictor import Predictor, Tap
 from experts.predictors import LearntAffinity, SignatureSource, open_predictor, taps_of
 from experts.prefetch_planning import PrefetchPlanner, PrefetchRules, PrefetchSwitch
@@ -23,7 +24,6 @@ from experts.signatures import RequestProfiles
 from moeserve.config import ConfigError
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import StepPlan, StepResult
-from moeserve.steps import LaunchedStep, LaunchingRunner, Runner
 
 _MAX_DISTANCE = 3
 # Layers that affinity looks back.
@@ -156,24 +156,20 @@ def _prefetcher(
     return Prefetcher(experts.memory, predictor, planner, learnt, gates)
 
 
-class PrefetchingRunner:
-    """A runner that tells a prefetcher where steps begin and end, whose tokens they compute, behind which prefix."""
+class PrefetchSteps(StepObserver[StepPlan, StepResult]):
+    """Tells a prefetcher where steps begin and end, whose tokens they compute, behind which prefix.
 
-    def __init__(self, runner: Runner, prefetcher: PrefixListener) -> None:
-        self._runner = runner
+    On a GPU gates are heard while a step is launched, for the host waits for them.
+    """
+
+    def __init__(self, prefetcher: PrefixListener) -> None:
         self._prefetcher = prefetcher
         self._number_of: dict[str, int] = {}
         self._last_step: dict[str, int] = {}
         self._num_seen = 0
         self._num_steps = 0
 
-    def run(self, plan: StepPlan) -> StepResult:
-        self._begin(plan)
-        result = self._runner.run(plan)
-        self._prefetcher.end_step(self._forget())
-        return result
-
-    def _begin(self, plan: StepPlan) -> None:
+    def begin(self, plan: StepPlan) -> None:
         self._num_steps += 1
         numbers = [self._number(chunk.request_id) for chunk in plan.chunks]
         for chunk, number in zip(plan.chunks, numbers, strict=True):
@@ -184,6 +180,9 @@ class PrefetchingRunner:
             [np.asarray(chunk.token_ids, np.int64) for chunk in plan.chunks] or [np.empty(0, int)]
         )
         self._prefetcher.begin_step(token_ids, np.repeat(np.asarray(numbers, np.int64), counts))
+
+    def launched(self) -> None:
+        self._prefetcher.end_step(self._forget())
 
     def _number(self, request_id: str) -> int:
         self._last_step[request_id] = self._num_steps
@@ -200,17 +199,3 @@ class PrefetchingRunner:
         for name in gone:
             del self._last_step[name]
         return [self._number_of.pop(name) for name in gone]
-
-
-class PrefetchingLauncher(PrefetchingRunner):
-    """The same on a GPU. Gates are heard while a step is launched, for the host waits for them."""
-
-    def __init__(self, runner: LaunchingRunner, prefetcher: PrefixListener) -> None:
-        super().__init__(runner, prefetcher)
-        self._launching = runner
-
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        self._begin(plan)
-        step = self._launching.launch(plan)
-        self._prefetcher.end_step(self._forget())
-        return step

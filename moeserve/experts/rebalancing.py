@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
 
 from experts.placement import Placement
-from experts.rebalance import Drop, Load, Migration, Outcome, RebalancePolicy, Rebalancer, RebalanceStats, Switch
+from experts.rebalance import (
+    Drop,
+    Load,
+    LoadWindow,
+    Migration,
+    Outcome,
+    RebalancePolicy,
+    Rebalancer,
+    RebalanceStats,
+    Switch,
+)
 from experts.residency import ExpertMemoryStats, ResidencyCounters
 from moeserve.config import ServeConfig
-from moeserve.experts.observe import ExpertRecording
 from moeserve.plan import StepPlan, StepResult
 from moeserve.ranks.messages import DropLayer, LayerLoaded, PlaceLayer, RankBeat, ToRank
-from moeserve.steps import Executor, LaunchingExecutor
+from moeserve.steps import RanksObserver
 
 # A layer that has not been read by then will not be; the next attempt may go better.
 _MIGRATION_SECONDS = 300.0
@@ -37,41 +47,6 @@ class Migrator(Protocol):
     def drop(self, version: int) -> None: ...
 
 
-class StepsOfRanks(Protocol):
-    """Computes steps on all ranks (`moeserve.ranks.steps.RankedExecutor`)."""
-
-    placement_version: int
-    on_loaded: Callable[[LayerLoaded], None]
-
-    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]: ...
-
-    def tell(self, message: ToRank) -> None: ...
-
-    def check(self) -> None: ...
-
-
-def rebalancing(
-    executor: StepsOfRanks,
-    config: ServeConfig,
-    placement: Placement,
-    migrator: Migrator,
-    recording: ExpertRecording | None,
-) -> Executor:
-    """The executor itself unless the settings want experts to be placed anew while serving."""
-    if not config.rebalance_interval or recording is None:
-        return executor
-    rebalancer = Rebalancer(
-        placement,
-        RebalancePolicy(config.rebalance_threshold),
-        interval=config.rebalance_interval,
-        timeout=_MIGRATION_SECONDS,
-    )
-    recording.listeners.append(rebalancer.window)
-    if isinstance(executor, LaunchingExecutor):
-        return RebalancingLauncher(executor, rebalancer, migrator)
-    return RebalancingExecutor(executor, rebalancer, migrator)
-
-
 def follow(message: PlaceLayer | DropLayer, migrator: Migrator) -> None:
     """What a rank does when rank 0 says so between steps."""
     match message:
@@ -81,44 +56,48 @@ def follow(message: PlaceLayer | DropLayer, migrator: Migrator) -> None:
             migrator.drop(message.version)
 
 
-class RebalancingExecutor:
-    """Rank 0: computes the steps and, between two of them, has a layer placed anew if the rebalancer says so."""
+class Rebalancing(RanksObserver):
+    """Rank 0: between two steps it has a layer placed anew if the rebalancer says so.
+
+    What a switch changes on a device with a queue, it changes behind the steps queued there.
+    """
 
     def __init__(
         self,
-        executor: StepsOfRanks,
         rebalancer: Rebalancer,
         migrator: Migrator,
+        tell: Callable[[ToRank], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._executor = executor
+        """tell: sends every other rank a message, before the next step."""
         self._rebalancer = rebalancer
         self._migrator = migrator
+        self._tell = tell
         self._clock = clock
+        self._begun: deque[float] = deque()
         self._ended = float("-inf")
-        executor.on_loaded = lambda loaded: rebalancer.loaded(loaded.rank, loaded.version, loaded.error)
 
-    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
-        started = self._begin()
-        results = self._executor.run(plans)
-        self._end(started)
-        return results
+    @property
+    def window(self) -> LoadWindow:
+        """What the rebalancer goes by; somebody adds the routing of all steps."""
+        return self._rebalancer.window
 
-    def _begin(self) -> float:
-        """What is to be done before a step; the time when it began."""
-        started = self._clock()
-        self._follow(self._rebalancer.begin_step(started))
-        return started
+    def begin(self, plans: Sequence[StepPlan]) -> None:
+        now = self._clock()
+        self._begun.append(now)
+        self._follow(self._rebalancer.begin_step(now))
 
-    def _end(self, started: float) -> None:
-        """Of a step that was begun: if others were computed then, it lasts from the end of the one before."""
+    def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
+        """If other steps were computed when it began, it has lasted from the end of the one before."""
         if outcome := self._migrator.outcome():
             self._rebalancer.loaded(0, outcome.version, outcome.error)
-        started, self._ended = max(started, self._ended), self._clock()
+        started, self._ended = max(self._begun.popleft(), self._ended), self._clock()
         self._rebalancer.end_step(self._ended - started)
 
-    def check(self) -> None:
-        self._executor.check()
+    def heed(self, message: object) -> None:
+        """Another rank has said something."""
+        if isinstance(message, LayerLoaded):
+            self._rebalancer.loaded(message.rank, message.version, message.error)
 
     def stats(self) -> RebalanceStats:
         return self._rebalancer.stats(self._clock())
@@ -126,47 +105,30 @@ class RebalancingExecutor:
     def _follow(self, command: Load | Switch | Drop | None) -> None:
         match command:
             case Load(migration):
-                self._executor.tell(PlaceLayer(migration.version, migration.layer, migration.ranks))
+                self._tell(PlaceLayer(migration.version, migration.layer, migration.ranks))
                 self._migrator.begin(migration)
             case Switch(migration):
                 self._migrator.switch(migration.version)
-                self._executor.placement_version = migration.version
                 log.info("layer_placed_anew", layer=migration.layer, gain=self.stats().last_gain)
             case Drop(version):
-                self._executor.tell(DropLayer(version))
+                self._tell(DropLayer(version))
                 self._migrator.drop(version)
                 log.warning("layer_not_placed", error=self.stats().last_error)
 
 
-class LaunchingSteps(StepsOfRanks, Protocol):
-    """Steps that are queued (`moeserve.ranks.steps.RankedLauncher`)."""
-
-    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]: ...
-
-
-class RebalancingLauncher(RebalancingExecutor):
-    """The same where steps are queued: what a switch changes on a device, it changes behind the steps queued there."""
-
-    def __init__(
-        self,
-        executor: LaunchingSteps,
-        rebalancer: Rebalancer,
-        migrator: Migrator,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(executor, rebalancer, migrator, clock)
-        self._launching = executor
-
-    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
-        started = self._begin()
-        wait = self._launching.launch(plans)
-
-        def results() -> list[StepResult]:
-            found = wait()
-            self._end(started)
-            return found
-
-        return results
+def start_rebalancing(
+    config: ServeConfig, placement: Placement, migrator: Migrator, tell: Callable[[ToRank], None]
+) -> Rebalancing | None:
+    """None unless the settings want experts to be placed anew while serving, which goes by what is recorded."""
+    if not config.rebalance_interval or not config.record_experts:
+        return None
+    rebalancer = Rebalancer(
+        placement,
+        RebalancePolicy(config.rebalance_threshold),
+        interval=config.rebalance_interval,
+        timeout=_MIGRATION_SECONDS,
+    )
+    return Rebalancing(rebalancer, migrator, tell)
 
 
 # The expert memories of all ranks, as rank 0 knows them.
@@ -181,9 +143,10 @@ class RankMemories:
         nothing = ExpertMemoryStats(ResidencyCounters(), 0.0, 0.0, 0, [[] for _ in range(num_layers)])
         self._told = [nothing] * (num_ranks - 1)
 
-    def heed(self, beat: RankBeat) -> None:
-        if beat.memory is not None:
-            self._told[beat.rank - 1] = beat.memory
+    def heed(self, message: object) -> None:
+        """Another rank has said something."""
+        if isinstance(message, RankBeat) and message.memory is not None:
+            self._told[message.rank - 1] = message.memory
 
     def stats(self) -> list[ExpertMemoryStats]:
         """Of each rank."""

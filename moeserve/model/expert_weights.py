@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe import expert_layout
-from kernels.packed_experts import ExpertPacking, ExpertShape, PackedExperts
+from kernels.packed_experts import ExpertPacking, ExpertShape
 from moeserve.model.checkpoint import ExpertsPlan, OwnedExperts, StoredTensor, TensorInfo, WeightPlan, plan_weights
 from moeserve.model.spec import DecoderSpec, Progress
 from moeserve.model.tensor_reader import TensorReader
@@ -65,14 +65,6 @@ class ExpertReader:
         self._reader.read_expert_into(tensors["gate_up.bias"], expert, seen)
         self._reader.read_expert_into(tensors["down.bias"], expert, down_bias)
         return gate_up_bias, down_bias
-
-
-def load_experts(reader: ExpertReader) -> PackedExperts:
-    """Return all experts of the reader, each at its place."""
-    experts = reader.layout.experts(len(reader.owned))
-    for place in range(len(reader.owned)):
-        experts.put(place, reader.read(place))
-    return experts
 
 
 def packed_experts(

@@ -9,7 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from experts.observer import RoutingTap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
+from kernels.ops import PagedRows
 from kernels.sampling import apply_penalties, draw, greedy, uniform_at
 from moeserve.model.decoder import Decoder, ForwardBatch
 from moeserve.model.kv_pool import KVPool
@@ -17,6 +19,7 @@ from moeserve.plan import (
     Chunk,
     ChunkExtras,
     ChunkResult,
+    Computed,
     SamplingParams,
     StepPlan,
     StepResult,
@@ -107,18 +110,26 @@ _WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
 class ModelRunner:
     """Owns a decoder and its KV memory. It keeps no state of requests: a plan says everything."""
 
-    def __init__(self, decoder: Decoder, kv_pool: KVPool) -> None:
+    def __init__(self, decoder: Decoder, kv_pool: KVPool, tap: RoutingTap | None = None) -> None:
+        """tap: observes the decoder's gates; results carry what it heard."""
         self._decoder = decoder
         self._kv_pool = kv_pool
+        self._tap = tap
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """One forward over all chunks; mutates the KV pool. Without chunks it only serves other ranks."""
+    def launch(self, plan: StepPlan) -> Computed[StepResult]:
+        """Compute one forward over all chunks; mutates the KV pool. Without chunks it only serves other ranks."""
+        if self._tap is None:
+            return Computed(StepResult(plan.step, self._compute(plan)))
+        self._tap.begin()
+        return Computed(StepResult(plan.step, self._compute(plan), self._tap.take()))
+
+    def _compute(self, plan: StepPlan) -> list[ChunkResult]:
         if plan.zeroed_blocks:
             self._kv_pool.zero_blocks(plan.zeroed_blocks)
         if not plan.chunks:
             self._decoder.serve_others()
-            return StepResult(plan.step, [])
+            return []
         logit_rows, rows_of_chunk = wanted_logits(plan.chunks)
         logits = self._decoder.forward(self._make_batch(plan.chunks, logit_rows), self._kv_pool.layers)
         sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
@@ -133,7 +144,7 @@ class ModelRunner:
                 of_targets = logits[rows.start : rows.start + len(targets)]
                 result.prompt_logprobs = token_logprobs(of_targets, targets, chunk.extras.num_top_logprobs)
             results.append(result)
-        return StepResult(plan.step, results)
+        return results
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None) -> None:
@@ -177,7 +188,6 @@ class ModelRunner:
         return ForwardBatch(
             token_ids=torch.frombuffer(token_ids, dtype=torch.int32).to(torch.int64),
             positions=torch.frombuffer(positions, dtype=torch.int64),
-            slots=torch.frombuffer(slots, dtype=torch.int64),
-            attention=AttentionPlan(spans, block_size),
+            attention=PagedRows(torch.frombuffer(slots, dtype=torch.int64), AttentionPlan(spans, block_size)),
             logit_rows=None if len(logit_rows) == len(token_ids) else torch.tensor(logit_rows, dtype=torch.int64),
         )

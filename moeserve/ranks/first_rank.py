@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -15,14 +15,14 @@ import zmq
 from experts.errors import CollectiveError
 from experts.residency import ExpertMemoryStats
 from moeserve.experts.monitor import ExpertSources, expert_strategy
-from moeserve.experts.observe import ExpertRecording, count_links, open_recording
-from moeserve.experts.rebalancing import RankMemories, RebalancingExecutor, rebalancing
+from moeserve.experts.observe import ExpertRecording, LinkCounts, RecordingPlan, plan_recording
+from moeserve.experts.rebalancing import RankMemories, start_rebalancing
 from moeserve.model_loading import ModelPlan, Report
 from moeserve.ranks.meeting import Meeting, machine_id, meet_as_first
 from moeserve.ranks.member import collective_timeout
 from moeserve.ranks.members import RankMember, make_member, plan_ranks
 from moeserve.ranks.messages import Joined, Loaded, RankError, Setup, Start
-from moeserve.ranks.steps import RankedExecutor, ranked_executor
+from moeserve.ranks.steps import RankedExecutor
 from moeserve.ranks.transport import RankHub, dismiss_strangers, find_fault, introduction
 from moeserve.serving import serve
 from moeserve.wire import RunContext
@@ -36,7 +36,7 @@ def run_first_rank(
 ) -> None:
     directory = Path(context.model_dir)
     plan = plan_ranks(directory, context.config)
-    recording = open_recording(context.config, directory, plan.spec)
+    recording = plan_recording(context.config, directory, plan.spec)
     meeting = meet_as_first(context)
     hub = RankHub(sockets, meeting)
     try:
@@ -96,42 +96,46 @@ def _serve(
     context: RunContext,
     member: RankMember,
     hub: RankHub,
-    recording: ExpertRecording | None,
+    recording: RecordingPlan | None,
     report: Report,
     stop: threading.Event,
 ) -> None:
-    config = context.config
-    executor = ranked_executor(
+    config, experts, migrator = context.config, member.experts, member.migrator
+    links, memories = LinkCounts(config.expert_parallel_size), _memory_of_ranks(member, config.expert_parallel_size)
+    rebalancing = start_rebalancing(config, experts.placement, migrator, hub.send_all)
+    executor = RankedExecutor(
         member.runner,
         member,
         hub,
         timeout=collective_timeout(config),
         num_entered=lambda: member.collectives.num_entered,
+        placement_version=lambda: migrator.version,
+        heed=[listener.heed for listener in (rebalancing, memories) if listener is not None],
     )
-    steps = rebalancing(executor, config, member.experts.placement, member.migrator, recording)
-    links = count_links(steps, config.expert_parallel_size)
+    recorded = None
+    if recording is not None:
+        windows = () if rebalancing is None else (rebalancing.window,)
+        recorded = ExpertRecording(recording, lambda: experts.placement, windows)
     sources = ExpertSources(
-        placement=lambda: member.experts.placement,
-        placement_version=lambda: executor.placement_version,
+        placement=lambda: experts.placement,
+        placement_version=lambda: migrator.version,
         links=links.links,
-        rebalancing=steps.stats if isinstance(steps, RebalancingExecutor) else None,
-        memory=_memory_of_ranks(member, executor, config.expert_parallel_size),
+        rebalancing=None if rebalancing is None else rebalancing.stats,
+        memory=None if memories is None else memories.stats,
         prefetches=member.prefetcher is not None,
         strategy=lambda: expert_strategy(
             config, member.prefetcher, member.dispatch_shape, all_fit=member.memory_stats() is None
         ),
     )
-    serve(context, member.model, links, report, stop, recording, sources)
+    observers = [links] if rebalancing is None else [rebalancing, links]
+    depth = 1 if member.model.device == "cuda" else 0
+    serve(context, member.model, executor, report, stop, recorded, sources, depth=depth, observers=observers)
     executor.close()
 
 
-def _memory_of_ranks(
-    member: RankMember, executor: RankedExecutor, num_ranks: int
-) -> Callable[[], Sequence[ExpertMemoryStats]] | None:
+def _memory_of_ranks(member: RankMember, num_ranks: int) -> RankMemories | None:
     """Whom to ask for the expert memories of all ranks, None where there are none."""
     if member.memory_stats() is None:
         return None
     num_layers = len(member.model.spec.moe_layers)
-    memories = RankMemories(cast("Callable[[], ExpertMemoryStats]", member.memory_stats), num_ranks, num_layers)
-    executor.on_beat = memories.heed
-    return memories.stats
+    return RankMemories(cast("Callable[[], ExpertMemoryStats]", member.memory_stats), num_ranks, num_layers)

@@ -15,10 +15,10 @@ from kernels.activation import Activation
 from kernels.gpu.moe import TritonMoe
 from kernels.gpu.moe_config import MoeConfigs, WeightStorage
 from kernels.gpu.moe_weights import GpuExperts
+from kernels.gpu.ops import store_expert
 from moeserve.cuda.expert_kernels import rows_at_once, triton_moe
 from moeserve.cuda.expert_memory import GpuResidentModel, open_gpu_experts, plan_gpu_residency
 from moeserve.cuda.gpu_model import GpuSettings
-from moeserve.cuda.weights import stored_expert
 from moeserve.experts.migrator import Rereader
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.tensor_reader import Progress
@@ -93,7 +93,11 @@ def make_gpu_migrator(
     """For the rank that has loaded `experts`, those that it `owned` then. They arrive in host memory, quantised."""
     host = torch.device("cpu")
     reread = Rereader(
-        directory, plan.spec, plan.dtype, owned, lambda reader: stored_expert(reader, 0, storage, plan.dtype, host)
+        directory,
+        plan.spec,
+        plan.dtype,
+        owned,
+        lambda reader: store_expert(reader.read_matrices(0), storage, plan.dtype, host),
     )
     return ExpertMigrator(placed, reread, lambda layer, slot, arrived: experts[layer].copy_slot(slot, arrived))
 

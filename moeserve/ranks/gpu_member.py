@@ -13,10 +13,11 @@ import torch
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
+from experts.observer import StepObserver
 from experts.prefetcher import HomeRows, PrefixListener
 from experts.residency import ExpertMemoryStats
 from kernels.gpu.moe_config import WeightStorage
-from moeserve.cuda.decoder import GpuDecoder
+from kernels.gpu.ops import GpuOps
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage
 from moeserve.cuda.expert_warm_up import launch_expert_variants
 from moeserve.cuda.gpu_model import (
@@ -31,17 +32,19 @@ from moeserve.cuda.gpu_model import (
 )
 from moeserve.cuda.runner import GpuModelRunner
 from moeserve.cuda.step_arrays import capture_sizes
-from moeserve.cuda.weights import load_gpu_decoder
-from moeserve.experts.load_ahead import with_prefetches
-from moeserve.experts.observe import CountedLauncher
+from moeserve.experts.load_ahead import prefetches_on_gpu
+from moeserve.experts.observe import SentCounter
 from moeserve.model.checkpoint import OwnedExperts
+from moeserve.model.decoder import Decoder
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.tensor_reader import Progress
+from moeserve.model.weights import load_decoder
 from moeserve.model_loading import ModelPlan, ServedModel, no_experts, owned_experts
+from moeserve.plan import StepPlan, StepResult
+from moeserve.rank import Rank
 from moeserve.ranks.gpu_experts import make_gpu_migrator, open_rank_experts
 from moeserve.ranks.gpu_steps import GpuSteps
 from moeserve.ranks.messages import StepRows, captures_decodes
-from moeserve.steps import LaunchingRunner
 
 log = structlog.get_logger(__name__)
 
@@ -107,16 +110,15 @@ class GpuMember:
         self._weights_bytes = allocated_bytes(device)
         forget_peak(device)
 
-    def _load_decoder(self, owned: OwnedExperts, storage: WeightStorage, progress: Progress | None) -> GpuDecoder:
+    def _load_decoder(self, owned: OwnedExperts, storage: WeightStorage, progress: Progress | None) -> Decoder:
         """owned: the experts to load with the rest."""
         dispatch_of = self._home_rows.around(self.experts.dispatch_of)
-        return load_gpu_decoder(
+        return load_decoder(
             self._directory,
             self._plan.spec,
             dtype=self._plan.dtype,
-            device=self.collectives.device,
+            ops=GpuOps(self.collectives.device, storage),
             dispatch_of=dispatch_of if self._tap is None else self._tap.around(dispatch_of),
-            storage=storage,
             owned_experts=owned,
             max_model_len=self._settings.max_model_len,
             progress=progress,
@@ -135,12 +137,12 @@ class GpuMember:
         memory = settings.kv_cache_memory or free_for_kv(self.collectives.device, settings)
         kv, kv_bytes = kv_blocks(spec, dtype, settings, self.collectives.agree_on_least(memory))
         self._captured = make_runner(self._decoder, kv, settings, self._configs, self.steps, self._tap)
-        runner: LaunchingRunner = self._captured
+        observers: list[StepObserver[StepPlan, StepResult]] = []
         if self._resident is not None:
-            runner, self.prefetcher = with_prefetches(
-                runner, self._decoder, self._resident, self._directory, settings, self._home_rows
+            self.prefetcher, observers = prefetches_on_gpu(
+                self._decoder, self._resident, self._directory, settings, self._home_rows
             )
-        self.runner = CountedLauncher(runner, self.experts.sent)
+        self.runner = Rank(self._captured, [*observers, SentCounter(self.experts.sent)])
         self.model = ServedModel(
             spec,
             load_generation_defaults(self._directory),

@@ -16,12 +16,13 @@ from moeserve.config import ServeConfig
 from moeserve.device import step_budget
 from moeserve.experts.memory import CpuResidentModel, local_of, open_experts
 from moeserve.experts.migrator import make_migrator
-from moeserve.experts.observe import CountedRunner
+from moeserve.experts.observe import SentCounter
 from moeserve.model.weights import DispatchOf
 from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, owned_experts
+from moeserve.rank import Rank
 from moeserve.ranks.meeting import Meeting
 from moeserve.ranks.messages import StepRows
-from moeserve.startup import rank_runner, routing_tap, signature_tap
+from moeserve.startup import rank_observers, routing_tap, signature_tap
 from moeserve.wire import RunContext
 
 log = structlog.get_logger(__name__)
@@ -70,8 +71,8 @@ class CpuMember:
             experts=resident,
             home_rows=home_rows,
         )
-        steps = rank_runner(self.model, tap, config, records=config.record_experts)
-        self.runner = CountedRunner(steps, self.experts.sent)
+        observers = rank_observers(self.model, tap, config, records=config.record_experts)
+        self.runner = Rank(self.model.runner, [*observers, SentCounter(self.experts.sent)])
         self.migrator = make_migrator(directory, self.model, self.experts, owned)
 
     @property

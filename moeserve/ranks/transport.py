@@ -73,6 +73,11 @@ class RankHub:
             self.check()
             raise RankError(f"{self.name(rank)} does not take its messages.") from None
 
+    def send_all(self, message: ToRank) -> None:
+        """Send every other rank the same. Raises RankError as `send` does."""
+        for rank in self.others:
+            self.send(rank, message)
+
     def receive(self, timeout: float) -> Any:
         """The next message of any rank, None if there is none in `timeout` seconds. Raises RankError if a rank dies."""
         events = dict(self._poller.poll(int(1000 * timeout)))

@@ -13,10 +13,9 @@ from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget
 from moeserve.llm import LLM, Completion
 from moeserve.model.families import GenerationDefaults, build_spec, load_config
+from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model_loading import ServedModel
 from moeserve.plan import FinishReason, SamplingParams
-from moeserve.scheduler import Scheduler
-from radix_cache import PrefixCache
 from tests.support.tiny_models import save
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -105,9 +104,10 @@ def test_tokens_and_logprobs_have_the_same_bits_in_any_batch_and_chunking(
 def test_preempted_requests_end_with_the_same_tokens(
     model_dir: Path, prompts: list[list[int]], samplings: list[SamplingParams], alone: list[Completion]
 ) -> None:
-    small = LLM(model_dir, replace(BASE, max_model_len=92))
-    small.scheduler = Scheduler(
-        [PrefixCache(24, 4)], max_num_seqs=8, max_num_batched_tokens=16, max_num_queued_reqs=64, max_model_len=92
+    block_bytes = kv_block_bytes(build_spec(load_config(model_dir)).kv_layers, 4, torch.float32)
+    small = LLM(
+        model_dir,
+        replace(BASE, max_model_len=92, kv_cache_memory=24 * block_bytes, max_num_seqs=8, max_num_batched_tokens=16),
     )
     completions = small.generate(prompts, samplings)
     assert [c.token_ids for c in completions] == [c.token_ids for c in alone]

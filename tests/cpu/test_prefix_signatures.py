@@ -111,7 +111,7 @@ def test_where_nothing_is_loaded_ahead_nothing_is_described_kept_or_carried(
         raise AssertionError("built")
 
     monkeypatch.setattr(moeserve.startup, "RoutingTap", refuse)
-    monkeypatch.setattr(moeserve.startup, "AnnotatingRunner", refuse)
+    monkeypatch.setattr(moeserve.startup, "PrefixSigner", refuse)
     monkeypatch.setattr(PrefixCache, "annotate", refuse)
     monkeypatch.setattr(PrefixCache, "annotations", refuse)
     config = {

@@ -13,11 +13,11 @@ import torch
 
 from moeserve.cuda.batches import AttentionLimits
 from moeserve.cuda.decode_graphs import DecodeSteps
-from moeserve.cuda.decoder import GpuBatch
 from moeserve.cuda.launch_variants import StepShape
 from moeserve.cuda.routing import Computed, HeardDecoder
 from moeserve.cuda.step_arrays import StepArrays
 from moeserve.cuda.warm_up import blank_arrays
+from moeserve.model.decoder import ForwardBatch
 from tests.support.checkpoints import spec_of
 from tests.support.tiny_models import save
 
@@ -29,7 +29,7 @@ class Log(list[str]):
 
     captures = False
 
-    def decoder(self, batch: GpuBatch) -> Computed:
+    def decoder(self, batch: ForwardBatch) -> Computed:
         self.append(f"compute {len(batch.token_ids)}{' in a graph' if self.captures else ''}")
         rows = torch.zeros(len(batch.token_ids), 3)
         return Computed(rows, rows)

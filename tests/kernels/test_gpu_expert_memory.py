@@ -151,7 +151,7 @@ def test_later_gates_say_of_the_states_on_a_gpu_what_they_say_on_a_cpu(
         for layer in experts.layers.values():
             layer.prefetcher = on_gpu  # type: ignore[assignment]
         decoder.after_layer = on_gpu.after_layer
-        make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS).run(StepPlan(0, prompt_chunks()))
+        make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS).launch(StepPlan(0, prompt_chunks())).result()
     finally:
         experts.memory.close()
 

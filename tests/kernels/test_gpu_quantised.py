@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import moeserve.model.decoder as cpu_attention
+import kernels.ops
 from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.moe_weights import store_weights
 from moeserve.config import ConfigError
 from moeserve.cuda.build import build_gpu_decoder
-from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.expert_kernels import expert_storage
+from moeserve.model.decoder import Decoder
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from tests.support.checkpoints import change_tensors, load, spec_of
 from tests.support.gpu_logits import MAX_LEN, MAX_TOKENS, cpu_logits, difference, gpu_logits, two_requests
@@ -25,7 +25,7 @@ from tests.support.tiny_models import CASES, save
 FP8 = torch.float8_e4m3fn
 
 
-def gpu_decoder(directory: Path, device: torch.device, quantization: str = "none") -> GpuDecoder:
+def gpu_decoder(directory: Path, device: torch.device, quantization: str = "none") -> Decoder:
     spec = spec_of(directory)
     storage = expert_storage(spec, torch.float32, quantization)
     limits = {"max_tokens": MAX_TOKENS, "max_model_len": MAX_LEN}
@@ -121,8 +121,8 @@ def _round_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
         return call
 
-    monkeypatch.setattr(cpu_attention, "rotate_and_store", rounding(cpu_attention.rotate_and_store, 4, 3))
-    monkeypatch.setattr(cpu_attention, "write_kv", rounding(cpu_attention.write_kv, 0, 2))
+    monkeypatch.setattr(kernels.ops, "rotate_and_store", rounding(kernels.ops.rotate_and_store, 4, 3))
+    monkeypatch.setattr(kernels.ops, "write_kv", rounding(kernels.ops.write_kv, 0, 2))
     return largest
 
 

@@ -18,7 +18,7 @@ from moeserve.device import KvBudget
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.weights import load_decoder
-from moeserve.steps import LocalExecutor, LocalLauncher
+from moeserve.steps import LocalExecutor
 from tests.support.checkpoints import spec_of
 from tests.support.rank_requests import MAX_LEN, RankCase, Said, serve
 from tests.support.tiny_models import save
@@ -90,14 +90,14 @@ def said_on_cpu(case: Mapping[str, Any], folder: Path) -> Said:
     runner = ModelRunner(
         load_decoder(Path(asked.model), spec, max_model_len=MAX_LEN), KVPool(spec.kv_layers, 24, 4, torch.float32)
     )
-    return serve(asked, KvBudget(24, MAX_LEN), 1, LocalExecutor(runner))
+    return serve(asked, KvBudget(24, MAX_LEN), 1, LocalExecutor(runner), depth=0)
 
 
 def said_by_one_gpu(case: Mapping[str, Any], folder: Path, device: torch.device) -> Said:
     asked = RankCase(**{**case, "model": str(folder / case["model"])})
     spec = spec_of(Path(asked.model))
     one = load_gpu_model(Path(asked.model), spec, torch.float32, asked.settings(spec), lambda done, total: None, device)
-    return serve(asked, one.kv, 1, LocalLauncher(one.runner))
+    return serve(asked, one.kv, 1, LocalExecutor(one.runner))
 
 
 @pytest.fixture(scope="module")

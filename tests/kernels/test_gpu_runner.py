@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,29 +13,21 @@ import pytest
 import torch
 
 from experts.observer import RoutingTap
-from experts.routing import RoutingRecorder, RoutingStatistics, StatisticsSpec
+from experts.routing import RoutingStatistics, StatisticsSpec
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.gpu_model import GpuSettings, make_runner
 from moeserve.cuda.runner import GpuModelRunner
 from moeserve.device import KvBudget
-from moeserve.experts.observe import AnnotatingLauncher, ExpertRecording, RecordingLauncher, TappedRunner, routing_shape
+from moeserve.experts.observe import ExpertRecording, PrefixSigner, RecordingPlan, routing_shape
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.weights import dispatch_here, load_decoder
 from moeserve.plan import Chunk, ChunkExtras, Request, SamplingParams, StepPlan, StepResult
+from moeserve.rank import Rank
 from moeserve.scheduler import Scheduler
-from moeserve.steps import (
-    LaunchedStep,
-    LaunchingExecutor,
-    LaunchingRunner,
-    LocalLauncher,
-    OverlappedSteps,
-    PlainSteps,
-    Runner,
-    StepLoop,
-)
+from moeserve.steps import LocalExecutor, RanksObserver, Runner, Steps
 from radix_cache import PrefixCache
 from tests.support.tiny_models import save
 
@@ -74,36 +66,16 @@ class Served:
         return found
 
 
-class Annotations:
-    """An executor that keeps the annotations of results."""
+class Annotations(RanksObserver):
+    """Keeps the annotations of results."""
 
-    def __init__(self, executor: LaunchingExecutor) -> None:
-        self._executor = executor
+    def __init__(self) -> None:
         self.found: dict[tuple[str, int], bytes] = {}
-        self.check = executor.check
 
-    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
-        return self._keep(plans, self._executor.run(plans))
-
-    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
-        wait = self._executor.launch(plans)
-        return lambda: self._keep(plans, wait())
-
-    def _keep(self, plans: Sequence[StepPlan], results: list[StepResult]) -> list[StepResult]:
+    def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
         for chunk, result in zip(plans[0].chunks, results[0].chunks, strict=True):
             if result.annotation is not None:
                 self.found[chunk.request_id, chunk.start + len(chunk.token_ids)] = result.annotation
-        return results
-
-
-class Unlaunched:
-    """A CPU's runner as one that launches."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.run = runner.run
-
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        raise NotImplementedError
 
 
 @pytest.fixture(scope="module")
@@ -112,22 +84,20 @@ def on_cpu(model_dir: Path) -> Served:
     tap = tap_of(spec)
     dispatch_of = dispatch_here if tap is None else tap.around(dispatch_here)
     decoder = load_decoder(model_dir, spec, max_model_len=MAX_LEN, dispatch_of=dispatch_of)
-    runner: Runner = ModelRunner(decoder, KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32))
-    if tap is not None:
-        runner = TappedRunner(runner, tap)
-    return serve(Unlaunched(runner), spec, GREEDY, overlapped=False)
+    pool = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+    return serve(ModelRunner(decoder, pool, tap), spec, GREEDY, depth=0)
 
 
 @pytest.fixture(scope="module")
 def alone(model_dir: Path, device: torch.device) -> Served:
     """Every step in a batch of its own, waited for."""
-    return serve(make(model_dir, device, enforce_eager=True), spec_of(model_dir), GREEDY, overlapped=False)
+    return serve(make(model_dir, device, enforce_eager=True), spec_of(model_dir), GREEDY, depth=0)
 
 
 @pytest.fixture(scope="module")
 def ahead(model_dir: Path, device: torch.device) -> Served:
     """Decodes in lasting batches, which are padded, planned before the tokens are known."""
-    return serve(make(model_dir, device, enforce_eager=False), spec_of(model_dir), GREEDY, overlapped=True)
+    return serve(make(model_dir, device, enforce_eager=False), spec_of(model_dir), GREEDY, depth=1)
 
 
 def spec_of(model_dir: Path) -> DecoderSpec:
@@ -148,24 +118,25 @@ def make(model_dir: Path, device: torch.device, *, enforce_eager: bool) -> GpuMo
     return make_runner(decoder, KvBudget(NUM_BLOCKS, MAX_LEN), settings, tap=tap)
 
 
-def serve(runner: LaunchingRunner, spec: DecoderSpec, sampling: list[SamplingParams], *, overlapped: bool) -> Served:
+def serve(runner: Runner, spec: DecoderSpec, sampling: list[SamplingParams], *, depth: int) -> Served:
     recording, shape = None, routing_shape(spec)
+    annotations = Annotations()
+    rank, observers = Rank(runner), list[RanksObserver]([annotations])
     if shape is not None:
-        runner = AnnotatingLauncher(runner, shape, BLOCK_SIZE, keeps_routing=True)
+        rank = Rank(runner, [PrefixSigner(shape, BLOCK_SIZE, keeps_routing=True)])
         statistics = RoutingStatistics(StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k))
-        recording = ExpertRecording(shape, RoutingRecorder(statistics), "")
+        recording = ExpertRecording(RecordingPlan(shape, statistics, ""))
         recording.start_trace(with_token_ids=True)
-    annotations = Annotations(LocalLauncher(runner))
-    executor: LaunchingExecutor = annotations if recording is None else RecordingLauncher(annotations, recording)
+        observers.append(recording)
     scheduler = Scheduler(
         [PrefixCache(NUM_BLOCKS, BLOCK_SIZE)],
         max_num_seqs=4,
         max_num_batched_tokens=8,
         max_num_queued_reqs=9,
         max_model_len=MAX_LEN,
-        run_ahead=overlapped,
+        run_ahead=depth > 0,
     )
-    steps: StepLoop = OverlappedSteps(scheduler, executor) if overlapped else PlainSteps(scheduler, executor)
+    steps = Steps(scheduler, LocalExecutor(rank), depth, observers)
     for number, (prompt, own) in enumerate(zip(PROMPTS, sampling, strict=True)):
         scheduler.add(Request(f"{number}", array("i", prompt), own))
     tokens: list[list[int]] = [[] for _ in PROMPTS]
@@ -215,10 +186,10 @@ def test_draws_biases_penalties_and_log_probabilities(model_dir: Path, device: t
         SamplingParams(max_tokens=2, temperature=0.0, repetition_penalty=1e6, logit_bias={41: 50.0}),
     ]
     spec = spec_of(model_dir)
-    drawn = serve(runner, spec, wishes, overlapped=False).tokens
+    drawn = serve(runner, spec, wishes, depth=0).tokens
     assert drawn[1] == [77, 77]
     assert drawn[2][1] != drawn[2][0] == 41
-    assert serve(runner, spec, wishes, overlapped=True).tokens == drawn
+    assert serve(runner, spec, wishes, depth=1).tokens == drawn
 
 
 def test_a_prompt_is_scored_in_parts_with_the_log_probabilities_of_the_cpu(
@@ -237,11 +208,11 @@ def test_a_prompt_is_scored_in_parts_with_the_log_probabilities_of_the_cpu(
         ],
     )
     decoder = load_decoder(model_dir, spec, max_model_len=MAX_LEN)
-    expected = ModelRunner(decoder, KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32)).run(plan)
+    expected = ModelRunner(decoder, KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32)).launch(plan).result()
     runner = make(model_dir, device, enforce_eager=False)
     forward, pieces = runner._decoder.logits, []
     monkeypatch.setattr(runner._decoder, "logits", lambda states: pieces.append(len(states)) or forward(states))
-    found = runner.run(plan)
+    found = runner.launch(plan).result()
     assert [chunk.token_id for chunk in found.chunks] == [chunk.token_id for chunk in expected.chunks]
     assert found.chunks[0].prompt_logprobs is None
     of_cpu = expected.chunks[1].prompt_logprobs

@@ -21,10 +21,11 @@ from moeserve.cuda.expert_memory import (
 )
 from moeserve.cuda.gpu_model import GpuSettings, make_runner
 from moeserve.device import KvBudget
-from moeserve.experts.prefetch import PrefetchingLauncher, start_prefetching
+from moeserve.experts.prefetch import PrefetchSteps, start_prefetching
 from moeserve.model.spec import DecoderSpec, silent
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan
-from moeserve.steps import LaunchingRunner
+from moeserve.rank import Rank
+from moeserve.steps import Runner
 
 BLOCK_SIZE, MAX_LEN, MAX_TOKENS = 4, 32, 16
 SETTINGS = GpuSettings(BLOCK_SIZE, 4, MAX_TOKENS, MAX_LEN, None, 0.9, enforce_eager=True)
@@ -76,9 +77,9 @@ def generate(
         experts=experts,
         storage=expert_storage(spec, DTYPE, quantization),
     )
-    runner: LaunchingRunner = make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS)
+    runner: Runner = make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS)
     if experts is not None and (listener := start_prefetching(prefetch, experts, decoder, fitted=fitted)) is not None:
-        runner = PrefetchingLauncher(runner, listener)
+        runner = Rank(runner, [PrefetchSteps(listener)])
     chunks, results = prompt_chunks(), []
     for step in range(1 + NUM_DECODES):
         results.append(runner.launch(StepPlan(step, chunks)).result().chunks)

@@ -13,7 +13,6 @@ from torch import Tensor
 from kernels.gpu.attention_config import AttentionConfigs
 from moeserve.cuda.attention_kernels import attention_shape
 from moeserve.cuda.batches import AttentionLimits, StepBatches
-from moeserve.cuda.decoder import GpuDecoder
 from moeserve.cuda.step_arrays import step_arrays
 from moeserve.model.decoder import Decoder
 from moeserve.model.kv_pool import KVPool
@@ -32,7 +31,7 @@ def two_requests() -> list[list[int]]:
     return [torch.randint(1, 128, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def gpu_logits(decoder: GpuDecoder, requests: Sequence[list[int]], kv_dtype: torch.dtype | None = None) -> list[Tensor]:
+def gpu_logits(decoder: Decoder, requests: Sequence[list[int]], kv_dtype: torch.dtype | None = None) -> list[Tensor]:
     """[len(tokens), vocab_size] of each request on the CPU, computed in `STEPS` over pools full of NaN."""
     spec, dtype, device = decoder.spec, decoder.dtype, decoder.device
     shape = attention_shape(spec, BLOCK_SIZE, dtype, kv_dtype)

@@ -12,7 +12,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ from moeserve.device import KvBudget
 from moeserve.experts.observe import routing_shape
 from moeserve.model.families import build_spec, load_config
 from moeserve.model_loading import ModelPlan
-from moeserve.plan import StepPlan, StepResult, wanted_logits
+from moeserve.plan import Pending, StepPlan, StepResult, wanted_logits
 from moeserve.ranks.gpu_member import GpuMember
 from moeserve.ranks.messages import StepRows, captures_decodes
 from tests.support.rank_requests import NUM_BLOCKS, RankCase, serve
@@ -67,13 +68,10 @@ class Ranks:
         self._member, self._moves = member, moves
         self.counts = Counter[str]()
 
-    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
-        return self.launch(plans)()
-
     def check(self) -> None:
         """Nothing can be missing."""
 
-    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
+    def launch(self, plans: Sequence[StepPlan]) -> OfAllRanks:
         member = self._member
         if self._moves and plans[0].step > 1 and member.migrator.version == 0:
             swap_experts(member)
@@ -81,17 +79,7 @@ class Ranks:
         member.begin_step(rows)
         self._count(rows, plans)
         plan = plans[member.collectives.rank]
-        step = member.runner.launch(plan)
-
-        def results() -> list[StepResult]:
-            own = step.result()
-            if plan.chunks:
-                check_routing(member, plan, own)
-            found: list[StepResult] = [own] * len(plans)
-            torch.distributed.all_gather_object(found, own)
-            return found
-
-        return results
+        return OfAllRanks(member, plan, member.runner.launch(plan), len(plans))
 
     def check_counts(self, case: RankCase) -> None:
         """Decodes are computed in lasting batches where that can be, by ranks with unequal batches or none."""
@@ -110,6 +98,25 @@ class Ranks:
         self.counts["lasting, idle"] += lasts and least == 0
         self.counts["lasting, unequal"] += lasts and 0 < least < most
         self.counts["not known"] += sum(chunk.drawn_by is not None for plan in plans for chunk in plan.chunks)
+
+
+@dataclass
+class OfAllRanks:
+    """A step of all ranks. step: of this one."""
+
+    member: GpuMember
+    plan: StepPlan
+    step: Pending[StepResult]
+    num_ranks: int
+    done: bool = False
+
+    def result(self) -> list[StepResult]:
+        own = self.step.result()
+        if self.plan.chunks:
+            check_routing(self.member, self.plan, own)
+        found: list[StepResult] = [own] * self.num_ranks
+        torch.distributed.all_gather_object(found, own)
+        return found
 
 
 def swap_experts(member: GpuMember) -> None:

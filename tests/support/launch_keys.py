@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
+import kernels.gpu.ops
 import moeserve.cuda.batches
 import moeserve.cuda.expert_kernels
-import moeserve.cuda.parts
 from experts.expert_file import round_to_page
 from kernels.gpu.moe_config import Device, WeightStorage
 from moeserve.cuda.attention_kernels import kv_dtype_of
@@ -147,17 +147,17 @@ def choose_for_hopper() -> None:
 @contextlib.contextmanager
 def gates_at_random() -> Iterator[None]:
     """No gate computes anything here, but the host looks at what it chose."""
-    plain = moeserve.cuda.parts.select_experts
+    plain = kernels.gpu.ops.select_experts
 
     def select(logits, *args, **kwargs):
         ids, weights = plain(logits, *args, **kwargs)
         return ids.copy_(torch.rand(logits.shape).argsort(1)[:, : ids.shape[1]]), weights
 
-    moeserve.cuda.parts.select_experts = select
+    kernels.gpu.ops.select_experts = select
     try:
         yield
     finally:
-        moeserve.cuda.parts.select_experts = plain
+        kernels.gpu.ops.select_experts = plain
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_plan import AttentionPlan, ChunkSpan
+from kernels.ops import PagedRows
 from moeserve.model.decoder import Decoder, ForwardBatch, KvPools
 
 
@@ -50,8 +51,7 @@ class PagedRunner:
         batch = ForwardBatch(
             torch.tensor(tokens),
             torch.tensor(positions),
-            torch.tensor(slots),
-            AttentionPlan(spans, self._block_size),
+            PagedRows(torch.tensor(slots), AttentionPlan(spans, self._block_size)),
             None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64),
         )
         with torch.inference_mode():

@@ -21,7 +21,7 @@ from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Request, SamplingParams
 from moeserve.scheduler import Scheduler
-from moeserve.steps import Executor, LaunchingExecutor, OverlappedSteps, PlainSteps, StepLoop
+from moeserve.steps import Executor, Steps
 from radix_cache import PrefixCache
 
 MAX_LEN, NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 32, 24, 4, 4, 8
@@ -80,20 +80,18 @@ class RankCase:
         return GpuExpertSettings(size, 0, "lru", Path(self.model).parent / "store", None, prefetch=self.prefetch)
 
 
-def serve(case: RankCase, kv: KvBudget, num_ranks: int, executor: Executor) -> Said:
-    """What the requests are told by ranks with this much memory each."""
-    launching = executor if case.ahead and isinstance(executor, LaunchingExecutor) else None
+def serve(case: RankCase, kv: KvBudget, num_ranks: int, executor: Executor, depth: int | None = None) -> Said:
+    """What the requests are told by ranks with this much memory each. depth: as the case says if None."""
+    depth = int(case.ahead) if depth is None else depth
     scheduler = Scheduler(
         [PrefixCache(kv.num_blocks, BLOCK_SIZE) for _ in range(num_ranks)],
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS,
         max_num_queued_reqs=9,
         max_model_len=MAX_LEN,
-        run_ahead=launching is not None,
+        run_ahead=depth > 0,
     )
-    steps: StepLoop = PlainSteps(scheduler, executor)
-    if launching is not None:
-        steps = OverlappedSteps(scheduler, launching)
+    steps = Steps(scheduler, executor, depth)
     sampling = SamplingParams(max_tokens=case.max_tokens, temperature=0.0, logprobs=0)
     said: Said = []
     for turn in range(100):

@@ -14,8 +14,9 @@ import pytest
 import zmq
 
 from moeserve.engine import Engine, EngineSocket, HeartbeatThread
-from moeserve.plan import ChunkResult, FinishReason, SamplingParams, StepPlan, StepResult
+from moeserve.plan import ChunkResult, Computed, FinishReason, SamplingParams, StepPlan, StepResult
 from moeserve.scheduler import Scheduler
+from moeserve.steps import Steps
 from moeserve.wire import (
     PROTOCOL_VERSION,
     Abort,
@@ -65,7 +66,7 @@ class CountingExecutor:
     def __init__(self) -> None:
         self.gate = threading.Semaphore(10**6)
 
-    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+    def launch(self, plans: Sequence[StepPlan]) -> Computed[list[StepResult]]:
         (plan,) = plans
         self.gate.acquire()
         results = []
@@ -76,7 +77,7 @@ class CountingExecutor:
                 results.append(ChunkResult(error="not finite"))
             else:
                 results.append(ChunkResult(chunk.token_ids[-1] + 1))
-        return [StepResult(plan.step, results)]
+        return Computed([StepResult(plan.step, results)])
 
     def check(self) -> None:
         """Nothing can be missing."""
@@ -133,7 +134,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     cache = PrefixCache(32, 4)
     scheduler = Scheduler([cache], max_num_seqs=2, max_num_batched_tokens=8, max_num_queued_reqs=1, max_model_len=64)
     executor = CountingExecutor()
-    engine = Engine(socket, scheduler, [cache], executor, READY)
+    engine = Engine(socket, scheduler, [cache], Steps(scheduler, executor, depth=0), READY)
     stop = threading.Event()
     thread = threading.Thread(target=engine.run, args=(stop,))
     served = Served(Client(None), executor, stop, thread, context, address, scheduler)  # type: ignore[arg-type]

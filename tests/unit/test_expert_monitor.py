@@ -11,11 +11,11 @@ from experts.placement import Placement, contiguous
 from experts.predictor import SourceRecall
 from experts.rebalance import RebalanceStats
 from experts.residency import ExpertMemoryStats, ResidencyCounters
-from experts.routing import RoutingRecorder, RoutingShape, RoutingStatistics, StatisticsSpec
+from experts.routing import RoutingShape, RoutingStatistics, StatisticsSpec
 from experts.routing_files import RequestRows, load_trace
 from moeserve.config import ServeConfig
 from moeserve.experts.monitor import ExpertCommandError, ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
-from moeserve.experts.observe import ExpertRecording
+from moeserve.experts.observe import ExpertRecording, RecordingPlan
 from moeserve.frontend.metrics import feature_metrics
 from moeserve.wire import FeatureSamples
 
@@ -26,7 +26,7 @@ PLACEMENT = contiguous(2, 4, 2)
 
 def recording(path: Path | None = None, placement: Placement | None = PLACEMENT) -> ExpertRecording:
     statistics = RoutingStatistics(StatisticsSpec(2, 4, 1, half_life=10**12))
-    made = ExpertRecording(RoutingShape(2, 4, 1, last_is_sparse=False), RoutingRecorder(statistics), "key", path)
+    made = ExpertRecording(RecordingPlan(RoutingShape(2, 4, 1, last_is_sparse=False), statistics, "key", path))
     made.add(0, IDS, [5, 6, 7, 8], placement)
     return made
 

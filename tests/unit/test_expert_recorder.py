@@ -1,4 +1,4 @@
-"""From the bytes that a rank hears to statistics, and the executor that brings them together."""
+"""From the bytes that a rank hears to statistics, and the recording that brings them together."""
 
 import json
 from array import array
@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from experts.placement import contiguous
 from experts.routing import NOT_COMPUTED, RoutingRecorder, RoutingShape, RoutingStatistics, StatisticsSpec, unpack
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.experts.observe import (
     ExpertRecording,
-    RecordingExecutor,
-    RecordingLauncher,
-    TappedRunner,
-    open_recording,
+    RecordingPlan,
+    plan_recording,
     routing_shape,
 )
 from moeserve.model.families import build_spec
+from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult
 
 LAYERS, EXPERTS, TOP_K = 3, 6, 2
@@ -87,16 +87,8 @@ def test_a_row_that_a_layer_left_out_counts_in_the_other_layers_only():
     assert statistics.recent().shape[1] == 1
 
 
-class Ranks:
-    """An executor whose ranks answer with given routing."""
-
-    def __init__(self, heard: list[bytes | None]) -> None:
-        self.heard = heard
-
-    def run(self, plans: list[StepPlan]) -> list[StepResult]:
-        return [StepResult(plan.step, [], routing) for plan, routing in zip(plans, self.heard, strict=True)]
-
-    def check(self) -> None: ...
+def new_recording(*listeners: object) -> ExpertRecording:
+    return ExpertRecording(RecordingPlan(SHAPE, RoutingStatistics(SPEC), "key"), listeners=listeners)
 
 
 def test_the_routing_of_all_ranks_is_counted_with_its_tokens():
@@ -106,9 +98,9 @@ def test_the_routing_of_all_ranks_is_counted_with_its_tokens():
         StepPlan(1, []),
         StepPlan(1, [chunk([9], draws=True)]),
     ]
-    recording = ExpertRecording(SHAPE, RoutingRecorder(RoutingStatistics(SPEC)), "key")
-    executor = RecordingExecutor(Ranks([as_heard(first, [2]), b"", as_heard(second, [0])]), recording)
-    executor.run(plans)
+    recording, heard = new_recording(), [as_heard(first, [2]), b"", as_heard(second, [0])]
+    recording.begin(plans)
+    recording.end(plans, [StepResult(plan.step, [], routing) for plan, routing in zip(plans, heard, strict=True)])
     statistics = recording.statistics()
     assert statistics.load().sum(axis=1) == pytest.approx([8, 8, 4], rel=1e-3)
     for token_id, chosen in ((4, first[0, 0]), (9, second[0, 0])):
@@ -118,24 +110,30 @@ def test_the_routing_of_all_ranks_is_counted_with_its_tokens():
 
 
 def test_tokens_that_a_step_was_planned_without_are_those_that_the_one_before_drew():
-    class Launching(Ranks):
-        def launch(self, plans):
-            (plan,) = plans
-            drawn = {1: [None, 7, 9], 2: [3, 4]}[plan.step]
-            heard = as_heard(routing(plan.num_tokens, plan.step), [plan.num_tokens - 2, plan.num_tokens - 1])
-            return lambda: [StepResult(plan.step, [ChunkResult(token) for token in drawn], heard)]
-
-    recording = ExpertRecording(SHAPE, RoutingRecorder(RoutingStatistics(SPEC)), "key")
     heard: list[list[int]] = []
-    recording.listeners = [Hearing(heard)]
-    executor = RecordingLauncher(Launching([]), recording)
+    recording = new_recording(Hearing(heard))
     first = StepPlan(1, [chunk([4, 5], draws=False), chunk([6], draws=True), chunk([8], draws=True)])
     second = StepPlan(2, [chunk([0], draws=True), chunk([0], draws=True)])
     second.chunks[0].drawn_by, second.chunks[1].drawn_by = 1, 0
-    waits = [executor.launch([plan]) for plan in (first, second)]
-    assert [wait()[0].step for wait in waits] == [1, 2]
+    for plan in (first, second):
+        recording.begin([plan])
+    for plan, drawn in ((first, [None, 7, 9]), (second, [3, 4])):
+        routed = as_heard(routing(plan.num_tokens, plan.step), [plan.num_tokens - 2, plan.num_tokens - 1])
+        recording.end([plan], [StepResult(plan.step, [ChunkResult(token) for token in drawn], routed)])
     recording.gather()
     assert heard == [[4, 5, 6, 8], [9, 7]]
+
+
+def test_rows_are_counted_by_the_placement_with_which_their_step_began():
+    placements = [contiguous(LAYERS, EXPERTS, 2), None]
+    recording = ExpertRecording(RecordingPlan(SHAPE, RoutingStatistics(SPEC), "key"), lambda: placements.pop(0))
+    plans = [[StepPlan(step, [chunk([4, 5], draws=True)])] for step in (1, 2)]
+    for plan in plans:
+        recording.begin(plan)
+    for plan in plans:
+        recording.end(plan, [StepResult(1, [ChunkResult(3)], as_heard(routing(2), [1]))])
+    recording.gather()
+    assert recording.remote_ranks.num_rows == 5
 
 
 class Hearing:
@@ -147,25 +145,6 @@ class Hearing:
     def add(self, ids, token_ids):
         assert ids.shape[1] == len(token_ids)
         self._heard.append(list(token_ids))
-
-
-def test_a_runner_with_a_tap_gives_what_was_heard_in_that_step():
-    class Tap:
-        heard = b"before"
-
-        def begin(self) -> None:
-            self.heard = b""
-
-        def take(self) -> bytes:
-            return self.heard
-
-    class Runner:
-        def run(self, plan: StepPlan) -> StepResult:
-            tap.heard += b"now"
-            return StepResult(plan.step, [])
-
-    tap = Tap()
-    assert TappedRunner(Runner(), tap).run(StepPlan(7, [])).routing == b"now"
 
 
 MIXTRAL = {
@@ -186,6 +165,11 @@ MIXTRAL = {
 def model(folder: Path, **changes: object) -> Path:
     (folder / "config.json").write_text(json.dumps(MIXTRAL | changes))
     return folder
+
+
+def open_recording(config: ServeConfig, folder: Path, spec: DecoderSpec) -> ExpertRecording | None:
+    plan = plan_recording(config, folder, spec)
+    return None if plan is None else ExpertRecording(plan)
 
 
 def test_a_file_is_saved_and_begun_with_again(tmp_path: Path):

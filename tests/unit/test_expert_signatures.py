@@ -12,7 +12,7 @@ from experts.prefix_warmth import PrefixWarmth
 from experts.residency import Priority, ResidencyControl, lru
 from experts.routing import RoutingShape
 from experts.signatures import MAX_SIGNATURE_BYTES, decode_signature, encode_signature, merge_signatures
-from moeserve.experts.observe import AnnotatingRunner
+from moeserve.experts.observe import PrefixSigner
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
@@ -39,25 +39,25 @@ def test_bytes_of_other_sizes_are_no_signature() -> None:
         decode_signature(b"\xff" * len(encode_signature(np.zeros((20, 300), np.float32))), 20, 300)
 
 
-class Router:
-    """Computes nothing; the token id is the expert that a token chooses, in each layer."""
-
-    def run(self, plan: StepPlan) -> StepResult:
-        ids = [token for chunk in plan.chunks for token in chunk.token_ids]
-        last = [chunk.token_ids[-1] for chunk in plan.chunks if chunk.sampling is not None]
-        return StepResult(plan.step, [ChunkResult() for _ in plan.chunks], routing=bytes(ids + last))
+def routed(plan: StepPlan) -> StepResult:
+    """The token id is the expert that a token chooses, in each layer."""
+    ids = [token for chunk in plan.chunks for token in chunk.token_ids]
+    last = [chunk.token_ids[-1] for chunk in plan.chunks if chunk.sampling is not None]
+    return StepResult(plan.step, [ChunkResult() for _ in plan.chunks], routing=bytes(ids + last))
 
 
 def chunk(name: str, start: int, token_ids: list[int], sampled: bool = True) -> Chunk:
     return Chunk(name, array("i", token_ids), start, array("i", [0]), GREEDY if sampled else None)
 
 
-def annotating(block_size: int = 4) -> AnnotatingRunner:
-    return AnnotatingRunner(Router(), SHAPE, block_size, keeps_routing=True)
+def signer_of(block_size: int = 4) -> PrefixSigner:
+    return PrefixSigner(SHAPE, block_size, keeps_routing=True)
 
 
-def signatures(runner: AnnotatingRunner, *chunks: Chunk) -> list[list[list[float]] | None]:
-    result = runner.run(StepPlan(1, list(chunks)))
+def signatures(signer: PrefixSigner, *chunks: Chunk) -> list[list[list[float]] | None]:
+    plan = StepPlan(1, list(chunks))
+    result = routed(plan)
+    signer.end(plan, result)
     return [
         None if found.annotation is None else decode_signature(found.annotation, 2, 4).round(2).tolist()
         for found in result.chunks
@@ -65,41 +65,43 @@ def signatures(runner: AnnotatingRunner, *chunks: Chunk) -> list[list[list[float
 
 
 def test_a_chunk_of_a_prompt_is_described_by_its_rows_and_the_last_layer_by_those_it_computed() -> None:
-    first, second = signatures(annotating(), chunk("a", 0, [0, 0, 1, 2], sampled=False), chunk("b", 8, [3] * 5))
+    first, second = signatures(signer_of(), chunk("a", 0, [0, 0, 1, 2], sampled=False), chunk("b", 8, [3] * 5))
     assert first == [[0.5, pytest.approx(0.25, abs=0.01), pytest.approx(0.25, abs=0.01), 0], [0, 0, 0, 0]]
     assert second == [[0, 0, 0, 1], [0, 0, 0, 1]]
 
 
 def test_a_chunk_that_ends_no_block_is_described_with_what_follows() -> None:
-    runner = annotating()
-    assert signatures(runner, chunk("a", 0, [1, 1, 1], sampled=False)) == [None]
-    assert signatures(runner, chunk("a", 3, [2, 2, 2])) == [[[0, 0.5, 0.5, 0], [0, 0, 1, 0]]]
+    signer = signer_of()
+    assert signatures(signer, chunk("a", 0, [1, 1, 1], sampled=False)) == [None]
+    assert signatures(signer, chunk("a", 3, [2, 2, 2])) == [[[0, 0.5, 0.5, 0], [0, 0, 1, 0]]]
 
 
 def test_tokens_that_come_one_by_one_are_described_together_where_a_block_ends() -> None:
-    runner = annotating(block_size=10)
-    found = [signatures(runner, chunk("a", position, [position % 2]))[0] for position in range(5, 85)]
+    signer = signer_of(block_size=10)
+    found = [signatures(signer, chunk("a", position, [position % 2]))[0] for position in range(5, 85)]
     assert [5 + index for index, one in enumerate(found) if one] == [69]
     assert found[64] == [[pytest.approx(0.5, abs=0.01), pytest.approx(0.5, abs=0.01), 0, 0]] * 2
 
 
 def test_what_a_request_saw_before_it_was_preempted_is_not_counted_twice() -> None:
-    runner = annotating()
-    signatures(runner, chunk("a", 0, [1, 1, 1], sampled=False))
-    assert signatures(runner, chunk("a", 0, [2, 2, 2, 2], sampled=False)) == [[[0, 0, 1, 0], [0, 0, 0, 0]]]
+    signer = signer_of()
+    signatures(signer, chunk("a", 0, [1, 1, 1], sampled=False))
+    assert signatures(signer, chunk("a", 0, [2, 2, 2, 2], sampled=False)) == [[[0, 0, 1, 0], [0, 0, 0, 0]]]
 
 
 def test_requests_that_are_over_are_forgotten() -> None:
-    runner = annotating()
+    signer = signer_of()
     for number in range(300):
-        signatures(runner, chunk(f"r{number}", 0, [1]))
-    assert len(runner._seen) <= 128
+        signatures(signer, chunk(f"r{number}", 0, [1]))
+    assert len(signer._seen) <= 128
 
 
 def test_routing_that_nobody_else_wants_ends_here() -> None:
     plan = StepPlan(1, [chunk("a", 0, [1])])
-    assert annotating().run(plan).routing is not None
-    assert AnnotatingRunner(Router(), SHAPE, 4, keeps_routing=False).run(plan).routing is None
+    for keeps_routing in (True, False):
+        result = routed(plan)
+        PrefixSigner(SHAPE, 4, keeps_routing=keeps_routing).end(plan, result)
+        assert (result.routing is not None) == keeps_routing
 
 
 def control_of(num_slots: int) -> ResidencyControl:

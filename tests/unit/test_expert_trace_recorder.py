@@ -7,9 +7,9 @@ import pytest
 
 from experts.placement import contiguous, remote_ranks
 from experts.rebalance import RemoteRanks
-from experts.routing import NOT_COMPUTED, RoutingRecorder, RoutingShape, RoutingStatistics, StatisticsSpec
+from experts.routing import NOT_COMPUTED, RoutingShape, RoutingStatistics, StatisticsSpec
 from experts.routing_files import UNKNOWN_TOKEN, RequestRows, TraceRecorder, load_trace
-from moeserve.experts.observe import ExpertRecording
+from moeserve.experts.observe import ExpertRecording, RecordingPlan
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 SHAPE = RoutingShape(LAYERS, EXPERTS, TOP_K)
@@ -26,7 +26,7 @@ def rows(request: str, count: int, start: int = 0, prefix: int = 0) -> RequestRo
 
 def recording(path: Path | None = None) -> ExpertRecording:
     statistics = RoutingStatistics(StatisticsSpec(LAYERS, EXPERTS, TOP_K))
-    return ExpertRecording(SHAPE, RoutingRecorder(statistics), "key", trace_path=path)
+    return ExpertRecording(RecordingPlan(SHAPE, statistics, "key", trace_path=path))
 
 
 def test_a_trace_names_requests_and_leaves_the_last_layer_out():

@@ -14,7 +14,6 @@ from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResu
 from moeserve.ranks.messages import Forward, LayerLoaded, PlaceLayer, RankResult, Shutdown, StepRows
 from moeserve.ranks.steps import RankSteps
 from moeserve.ranks.transport import BeatThread, RankLink
-from moeserve.steps import LaunchedStep
 from moeserve.wire import decode_result, encode_plan
 
 
@@ -62,12 +61,9 @@ class Service:
     def begin_step(self, rows: StepRows) -> None:
         assert rows.only_decodes
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> Step:
         self.log.append(f"launch {plan.step}")
         return Step(self, plan)
-
-    def run(self, plan: StepPlan) -> StepResult:
-        raise NotImplementedError
 
     def begin(self, migration: Migration) -> None:
         self.log.append(f"load {migration.version}")
@@ -97,11 +93,12 @@ class Step:
     def __init__(self, service: Service, plan: StepPlan) -> None:
         self._service, self._plan = service, plan
 
-    def is_done(self) -> bool:
+    @property
+    def done(self) -> bool:
         return self._plan.step in self._service.done
 
     def result(self) -> StepResult:
-        assert self.is_done()
+        assert self.done
         return StepResult(self._plan.step, [ChunkResult(1)])
 
 
@@ -127,7 +124,7 @@ def test_a_rank_switches_placements_between_the_steps_that_say_so() -> None:
 
 def test_a_rank_whose_collective_fails_waits_for_rank_0_to_end() -> None:
     class Failing(Service):
-        def launch(self, plan: StepPlan) -> LaunchedStep:
+        def launch(self, plan: StepPlan) -> Step:
             raise CollectiveError("timed out")
 
         def receive(self, on_wait: Callable[[], None] = lambda: None) -> Any:

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from experts.errors import CollectiveError
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from moeserve.ranks.meeting import Meeting
-from moeserve.ranks.messages import Forward, Joined, RankBeat, RankError, RankResult, Shutdown, StepRows
-from moeserve.ranks.steps import RankedExecutor, RankedLauncher, ranked_executor
+from moeserve.ranks.messages import Forward, Joined, LayerLoaded, RankBeat, RankError, RankResult, Shutdown, StepRows
+from moeserve.ranks.steps import RankedExecutor
 from moeserve.ranks.transport import RankHub, RankLink
-from moeserve.steps import LaunchedStep
 from moeserve.wire import DecodeError, decode_plan, decode_result, encode_result
 
 LOGPROBS = st.builds(
@@ -59,44 +58,32 @@ def test_what_is_no_result_is_refused(data: bytes) -> None:
 
 
 class FirstRank:
-    """Computes rank 0's part; fails its collective if told so."""
+    """Launches rank 0's part and keeps a log; fails its collective if told so, when the step is waited for."""
 
     def __init__(self) -> None:
         self.fails = False
         self.rows: StepRows | None = None
+        self.log: list[str] = []
 
     def begin_step(self, rows: StepRows) -> None:
         self.rows = rows
 
-    def run(self, plan: StepPlan) -> StepResult:
-        if self.fails:
-            raise CollectiveError("timed out")
-        return StepResult(plan.step, [ChunkResult(1) for _ in plan.chunks])
-
-
-class LaunchingFirstRank(FirstRank):
-    """The same, on a device with a queue; keeps a log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[str] = []
-
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: StepPlan) -> LoggedStep:
         self.log.append(f"launch {plan.step}")
         return LoggedStep(self, plan)
 
 
 @dataclass
 class LoggedStep:
-    _runner: LaunchingFirstRank
+    _rank: FirstRank
     _plan: StepPlan
-
-    def is_done(self) -> bool:
-        return True
+    done: bool = True
 
     def result(self) -> StepResult:
-        self._runner.log.append(f"wait {self._plan.step}")
-        return self._runner.run(self._plan)
+        self._rank.log.append(f"wait {self._plan.step}")
+        if self._rank.fails:
+            raise CollectiveError("timed out")
+        return StepResult(self._plan.step, [ChunkResult(1) for _ in self._plan.chunks])
 
 
 @dataclass
@@ -106,6 +93,7 @@ class Group:
     executor: RankedExecutor
     link: RankLink
     process: subprocess.Popen[bytes]
+    heard: list[object]
 
 
 @pytest.fixture
@@ -123,8 +111,17 @@ def group(tmp_path: Path) -> Iterator[Group]:
     link.send(Joined(1, process.pid, "name", "here", "software", "model"))
     assert hub.gather(Joined, threading.Event())
     hub.watch("here")
-    first = FirstRank()
-    yield Group(first, hub, ranked_executor(first, first, hub, timeout=0.3, num_entered=lambda: 5), link, process)
+    first, heard = FirstRank(), list[object]()
+    executor = RankedExecutor(
+        first,
+        first,
+        hub,
+        timeout=0.3,
+        num_entered=lambda: 5,
+        placement_version=lambda: 4,
+        heed=[heard.append],
+    )
+    yield Group(first, hub, executor, link, process, heard)
     process.kill()
     process.wait()
     hub.close()
@@ -138,59 +135,51 @@ def make_plans(step: int = 9) -> list[StepPlan]:
     return [StepPlan(step, [decode]), StepPlan(step, [prompt, decode])]
 
 
-def launcher_of(group: Group) -> tuple[LaunchingFirstRank, RankedLauncher]:
-    first = LaunchingFirstRank()
-    executor = ranked_executor(first, first, group.hub, timeout=0.3, num_entered=lambda: 5)
-    assert isinstance(executor, RankedLauncher)
-    return first, executor
-
-
 def test_a_step_is_announced_before_the_results_of_the_one_before_have_come(group: Group) -> None:
-    first, executor = launcher_of(group)
-    results = [executor.launch(make_plans(step)) for step in (1, 2)]
+    pending = [group.executor.launch(make_plans(step)) for step in (1, 2)]
     steps = [group.link.receive() for _ in range(2)]
     assert [decode_plan(step.plan).step for step in steps] == [1, 2]
     # Of several ranks one may be a step ahead of another's message.
     for step, token in ((2, 8), (1, 7)):
         group.link.send(RankResult(1, encode_result(StepResult(step, [ChunkResult(), ChunkResult(token)]))))
-    assert [results[step]()[1].chunks[1].token_id for step in range(2)] == [7, 8]
-    assert first.log == ["launch 1", "launch 2", "wait 1", "wait 2"]
+    assert [pending[step].result()[1].chunks[1].token_id for step in range(2)] == [7, 8]
+    assert group.first.log == ["launch 1", "launch 2", "wait 1", "wait 2"]
 
 
 def test_what_is_in_flight_is_computed_before_the_others_are_let_go(group: Group) -> None:
-    first, executor = launcher_of(group)
-    executor.launch(make_plans(1))
+    group.executor.launch(make_plans(1))
     group.link.send(RankResult(1, encode_result(StepResult(1, [ChunkResult(), ChunkResult(7)]))))
-    executor.close()
-    assert first.log == ["launch 1", "wait 1"]
+    group.executor.close()
+    assert group.first.log == ["launch 1", "wait 1"]
     assert [type(group.link.receive()) for _ in range(2)] == [Forward, Shutdown]
 
 
 def test_who_is_late_in_a_step_in_flight_is_named(group: Group) -> None:
-    _, executor = launcher_of(group)
-    first, second = (executor.launch(make_plans(step)) for step in (1, 2))
+    first, second = (group.executor.launch(make_plans(step)) for step in (1, 2))
     group.link.send(RankResult(1, encode_result(StepResult(1, [ChunkResult(), ChunkResult(7)]))))
-    first()
+    first.result()
     with pytest.raises(RankError, match=r"Rank 1 \(process \d+\) hung: it did not finish step 2"):
-        second()
+        second.result()
 
 
 def test_a_collective_that_fails_in_flight_is_laid_to_a_rank(group: Group) -> None:
-    first, executor = launcher_of(group)
-    results = executor.launch(make_plans())
-    first.fails = True
+    pending = group.executor.launch(make_plans())
+    group.first.fails = True
     with pytest.raises(RankError, match=r"Rank 1 .* gives no sign of life"):
-        results()
+        pending.result()
 
 
 def test_a_step_goes_out_to_the_ranks_and_its_results_come_home(group: Group) -> None:
     plans = make_plans()
+    group.link.send(LayerLoaded(1, 2, None))
     group.link.send(RankResult(1, encode_result(StepResult(9, [ChunkResult(), ChunkResult(7)]))))
-    results = group.executor.run(plans)
+    results = group.executor.launch(plans).result()
     assert [[chunk.token_id for chunk in result.chunks] for result in results] == [[1], [None, 7]]
+    assert group.heard == [LayerLoaded(1, 2, None)]
     step = group.link.receive()
     assert isinstance(step, Forward)
     assert decode_plan(step.plan) == plans[1]
+    assert step.placement_version == 4
     assert StepRows(step.num_rows, step.num_logit_rows, step.only_decodes) == group.first.rows
     assert group.first.rows == StepRows([1, 4], [1, 1], only_decodes=False)
     group.executor.close()
@@ -199,13 +188,13 @@ def test_a_step_goes_out_to_the_ranks_and_its_results_come_home(group: Group) ->
 
 def test_a_missing_result_is_laid_to_its_rank(group: Group) -> None:
     with pytest.raises(RankError, match=r"Rank 1 \(process \d+\) hung: it did not finish step 9"):
-        group.executor.run(make_plans())
+        group.executor.launch(make_plans()).result()
 
 
 def test_a_rank_that_gives_no_sign_of_life_is_named(group: Group) -> None:
     group.first.fails = True
     with pytest.raises(RankError, match=r"Rank 1 .* gives no sign of life"):
-        group.executor.run(make_plans())
+        group.executor.launch(make_plans()).result()
 
 
 @pytest.mark.parametrize(("entered", "sentence"), [(4, "Rank 1 .* hung: the others waited"), (5, "cannot reach")])
@@ -220,7 +209,7 @@ def test_the_rank_that_is_behind_is_named(group: Group, entered: int, sentence: 
     beats = threading.Thread(target=beat)
     beats.start()
     with pytest.raises(RankError, match=sentence):
-        group.executor.run(make_plans())
+        group.executor.launch(make_plans()).result()
     stop.set()
     beats.join()
 
@@ -230,7 +219,7 @@ def test_a_dead_rank_is_named(group: Group, is_busy: bool) -> None:
     group.process.kill()
     group.process.wait()
     with pytest.raises(RankError, match=r"Rank 1 .* died"):
-        group.executor.run(make_plans()) if is_busy else group.executor.check()
+        group.executor.launch(make_plans()).result() if is_busy else group.executor.check()
 
 
 def test_a_rank_that_falls_silent_while_nothing_is_to_be_done_is_named(group: Group) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from experts.placement import Placement, Ranks, contiguous, refilled
 from experts.rebalance import ExpertMigrator, Migration, Outcome, RebalancePolicy, Rebalancer
-from moeserve.experts.rebalancing import RebalancingExecutor, RebalancingLauncher, follow
-from moeserve.plan import StepPlan, StepResult
+from moeserve.experts.rebalancing import Rebalancing, follow
+from moeserve.plan import StepPlan
 from moeserve.ranks.messages import DropLayer, LayerLoaded, PlaceLayer, ToRank
 
+PLANS = [StepPlan(0, []), StepPlan(0, [])]
 SKEWED = np.array([[0, 1, 0, 1, 0, 2, 4, 6] * 200])
 
 
@@ -72,48 +72,40 @@ class Rank:
         return outcome
 
 
-class Steps:
-    """Rank 1 behind the wire: follows what it is told, computes at the version that a step names."""
+class Service:
+    """Rank 1 is behind the wire: it follows what it is told, and switches to the version that a step names."""
 
-    def __init__(self, other: Rank) -> None:
-        self.placement_version = 0
-        self.on_loaded = lambda loaded: None
-        self.other = other
+    def __init__(self) -> None:
+        self.ranks = Rank(0), Rank(1)
         self.told: list[ToRank] = []
         self.reports = True
+        self.now = 0.0
+        self.rebalancer = Rebalancer(contiguous(1, 8, 2), RebalancePolicy(0.05), interval=2, timeout=50)
+        self.rebalancing = Rebalancing(self.rebalancer, self.ranks[0].migrator, self.tell, lambda: self.now)
 
-    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
-        if self.placement_version != self.other.migrator.version:
-            self.other.migrator.switch(self.placement_version)
-        if self.reports and (outcome := self.other.migrator.outcome()):
-            self.on_loaded(LayerLoaded(1, outcome.version, outcome.error))
-        return [StepResult(plan.step, []) for plan in plans]
-
-    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
-        results = self.run(plans)
-        return lambda: results
+    @property
+    def version(self) -> int:
+        """Of rank 0, which its steps name."""
+        return self.ranks[0].migrator.version
 
     def tell(self, message: ToRank) -> None:
         self.told.append(message)
         assert isinstance(message, PlaceLayer | DropLayer)
-        follow(message, self.other.migrator)
+        follow(message, self.ranks[1].migrator)
 
-    def check(self) -> None: ...
-
-
-class Service:
-    def __init__(self) -> None:
-        self.ranks = Rank(0), Rank(1)
-        self.steps = Steps(self.ranks[1])
-        self.now = 0.0
-        self.rebalancer = Rebalancer(contiguous(1, 8, 2), RebalancePolicy(0.05), interval=2, timeout=50)
-        self.executor = RebalancingExecutor(self.steps, self.rebalancer, self.ranks[0].migrator, lambda: self.now)
+    def launch(self) -> None:
+        self.now += 1
+        self.rebalancing.begin(PLANS)
+        other = self.ranks[1].migrator
+        if self.version != other.version:
+            other.switch(self.version)
+        if self.reports and (outcome := other.outcome()):
+            self.rebalancing.heed(LayerLoaded(1, outcome.version, outcome.error))
 
     def step(self) -> None:
-        self.now += 1
-        self.executor.run([StepPlan(0, []), StepPlan(0, [])])
-        versions = {rank.migrator.version for rank in self.ranks}
-        assert versions == {self.steps.placement_version}
+        self.launch()
+        self.rebalancing.end(PLANS, [])
+        assert {rank.migrator.version for rank in self.ranks} == {self.version}
         assert self.ranks[0].slots.placement == self.ranks[1].slots.placement == self.rebalancer.placement
         for rank in self.ranks:
             rank.slots.check()
@@ -131,19 +123,19 @@ def test_all_ranks_switch_before_the_same_step_once_the_slowest_has_read() -> No
     other.gate.clear()
     service.step()
     service.step()
-    assert isinstance(service.steps.told[-1], PlaceLayer)
+    assert isinstance(service.told[-1], PlaceLayer)
     first.migrator._reading.exception(timeout=30)  # type: ignore[union-attr]
     for _ in range(3):
         service.step()
-        assert service.steps.placement_version == 0
-    assert service.executor.stats().layer_in_progress == 0
+        assert service.version == 0
+    assert service.rebalancing.stats().layer_in_progress == 0
     other.gate.set()
     other.migrator._reading.exception(timeout=30)  # type: ignore[union-attr]
     service.step()
     service.step()
-    assert service.steps.placement_version == 1
+    assert service.version == 1
     assert first.slots.placement != contiguous(1, 8, 2)
-    stats = service.executor.stats()
+    stats = service.rebalancing.stats()
     assert (stats.num_migrations, stats.layer_in_progress, stats.seconds_since_success) == (1, None, 0.0)
     assert stats.num_experts_loaded == len(first.read) + len(other.read) > 0
     assert stats.steady_step_p99 == 0.0
@@ -152,21 +144,18 @@ def test_all_ranks_switch_before_the_same_step_once_the_slowest_has_read() -> No
 
 def test_where_steps_are_queued_ranks_switch_before_the_same_step_and_its_time_is_its_own() -> None:
     service = skewed_service()
-    executor = RebalancingLauncher(service.steps, service.rebalancer, service.ranks[0].migrator, lambda: service.now)
-    waits = []
     for step in range(8):
-        service.now += 1
-        waits.append(executor.launch([StepPlan(step, []), StepPlan(step, [])]))
-        assert {rank.migrator.version for rank in service.ranks} == {service.steps.placement_version}
+        service.launch()
+        assert {rank.migrator.version for rank in service.ranks} == {service.version}
         if step:
-            waits.pop(0)()
+            service.rebalancing.end(PLANS, [])
         for rank in service.ranks:
             if (reading := rank.migrator._reading) is not None:
                 reading.exception(timeout=30)
-    assert service.steps.placement_version == 1
+    assert service.version == 1
     assert service.ranks[0].slots.placement == service.ranks[1].slots.placement == service.rebalancer.placement
     # Each is waited for a turn late, and lasts from the end of the one before.
-    assert executor.stats().steady_step_p99 == 1.0
+    assert service.rebalancing.stats().steady_step_p99 == 1.0
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -179,12 +168,12 @@ def test_a_rank_that_cannot_read_leaves_all_where_they_were(rank: int) -> None:
         each.migrator._reading.exception(timeout=30)  # type: ignore[union-attr]
     service.step()
     service.step()
-    stats = service.executor.stats()
+    stats = service.rebalancing.stats()
     assert stats.num_migrations == 0
     assert stats.num_failures >= 1
     assert stats.last_error == f"rank {rank}: OSError: the disk is gone"
-    assert service.steps.placement_version == 0
-    assert DropLayer(1) in service.steps.told
+    assert service.version == 0
+    assert DropLayer(1) in service.told
     service.ranks[rank].fails = False
     service.rebalancer.window.add(SKEWED[..., None].astype(np.int16))
     for _ in range(8):
@@ -192,18 +181,18 @@ def test_a_rank_that_cannot_read_leaves_all_where_they_were(rank: int) -> None:
         for each in service.ranks:
             if each.migrator._reading is not None:
                 each.migrator._reading.exception(timeout=30)
-    assert service.executor.stats().num_migrations >= 1
+    assert service.rebalancing.stats().num_migrations >= 1
 
 
 def test_a_rank_that_is_silent_for_too_long_ends_the_attempt() -> None:
     service = skewed_service()
-    service.steps.reports = False
+    service.reports = False
     service.step()
     service.step()
     service.step()
     service.now += 60
     service.step()
-    assert service.executor.stats().last_error == "rank 1 has not loaded in 50 s"
+    assert service.rebalancing.stats().last_error == "rank 1 has not loaded in 50 s"
     service.step()
 
 

@@ -1,33 +1,53 @@
-"""The overlapped loop against the plain one: the same outputs, with one step in flight, never two."""
+"""The engine's loop over steps: depth 1 gives the outputs of depth 0, with one step in flight, never two."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 
 from moeserve.plan import ChunkResult, FinishReason, Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduler import Scheduler
-from moeserve.steps import OverlappedSteps, PlainSteps, StepLoop
+from moeserve.steps import RanksObserver, Steps
 from radix_cache import PrefixCache
 
 
-class CountingDevice:
-    """Draws the next number after a chunk's last token. A step's token may come from the step before."""
+@dataclass
+class Logged:
+    """A step on the device's queue."""
+
+    log: list[str]
+    computed: StepResult
+    done: bool = False
+
+    def result(self) -> list[StepResult]:
+        self.log.append(f"wait {self.computed.step}")
+        return [self.computed]
+
+
+class CountingDevice(RanksObserver):
+    """Draws the next number after a chunk's last token. A step's token may come from the step before.
+
+    Observes the steps too: its log has all in order.
+    """
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self._drawn: list[int] = []
 
-    def run(self, plans: Sequence[StepPlan]) -> list[StepResult]:
-        return self.launch(plans)()
-
     def check(self) -> None:
         """Nothing can be missing."""
 
-    def launch(self, plans: Sequence[StepPlan]) -> Callable[[], list[StepResult]]:
+    def begin(self, plans: Sequence[StepPlan]) -> None:
+        self.log.append(f"begin {plans[0].step}")
+
+    def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
+        assert plans[0].step == results[0].step
+        self.log.append(f"end {plans[0].step}")
+
+    def launch(self, plans: Sequence[StepPlan]) -> Logged:
         (plan,) = plans
         self.log.append(f"launch {plan.step}")
         results, drawn = [], []
@@ -40,18 +60,14 @@ class CountingDevice:
             results.append(result)
         self._drawn = drawn
 
-        def wait() -> list[StepResult]:
-            self.log.append(f"wait {plan.step}")
-            return [StepResult(plan.step, results)]
-
-        return wait
+        return Logged(self.log, StepResult(plan.step, results))
 
 
 @dataclass
 class Service:
     scheduler: Scheduler
     device: CountingDevice
-    steps: StepLoop
+    steps: Steps
 
     def serve(self) -> dict[str, tuple[list[int], FinishReason | None]]:
         told: dict[str, tuple[list[int], FinishReason | None]] = {}
@@ -64,18 +80,17 @@ class Service:
         return told
 
 
-def service(overlapped: bool) -> Service:
+def service(depth: int, *, observed: bool = False) -> Service:
     scheduler = Scheduler(
         [PrefixCache(40, 4)],
         max_num_seqs=4,
         max_num_batched_tokens=8,
         max_num_queued_reqs=9,
         max_model_len=100,
-        run_ahead=overlapped,
+        run_ahead=depth > 0,
     )
     device = CountingDevice()
-    steps = OverlappedSteps(scheduler, device) if overlapped else PlainSteps(scheduler, device)
-    return Service(scheduler, device, steps)
+    return Service(scheduler, device, Steps(scheduler, device, depth, [device] if observed else []))
 
 
 def add(service: Service, name: str, prompt: list[int], **sampling: object) -> None:
@@ -83,10 +98,10 @@ def add(service: Service, name: str, prompt: list[int], **sampling: object) -> N
     service.scheduler.add(Request(name, array("i", prompt), params))
 
 
-def test_both_loops_tell_the_same() -> None:
+def test_both_depths_tell_the_same() -> None:
     told = []
-    for overlapped in (False, True):
-        served = service(overlapped)
+    for depth in (0, 1):
+        served = service(depth)
         add(served, "stops", [1, 2, 3], stop_token_ids=(6,))
         add(served, "long prompt", list(range(100, 120)))
         add(served, "one token", [50], max_tokens=1)
@@ -100,19 +115,33 @@ def test_both_loops_tell_the_same() -> None:
 
 
 def test_the_next_step_is_queued_before_the_last_one_is_waited_for() -> None:
-    served = service(overlapped=True)
+    served = service(depth=1)
     add(served, "a", [1], max_tokens=3)
     served.serve()
     assert served.device.log == ["launch 1", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"]
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-def test_an_idle_loop_has_nothing_to_do(overlapped: bool) -> None:
-    assert service(overlapped).steps.advance() is None
+@pytest.mark.parametrize(
+    ("depth", "log"),
+    [
+        (0, ["begin 1", "launch 1", "wait 1", "end 1", "begin 2", "launch 2", "wait 2", "end 2"]),
+        (1, ["begin 1", "launch 1", "begin 2", "launch 2", "wait 1", "end 1", "wait 2", "end 2"]),
+    ],
+)
+def test_observers_hear_of_a_step_before_its_launch_and_when_its_results_are_there(depth: int, log: list[str]) -> None:
+    served = service(depth, observed=True)
+    add(served, "a", [1], max_tokens=2)
+    served.serve()
+    assert served.device.log == log
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_idle_loop_has_nothing_to_do(depth: int) -> None:
+    assert service(depth).steps.advance() is None
 
 
 def test_the_step_number_is_that_of_the_last_commit() -> None:
-    served = service(overlapped=True)
+    served = service(depth=1)
     add(served, "a", [1], max_tokens=2)
     assert served.steps.advance() == []
     assert served.steps.step == 0

@@ -1,0 +1,244 @@
+"""The operations of a decoder on a GPU. They wait for nothing, and a CUDA graph can record them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kernels.activation import Activation, glu
+from kernels.gpu.attention import ExtendRun, PagedContext, Partials, Scoring, paged_attention
+from kernels.gpu.attention_config import PrefillConfig
+from kernels.gpu.attention_kernels import SplitWork
+from kernels.gpu.moe import TritonMoe
+from kernels.gpu.moe_config import WeightStorage
+from kernels.gpu.moe_gate import select_experts
+from kernels.gpu.moe_weights import GpuExperts, empty_weights, store_weights
+from kernels.gpu.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from kernels.gpu.rope_kv import norm_rope_write_kv
+from kernels.linear import Linear, TorchLinear
+from kernels.ops import ExpertMatrices, GatedBlock, HeadLinear, NormWeights, StepInputs
+from kernels.packed_experts import ExpertShape
+from kernels.specs import GateSpec
+
+
+@dataclass(slots=True)
+class Sequences:
+    """`kernels.ops.AttentionContext` on a GPU: the sequences of a step, those with one new token first, and scratch.
+
+    slots: [T] int64, -1 for rows that pad the batch. block_table: [S, N] int32. seq_lens: [S] int32 with the new
+    tokens, 0 for padding. query_starts: [S + 1] int32. works: a work list per window, of the first `num_decodes`.
+    prefill: how prompts of up to `max_query_len` tokens are computed; None where there are none. extends: short ones
+    among the prompts that are computed otherwise, by window; empty where there are none.
+    """
+
+    slots: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_starts: Tensor
+    num_decodes: int
+    max_query_len: int
+    block_size: int
+    works: Mapping[int | None, SplitWork]
+    partials: Partials
+    prefill: PrefillConfig | None = None
+    extends: Mapping[int | None, ExtendRun] = field(default_factory=dict)
+
+
+class GpuOps:
+    """`kernels.ops.Ops` on a GPU, or on a CPU under Triton's interpreter.
+
+    storage: how experts are kept. moe: computes layers whose experts are all here; without one every layer has a
+    dispatch of its own.
+    """
+
+    keeps_narrow = False
+    wide_angles = True
+
+    def __init__(self, device: torch.device, storage: WeightStorage, moe: TritonMoe | None = None) -> None:
+        self.device = device
+        self._storage, self._moe = storage, moe
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        """Computed by the vendor's matrix library."""
+        return TorchLinear(weight.to(dtype), bias)
+
+    def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
+        return _BatchedHeads(weight.to(dtype).transpose(1, 2).contiguous())
+
+    def pack_gated(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: Activation,
+        dtype: torch.dtype,
+    ) -> GatedBlock:
+        return _TwoLinears(
+            self.pack_linear(gate_up, gate_up_bias, dtype), self.pack_linear(down, down_bias, dtype), activation
+        )
+
+    def pack_experts(
+        self, shape: ExpertShape, num_experts: int, matrices_of: Callable[[int], ExpertMatrices]
+    ) -> GpuExperts:
+        """Quantised on the device, one expert at a time."""
+        sizes = ((2 * shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
+        probes = [torch.zeros((1, *size), dtype=shape.dtype) for size in sizes]
+        biases = [torch.zeros((1, size[0]), dtype=shape.dtype) if shape.has_bias else None for size in sizes]
+        stored = [
+            empty_weights(store_weights(probe, self._storage, bias), num_experts, self.device)
+            for probe, bias in zip(probes, biases, strict=True)
+        ]
+        experts = GpuExperts(stored[0], stored[1])
+        for expert in range(num_experts):
+            experts.copy_slot(expert, store_expert(matrices_of(expert), self._storage, shape.dtype, self.device))
+        return experts
+
+    def norm(self, x: Tensor, norm: NormWeights, out: Tensor | None = None) -> Tensor:
+        if norm.bias is None:
+            return rms_norm(x, norm.weight, norm.eps, out)
+        return layer_norm(x, norm.weight, norm.bias, norm.eps, out)
+
+    def norm_of_sum(self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float) -> Tensor:
+        if norm.bias is None:
+            return add_rms_norm(x, residual, norm.weight, norm.eps, multiplier)
+        return add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps, multiplier)
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        step: StepInputs,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        interleaved: bool,
+        head_norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        clip: float | None,
+    ) -> Tensor:
+        num_kv_heads = keys.shape[0]
+        q, k, v = torch.split(qkv, [qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], 1)
+        q_weight, k_weight = head_norms or (None, None)
+        return norm_rope_write_kv(
+            q,
+            k,
+            v,
+            step.cos,
+            step.sin,
+            step.context.slots,
+            keys,
+            values,
+            interleaved=interleaved,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=eps,
+            clip=clip,
+        )
+
+    def rotate_and_store_latent(
+        self,
+        spaces: Tensor,
+        q: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        step: StepInputs,
+        keys: Tensor,
+        *,
+        interleaved: bool,
+    ) -> Tensor:
+        width = spaces.shape[2]
+        heads = q.new_empty((*spaces.shape[:2], width + q.shape[2]))
+        heads[..., :width].copy_(spaces)
+        # The latent is both the first part of the key and the value, so it is written as a value would be.
+        norm_rope_write_kv(
+            q,
+            key.unsqueeze(1),
+            latent.unsqueeze(1),
+            step.cos,
+            step.sin,
+            step.context.slots,
+            keys[..., width:],
+            keys[..., :width],
+            interleaved=interleaved,
+            out=heads[..., width:],
+        )
+        return heads
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor | None,
+        context: Sequences,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        value_dim: int | None = None,
+    ) -> Tensor:
+        values = keys[..., :value_dim] if values is None else values
+        return paged_attention(
+            q,
+            PagedContext(keys, values, context.block_table, context.seq_lens, context.block_size),
+            context.query_starts,
+            context.works[window],
+            context.partials,
+            Scoring(scale, sinks=sinks),
+            num_decodes=context.num_decodes,
+            max_query_len=context.max_query_len,
+            config=context.prefill,
+            extends=context.extends.get(window),
+        )
+
+    def select_experts(
+        self, logits: Tensor, spec: GateSpec, correction_bias: Tensor | None, num_valid: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return select_experts(logits, spec, correction_bias, num_valid=num_valid)
+
+    def compute_experts(
+        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: GpuExperts, activation: Activation
+    ) -> Tensor:
+        assert self._moe is not None
+        return self._moe(x, expert_ids, expert_weights, experts, activation)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+
+def store_expert(
+    matrices: ExpertMatrices, storage: WeightStorage, dtype: torch.dtype, device: torch.device
+) -> GpuExperts:
+    """An expert as the only one of a layer, stored on `device`: the same bits on any. dtype: of plain weights."""
+    gate_up, down, up_bias, down_bias = (
+        None if matrix is None else matrix.to(device, dtype)[None] for matrix in matrices
+    )
+    assert gate_up is not None
+    assert down is not None
+    return GpuExperts(store_weights(gate_up, storage, up_bias), store_weights(down, storage, down_bias))
+
+
+class _BatchedHeads:
+    """weight [H, K, N], all heads in one product."""
+
+    __slots__ = ("_weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1)
+
+
+class _TwoLinears:
+    """A dense block by the vendor's matrix library."""
+
+    __slots__ = ("_activation", "_down", "_gate_up")
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
+        self._gate_up, self._down, self._activation = gate_up, down, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(glu(self._gate_up(x), self._activation))

@@ -1,0 +1,320 @@
+"""The operations that a decoder is computed with, and their bodies on a CPU.
+
+A decoder, its attention and its experts are written once, in terms of `Ops`; the bodies are chosen when a model is
+assembled. Those of a GPU are `kernels.gpu.ops.GpuOps`, in a module of their own because importing it loads Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.activation import Activation, sigmoid
+from kernels.attention import paged_attention
+from kernels.attention_plan import AttentionPlan
+from kernels.linear import Linear, pack_linear
+from kernels.moe import expert_layout, moe_experts, pack_experts
+from kernels.moe_gate import select_experts
+from kernels.norm import layer_norm, rms_norm
+from kernels.packed_experts import ExpertShape, PackedExperts
+from kernels.rope_kv import apply_rotary, rotate_and_store, write_kv
+from kernels.specs import GateSpec
+
+# gate_up [2I, H] (gate rows first), down [H, I] and their biases [2I] and [H], if there are any.
+ExpertMatrices = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+# x [T, H, K] -> [T, H, N], a projection of its own for every head.
+HeadLinear = Callable[[Tensor], Tensor]
+# x [T, H] -> [T, H], a dense gated feed-forward block.
+GatedBlock = Callable[[Tensor], Tensor]
+# What attention needs to know of a step's rows; made for one kind of device and understood by its operations alone.
+AttentionContext = Any
+# The packed experts of one layer, for the kernels of one kind of device.
+Experts = Any
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeights:
+    """An RMS norm over [D], or a layer norm where there is a bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What every layer's attention needs of one step; angles cos, sin are [T, R/2]."""
+
+    cos: Tensor
+    sin: Tensor
+    context: AttentionContext
+
+
+class Ops(Protocol):
+    """Operations on tensors of one device. Computing mutates nothing but what a method names.
+
+    keeps_narrow: products in float32 read weights of 16 bits as they are. wide_angles: heads are rotated in float32
+    whatever their dtype.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def keeps_narrow(self) -> bool: ...
+
+    @property
+    def wide_angles(self) -> bool: ...
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        """weight [N, K] and bias [N], on the device, for inputs of `dtype`."""
+
+    def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
+        """weight [H, N, K], on the device."""
+
+    def pack_gated(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: Activation,
+        dtype: torch.dtype,
+    ) -> GatedBlock:
+        """gate_up [2I, H] (gate rows first) and down [H, I], on the device."""
+
+    def pack_experts(
+        self, shape: ExpertShape, num_experts: int, matrices_of: Callable[[int], ExpertMatrices]
+    ) -> Experts:
+        """Experts of one layer; `matrices_of` is asked for one after the other, anywhere in memory."""
+
+    def norm(self, x: Tensor, norm: NormWeights, out: Tensor | None = None) -> Tensor:
+        """[T, D] -> [T, D], a new tensor, or `out`, which may be x."""
+
+    def norm_of_sum(self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float) -> Tensor:
+        """Adds x times `multiplier` to `residual` in place and returns the norm of the sum. x is lost."""
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        step: StepInputs,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        interleaved: bool,
+        head_norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        clip: float | None,
+    ) -> Tensor:
+        """Queries [T, H, D] of qkv [T, H + 2 KV, D]; its keys and values are written into the pools [KV, num_slots, D].
+
+        In this order: clip to [-clip, clip], norm of each query and key by `head_norms` (weights [D] of either),
+        rotation of queries and keys. qkv is lost.
+        """
+
+    def rotate_and_store_latent(
+        self,
+        spaces: Tensor,
+        q: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        step: StepInputs,
+        keys: Tensor,
+        *,
+        interleaved: bool,
+    ) -> Tensor:
+        """Queries [T, H, L + R]: `spaces` [T, H, L], then q [T, H, R] rotated.
+
+        Writes one key for all heads into the pool [1, num_slots, L + R]: `latent` [T, L], which is the value as well,
+        then `key` [T, R] rotated.
+        """
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor | None,
+        context: AttentionContext,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        value_dim: int | None = None,
+    ) -> Tensor:
+        """q [T, H, Dk] over the pools [KV, num_slots, D] -> [T, H, Dv]; see `kernels.attention.paged_attention`.
+
+        With `values` None the first `value_dim` channels of the keys are the values.
+        """
+
+    def select_experts(
+        self, logits: Tensor, spec: GateSpec, correction_bias: Tensor | None, num_valid: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `kernels.moe_gate.select_experts`. Rows from `num_valid` (int32 scalar on the device) on, which pad a
+        batch, get ids -1 and weights 0."""
+
+    def compute_experts(
+        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: Experts, activation: Activation
+    ) -> Tensor:
+        """See `kernels.moe.moe_experts`; all experts of the layer are here."""
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """Of x's dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """`AttentionContext` on a CPU. slots: [T] int64, where the rows' keys and values go."""
+
+    slots: Tensor
+    plan: AttentionPlan
+
+
+class CpuOps:
+    """`Ops` on a CPU. A row's bits do not depend on the other rows of a step."""
+
+    device = torch.device("cpu")
+    keeps_narrow = True
+    wide_angles = False
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        return pack_linear(weight, bias, dtype)
+
+    def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
+        return _LinearPerHead([pack_linear(head.contiguous(), dtype=dtype) for head in weight])
+
+    def pack_gated(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: Activation,
+        dtype: torch.dtype,
+    ) -> GatedBlock:
+        if gate_up_bias is None and down_bias is None:
+            return _OneExpert(pack_experts(gate_up[None], down[None], dtype=dtype), activation)
+        biases = [
+            torch.zeros((1, len(weight)), dtype=dtype) if bias is None else bias[None]
+            for weight, bias in ((gate_up, gate_up_bias), (down, down_bias))
+        ]
+        return _OneExpert(pack_experts(gate_up[None], down[None], *biases, dtype=dtype), activation)
+
+    def pack_experts(
+        self, shape: ExpertShape, num_experts: int, matrices_of: Callable[[int], ExpertMatrices]
+    ) -> PackedExperts:
+        layout = expert_layout(shape)
+        experts = layout.experts(num_experts)
+        for expert in range(num_experts):
+            experts.put(expert, layout.pack(*matrices_of(expert)))
+        return experts
+
+    def norm(self, x: Tensor, norm: NormWeights, out: Tensor | None = None) -> Tensor:
+        if norm.bias is None:
+            normed = rms_norm(x, norm.weight, norm.eps)
+        else:
+            normed = layer_norm(x, norm.weight, norm.bias, norm.eps)
+        return normed if out is None else out.copy_(normed)
+
+    def norm_of_sum(self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float) -> Tensor:
+        if multiplier != 1.0:
+            x.mul_(multiplier)
+        return self.norm(residual.add_(x), norm)
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        step: StepInputs,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        interleaved: bool,
+        head_norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        clip: float | None,
+    ) -> Tensor:
+        if clip is not None:
+            qkv.clamp_(-clip, clip)
+        slots = step.context.slots
+        return rotate_and_store(
+            qkv, step.cos, step.sin, slots, keys, values, interleaved=interleaved, head_norms=head_norms, eps=eps
+        )
+
+    def rotate_and_store_latent(
+        self,
+        spaces: Tensor,
+        q: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        step: StepInputs,
+        keys: Tensor,
+        *,
+        interleaved: bool,
+    ) -> Tensor:
+        num_heads = q.shape[1]
+        # The key is one more head beside the queries.
+        rotated = apply_rotary(torch.cat([q, key.unsqueeze(1)], 1), step.cos, step.sin, interleaved=interleaved)
+        heads = torch.cat([torch.cat([spaces, latent.unsqueeze(1)], 1), rotated], -1)
+        write_kv(keys, None, step.context.slots, heads[:, num_heads:], None)
+        return heads[:, :num_heads]
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor | None,
+        context: AttentionContext,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        value_dim: int | None = None,
+    ) -> Tensor:
+        if values is not None:
+            return paged_attention(q, keys, values, context.plan, scale=scale, window=window, sinks=sinks)
+        out = paged_attention(q, keys, keys, context.plan, scale=scale, window=window, sinks=sinks)
+        return out[..., :value_dim]
+
+    def select_experts(
+        self, logits: Tensor, spec: GateSpec, correction_bias: Tensor | None, num_valid: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert num_valid is None
+        return select_experts(logits, spec, correction_bias)
+
+    def compute_experts(
+        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: PackedExperts, activation: Activation
+    ) -> Tensor:
+        return moe_experts(x, expert_ids, expert_weights, experts, activation)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return sigmoid(x)
+
+
+class _LinearPerHead:
+    """One packed product per head, because a batched product's rows would depend on how many there are."""
+
+    __slots__ = ("_linears",)
+
+    def __init__(self, linears: list[Linear]) -> None:
+        self._linears = tuple(linears)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        heads = x.transpose(0, 1).contiguous()
+        return torch.stack([linear(head) for linear, head in zip(self._linears, heads, strict=True)], 1)
+
+
+class _OneExpert:
+    """A dense block as an expert that every row chooses, with weight one."""
+
+    __slots__ = ("_activation", "_expert")
+
+    def __init__(self, expert: PackedExperts, activation: Activation) -> None:
+        self._expert, self._activation = expert, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        ids = torch.zeros((len(x), 1), dtype=torch.int64)
+        weights = torch.ones((len(x), 1))
+        return moe_experts(x, ids, weights, self._expert, self._activation)
