@@ -11,7 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from moeserve.bench import environment as machine
+from moeserve.bench.environment import describe
 from moeserve.bench.http_exchange import Endpoint
 from moeserve.bench.openai_client import ChatClient, RequestFailed
 from moeserve.bench.report import print_report, to_json
@@ -114,7 +114,7 @@ def command(**options: Any) -> None:
     """
     settings = _settings(options)
     targets = _targets(options)
-    environment = machine.describe()
+    environment = describe()
     try:
         ready, findings = asyncio.run(_measure(targets, settings))
     except KeyboardInterrupt:

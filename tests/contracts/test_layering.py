@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("launcher", "moeserve", "radix_cache", "experts", "kernels")
+# Not in the wheel: they import the packages, no package imports them.
+OUTSIDE = ("benchmarks", "tests")
 MAY_IMPORT = {
     "launcher": {"moeserve"},
     "moeserve": {"radix_cache", "experts", "kernels"},
@@ -17,7 +19,6 @@ MAY_IMPORT = {
     "radix_cache": set(),
     "kernels": set(),
 }
-MAX_LINES = 310
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 SERVICE_FOLDERS = (ROOT / "moeserve", ROOT / "moeserve" / "expert_service", ROOT / "moeserve" / "ranks")
@@ -120,7 +121,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_go_down_only(path):
     package = path.relative_to(ROOT).parts[0]
-    others = {module.split(".")[0] for module in imported_modules(path)} & set(PACKAGES) - {package}
+    others = {module.split(".")[0] for module in imported_modules(path)} & {*PACKAGES, *OUTSIDE} - {package}
     assert others <= MAY_IMPORT[package]
 
 
@@ -137,11 +138,6 @@ def test_no_package_imports_torch_by_itself(path):
 def test_kernels_imports_nothing_by_itself():
     # transformers looks for a package of this name.
     assert not list(imported_modules(ROOT / "kernels" / "__init__.py"))
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_files_stay_readable_in_one_sitting(path):
-    assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

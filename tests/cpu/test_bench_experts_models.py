@@ -1,18 +1,18 @@
-"""What `moeserve bench experts` does with models: recording, ranks that count, runs with part of the experts there."""
+"""`python -m benchmarks.experts` with models: recording, ranks that count, runs with part of the experts in memory."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.experts import rows_sent
+from benchmarks.experts.bounded_memory import Run, Setting, bandwidth_for, contest, in_turn, slot_bytes
+from benchmarks.experts.figures import Verdict
+from benchmarks.experts.measured_stall import figures as stall_figures
+from benchmarks.experts.measuring import Amount
+from benchmarks.experts.record_routing import record_with_fits
+from benchmarks.experts.throughput import figure as throughput_figure
 from experts.prediction.predictor import Tap
-from moeserve.bench.experts import rows_sent
-from moeserve.bench.experts.bounded_memory import Run, Setting, bandwidth_for, contest, in_turn, slot_bytes
-from moeserve.bench.experts.figures import Verdict
-from moeserve.bench.experts.measured_stall import figures as stall_figures
-from moeserve.bench.experts.measuring import Amount
-from moeserve.bench.experts.record_routing import record_with_fits
-from moeserve.bench.experts.throughput import figure as throughput_figure
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 TEXTS = ["The harbour wakes before the town does.", "too short", "At half past four the first boats come back."]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-import moeserve.bench.tune_attention as tune_attention_module
 import moeserve.cuda.attention_kernels as attention_kernels
 import moeserve.cuda.expert_kernels as expert_kernels
+import moeserve.tune.search_attention as tune_attention_module
 from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_tuning import (
     MAX_CANDIDATES,
@@ -25,10 +25,10 @@ from kernels.gpu.attention_tuning import (
     write_attention,
 )
 from kernels.gpu.tuning import Platform, TuningError, file_name
-from moeserve.bench.tune_attention import Batch, Batches, tune_attention
 from moeserve.cuda.batches import AttentionLimits
 from moeserve.models.families import build_spec
 from moeserve.models.hf_config import load_config
+from moeserve.tune.search_attention import Batch, Batches, tune_attention
 from tests.support.commands import invoke
 from tests.support.tiny_models import save
 
@@ -134,7 +134,7 @@ def test_few_candidates_are_timed_and_all_of_them_fit(shape):
 
 def three_candidates(monkeypatch):
     """Of each kind, on one set of keys and values."""
-    monkeypatch.setattr("moeserve.bench.kernel_case.COLD_BYTES", 1)
+    monkeypatch.setattr("moeserve.tune.kernel_case.COLD_BYTES", 1)
     for name in ("split_candidates", "extend_candidates", "prefill_candidates"):
         every = getattr(tune_attention_module, name)
         monkeypatch.setattr(tune_attention_module, name, lambda shape, every=every: every(shape)[:3])

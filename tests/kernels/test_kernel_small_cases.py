@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 
-from moeserve.bench.kernel_case import cold_sets
-from moeserve.bench.kernel_cases_sampling import sampling_cases
-from moeserve.bench.kernel_cases_small import copy_cases, gate_cases, norm_cases
-from moeserve.bench.kernel_guard import WrongResultError, run_guarded
-from moeserve.bench.kernel_measurement import TOLERANCE
+from benchmarks.kernels.measurement import TOLERANCE
+from benchmarks.kernels.sampling import sampling_cases
+from benchmarks.kernels.small import copy_cases, gate_cases, norm_cases
+from moeserve.tune.guard import WrongResultError, run_guarded
+from moeserve.tune.kernel_case import cold_sets
 
 SIZES = {"_WIDTH": 64, "_HEADS": 4, "_KV_HEADS": 2, "_DIM": 32, "_EXPERTS": 16, "_BLOCKS": 3, "_POOL": 2}
 
@@ -29,9 +29,9 @@ SMALLEST = {
 @pytest.mark.parametrize("number", SMALLEST, ids=SMALLEST.values())
 def test_small_cases_compute_what_their_peers_do(number, device, monkeypatch):
     for size, small in SIZES.items():
-        monkeypatch.setattr(f"moeserve.bench.kernel_cases_small.{size}", small)
-    monkeypatch.setattr("moeserve.bench.kernel_cases_sampling._VOCAB", 500)
-    monkeypatch.setattr("moeserve.bench.kernel_case.COLD_BYTES", 1)
+        monkeypatch.setattr(f"benchmarks.kernels.small.{size}", small)
+    monkeypatch.setattr("benchmarks.kernels.sampling._VOCAB", 500)
+    monkeypatch.setattr("moeserve.tune.kernel_case.COLD_BYTES", 1)
     case = all_cases(device)[number].make()
     if case.relative_error is not None:
         assert case.relative_error() < TOLERANCE

@@ -1,4 +1,4 @@
-"""`moeserve bench experts`: verdicts, tables and JSON, and every figure that needs no model, on little."""
+"""`python -m benchmarks.experts`: verdicts, tables and JSON, and every figure that needs no model, on little."""
 
 import json
 from dataclasses import replace
@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.experts import balance, hops, migration, prefix_signature, recall, remote_ranks, rows_sent, stall
+from benchmarks.experts.__main__ import command
+from benchmarks.experts.controls import halves
+from benchmarks.experts.figures import Figure, Verdict, at_least, at_most, half_width, within
+from benchmarks.experts.measuring import GROUPS, groups_of
+from benchmarks.experts.placement_optimum import fewest_touched, most_staying
+from benchmarks.experts.texts import documents
+from benchmarks.experts.unavailable import Unavailable
 from experts.prediction.predictor import Tap
 from experts.routing.synthetic import MIXTRAL_LIKE, SyntheticSpec, synthetic_trace
 from experts.routing.traces import GateGuesses, RoutingTrace
 from experts.simulation.prefix_hits import PrefixHits
 from experts.simulation.replay import LayerTiming
 from experts.simulation.setup import SimulationSetup, link_for
-from launcher.cli import main
-from moeserve.bench.experts import balance, hops, migration, prefix_signature, recall, remote_ranks, rows_sent, stall
-from moeserve.bench.experts.controls import halves
-from moeserve.bench.experts.figures import Figure, Verdict, at_least, at_most, half_width, within
-from moeserve.bench.experts.measuring import GROUPS, groups_of
-from moeserve.bench.experts.placement_optimum import fewest_touched, most_staying
-from moeserve.bench.experts.texts import documents
-from moeserve.bench.experts.unavailable import Unavailable
 
 COUPLED = SyntheticSpec(5, 8, 2, coupling=3.0, topic=0.5, persistence=0.2, edge=1.0)
 
@@ -202,11 +202,11 @@ def scripted(monkeypatch):
         raise Unavailable("nothing is there")
 
     groups = {"balance": measure, "migration": refuse}
-    monkeypatch.setattr("moeserve.bench.experts.command.measure_of", lambda group: groups[group])
+    monkeypatch.setattr("benchmarks.experts.__main__.measure_of", lambda group: groups[group])
 
 
 def test_the_command_prints_a_table_and_what_was_left_out(scripted):
-    result = CliRunner().invoke(main, ["bench", "experts", "--only", "t7, T8"])
+    result = CliRunner().invoke(command, ["--only", "t7, T8"])
     assert result.exit_code == 0, result.output
     for word in ("balancedness", "contiguous", "25.0 %", "missed", "met", "why [not]", "seeds 0, 1, 2, 3, 4"):
         assert word in result.output
@@ -216,8 +216,8 @@ def test_the_command_prints_a_table_and_what_was_left_out(scripted):
 
 def test_the_command_writes_all_values(scripted, tmp_path):
     file = tmp_path / "experts.json"
-    arguments = ["bench", "experts", "--only", "T7", "--quick", "--json", str(file)]
-    assert CliRunner().invoke(main, arguments).exit_code == 0
+    arguments = ["--only", "T7", "--quick", "--json", str(file)]
+    assert CliRunner().invoke(command, arguments).exit_code == 0
     written = json.loads(file.read_text())
     balanced, share = written["figures"]
     assert balanced["values"] == [0.9, 1.9]
@@ -228,6 +228,6 @@ def test_the_command_writes_all_values(scripted, tmp_path):
 
 
 def test_an_unknown_target_is_refused():
-    result = CliRunner().invoke(main, ["bench", "experts", "--only", "T1,T11"])
+    result = CliRunner().invoke(command, ["--only", "T1,T11"])
     assert result.exit_code == 2
     assert "there is no T11" in result.output

@@ -1,0 +1,141 @@
+"""What the measurement of the experts says: a table for people, JSON for programs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.experts.figures import Figure, Limit, Sense, Verdict
+from benchmarks.experts.measuring import Amount
+from moeserve.bench.environment import Environment
+
+TITLES = {
+    "T1": "rows sent between ranks",
+    "T2": "ranks other than its home that a token is sent to",
+    "T3": "transitions between layers that change the rank (ExFlow's metric, in simulation)",
+    "T4": "recall of a token's experts, 1 to 3 layers ahead",
+    "T5": "exposed stall with half of the experts in memory",
+    "T6": "tokens/s with part of the experts in memory",
+    "T7": "balancedness of the ranks' load (mean over maximum)",
+    "T8": "steps while a layer migrates",
+    "T9": "exactness",
+    "T10": "two ranks on one machine",
+}
+_STYLES = {Verdict.MET: "green", Verdict.MISSED: "red", Verdict.OPEN: "yellow", Verdict.REPORTED: "dim"}
+
+
+@dataclass(slots=True)
+class Findings:
+    """skipped: by target, why it could not be measured."""
+
+    figures: list[Figure] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def print_report(console: Console, environment: Environment, amount: Amount, findings: Findings) -> None:
+    """One table per target, then what was left out and what the figures belong to."""
+    for target, figures in groupby(findings.figures, key=lambda figure: figure.target):
+        console.print(f"{target}: {TITLES[target]}", style="bold", highlight=False)
+        console.print(_table(list(figures)))
+        console.print()
+    for target, reason in findings.skipped.items():
+        console.print(f"{target} was not measured: {escape(reason)}", style="yellow", highlight=False, soft_wrap=True)
+    for line in _denominators(environment, amount):
+        console.print(line, highlight=False, style="dim", soft_wrap=True)
+
+
+def to_json(environment: Environment, amount: Amount, findings: Findings) -> bytes:
+    """All values; shares and seconds as they are, not in percent or milliseconds."""
+    document: dict[str, Any] = {
+        "environment": environment,
+        "seeds": amount.seeds,
+        "pairs": amount.num_pairs,
+        "quick": amount.quick,
+        "figures": [
+            {
+                "target": figure.target,
+                "name": figure.name,
+                "baseline": figure.baseline,
+                "unit": figure.unit,
+                "values": [float(value) for value in figure.values],
+                "mean": float(figure.mean),
+                "half_width": None if figure.half_width is None else float(figure.half_width),
+                "limit": None if figure.limit is None else [figure.limit.sense.value, figure.limit.value],
+                "verdict": figure.verdict.name.lower(),
+                "note": figure.note,
+            }
+            for figure in findings.figures
+        ],
+        "skipped": findings.skipped,
+        "seconds": findings.seconds,
+    }
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+
+
+def _table(figures: Sequence[Figure]) -> Table:
+    table = Table()
+    for name in ("figure", "against"):
+        table.add_column(name)
+    for name in ("mean ± 95 %", "lowest … highest", "n", "wanted"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    table.add_column("note")
+    for figure in figures:
+        verdict = figure.verdict
+        table.add_row(
+            escape(figure.name),
+            escape(figure.baseline),
+            _mean(figure),
+            f"{_value(min(figure.values), figure.unit)} … {_value(max(figure.values), figure.unit)}",
+            str(len(figure.values)),
+            _limit(figure.limit, figure.unit),
+            f"[{_STYLES[verdict]}]{verdict.value}[/]",
+            escape(figure.note),
+        )
+    return table
+
+
+def _mean(figure: Figure) -> str:
+    half = figure.half_width
+    shown = _value(figure.mean, figure.unit)
+    return shown if half is None else f"{shown} ± {_value(half, figure.unit)}"
+
+
+def _value(value: float, unit: str) -> str:
+    match unit:
+        case "%":
+            return f"{value * 100:.1f} %"
+        case "ms":
+            return f"{value * 1000:.2f} ms"
+        case "":
+            return f"{value:.3f}"
+        case _:
+            return f"{value:.2f}{'' if unit == 'x' else ' '}{unit}"
+
+
+def _limit(limit: Limit | None, unit: str) -> str:
+    if limit is None:
+        return ""
+    prefix = "0 ± " if limit.sense is Sense.WITHIN else f"{limit.sense.value} "
+    return prefix + _value(limit.value, unit)
+
+
+def _denominators(environment: Environment, amount: Amount) -> list[str]:
+    seeds = ", ".join(map(str, amount.seeds))
+    lines = [
+        f"{environment.date}, seeds {seeds}, {amount.num_pairs} interleaved pairs where time is measured, "
+        f"{environment.client}",
+        f"{environment.cpu}, {environment.num_cores} cores, load {environment.load_before} before the start",
+        "met or missed: all of the 95 % interval of the mean is on one side of what is wanted; open: it is not",
+    ]
+    if amount.quick:
+        lines.append("a quick run: it shows that all works, and says little")
+    return lines

@@ -1,0 +1,184 @@
+"""Benchmark cases of the experts' kernels: two models' layers, many numbers of tokens, even and skewed routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.expert_peers import grouped_products, moe_peers, quantised_peers
+from benchmarks.kernels.torch_peers import compiled
+from kernels.gpu.moe_config import MoeConfig, MoeShape
+from kernels.gpu.moe_experts import device_of
+from kernels.gpu.moe_tiled import combine
+from kernels.gpu.moe_weights import GpuExperts
+from moeserve.tune.guard import relative_error, run_guarded
+from moeserve.tune.kernel_case import KernelCase, Peers, PlannedCase, cold_sets
+from moeserve.tune.moe_case import MoeCase, Routing, make_case, random_experts, route
+from moeserve.tune.search_experts import projection_call, sorted_pairs
+
+SHAPES = {
+    "Qwen3-30B-A3B": MoeShape(128, 768, 2048, 8, "bfloat16"),
+    "Mixtral-8x7B": MoeShape(8, 14336, 4096, 2, "bfloat16"),
+}
+NUM_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
+ROUTINGS: tuple[Routing, ...] = ("uniform", "zipf")
+# Each set chooses other experts, so that few tokens do not find theirs in the cache.
+NUM_SETS = 8
+# Where the products alone are measured too, and where quantised weights are.
+ALONE_NUM_TOKENS = (1024, 8192)
+QUANTISED_NUM_TOKENS = (1, 64, 256, 4096)
+_GROUP_SIZE = 128
+
+Configs = Callable[[MoeShape], Callable[[int], MoeConfig]]
+
+
+def moe_cases(
+    name: str,
+    device: torch.device,
+    configs: Configs,
+    *,
+    shape: MoeShape | None = None,
+    all_num_tokens: Sequence[int] = NUM_TOKENS,
+    routings: Sequence[Routing] = ROUTINGS,
+    num_tokens_alone: Sequence[int] = (),
+) -> list[PlannedCase]:
+    """The whole operation after the gate, of the model `name`, one of `SHAPES` unless `shape` is given; and for
+    `num_tokens_alone` its two products, with the activation between them, over rows that are sorted already.
+
+    configs: what serving would choose, see `kernels.gpu.tuning.MoeConfigs`. Weights of one layer are made with the
+    first case and kept.
+    """
+    shape = SHAPES[name] if shape is None else shape
+    plain = replace(shape, weights="bfloat16", group_size=0)
+
+    @cache
+    def experts(shape: MoeShape) -> GpuExperts:
+        return random_experts(shape, torch.Generator(device=device).manual_seed(0))
+
+    @cache
+    def choose() -> Callable[[int], MoeConfig]:
+        return configs(shape)
+
+    def make(num_tokens: int, routing: Routing) -> KernelCase:
+        first = make_case(shape, num_tokens, device, routing=routing, experts=experts(shape))
+        sets = _rotated(first, routing)
+        peers = moe_peers(sets) if shape == plain else quantised_peers(sets, experts(plain))
+        return _moe_case(sets, choose()(num_tokens), peers)
+
+    def make_alone(num_tokens: int) -> KernelCase:
+        return _products_case(make_case(shape, num_tokens, device, experts=experts(shape)), choose()(num_tokens))
+
+    start = f"{name} {shape.weights}"
+    return [
+        PlannedCase(f"{start}, {num_tokens} tokens, {routing}", partial(make, num_tokens, routing))
+        for num_tokens in all_num_tokens
+        for routing in routings
+    ] + [
+        PlannedCase(f"{start}, {num_tokens} tokens, uniform, products alone", partial(make_alone, num_tokens))
+        for num_tokens in num_tokens_alone
+    ]
+
+
+def quantised_cases(name: str, device: torch.device, configs: Configs) -> list[PlannedCase]:
+    """The whole operation over weights in int8 and fp8 with a scale per channel, and int4 in groups."""
+    shapes = [replace(SHAPES[name], weights="int8"), replace(SHAPES[name], weights="fp8")]
+    shapes.append(replace(SHAPES[name], weights="int4", group_size=_GROUP_SIZE))
+    return [
+        case
+        for shape in shapes
+        for case in moe_cases(
+            name, device, configs, shape=shape, all_num_tokens=QUANTISED_NUM_TOKENS, routings=("uniform",)
+        )
+    ]
+
+
+def _rotated(first: MoeCase, routing: Routing) -> list[MoeCase]:
+    """The case, and others of the same weights, activations and scratch that choose other experts."""
+    random = torch.Generator(device=first.x.device).manual_seed(1)
+    shape = first.shape
+    others = (route(first.num_tokens, shape.num_experts, shape.top_k, routing, random) for _ in range(NUM_SETS - 1))
+    return [first, *(replace(first, expert_ids=ids) for ids in others)]
+
+
+def _moe_case(sets: list[MoeCase], config: MoeConfig, peers: Peers) -> KernelCase:
+    first = sets[0]
+    distinct = [case.num_distinct_experts for case in sets]
+    return KernelCase(
+        calls=[partial(case.run, config) for case in sets],
+        peers=peers.calls,
+        absent=peers.absent,
+        num_bytes=sum(case.num_bytes for case in sets) // len(sets),
+        num_flops=first.num_flops,
+        notes={
+            "distinct experts": f"{min(distinct)} to {max(distinct)}",
+            "most rows of one expert": str(max(case.max_load for case in sets)),
+            "config": str(config),
+        },
+        relative_error=partial(first.relative_error, config),
+    )
+
+
+def _products_case(case: MoeCase, config: MoeConfig) -> KernelCase:
+    """All weights are read, which are too many for the cache: one set will do."""
+    shape, device = case.shape, device_of(case.x.device)
+    pairs = None if config.block_m == 1 else sorted_pairs(case, config.block_m)
+    gate_up = projection_call(case, config.variant, pairs, config.block_m, "gate_up", config.gate_up, device)
+    down = projection_call(case, config.variant, pairs, config.block_m, "down", config.down, device)
+
+    def products() -> Tensor:
+        gate_up()
+        down()
+        return case.workspace.results
+
+    width = 2 * shape.intermediate_size + shape.hidden_size
+    return KernelCase(
+        [products],
+        {"grouped_mm": [grouped_products(case)]},
+        case.num_bytes + case.expert_ids.numel() * width * case.x.element_size(),
+        case.num_flops,
+        {"config": str(config)},
+    )
+
+
+def combine_cases(device: torch.device, all_num_tokens: Sequence[int] = (256, 4096)) -> list[PlannedCase]:
+    """The last step alone, which only moves bytes, at the sizes of Qwen3-30B-A3B."""
+    return [PlannedCase(f"combine, {count} tokens", partial(_combine_case, count, device)) for count in all_num_tokens]
+
+
+def _combine_case(num_tokens: int, device: torch.device) -> KernelCase:
+    top_k, hidden_size = 8, 2048
+    num_bytes = 2 * num_tokens * hidden_size * (top_k + 1) + 4 * num_tokens * top_k
+    sets = []
+    for seed in range(cold_sets(num_bytes)):
+        random = torch.Generator(device=device).manual_seed(seed)
+        products = torch.randn((num_tokens * top_k, hidden_size), generator=random, device=device)
+        weights = torch.rand((num_tokens, top_k), generator=random, device=device)
+        sets.append((products.to(torch.bfloat16), weights))
+
+    def error() -> float:
+        products, weights = sets[0]
+        out = run_guarded(partial(combine, products, weights), products[:num_tokens])
+        return relative_error(out, (products.double().view(*weights.shape, -1) * weights[..., None]).sum(1))
+
+    by_torch = {"torch": _combined_by_torch, "torch.compile": compiled(_combined_by_torch)}
+    return KernelCase(
+        calls=[partial(_combined, *data) for data in sets],
+        peers={name: [partial(run, *data) for data in sets] for name, run in by_torch.items()},
+        num_bytes=num_bytes,
+        num_flops=2 * num_tokens * top_k * hidden_size,
+        relative_error=error,
+    )
+
+
+def _combined(products: Tensor, weights: Tensor) -> Tensor:
+    out = products.new_empty((weights.shape[0], products.shape[1]))
+    combine(products, weights, out)
+    return out
+
+
+def _combined_by_torch(products: Tensor, weights: Tensor) -> Tensor:
+    return (products.view(*weights.shape, -1) * weights[..., None]).sum(1).to(products.dtype)

@@ -1,0 +1,220 @@
+"""Attention cases with random keys and values on the device that measures them.
+
+Several sets of keys and values keep the L2 cache cold: successive runs are to take successive sets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.attention import Partials, prefill_attention, split_attention
+from kernels.gpu.attention_arguments import PagedContext, Scoring
+from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
+from kernels.gpu.attention_reference import paged_attention_reference
+from kernels.gpu.attention_tuning import AnyConfig, AttentionConfigs
+from kernels.gpu.attention_work import SplitWork
+from moeserve.tune.attention_cases import AttentionCase
+from moeserve.tune.guard import relative_error, run_guarded
+from moeserve.tune.kernel_case import cold_sets
+
+# Prompts are bound by their products, so that they need not be quite so cold.
+_MAX_PREFILL_SETS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTensors:
+    """q [T, H, Dk], pools [KV, num_slots, D], one block table [S, blocks] per set of keys and values, out [T, H, Dv].
+
+    Blocks lie in random order. Slots behind the end of a sequence are NaN, as is block 0, which no sequence owns.
+    """
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    tables: list[Tensor]
+    seq_lens: Tensor
+    query_starts: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAttention:
+    """A case that can be run. plan: makes the work list where there is one, once per step, so outside of what a layer
+    costs. attend: computes `out` by a block table and the list as it stands. config: what it runs with."""
+
+    case: AttentionCase
+    tensors: AttentionTensors
+    config: AnyConfig
+    plan: Callable[[], None]
+    attend: Callable[[Tensor, Tensor], Tensor]
+
+    @property
+    def num_sets(self) -> int:
+        return len(self.tensors.tables)
+
+    def run(self, index: int) -> Tensor:
+        """The whole attention over set `index % num_sets`; returns `out` [T, H, Dv]."""
+        return self.attend(self.tensors.tables[index % self.num_sets], self.tensors.out)
+
+    def relative_error(self, index: int, num_tokens: int = 8) -> float:
+        """Of some tokens' outputs against the reference in fp32; NaN if any token's was not written. Runs the kernel.
+
+        Raises WrongResultError, see `run_guarded`.
+        """
+        self.plan()
+        tensors = self.tensors
+        table = tensors.tables[index % self.num_sets]
+        out = run_guarded(partial(self.attend, table), tensors.out)
+        if not bool(out.isfinite().all()):
+            return math.nan
+        starts = list(itertools.accumulate(self.case.query_lens, initial=0))
+        places = sorted({round(i * (starts[-1] - 1) / max(1, num_tokens - 1)) for i in range(num_tokens)})
+        expected = []
+        for token in places:
+            seq = next(s for s in range(len(starts) - 1) if token < starts[s + 1])
+            visible = self.case.seq_lens[seq] - starts[seq + 1] + token + 1
+            expected.append(
+                paged_attention_reference(
+                    tensors.q[token : token + 1].float(),
+                    tensors.keys,
+                    tensors.values,
+                    table[seq : seq + 1],
+                    torch.tensor([visible], device=table.device),
+                    block_size=self.case.block_size,
+                    scale=scale_of(self.case),
+                )
+            )
+        return relative_error(out[places], torch.cat(expected))
+
+
+def scale_of(case: AttentionCase) -> float:
+    """What scores are multiplied by."""
+    return 1.0 / math.sqrt(case.key_dim)
+
+
+def prepare(
+    case: AttentionCase,
+    device: torch.device,
+    num_sms: int,
+    *,
+    config: AnyConfig | None = None,
+    configs: AttentionConfigs | None = None,
+    tensors: AttentionTensors | None = None,
+) -> PreparedAttention:
+    """Random tensors of a case, unless they are given. config: of its kind, default what `configs` choose, or else the
+    table."""
+    tensors = tensors or random_tensors(case, device)
+    chosen = config or _chosen(case, configs or AttentionConfigs(case.shape))
+    if isinstance(chosen, PrefillConfig):
+        return _prefill(case, tensors, chosen)
+    return _split(case, tensors, chosen, num_sms)
+
+
+def _chosen(case: AttentionCase, configs: AttentionConfigs) -> AnyConfig:
+    if case.kind == "decode":
+        return configs.split()
+    return configs.extend() if case.kind == "extend" else configs.prefill(max(case.query_lens))
+
+
+def _prefill(case: AttentionCase, tensors: AttentionTensors, config: PrefillConfig) -> PreparedAttention:
+    def attend(table: Tensor, out: Tensor) -> Tensor:
+        return prefill_attention(
+            tensors.q,
+            _context(case, tensors, table),
+            tensors.query_starts,
+            Scoring(scale_of(case)),
+            max_query_len=max(case.query_lens),
+            out=out,
+            config=config,
+        )
+
+    return PreparedAttention(case, tensors, config, lambda: None, attend)
+
+
+def _split(
+    case: AttentionCase, tensors: AttentionTensors, config: SplitConfig | ExtendConfig, num_sms: int
+) -> PreparedAttention:
+    """Of one token per sequence, or of few where the configuration is of extends."""
+    if isinstance(config, ExtendConfig):
+        split, tokens = config.split, config.tokens_per_tile(case.shape.group)
+    else:
+        split, tokens = config, 1
+    starts = tensors.query_starts if case.kind == "extend" else None
+    work = SplitWork(
+        len(case.seq_lens),
+        sum(-(-count // tokens) for count in case.query_lens),
+        max(case.seq_lens),
+        case.kv_heads * -(-case.shape.group // split.rows),
+        split,
+        tensors.q.device,
+        num_sms=num_sms,
+        max_query_len=max(case.query_lens),
+        tokens_per_tile=tokens,
+    )
+    partials = Partials.allocate(work, case.num_heads, case.value_dim)
+
+    def attend(table: Tensor, out: Tensor) -> Tensor:
+        context, scoring = _context(case, tensors, table), Scoring(scale_of(case))
+        return split_attention(tensors.q, context, work, partials, scoring, query_starts=starts, out=out)
+
+    prepared = PreparedAttention(case, tensors, config, lambda: work.update(tensors.seq_lens, starts), attend)
+    prepared.plan()
+    return prepared
+
+
+def _context(case: AttentionCase, tensors: AttentionTensors, table: Tensor) -> PagedContext:
+    return PagedContext(tensors.keys, tensors.values, table, tensors.seq_lens, case.block_size)
+
+
+def random_tensors(case: AttentionCase, device: torch.device) -> AttentionTensors:
+    """As many sets of keys and values as keep the cache cold. The same for the same case."""
+    generator = torch.Generator(device).manual_seed(0)
+    num_sets = cold_sets(case.kv_bytes)
+    if case.kind == "prefill":
+        num_sets = min(num_sets, _MAX_PREFILL_SETS)
+    counts = [-(-length // case.block_size) for length in case.seq_lens]
+    num_blocks = 1 + num_sets * sum(counts)
+    ids = 1 + torch.randperm(num_blocks - 1, device=device, generator=generator).to(torch.int32)
+    tables = []
+    for part in ids.view(num_sets, -1):
+        table = torch.zeros((len(counts), max(counts)), dtype=torch.int32, device=device)
+        for seq, own in enumerate(torch.split(part, counts)):
+            table[seq, : len(own)] = own
+        tables.append(table)
+    keys = _pool(case, num_blocks, case.key_dim, tables, generator)
+    num_tokens = sum(case.query_lens)
+    q = torch.randn((num_tokens, case.num_heads, case.key_dim), device=device, generator=generator)
+    return AttentionTensors(
+        q.to(case.dtype),
+        keys,
+        keys[..., : case.value_dim] if case.latent else _pool(case, num_blocks, case.value_dim, tables, generator),
+        tables,
+        torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
+        torch.tensor([0, *case.query_lens], device=device).cumsum(0).to(torch.int32),
+        torch.empty((num_tokens, case.num_heads, case.value_dim), dtype=case.dtype, device=device),
+    )
+
+
+def _pool(case: AttentionCase, num_blocks: int, dim: int, tables: list[Tensor], generator: torch.Generator) -> Tensor:
+    """[KV, num_slots, dim] of random numbers, NaN where no sequence has a position."""
+    slots = num_blocks * case.block_size
+    pool = torch.empty((case.kv_heads, slots, dim), dtype=case.kv_dtype, device=generator.device)
+    for head in pool:
+        # In parts: fp32 numbers of a large pool would not fit beside it.
+        for part in torch.split(head, 1 << 20):
+            part.copy_(torch.randn(part.shape, device=generator.device, generator=generator))
+    pool[:, : case.block_size] = math.nan
+    for table in tables:
+        for seq, length in enumerate(case.seq_lens):
+            used = length % case.block_size
+            if used:
+                last = int(table[seq, length // case.block_size]) * case.block_size
+                pool[:, last + used : last + case.block_size] = math.nan
+    return pool
