@@ -15,7 +15,7 @@ from benchmarks.experts.figures import Verdict
 from benchmarks.experts.measuring import GROUPS, Amount, groups_of, measure_of
 from benchmarks.experts.report import Findings, print_report, to_json
 from benchmarks.experts.unavailable import Unavailable
-from moeserve.bench.environment import describe
+from moeserve.bench.serve import describe_machine
 
 _NUM_SEEDS, _NUM_PAIRS = 5, 10
 _QUICK_SEEDS, _QUICK_PAIRS = 2, 2
@@ -54,7 +54,7 @@ def command(
     num_seeds = num_seeds or (_QUICK_SEEDS if quick else _NUM_SEEDS)
     num_pairs = num_pairs or (_QUICK_PAIRS if quick else _NUM_PAIRS)
     amount = Amount(tuple(range(num_seeds)), num_pairs, quick)
-    environment = describe()
+    environment = describe_machine()
     findings = Findings()
 
     def save() -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from benchmarks.experts.figures import Figure, Limit, Sense, Verdict
 from benchmarks.experts.measuring import Amount
-from moeserve.bench.environment import Environment
+from moeserve.bench.serve import Environment
 
 TITLES = {
     "T1": "rows sent between ranks",

@@ -16,12 +16,9 @@ from typing import Any, TextIO
 
 from benchmarks.experts.texts import documents
 from benchmarks.experts.unavailable import Unavailable
-from moeserve.bench.http_exchange import Endpoint
-from moeserve.bench.load import run_workload
-from moeserve.bench.measurement import Metrics, summarise
-from moeserve.bench.openai_client import ChatClient, RequestFailed
-from moeserve.bench.words import text
-from moeserve.bench.workloads import Conversation, Workload
+from moeserve.bench.client import ChatClient, Endpoint, RequestFailed
+from moeserve.bench.metrics import Metrics, summarise
+from moeserve.bench.workloads import Conversation, Workload, run_workload, seeded_text
 
 _READY = re.compile(r"ready on (http://\S+)")
 _SECONDS_TO_START, _SECONDS_TO_END = 180, 30
@@ -40,7 +37,7 @@ class Service:
         """Of independent streams that all begin at once. Each call sends texts of its own. Raises Unavailable."""
         self._num_runs += 1
         conversations = tuple(
-            Conversation("", None, (text(24, seed, self._num_runs, number),), cold=True)
+            Conversation("", None, (seeded_text(24, seed, self._num_runs, number),), cold=True)
             for number in range(num_streams)
         )
         workload = Workload("streams", num_streams, num_tokens, conversations)

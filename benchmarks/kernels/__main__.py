@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from moeserve.tune.attention_cases import AttentionCase
-    from moeserve.tune.kernel_case import KernelCase, Section
+    from benchmarks.kernels.cases import Section
 
 # So that the last case, and the compilers of its peers, end within ten minutes.
 TIME_LIMIT = 480.0
@@ -63,10 +61,9 @@ def _measure(device: torch.device, out_dir: Path, time_limit: float) -> int:
 
     from benchmarks.gpu import Deadline, file_stem, gpu_name, gpu_state, hardware, is_lost, measure_ceilings, versions
     from benchmarks.kernels.checks import checks
-    from benchmarks.kernels.report import KernelReport
+    from benchmarks.kernels.report import KernelReport, target_rows
     from benchmarks.kernels.run import Bench, run_bench
-    from benchmarks.kernels.targets import target_rows
-    from moeserve.tune.timing import time_calls
+    from moeserve.tune.measure import time_calls
 
     deadline = Deadline(time_limit)
     name, num_sms = gpu_name(device), torch.cuda.get_device_properties(device).multi_processor_count
@@ -84,11 +81,11 @@ def _measure(device: torch.device, out_dir: Path, time_limit: float) -> int:
 
 def _sections(device: torch.device, num_sms: int) -> list[Section]:
     """All cases, with the configurations that serving would take."""
+    from benchmarks.kernels.attention import attention_sections
+    from benchmarks.kernels.cases import Section
     from benchmarks.kernels.experts import ALONE_NUM_TOKENS, SHAPES, combine_cases, moe_cases, quantised_cases
-    from benchmarks.kernels.sampling import sampling_cases
-    from benchmarks.kernels.small import copy_cases, gate_cases, norm_cases
+    from benchmarks.kernels.small import gate_cases, norm_cases, sampling_cases
     from moeserve.cuda.expert_kernels import moe_configs
-    from moeserve.tune.kernel_case import Section
 
     configs = partial(moe_configs, device=device)
     experts = [
@@ -100,47 +97,12 @@ def _sections(device: torch.device, num_sms: int) -> list[Section]:
         )
     ]
     return [
-        *_attention_sections(device, num_sms),
+        *attention_sections(device, num_sms),
         *experts,
         Section("Norms, rotation, KV write", norm_cases(device)),
         Section("Gates and sums of experts", [*gate_cases(device), *combine_cases(device)]),
         Section("Sampling", sampling_cases(device)),
-        Section("Copies of KV blocks", copy_cases(device)),
     ]
-
-
-def _attention_sections(device: torch.device, num_sms: int) -> Iterator[Section]:
-    from moeserve.tune.attention_cases import attention_cases
-    from moeserve.tune.kernel_case import PlannedCase, Section
-
-    cases = attention_cases()
-    titles = {"decode": "Decode attention", "extend": "Attention of short extends", "prefill": "Prefill attention"}
-    for kind, title in titles.items():
-        planned = [
-            PlannedCase(case.name, partial(_attention_case, case, device, num_sms))
-            for case in cases
-            if case.kind == kind
-        ]
-        yield Section(title, planned)
-
-
-def _attention_case(case: AttentionCase, device: torch.device, num_sms: int) -> KernelCase:
-    from benchmarks.kernels.attention_peers import attention_peers
-    from moeserve.cuda.attention_kernels import tuned_attention
-    from moeserve.tune.kernel_case import KernelCase
-    from moeserve.tune.prepared_attention import prepare
-
-    prepared = prepare(case, device, num_sms, configs=tuned_attention(case.shape, device))
-    peers = attention_peers(prepared)
-    return KernelCase(
-        [partial(prepared.run, index) for index in range(prepared.num_sets)],
-        peers.calls,
-        case.num_bytes,
-        case.num_flops,
-        {"sets": str(prepared.num_sets), "config": str(prepared.config)},
-        peers.absent,
-        partial(prepared.relative_error, 0),
-    )
 
 
 if __name__ == "__main__":

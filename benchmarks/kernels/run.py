@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.gpu import Ceilings, Deadline
-from benchmarks.kernels.measurement import Measurement, TimeCalls, measure, remark, row
-from benchmarks.kernels.report import NOT_MEASURED, KernelReport
-from benchmarks.kernels.targets import in_order, target_rows, verdict_of
-from moeserve.tune.check import Check
-from moeserve.tune.kernel_case import PlannedCase, Section
+from benchmarks.kernels.cases import Measurement, PlannedCase, Section, TimeCalls, measure
+from benchmarks.kernels.report import NOT_MEASURED, KernelReport, in_order, remark, row, target_rows, verdict_of
+from moeserve.tune.measure import Check
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,33 @@
-"""Benchmark cases of kernels that only move bytes: norms, rotation with KV write, gates, copies of KV blocks.
+"""Kernels that are bound by memory: norms, rotation with KV write, gates, sampling.
 
-At the sizes of Qwen3-30B-A3B in bfloat16.
+At the sizes of Qwen3-30B-A3B in bfloat16. Peers are torch's own operations and its compiler.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernels.torch_peers import compiled
-from kernels.gpu.block_copy import copy_blocks
+from benchmarks.kernels.cases import KernelCase, PlannedCase, compiled
 from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv
+from kernels.gpu.sampling import greedy, sample
+from kernels.gpu.sampling_reference import sample_reference
 from kernels.specs import GateSpec
-from moeserve.tune.guard import relative_error, run_guarded
-from moeserve.tune.kernel_case import Call, KernelCase, PlannedCase, cold_sets
+from moeserve.tune.measure import cold_sets, relative_error, run_guarded
 
 _WIDTH, _HEADS, _KV_HEADS, _DIM = 2048, 32, 4, 128
 _EXPERTS, _TOP_K, _EPS = 128, 8, 1e-6
-# A pool has room for so many times the blocks that are copied at once.
-_BLOCKS, _BLOCK_SIZE, _POOL = 1024, 16, 16
+_VOCAB = 151936
+# The filters of the sampling cases.
+_SAMPLED_TOP_K, _SAMPLED_TOP_P = 50, 0.9
+# Rows whose tokens are compared with the reference's, which draws on the host.
+_COMPARED = 4
 
 
 def norm_cases(device: torch.device) -> list[PlannedCase]:
@@ -43,14 +47,21 @@ def gate_cases(device: torch.device) -> list[PlannedCase]:
     return [PlannedCase(f"gate, {tokens} x {_EXPERTS}", partial(_gate_case, tokens, device)) for tokens in (64, 4096)]
 
 
-def copy_cases(device: torch.device) -> list[PlannedCase]:
-    """Between the pool and dense staging memory, and between that and page-locked memory of the host."""
-    blocks = f"{_BLOCKS} blocks of {_BLOCK_SIZE}"
+def sampling_cases(device: torch.device) -> list[PlannedCase]:
+    """Greedy, by temperature, and with filters, of one row and of many."""
+    makers: dict[str, Callable[[int, torch.device], KernelCase]] = {
+        "greedy": _greedy_case,
+        "temperature": partial(_draw_case, top_k=0, top_p=1.0),
+        f"top-k {_SAMPLED_TOP_K}": partial(_draw_case, top_k=_SAMPLED_TOP_K, top_p=1.0),
+        f"top-p {_SAMPLED_TOP_P}": partial(_draw_case, top_k=0, top_p=_SAMPLED_TOP_P),
+        f"top-k {_SAMPLED_TOP_K} and top-p {_SAMPLED_TOP_P}": partial(
+            _draw_case, top_k=_SAMPLED_TOP_K, top_p=_SAMPLED_TOP_P
+        ),
+    }
     return [
-        PlannedCase(f"gather {blocks}", partial(_copy_case, device, gather=True)),
-        PlannedCase(f"scatter {blocks}", partial(_copy_case, device, gather=False)),
-        PlannedCase(f"{blocks} to the host", partial(_host_case, device, to_host=True)),
-        PlannedCase(f"{blocks} from the host", partial(_host_case, device, to_host=False)),
+        PlannedCase(f"{name}, {rows} x {_VOCAB}", partial(make, rows, device))
+        for rows in (1, 64, 256)
+        for name, make in makers.items()
     ]
 
 
@@ -175,41 +186,83 @@ def _gate_case(tokens: int, device: torch.device) -> KernelCase:
     )
 
 
-def _copy_case(device: torch.device, *, gather: bool) -> KernelCase:
+def _logits(rows: int, device: torch.device) -> list[Tensor]:
     numbers = Numbers(device)
-    pool = numbers.normal(_KV_HEADS, _POOL * _BLOCKS * _BLOCK_SIZE, _DIM)
-    staging = numbers.normal(_KV_HEADS, _BLOCKS * _BLOCK_SIZE, _DIM)
-    whole = [tensor.view(_KV_HEADS, -1, _BLOCK_SIZE * _DIM) for tensor in (pool, staging)]
+    return [numbers.normal(rows, _VOCAB, dtype=torch.float32) for _ in range(cold_sets(_logit_bytes(rows)))]
 
-    def ours(ids: Tensor) -> Tensor:
-        if gather:
-            copy_blocks(pool, staging, ids, None, block_size=_BLOCK_SIZE)
-            return staging
-        copy_blocks(staging, pool, None, ids, block_size=_BLOCK_SIZE)
-        return pool
 
-    def by_torch(ids: Tensor) -> Tensor:
-        return whole[0].index_select(1, ids) if gather else whole[0].index_copy_(1, ids, whole[1])
+def _logit_bytes(rows: int) -> int:
+    return 4 * rows * _VOCAB
 
-    def error() -> float:
-        ours(sets[0])
-        return relative_error(staging, pool.view(_KV_HEADS, -1, _BLOCK_SIZE, _DIM)[:, sets[0]].view_as(staging))
 
-    # Each is of blocks that no other has.
-    sets = numbers.permutation(_POOL * _BLOCKS).view(_POOL, _BLOCKS).unbind(0)
+def _greedy_case(rows: int, device: torch.device) -> KernelCase:
+    sets = _logits(rows, device)
     return KernelCase(
-        [partial(ours, ids) for ids in sets],
-        {"index_select" if gather else "index_copy_": [partial(by_torch, ids) for ids in sets]},
-        2 * staging.numel() * staging.element_size(),
+        [lambda x=x: greedy(x)[0] for x in sets],  # type: ignore[misc]
+        {"torch.argmax": [partial(torch.argmax, x, -1) for x in sets]},
+        _logit_bytes(rows),
         0,
-        relative_error=error,
+        relative_error=lambda: float((greedy(sets[0])[0] != sets[0].argmax(-1)).any()),
     )
 
 
-def _host_case(device: torch.device, *, to_host: bool) -> KernelCase:
-    """One transfer of dense memory, as the bus between host and GPU allows it; it has no peers."""
-    staging = Numbers(device).normal(_KV_HEADS, _BLOCKS * _BLOCK_SIZE, _DIM)
-    host = torch.empty(staging.shape, dtype=staging.dtype, pin_memory=device.type == "cuda")
-    source, target = (staging, host) if to_host else (host, staging)
-    call: Call = partial(target.copy_, source, non_blocking=True)
-    return KernelCase([call], {}, staging.numel() * staging.element_size(), 0, {"limit": "the bus, not the memory"})
+def _draw_case(rows: int, device: torch.device, *, top_k: int, top_p: float) -> KernelCase:
+    """At temperature 1. Peers draw from the same distribution, but not the same tokens."""
+    ones, seeds = torch.ones(rows, device=device), torch.arange(rows, device=device)
+    filters: dict[str, Tensor] = {}
+    if top_k or top_p < 1:
+        ks = torch.full((rows,), top_k, dtype=torch.int32, device=device)
+        filters = {"top_k": ks, "top_p": ones * top_p, "min_p": 0 * ones}
+    sets = _logits(rows, device)
+    peer = _by_torch(top_k, top_p)
+    return KernelCase(
+        [lambda x=x: sample(x, ones, seeds, seeds, **filters)[0] for x in sets],  # type: ignore[misc]
+        {name: [partial(draw, x) for x in sets] for name, draw in peer.items()},
+        _logit_bytes(rows),
+        0,
+        relative_error=lambda: _wrong(sets[0][:_COMPARED], ones[:_COMPARED], seeds[:_COMPARED], filters),
+    )
+
+
+def _wrong(logits: Tensor, ones: Tensor, seeds: Tensor, filters: dict[str, Tensor]) -> float:
+    """1 if some row's token is not the reference's."""
+    some = {name: values[:_COMPARED] for name, values in filters.items()}
+    tokens, _ = sample(logits, ones, seeds, seeds, **some)
+    return float((tokens != sample_reference(logits, ones, seeds, seeds, **some)[0]).any())
+
+
+def _by_torch(top_k: int, top_p: float) -> dict[str, Callable[[Tensor], Tensor]]:
+    """How the filters are written with torch's own operations: by the largest values, or by sorting all."""
+
+    def with_noise(logits: Tensor) -> Tensor:
+        return _drawn(logits.softmax(-1)).squeeze(-1)
+
+    def of_largest(logits: Tensor) -> Tensor:
+        values, places = logits.topk(top_k, -1)
+        return _place(_within(values.softmax(-1), 0, top_p), places)
+
+    def of_sorted(logits: Tensor) -> Tensor:
+        values, places = logits.sort(dim=-1, descending=True)
+        return _place(_within(values.softmax(-1), top_k, top_p), places)
+
+    if not top_k and top_p == 1:
+        return {"torch": with_noise}
+    return {"torch.sort": of_sorted, **({"torch.topk": of_largest} if top_k else {})}
+
+
+def _within(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
+    """The sorted ones that the filters leave, others 0."""
+    if top_k:
+        probabilities = probabilities[:, :top_k]
+    if top_p == 1:
+        return probabilities
+    return probabilities.masked_fill(probabilities.cumsum(-1) - probabilities > top_p, 0.0)
+
+
+def _drawn(probabilities: Tensor) -> Tensor:
+    """The place of a draw, [rows, 1]: the first of exponential clocks to ring, since `multinomial` asks the host."""
+    return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
+
+
+def _place(probabilities: Tensor, places: Tensor) -> Tensor:
+    return places.gather(1, _drawn(probabilities)).squeeze(-1)

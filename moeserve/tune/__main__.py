@@ -194,7 +194,7 @@ def _tune_attention(spec: DecoderSpec, block_size: int, weights: WeightFormat, k
     from kernels.gpu.tuning import file_name
     from moeserve.cuda.attention_kernels import attention_shape, kv_dtype_of
     from moeserve.cuda.expert_kernels import platform_of, tuned_folder
-    from moeserve.tune.search_attention import tune_attention
+    from moeserve.tune.attention import tune_attention
 
     device = torch.device("cuda")
     dtypes: dict[WeightFormat, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
@@ -232,7 +232,7 @@ def _tune_experts(shape: MoeShape, all_num_tokens: tuple[int, ...], out: Path | 
 
     from kernels.gpu.tuning import file_name, write_tuned
     from moeserve.cuda.expert_kernels import platform_of, tuned_folder
-    from moeserve.tune.search_experts import tune_shape
+    from moeserve.tune.experts import tune_shape
 
     device = torch.device("cuda")
     platform = platform_of(device)

@@ -12,7 +12,7 @@ from triton.runtime.errors import OutOfResources
 
 import moeserve.cuda.attention_kernels as attention_kernels
 import moeserve.cuda.expert_kernels as expert_kernels
-import moeserve.tune.search_attention as tune_attention_module
+import moeserve.tune.attention as tune_attention_module
 from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_tuning import (
     MAX_CANDIDATES,
@@ -28,7 +28,7 @@ from kernels.gpu.tuning import Platform, TuningError, file_name
 from moeserve.cuda.batches import AttentionLimits
 from moeserve.models.families import build_spec
 from moeserve.models.hf_config import load_config
-from moeserve.tune.search_attention import Batch, Batches, tune_attention
+from moeserve.tune.attention import Batch, Batches, tune_attention
 from tests.support.commands import invoke
 from tests.support.tiny_models import save
 
@@ -134,7 +134,7 @@ def test_few_candidates_are_timed_and_all_of_them_fit(shape):
 
 def three_candidates(monkeypatch):
     """Of each kind, on one set of keys and values."""
-    monkeypatch.setattr("moeserve.tune.kernel_case.COLD_BYTES", 1)
+    monkeypatch.setattr("moeserve.tune.measure.COLD_BYTES", 1)
     for name in ("split_candidates", "extend_candidates", "prefill_candidates"):
         every = getattr(tune_attention_module, name)
         monkeypatch.setattr(tune_attention_module, name, lambda shape, every=every: every(shape)[:3])

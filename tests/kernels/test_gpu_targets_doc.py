@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.kernels.targets import TARGETS
+from benchmarks.kernels.report import TARGETS
 from benchmarks.steps import TARGET_BATCHES, TARGET_PART, TARGET_RATE
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks-gpu.md"

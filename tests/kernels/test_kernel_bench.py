@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from benchmarks.kernels.__main__ import NO_GPU, main
-from moeserve.tune.check import checked
-from moeserve.tune.guard import WrongResultError
+from moeserve.tune.measure import WrongResultError, checked
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
 

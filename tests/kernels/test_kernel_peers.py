@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from benchmarks.kernels.attention_peers import _FLEX_SHAPES, attention_peers, contiguous_inputs, flex, sdpa
+from benchmarks.kernels.attention import _FLEX_SHAPES, attention_cases, attention_peers, contiguous_inputs, flex, sdpa
 from kernels.gpu.attention_reference import paged_attention_reference
 from kernels.gpu.moe_config import Tile
-from moeserve.tune.attention_cases import AttentionCase, attention_cases
-from moeserve.tune.prepared_attention import prepare
+from moeserve.tune.attention import AttentionCase, prepare
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the bench itself runs them")
 
@@ -23,7 +22,7 @@ TILE = Tile(32, 32, 1, 4, 2)
 
 
 def prepared_case(case, monkeypatch):
-    monkeypatch.setattr("moeserve.tune.kernel_case.COLD_BYTES", 2 * case.kv_bytes)
+    monkeypatch.setattr("moeserve.tune.measure.COLD_BYTES", 2 * case.kv_bytes)
     return prepare(case, CPU, 8)
 
 
@@ -76,14 +75,14 @@ def test_heads_are_repeated_for_a_backend_that_knows_no_groups(monkeypatch):
             raise RuntimeError("no available kernel")
         return sdpa(SDPBackend.MATH, q, keys, values, causal)
 
-    monkeypatch.setattr("benchmarks.kernels.attention_peers.sdpa", refuse_groups)
+    monkeypatch.setattr("benchmarks.kernels.attention.sdpa", refuse_groups)
     calls = attention_peers(prepared_case(PREFILL, monkeypatch)).calls["SDPA cuDNN"]
     assert len(calls) == 2
     assert calls[0]().shape == (2, 4, 24, 32)
 
 
 def test_a_peer_that_refuses_is_named(monkeypatch):
-    monkeypatch.setattr("benchmarks.kernels.attention_peers._FLEX_SHAPES", {(2, 40, 1)})
+    monkeypatch.setattr("benchmarks.kernels.attention._FLEX_SHAPES", {(2, 40, 1)})
     peers = attention_peers(prepared_case(DECODE, monkeypatch))
     # cuDNN computes on no CPU.
     assert peers.absent["SDPA cuDNN"].startswith("refuses")

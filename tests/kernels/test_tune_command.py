@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import moeserve.cuda.expert_kernels as expert_kernels
-import moeserve.tune.search_experts as tune_moe
+import moeserve.tune.experts as tune_moe
 from kernels.gpu.moe_config import MoeShape, heuristic_config
 from kernels.gpu.moe_experts import device_of, moe_experts_reference
-from moeserve.tune.moe_case import ACTIVATION, make_case
+from moeserve.tune.experts import ACTIVATION, make_case
 from tests.support.commands import invoke
 
 SHAPE = MoeShape(8, 256, 128, 2, "bfloat16")

@@ -3,8 +3,8 @@
 
 from functools import partial
 
+from benchmarks.kernels.attention import attention_cases
 from benchmarks.kernels.experts import NUM_TOKENS, SHAPES
-from moeserve.tune.attention_cases import attention_cases
 from tests.support.attention_launches import launch_prefill, launch_split
 from tests.support.compile_cases_moe import HOPPER, experts_call, heuristic_config
 

@@ -3,13 +3,10 @@
 import torch
 
 from benchmarks.gpu import Ceilings, Deadline
-from benchmarks.kernels.measurement import HEADER
-from benchmarks.kernels.report import KernelReport
+from benchmarks.kernels.cases import KernelCase, PlannedCase
+from benchmarks.kernels.report import HEADER, KernelReport, target_rows
 from benchmarks.kernels.run import Bench, run_bench
-from benchmarks.kernels.targets import target_rows
-from moeserve.tune.check import Check
-from moeserve.tune.kernel_case import KernelCase, PlannedCase
-from moeserve.tune.timing import Timing
+from moeserve.tune.measure import Check, Timing
 
 CEILINGS = Ceilings(copy=4e12, read=4.4e12, flops=8e14)
 

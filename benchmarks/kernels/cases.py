@@ -1,21 +1,66 @@
-"""What a case was measured to take, and its row in a table."""
+"""A case of the kernel benchmark: our kernel, its peers, the least it moves and computes, and its measured times."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from benchmarks.gpu import Ceilings
-from moeserve.tune.check import TOLERANCE
-from moeserve.tune.kernel_case import Call, KernelCase
-from moeserve.tune.timing import Timing
+import torch
 
-HEADER = (
-    "| case | us | spread | error | GB/s | of copy | TFLOP/s | of product | times the best peer | peers, us | target "
-    "| with |",
-    "|" + "---|" * 12,
-)
+from moeserve.tune.measure import TOLERANCE, Call, Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Calls of other kernels by name, one list as long as a case's own; and why others are not among them."""
+
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """calls: the same work on different data, to be run in turn so that the cache stays cold; all peers have as many.
+    num_bytes and num_flops: the least that one call moves and computes.
+    """
+
+    calls: Sequence[Call]
+    peers: Mapping[str, Sequence[Call]]
+    num_bytes: int
+    num_flops: int
+    notes: Mapping[str, str] = field(default_factory=dict)
+    # Peers that cannot be measured here, and why.
+    absent: Mapping[str, str] = field(default_factory=dict)
+    # Runs the kernel and compares some of its rows with the reference: relative, NaN if one was not written.
+    relative_error: Callable[[], float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCase:
+    """A case before its tensors are made."""
+
+    name: str
+    make: Callable[[], KernelCase]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Cases whose rows stand in one table."""
+
+    title: str
+    cases: Sequence[PlannedCase]
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled anew for each shape, at its first call, on a GPU; elsewhere as it is, which only checks it."""
+    fast = torch.compile(function, dynamic=False)
+
+    def run(*args: Any) -> Any:
+        on_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in args)
+        return (fast if on_gpu else function)(*args)
+
+    return run
 
 
 class TimeCalls(Protocol):
@@ -75,45 +120,3 @@ def measure(case: KernelCase, time_calls: TimeCalls, out_of_time: Callable[[], b
     seconds = own.microseconds / 1e6
     rates = case.num_bytes / seconds, case.num_flops / seconds
     return Measurement(own.microseconds, own.spread, error, *rates, peers, absent, own.in_graph)
-
-
-def row(name: str, case: KernelCase, found: Measurement, ceilings: Ceilings, verdict: str) -> str:
-    """In the columns of `HEADER`."""
-    best = found.best_ratio
-    cells = (
-        name,
-        f"{found.microseconds:.1f}{_without_graph(found)}",
-        f"{found.spread:.0%}",
-        "" if found.error is None else f"{found.error:.1e}{'' if found.is_right else ' **WRONG**'}",
-        f"{found.bytes_per_second / 1e9:.0f}",
-        f"{found.bytes_per_second / ceilings.copy:.0%}",
-        f"{found.flops_per_second / 1e12:.1f}",
-        f"{found.flops_per_second / ceilings.flops:.0%}",
-        "" if best is None else f"{best:.2f}",
-        "; ".join(_beside(case, found)),
-        verdict,
-        "; ".join(f"{key} {value}" for key, value in case.notes.items()),
-    )
-    return table_row(cells)
-
-
-def _beside(case: KernelCase, found: Measurement) -> list[str]:
-    """The peers' times, fastest first, and why others have none."""
-    timed = sorted(found.peers.items(), key=lambda entry: entry[1].microseconds)
-    beside = [f"{name} {peer.microseconds:.1f}{_without_graph(peer)}" for name, peer in timed]
-    absent = {**case.absent, **found.absent}
-    beside += [f"{name}: not measured" for name in case.peers if name not in found.peers and name not in absent]
-    return [*beside, *(f"{name}: {reason}" for name, reason in absent.items())]
-
-
-def _without_graph(found: Measurement | PeerTime) -> str:
-    return "" if found.in_graph else " (no graph)"
-
-
-def remark(name: str, text: str) -> str:
-    """The row of a case without figures."""
-    return table_row((name, text, *[""] * 10))
-
-
-def table_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"

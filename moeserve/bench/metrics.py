@@ -1,10 +1,15 @@
-"""What was measured of one request, and what many requests say together. Pure; all times in seconds."""
+"""Metrics of requests under load: what one request took, what many say together, how servers compare.
+
+Torch-free, without a clock; all times in seconds.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 Metrics = dict[str, float]
 """Metric name (see `summarise`) to value; a metric that could not be measured is absent."""
@@ -115,3 +120,103 @@ def _totals(good: Sequence[RequestRecord]) -> Metrics:
     if num_events:
         totals["tokens_per_event"] = totals["output_tokens"] / num_events
     return totals
+
+
+_UNITS = {"ms": 1e-3, "s": 1.0}
+_LIMIT = re.compile(r"(ttft|tpot|e2e):([0-9]*\.?[0-9]+)(ms|s)")
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Upper limits in seconds on the time to first token, the time per output token and the whole request."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2e: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Slo:
+        """Reads `ttft:500ms,tpot:100ms,e2e:5s`, any of them. Raises ValueError."""
+        limits: dict[str, float] = {}
+        for part in text.split(","):
+            match = _LIMIT.fullmatch(part.strip())
+            if match is None:
+                raise ValueError(f"{part.strip()!r} is not like ttft:500ms, tpot:100ms or e2e:5s")
+            if match[1] in limits:
+                raise ValueError(f"{match[1]} is given twice")
+            limits[match[1]] = float(match[2]) * _UNITS[match[3]]
+        return cls(**limits)
+
+    def met(self, record: RequestRecord) -> bool:
+        """A failed request meets nothing; a request of one token has no time per output token to miss."""
+        if record.error is not None:
+            return False
+        measured = ((self.ttft, record.ttft), (self.tpot, record.tpot), (self.e2e, record.e2e))
+        return all(limit is None or value is None or value <= limit for limit, value in measured)
+
+
+_LOWER_IS_BETTER = ("ttft_", "itl_", "tpot_", "e2e_")
+_HIGHER_IS_BETTER = ("tokens_per_s", "requests_per_s", "goodput_per_s")
+
+
+@dataclass(frozen=True, slots=True)
+class RunMetrics:
+    """The metrics of one server, one variant of a workload and one run. `variant` is empty if there is only one."""
+
+    workload: str
+    variant: str
+    server: str
+    run: int
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One server on one variant: medians over the runs, and the advantage over the first server.
+
+    `advantage`: median over the runs of the ratio within a run, above 1 where this server is better; empty for the
+    first server. A ratio within a run is that of neighbours in time, so that a machine that slows down hits both.
+    """
+
+    workload: str
+    variant: str
+    server: str
+    medians: Metrics
+    advantage: Metrics
+
+
+def columns(runs: Iterable[RunMetrics]) -> list[Column]:
+    """One column per (workload, variant, server), in order of first appearance."""
+    cells: dict[tuple[str, str], dict[str, dict[int, Metrics]]] = {}
+    for run in runs:
+        by_server = cells.setdefault((run.workload, run.variant), {})
+        by_server.setdefault(run.server, {})[run.run] = run.metrics
+    result = []
+    for (workload, variant), by_server in cells.items():
+        reference = next(iter(by_server.values()))
+        for server, by_run in by_server.items():
+            advantage = {} if by_run is reference else _advantage(by_run, reference)
+            result.append(Column(workload, variant, server, _medians(by_run.values()), advantage))
+    return result
+
+
+def _medians(runs: Iterable[Metrics]) -> Metrics:
+    collected: dict[str, list[float]] = {}
+    for metrics in runs:
+        for name, value in metrics.items():
+            collected.setdefault(name, []).append(value)
+    return {name: median(values) for name, values in collected.items()}
+
+
+def _advantage(by_run: dict[int, Metrics], reference: dict[int, Metrics]) -> Metrics:
+    ratios: dict[str, list[float]] = {}
+    for run, metrics in by_run.items():
+        for name, value in metrics.items():
+            other = reference.get(run, {}).get(name)
+            if not value or not other:
+                continue
+            if name.startswith(_LOWER_IS_BETTER):
+                ratios.setdefault(name, []).append(other / value)
+            elif name in _HIGHER_IS_BETTER:
+                ratios.setdefault(name, []).append(value / other)
+    return {name: median(values) for name, values in ratios.items()}

@@ -1,12 +1,20 @@
-"""Times of kernels on a GPU: medians of graph replays over cold data."""
+"""Calls on a GPU, timed on cold data, and what they compute, compared with a reference.
+
+A time is the median of graph replays. A kernel is checked so that what it leaves unwritten, writes beside its output or
+computes by chance shows.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 AnyCall = Callable[[], object]
 
@@ -109,3 +117,106 @@ def _captured(run: Callable[[], None]) -> Callable[[], None] | None:
         torch.cuda.synchronize()
         return None
     return graph.replay
+
+
+# Several times the L2 cache of today's GPUs.
+COLD_BYTES = 512 * 2**20
+_MAX_SETS = 256
+
+# Runs once on the current stream and gives the result.
+Call = Callable[[], Tensor]
+
+
+def cold_sets(num_bytes: int, at_most: int = _MAX_SETS) -> int:
+    """How many sets of data of this size there have to be, so that no run over one after the other finds its own in the
+    cache; at most so many."""
+    return max(1, min(at_most, -(-COLD_BYTES // num_bytes)))
+
+
+_MARGIN = 2
+_CANARY = 77.0
+
+
+class WrongResultError(Exception):
+    """What is wrong beside the numbers themselves."""
+
+
+def run_guarded(run: Callable[[Tensor], object], like: Tensor) -> Tensor:
+    """Runs twice into outputs of `like`'s shape and dtype, full of NaN and between rows that nobody may write.
+
+    Gives the result. Raises WrongResultError where those rows change or the two differ in a bit, as they do in a race.
+    NaN that is still there is left to be found by a comparison.
+    """
+    results = []
+    for _ in range(2):
+        rows = like.shape[0]
+        whole = torch.full((rows + 2 * _MARGIN, *like.shape[1:]), _CANARY, dtype=like.dtype, device=like.device)
+        out = whole[_MARGIN : _MARGIN + rows]
+        out.fill_(math.nan)
+        run(out)
+        if not bool((whole[:_MARGIN] == _CANARY).all() & (whole[_MARGIN + rows :] == _CANARY).all()):
+            raise WrongResultError("writes beside its output")
+        results.append(out)
+    if not torch.equal(results[0].nan_to_num(), results[1].nan_to_num()):
+        raise WrongResultError("two runs differ")
+    return results[0]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """By the L2 norm; NaN if anything found is."""
+    wide = expected.double()
+    return float((found.double() - wide).norm() / wide.norm())
+
+
+# The relative error (L2) of 16-bit kernels is to be below it.
+TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`error` is relative (L2); NaN where something was not written; 1 where bits or tokens differ that must not."""
+
+    name: str
+    error: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error < TOLERANCE
+
+
+def checked(name: str, error: Callable[[], float]) -> Check:
+    """The check of that error, or one that did not pass and says why in its name: a kernel that does not run leaves
+    the others to be checked."""
+    try:
+        return Check(name, error())
+    except WrongResultError as wrong:
+        return Check(f"{name} ({wrong})", 1.0)
+    except Exception as failure:
+        traceback.print_exc(file=sys.stderr)
+        return Check(f"{name} ({type(failure).__name__}: {failure})".replace("\n", " ")[:200], math.nan)
+
+
+def same_bits(found: Tensor, expected: Tensor) -> float:
+    """0 if they have the same bits, else 1."""
+    return float(not torch.equal(found, expected))
+
+
+# Runs calls, each on other data, often enough and gives the median of their microseconds.
+TimeUs = Callable[[Sequence[Callable[[], object]]], float]
+Report = Callable[[str], None]
+
+# How long a candidate is measured, in seconds.
+CANDIDATE_SECONDS = 0.03
+
+
+def median_us(calls: Sequence[Callable[[], object]]) -> float:
+    """On a CUDA device, in graphs as steps are: a candidate of several launches does not pay for launching them."""
+    return time_calls(calls, seconds=CANDIDATE_SECONDS)[0].microseconds
+
+
+def is_right(name: str, error: Callable[[], float], report: Report) -> bool:
+    """Whether that candidate computes what the reference does; the report is told of one that does not."""
+    check = checked(name, error)
+    if not check.passed:
+        report(f"WRONG: {check.name}, relative error {check.error:.1e}")
+    return check.passed

@@ -1,4 +1,4 @@
-"""Times the candidates of the experts' kernels for one shape on the GPU and keeps the fastest per number of tokens.
+"""Experts of one shape with random weights and routed tokens, and the search for their fastest configurations.
 
 The two projections are tuned one after the other with the same row tile, since rows are sorted once for both; what
 competes in the end is the whole operation. Nothing here depends on a clock but `time_us`.
@@ -6,11 +6,14 @@ competes in the end is the whole operation. Nothing here depends on a clock but 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from kernels.gpu.moe_align import SortedPairs, sort_pairs
 from kernels.gpu.moe_config import (
@@ -24,21 +27,153 @@ from kernels.gpu.moe_config import (
     candidate_tiles,
     candidate_variants,
 )
-from kernels.gpu.moe_experts import device_of
+from kernels.gpu.moe_experts import MoeWorkspace, device_of, moe_experts, moe_experts_reference
 from kernels.gpu.moe_gemv import down_gemv, down_products_gemv, gate_up_gemv
 from kernels.gpu.moe_persistent import down_persistent, gate_up_persistent
 from kernels.gpu.moe_tiled import down_tiled, gate_up_tiled
-from moeserve.tune.check import checked
-from moeserve.tune.kernel_case import cold_sets
-from moeserve.tune.moe_case import ACTIVATION, MoeCase, make_case, random_experts
-from moeserve.tune.timing import time_calls
+from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
+from kernels.specs import Activation
+from moeserve.tune.measure import Report, TimeUs, cold_sets, is_right, median_us, relative_error, run_guarded
 
-# Runs calls, each on other data, often enough and gives the median of their microseconds.
-TimeUs = Callable[[Sequence[Callable[[], object]]], float]
-Report = Callable[[str], None]
+Routing = Literal["uniform", "zipf"]
 
-# How long a candidate is measured, in seconds.
-_SECONDS = 0.03
+ACTIVATION = Activation()
+
+
+@dataclass(frozen=True, slots=True)
+class MoeCase:
+    """x [T, H], expert_ids [T, k] int64, expert_weights [T, k] fp32 and what computes them."""
+
+    shape: MoeShape
+    x: Tensor
+    expert_ids: Tensor
+    expert_weights: Tensor
+    experts: GpuExperts
+    workspace: MoeWorkspace
+
+    @property
+    def num_tokens(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def num_distinct_experts(self) -> int:
+        return int(torch.bincount(self.expert_ids.flatten()).count_nonzero())
+
+    @property
+    def max_load(self) -> int:
+        """Rows of the expert that has the most."""
+        return int(torch.bincount(self.expert_ids.flatten()).max())
+
+    @property
+    def num_bytes(self) -> int:
+        """The fewest bytes to move: matrices of the distinct experts, x and the output once."""
+        weights = 0
+        for matrix in (self.experts.gate_up, self.experts.down):
+            for tensor in (matrix.values, matrix.scale):
+                weights += 0 if tensor is None else tensor[0].numel() * tensor.element_size()
+        return weights * self.num_distinct_experts + 2 * self.x.numel() * self.x.element_size()
+
+    @property
+    def num_flops(self) -> int:
+        return 6 * self.num_tokens * self.shape.top_k * self.shape.hidden_size * self.shape.intermediate_size
+
+    def run(self, config: MoeConfig, out: Tensor | None = None) -> Tensor:
+        """The whole operation after the gate -> [T, H], `out` if it is given."""
+        return moe_experts(
+            self.x,
+            self.expert_ids,
+            self.expert_weights,
+            self.experts,
+            ACTIVATION,
+            config,
+            self.workspace,
+            out,
+            num_programs=device_of(self.x.device).num_multiprocessors,
+        )
+
+    def relative_error(self, config: MoeConfig, num_tokens: int = 8) -> float:
+        """Of some tokens' outputs against the reference in fp32; NaN if any token's was not written. Runs the kernels.
+
+        Raises WrongResultError, see `run_guarded`.
+        """
+        for scratch in (self.workspace.hidden, self.workspace.results):
+            scratch.fill_(math.nan)
+        out = run_guarded(partial(self.run, config), self.x)
+        if not bool(out.isfinite().all()):
+            return math.nan
+        places = sorted({round(i * (self.num_tokens - 1) / max(1, num_tokens - 1)) for i in range(num_tokens)})
+        chosen = (self.x[places], self.expert_ids[places], self.expert_weights[places])
+        return relative_error(out[places], moe_experts_reference(*chosen, self.experts, ACTIVATION))
+
+
+def make_case(
+    shape: MoeShape,
+    num_tokens: int,
+    device: torch.device,
+    *,
+    routing: Routing = "uniform",
+    experts: GpuExperts | None = None,
+    seed: int = 0,
+) -> MoeCase:
+    """Normal activations, bf16 unless weights are stored wider. experts: those of another case of the same shape."""
+    random = torch.Generator(device=device).manual_seed(seed)
+    dtype = {"float32": torch.float32, "float16": torch.float16}.get(shape.weights, torch.bfloat16)
+    ids = route(num_tokens, shape.num_experts, shape.top_k, routing, random)
+    workspace = MoeWorkspace.allocate(
+        num_tokens, shape.top_k, shape.num_experts, shape.hidden_size, shape.intermediate_size, dtype, device
+    )
+    return MoeCase(
+        shape,
+        torch.randn((num_tokens, shape.hidden_size), generator=random, device=device).to(dtype),
+        ids,
+        torch.rand(ids.shape, generator=random, device=device) / shape.top_k,
+        experts or random_experts(shape, random),
+        workspace,
+    )
+
+
+def random_experts(shape: MoeShape, random: torch.Generator) -> GpuExperts:
+    """Weights that keep activations near 1, in the stored format, on the generator's device."""
+    width, hidden = shape.intermediate_size, shape.hidden_size
+    return GpuExperts(_random_matrix(shape, 2 * width, hidden, random), _random_matrix(shape, hidden, width, random))
+
+
+def _random_matrix(shape: MoeShape, num_rows: int, depth: int, random: torch.Generator) -> StoredMatrix:
+    device, count = random.device, shape.num_experts
+    scale = depth**-0.5
+    if shape.weights == "int4":
+        size = (count, num_rows, depth // 2)
+        packed = torch.randint(0, 256, size, generator=random, device=device, dtype=torch.uint8)
+        groups = depth // shape.group_size
+        return StoredMatrix(packed, torch.full((count, groups, num_rows), scale / 4, device=device))
+    if shape.weights == "int8":
+        size = (count, num_rows, depth)
+        values = torch.randint(-127, 128, size, generator=random, device=device, dtype=torch.int8)
+        return StoredMatrix(values, torch.full((count, num_rows), scale / 64, device=device))
+    names = {"fp8": torch.float8_e4m3fn, "float32": torch.float32, "float16": torch.float16}
+    values = torch.empty((count, num_rows, depth), dtype=names.get(shape.weights, torch.bfloat16), device=device)
+    for matrix in values:
+        # One expert at a time: fp32 normals of all of them would take several times their own memory.
+        matrix.copy_(
+            torch.randn((num_rows, depth), generator=random, device=device) * (1 if values.itemsize == 1 else scale)
+        )
+    if shape.weights == "fp8":
+        return StoredMatrix(values, torch.full((count, num_rows), scale, device=device))
+    return StoredMatrix(values)
+
+
+def route(num_tokens: int, num_experts: int, top_k: int, routing: Routing, random: torch.Generator) -> Tensor:
+    """k distinct experts per token [T, k] int64: all as likely, or the expert of rank r with weight 1 / r."""
+    device = random.device
+    weights = torch.ones(num_experts, device=device)
+    if routing == "zipf":
+        ranks = torch.randperm(num_experts, generator=random, device=device)
+        weights = 1.0 / (ranks + 1)
+    # The greatest of log weight + Gumbel noise is a draw by weight, and the k greatest are k draws without repetition.
+    uniform = torch.rand((num_tokens, num_experts), generator=random, device=device).clamp_(min=1e-20)
+    return (weights.log() - (-uniform.log()).log()).topk(top_k, dim=-1).indices
+
+
 # Layers there are at most, and how often other experts are chosen where tokens are so few.
 _MAX_SETS, _FEW_TOKENS = 8, 16
 
@@ -47,19 +182,6 @@ _MAX_SETS, _FEW_TOKENS = 8, 16
 class Tuned:
     config: MoeConfig
     microseconds: float
-
-
-def median_us(calls: Sequence[Callable[[], object]]) -> float:
-    """On a CUDA device, in graphs as steps are: a candidate of several launches does not pay for launching them."""
-    return time_calls(calls, seconds=_SECONDS)[0].microseconds
-
-
-def is_right(name: str, error: Callable[[], float], report: Report) -> bool:
-    """Whether that candidate computes what the reference does; the report is told of one that does not."""
-    check = checked(name, error)
-    if not check.passed:
-        report(f"WRONG: {check.name}, relative error {check.error:.1e}")
-    return check.passed
 
 
 def tune_shape(
@@ -84,10 +206,10 @@ def tune_shape(
             make_case(shape, num_tokens, device, experts=layers[number % len(layers)], seed=number)
             for number in range(count)
         ]
-        yield num_tokens, _Tuner(sets, device_of(device), time_us, report).best()
+        yield num_tokens, _Search(sets, device_of(device), time_us, report).best()
 
 
-class _Tuner:
+class _Search:
     """Of one number of tokens. sets: the same work on other data, each with scratch of its own."""
 
     def __init__(self, sets: Sequence[MoeCase], device: Device, time_us: TimeUs, report: Report) -> None:

@@ -1,28 +1,31 @@
-"""Attention cases with random keys and values on the device that measures them.
-
-Several sets of keys and values keep the L2 cache cold: successive runs are to take successive sets.
-"""
+"""Attention of one shape over random keys and values, and the search for its fastest configurations."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kernels.gpu.attention import Partials, prefill_attention, split_attention
 from kernels.gpu.attention_arguments import PagedContext, Scoring
-from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
+from kernels.gpu.attention_config import SHORT_QUERIES, ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_reference import paged_attention_reference
-from kernels.gpu.attention_tuning import AnyConfig, AttentionConfigs
+from kernels.gpu.attention_tuning import (
+    AnyConfig,
+    AttentionConfigs,
+    AttentionShape,
+    extend_candidates,
+    prefill_candidates,
+    split_candidates,
+)
 from kernels.gpu.attention_work import SplitWork
-from moeserve.tune.attention_cases import AttentionCase
-from moeserve.tune.guard import relative_error, run_guarded
-from moeserve.tune.kernel_case import cold_sets
+from moeserve.tune.measure import Report, TimeUs, cold_sets, is_right, median_us, relative_error, run_guarded
 
 # Prompts are bound by their products, so that they need not be quite so cold.
 _MAX_PREFILL_SETS = 8
@@ -218,3 +221,163 @@ def _pool(case: AttentionCase, num_blocks: int, dim: int, tables: list[Tensor], 
                 last = int(table[seq, length // case.block_size]) * case.block_size
                 pool[:, last + used : last + case.block_size] = math.nan
     return pool
+
+
+# What computes it: a decode has one new token per sequence, an extend few, packed into tiles with the query heads of a
+# KV head, and a prefill as many as fill tiles of one head.
+Kind = Literal["decode", "extend", "prefill"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Sequence s has seq_lens[s] positions, the last query_lens[s] of them new. `latent`: values are the keys' first
+    elements (one KV head, as in latent attention)."""
+
+    name: str
+    kind: Kind
+    seq_lens: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    num_heads: int = 32
+    kv_heads: int = 4
+    key_dim: int = 128
+    value_dim: int = 128
+    block_size: int = 64
+    kv_dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16
+    latent: bool = False
+
+    @property
+    def shape(self) -> AttentionShape:
+        """What configurations are chosen by."""
+        dims = (self.key_dim, self.value_dim)
+        return AttentionShape(self.num_heads, self.kv_heads, *dims, self.block_size, self.dtype, self.kv_dtype)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of all positions, each read once."""
+        width = self.key_dim + (0 if self.latent else self.value_dim)
+        return sum(self.seq_lens) * self.kv_heads * width * self.kv_dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """The fewest bytes to move: keys, values and queries read once, outputs written once."""
+        rows = sum(self.query_lens) * self.num_heads
+        return self.kv_bytes + rows * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    @property
+    def num_flops(self) -> int:
+        """Of the two products over the pairs that the causal mask leaves."""
+        pairs = sum(
+            count * length - count * (count - 1) // 2
+            for length, count in zip(self.seq_lens, self.query_lens, strict=True)
+        )
+        return 2 * pairs * self.num_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences with as many positions cached and as many new tokens each."""
+
+    num_seqs: int
+    num_cached: int
+    num_new: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """What is timed of each kind."""
+
+    decode: Batch = Batch(64, 4095, 1)
+    extend: Batch = Batch(64, 4096, 8)
+    prefill: Batch = Batch(2, 0, 4096)
+
+
+def tune_attention(
+    shape: AttentionShape,
+    device: torch.device,
+    num_sms: int,
+    *,
+    time_us: TimeUs = median_us,
+    report: Report = lambda line: None,
+    batches: Batches | None = None,
+) -> Iterator[tuple[str, AnyConfig, float]]:
+    """Kind by kind the fastest configuration that computes it, with its time: "decode", "prefill" and, where the table
+    packs any extends, "extend". Takes memory for one batch. Raises RuntimeError where nothing runs.
+
+    Which extends are packed is measured too: up to the most new tokens with which that is faster than a prefill.
+    """
+    batches = batches or Batches()
+    tuner = _Search(shape, device, num_sms, time_us, report)
+    yield "decode", *tuner.fastest("decode", batches.decode, split_candidates(shape))
+    packings = extend_candidates(shape)
+    if packings:
+        config, time = tuner.fastest("extend", batches.extend, packings)
+        assert isinstance(config, ExtendConfig)
+        yield "extend", replace(config, max_query_len=tuner.longest_packed(config, batches.extend)), time
+    yield "prefill", *tuner.fastest("prefill", batches.prefill, prefill_candidates(shape))
+
+
+class _Search:
+    """Times configurations of one shape on one device."""
+
+    def __init__(
+        self, shape: AttentionShape, device: torch.device, num_sms: int, time_us: TimeUs, report: Report
+    ) -> None:
+        self._shape, self._device, self._num_sms = shape, device, num_sms
+        self._time_us, self._report = time_us, report
+
+    def fastest(self, kind: Kind, batch: Batch, configs: Sequence[AnyConfig]) -> tuple[AnyConfig, float]:
+        """Those that do not run are skipped, since what fits is only known to the compiler, as are wrong ones."""
+        case = _case(self._shape, kind, batch)
+        tensors = random_tensors(case, self._device)
+        timed: list[tuple[float, AnyConfig, PreparedAttention]] = []
+        for config in configs:
+            try:
+                prepared = prepare(case, self._device, self._num_sms, config=config, tensors=tensors)
+                timed.append((self._time(prepared), config, prepared))
+            except Exception as error:
+                self._report(f"skipped {config}: {type(error).__name__}")
+        for time, config, prepared in sorted(timed, key=lambda entry: entry[0]):
+            if is_right(str(config), partial(prepared.relative_error, 0), self._report):
+                self._report(
+                    f"{kind} of {batch.num_new} tokens over {batch.num_cached} x {batch.num_seqs}: {time:.1f} us"
+                )
+                return config, time
+        raise RuntimeError(f"no candidate of {kind} attention runs on this device")
+
+    def longest_packed(self, config: ExtendConfig, batch: Batch) -> int:
+        """The most new tokens, by powers of two, up to which packing them beats a prefill; 0 if it never does."""
+        longest, num_new = 0, 2
+        while num_new <= SHORT_QUERIES:
+            of_length = replace(batch, num_new=num_new)
+            packed = self._time_of("extend", of_length, config)
+            prefilled = self._time_of("prefill", of_length, self._shape.prefill(num_new))
+            self._report(f"{num_new} new tokens: packed {packed:.1f} us, as a prefill {prefilled:.1f} us")
+            if packed >= prefilled:
+                break
+            longest, num_new = num_new, 2 * num_new
+        return longest
+
+    def _time_of(self, kind: Kind, batch: Batch, config: AnyConfig) -> float:
+        return self._time(prepare(_case(self._shape, kind, batch), self._device, self._num_sms, config=config))
+
+    def _time(self, prepared: PreparedAttention) -> float:
+        """Every run takes other keys and values, or too many, so that the cache is cold."""
+        return self._time_us([partial(prepared.run, index) for index in range(prepared.num_sets)])
+
+
+def _case(shape: AttentionShape, kind: Kind, batch: Batch) -> AttentionCase:
+    return AttentionCase(
+        kind,
+        kind,
+        (batch.num_cached + batch.num_new,) * batch.num_seqs,
+        (batch.num_new,) * batch.num_seqs,
+        shape.num_heads,
+        shape.kv_heads,
+        shape.key_dim,
+        shape.value_dim,
+        shape.block_size,
+        shape.kv_dtype,
+        shape.dtype,
+        latent=shape.kv_heads == 1 and shape.key_dim > shape.value_dim,
+    )

@@ -1,12 +1,14 @@
-"""Torch's attention kernels at the shapes of the attention cases.
+"""Attention: the shapes that are measured, and torch's kernels as peers.
 
-They read keys and values that lie contiguously and no block table, which makes them a bar rather than a replacement.
+Torch's read keys and values that lie contiguously and no block table, which makes them a bar rather than a replacement.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -17,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks.kernels.torch_peers import forget_compiled
-from moeserve.tune.attention_cases import AttentionCase
-from moeserve.tune.kernel_case import Call, Peers
-from moeserve.tune.prepared_attention import PreparedAttention
+from benchmarks.kernels.cases import KernelCase, Peers, PlannedCase, Section
+from moeserve.cuda.attention_kernels import tuned_attention
+from moeserve.tune.attention import AttentionCase, Kind, PreparedAttention, prepare
+from moeserve.tune.measure import Call
 
 # A compilation per shape takes seconds, so some shapes of one family have it: sequences, positions, new tokens.
 _FLEX_KV_HEADS = 4
@@ -60,7 +62,8 @@ def _add_of_equal_lengths(peers: Peers, case: AttentionCase, prepared: PreparedA
             ways.append(partial(_sdpa_calls, backend, inputs, causal, group))
         _add(peers, name, *ways)
     if case.kv_heads == _FLEX_KV_HEADS and (len(case.seq_lens), case.seq_lens[0], case.query_lens[0]) in _FLEX_SHAPES:
-        forget_compiled()
+        # Torch compiles only so many shapes of a function, then runs it as it is.
+        torch.compiler.reset()
         _add(peers, "flex_attention", lambda: [partial(flex, *own, causal) for own in inputs])
     else:
         peers.absent["flex_attention"] = "not compiled for this shape"
@@ -186,3 +189,98 @@ def _varlen_attn() -> Callable[..., Any]:
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn
+
+
+def attention_sections(device: torch.device, num_sms: int) -> Iterator[Section]:
+
+    cases = attention_cases()
+    titles = {"decode": "Decode attention", "extend": "Attention of short extends", "prefill": "Prefill attention"}
+    for kind, title in titles.items():
+        planned = [
+            PlannedCase(case.name, partial(attention_case, case, device, num_sms))
+            for case in cases
+            if case.kind == kind
+        ]
+        yield Section(title, planned)
+
+
+def attention_case(case: AttentionCase, device: torch.device, num_sms: int) -> KernelCase:
+
+    prepared = prepare(case, device, num_sms, configs=tuned_attention(case.shape, device))
+    peers = attention_peers(prepared)
+    return KernelCase(
+        [partial(prepared.run, index) for index in range(prepared.num_sets)],
+        peers.calls,
+        case.num_bytes,
+        case.num_flops,
+        {"sets": str(prepared.num_sets), "config": str(prepared.config)},
+        peers.absent,
+        partial(prepared.relative_error, 0),
+    )
+
+
+MAX_KV_BYTES = 20 * 10**9
+_FP8 = torch.float8_e4m3fn
+_LATENT: dict[str, Any] = {"num_heads": 128, "kv_heads": 1, "key_dim": 576, "value_dim": 512, "latent": True}
+
+
+def attention_cases() -> list[AttentionCase]:
+    """Decodes at several batch sizes and lengths, ragged, over fp8 and latent; short extends; prefills. At most 20 GB
+    of keys and values each."""
+    cases = []
+    for kv_heads in (4, 8):
+        for batch in (1, 8, 64, 256):
+            for length in (512, 4096, 32768):
+                cases.append(_decode(f"{batch} x {length}", [length] * batch, kv_heads=kv_heads))
+        cases.append(_decode("64 ragged", ragged_lengths(64), kv_heads=kv_heads))
+        cases.append(_decode("64 x 4096 fp8", [4096] * 64, kv_heads=kv_heads, kv_dtype=_FP8))
+        for count in (4, 16):
+            cases.append(_extend(f"64 x {count} over 4096", [4096] * 64, [count] * 64, kv_heads=kv_heads))
+        cases += _prefills(kv_heads)
+    cases.append(_decode("1 x 32768 fp8", [32768], kv_dtype=_FP8))
+    cases.append(_decode("256 x 4096 fp8", [4096] * 256, kv_dtype=_FP8))
+    cases.append(_decode("64 x 4096 blocks of 16", [4096] * 64, block_size=16))
+    cases.append(_decode("64 x 4096 latent", [4096] * 64, **_LATENT))
+    cases.append(_decode("64 x 4096 latent fp8", [4096] * 64, **_LATENT, kv_dtype=_FP8))
+    cases.append(_extend("64 ragged", ragged_lengths(64), few_tokens(64)))
+    cases.append(_extend("64 x 8 over 4096 fp8", [4096] * 64, [8] * 64, kv_dtype=_FP8))
+    cases.append(_case("prefill", "1 x 4096 fp8", [4096], [4096], kv_dtype=_FP8))
+    return [case for case in cases if case.kv_bytes <= MAX_KV_BYTES]
+
+
+def ragged_lengths(batch: int, seed: int = 0) -> list[int]:
+    """Log-normal lengths between 128 and 32768 with a median of 2048."""
+    draw = random.Random(seed)
+    return [min(32768, max(128, round(2048 * math.exp(draw.gauss(0, 1.2))))) for _ in range(batch)]
+
+
+def few_tokens(batch: int, seed: int = 0) -> list[int]:
+    """Numbers of new tokens of short extends, 1 to 16, all as likely."""
+    draw = random.Random(seed)
+    return [draw.randint(1, 16) for _ in range(batch)]
+
+
+def _decode(name: str, lengths: Sequence[int], **shape: Any) -> AttentionCase:
+    return _case("decode", name, lengths, [1] * len(lengths), **shape)
+
+
+def _extend(name: str, prefixes: Sequence[int], counts: Sequence[int], **shape: Any) -> AttentionCase:
+    lengths = [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
+    return _case("extend", name, lengths, counts, **shape)
+
+
+def _case(kind: Kind, name: str, lengths: Sequence[int], counts: Sequence[int], **shape: Any) -> AttentionCase:
+    heads = f"{shape.get('num_heads', 32)}/{shape.get('kv_heads', 4)} heads"
+    return AttentionCase(f"{kind} {name}, {heads}", kind, tuple(lengths), tuple(counts), **shape)
+
+
+def _prefills(kv_heads: int) -> list[AttentionCase]:
+    """The last continues a prompt: too many new tokens for an extend."""
+    shapes = {
+        "1 x 1024": ([1024], [1024]),
+        "1 x 4096": ([4096], [4096]),
+        "1 x 16384": ([16384], [16384]),
+        "8 x 1024": ([1024] * 8, [1024] * 8),
+        "512 over 8192": ([8192 + 512], [512]),
+    }
+    return [_case("prefill", name, *lengths, kv_heads=kv_heads) for name, lengths in shapes.items()]
