@@ -1,20 +1,20 @@
-"""`python -m benchmarks.experts`: measures what the machinery around the experts saves, against its targets."""
+"""`python -m benchmarks.experts`: measure what the machinery around the experts saves, against its targets."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.status import Status
 
-from benchmarks.experts.figures import Verdict
-from benchmarks.experts.measuring import GROUPS, Amount, groups_of, measure_of
+from benchmarks.experts.figures import Amount, Measure, Unavailable
 from benchmarks.experts.report import Findings, print_report, to_json
-from benchmarks.experts.unavailable import Unavailable
 from moeserve.bench.serve import describe_machine
 
 _NUM_SEEDS, _NUM_PAIRS = 5, 10
@@ -22,20 +22,65 @@ _QUICK_SEEDS, _QUICK_PAIRS = 2, 2
 _TABLE_WIDTH = 200
 
 
-def _targets(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """functions: `module:function` in this package, imported when it is measured; each yields figures."""
+
+    title: str
+    functions: tuple[str, ...]
+
+
+MEASUREMENTS = {
+    "rows-sent": Measurement("rows sent between ranks", ("dispatch:rows_sent",)),
+    "remote-ranks": Measurement("remote ranks that a token is sent to, by placement", ("placement:remote_ranks",)),
+    "layer-hops": Measurement(
+        "transitions between layers that change the rank (ExFlow's metric, simulated)", ("placement:layer_hops",)
+    ),
+    "balance": Measurement("balancedness of the ranks' load (mean over maximum)", ("placement:balance",)),
+    "recall": Measurement("recall of a token's experts, one to three layers ahead", ("prediction:recall",)),
+    "stall-simulated": Measurement(
+        "exposed stall with and without prefetch, half of the experts in memory, simulated", ("prediction:stall",)
+    ),
+    "stall-after-prefix": Measurement(
+        "exposed stall behind a cached prefix with and without its signature, simulated", ("prediction:after_prefix",)
+    ),
+    "stall-measured": Measurement(
+        "exposed stall with and without prefetch, half of the experts in memory", ("memory:stall",)
+    ),
+    "throughput": Measurement("tokens/s with part of the experts in memory", ("memory:throughput",)),
+    "exactness": Measurement(
+        "answers with part of the experts in memory, and of two ranks", ("memory:exactness", "services:exactness")
+    ),
+    "migration": Measurement("time between tokens while layers migrate", ("services:migration",)),
+    "two-ranks": Measurement("two ranks on one machine", ("dispatch:time_of_a_layer", "services:two_ranks")),
+}
+
+
+def measure_of(function: str) -> Measure:
+    module, name = function.split(":")
+    measure: Measure = getattr(import_module(f"benchmarks.experts.{module}"), name)
+    return measure
+
+
+def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
     if value is None:
-        return tuple(GROUPS)
-    names = tuple(part.strip().upper() for part in value.split(","))
+        return tuple(MEASUREMENTS)
+    names = tuple(part.strip() for part in value.split(","))
     for name in names:
-        if name not in GROUPS:
-            raise click.BadParameter(f"there is no {name}; there are {', '.join(GROUPS)}", ctx, param)
+        if name not in MEASUREMENTS:
+            raise click.BadParameter(f"there is no {name}; there are {', '.join(MEASUREMENTS)}", ctx, param)
     return names
 
 
-@click.command("experts", context_settings={"show_default": True})
-@click.option("--only", "targets", callback=_targets, metavar="T1,T5,...", help="Measure these.  [default: all]")
+def _described() -> str:
+    width = max(map(len, MEASUREMENTS))
+    return "\b\n" + "\n".join(f"{name:{width}}  {each.title}" for name, each in MEASUREMENTS.items())
+
+
+@click.command("experts", context_settings={"show_default": True, "max_content_width": 110}, epilog=_described())
+@click.option("--only", "names", callback=_names, metavar="NAME,NAME,...", help="Measure these.  [default: all]")
 @click.option("--seeds", "num_seeds", type=click.IntRange(min=1), help=f"Seeds, from 0 on.  [default: {_NUM_SEEDS}]")
-@click.option("--pairs", "num_pairs", type=click.IntRange(min=1), help=f"Of what is timed.  [default: {_NUM_PAIRS}]")
+@click.option("--pairs", "num_pairs", type=click.IntRange(min=1), help=f"Of timed runs.  [default: {_NUM_PAIRS}]")
 @click.option(
     "--quick", is_flag=True, help=f"Little of everything: by default {_QUICK_SEEDS} seeds and {_QUICK_PAIRS} pairs."
 )
@@ -43,7 +88,7 @@ def _targets(ctx: click.Context, param: click.Parameter, value: str | None) -> t
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write all values."
 )
 def command(
-    targets: tuple[str, ...], num_seeds: int | None, num_pairs: int | None, quick: bool, json_file: Path | None
+    names: tuple[str, ...], num_seeds: int | None, num_pairs: int | None, quick: bool, json_file: Path | None
 ) -> None:
     """Measure dispatch, placement, prediction and the expert memory against their targets and baselines.
 
@@ -62,34 +107,42 @@ def command(
             json_file.write_bytes(to_json(environment, amount, findings))
 
     try:
-        _measure(targets, amount, findings, save)
+        _measure(names, amount, findings, save)
     except KeyboardInterrupt:
         raise click.Abort from None
     console = Console()
     if not console.is_terminal:
         console = Console(width=_TABLE_WIDTH)
-    print_report(console, environment, amount, findings)
-    missed = sum(figure.verdict is Verdict.MISSED for figure in findings.figures)
-    click.echo(f"{missed} of {len(findings.figures)} figures miss what is wanted")
+    titles = {name: measurement.title for name, measurement in MEASUREMENTS.items()}
+    print_report(console, environment, amount, findings, titles)
+    click.echo(f"{findings.num_missed} of {findings.num_figures} figures miss their target")
 
 
-def _measure(targets: tuple[str, ...], amount: Amount, findings: Findings, save: Callable[[], None]) -> None:
-    """Adds to `findings`, group by group, and saves them after each: a whole run takes hours."""
+def _functions(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield (name, function) in the order of `MEASUREMENTS`."""
+    for name, measurement in MEASUREMENTS.items():
+        if name in names:
+            for function in measurement.functions:
+                yield name, function
+
+
+def _measure(names: tuple[str, ...], amount: Amount, findings: Findings, save: Callable[[], None]) -> None:
+    """Add to `findings` function by function and save after each: a whole run takes hours."""
     with Console(stderr=True).status("") as status:
-        for target, group in groups_of(targets):
-            label = f"{target} {group.replace('_', ' ')}"
-            status.update(label)
+        for name, function in _functions(names):
+            status.update(name)
             started = time.perf_counter()
+            figures = findings.figures.setdefault(name, [])
             try:
-                findings.figures += measure_of(group)(amount, partial(_show, status, label))
+                figures += measure_of(function)(amount, partial(_show, status, name))
             except Unavailable as reason:
-                findings.skipped[target] = str(reason)
-            findings.seconds[label] = time.perf_counter() - started
+                findings.skipped[name] = str(reason)
+            findings.seconds[name] = findings.seconds.get(name, 0.0) + time.perf_counter() - started
             save()
 
 
-def _show(status: Status, label: str, what: str) -> None:
-    status.update(f"{label}: {what}")
+def _show(status: Status, name: str, stage: str) -> None:
+    status.update(f"{name}: {stage}")
 
 
 if __name__ == "__main__":

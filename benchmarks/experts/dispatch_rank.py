@@ -1,10 +1,13 @@
-"""One rank that sends rows through the dispatch of the service, and the way DeepSpeed's AutoEP does, and counts both.
+"""One rank that sends rows by the service's dispatch and as DeepSpeed's AutoEP does, and counts both.
 
-The logger of `deepspeed.comm` listens to all of it. It synchronises after every call, so nothing here is timed while it
-is on.
+`python -m benchmarks.experts.dispatch_rank RANK NUM_RANKS RENDEZVOUS JOB` prints one line of JSON. The logger of
+`deepspeed.comm` observes every call. It synchronises after each, so nothing is timed while it is on.
 """
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import deepspeed.comm as comm
 import msgspec
@@ -12,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.experts.rank_process import arguments
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
 from experts.placement.placement import contiguous
@@ -25,9 +27,9 @@ _REQUESTS_PER_RANK = 16
 
 
 def routed(routing: str, num_experts: int, top_k: int, num_tokens: int, seed: int, rank: int, num_ranks: int) -> Tensor:
-    """[T, k] int64, distinct experts of the rank's tokens: any, or those of a layer of structured routing.
+    """Return distinct experts of the rank's tokens, [T, k] int64: at random, or a layer of structured routing.
 
-    The ranks serve one model, so what is structured is so on all of them alike: requests are dealt to them in turn.
+    The ranks serve one model, so they share one structured trace, whose requests are dealt to them in turn.
     """
     if routing == "uniform":
         scores = torch.rand((num_tokens, num_experts), generator=torch.Generator().manual_seed(1000 * seed + rank))
@@ -38,9 +40,9 @@ def routed(routing: str, num_experts: int, top_k: int, num_tokens: int, seed: in
 
 
 def row_per_expert(collectives: Collectives, x: Tensor, ids: Tensor, rank_of: Tensor) -> int:
-    """Sends a row for each of a token's experts that is elsewhere, there and back; returns how many on the way out.
+    """Send a row for each remote expert of a token, there and back; return the number of rows on the way out.
 
-    AutoEP hands the collective the rows for its own rank too; those are left out here, for they go nowhere.
+    AutoEP also hands the collective the rows for its own rank; they are left out here, since they go nowhere.
     """
     num_ranks, me = collectives.num_ranks, collectives.rank
     owners = rank_of[ids]
@@ -55,13 +57,14 @@ def row_per_expert(collectives: Collectives, x: Tensor, ids: Tensor, rank_of: Te
 
 
 def logged_bytes() -> int:
-    """What the logger has seen so far: the size of the sent tensor of each call."""
+    """Return the bytes that the logger has counted so far: the size of the sent tensor of each call."""
     sizes = comm.comms_logger.get_raw_data().values()
     return sum(int(size) * int(record[0]) for of_operation in sizes for size, record in of_operation.items())
 
 
 def main() -> None:
-    rank, num_ranks, rendezvous, job = arguments()
+    rank, num_ranks = int(sys.argv[1]), int(sys.argv[2])
+    rendezvous, job = Path(sys.argv[3]), msgspec.json.decode(sys.argv[4])
     torch.set_num_threads(1)
     bind_to_cores(rank, num_ranks, 1)
     num_experts, top_k, hidden, num_tokens = (job[name] for name in ("experts", "top_k", "hidden", "tokens"))

@@ -1,14 +1,15 @@
-"""One figure of a benchmark: values over seeds or pairs of runs, what they are compared with, and whether that holds.
+"""One figure of a measurement: values over seeds or rounds, the limit it is held against, and the verdict.
 
-Pure.
+Torch-free. Also the amount that is measured, and runs that take turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import sqrt
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import TypeVar
 
@@ -16,6 +17,29 @@ from typing import TypeVar
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09)
 _NORMAL = 1.96
 _Name = TypeVar("_Name", bound=Hashable)
+_Arm = TypeVar("_Arm")
+_Run = TypeVar("_Run")
+
+
+class Unavailable(Exception):
+    """This machine lacks something that a measurement needs; the message is one sentence for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """seeds: each figure has a value for each. num_pairs: rounds of timed runs, which take turns.
+
+    quick: little text and few cases, to see that everything works. cache: folder of recorded traces and demo models;
+    None: the usual one.
+    """
+
+    seeds: tuple[int, ...]
+    num_pairs: int
+    quick: bool = False
+    cache: Path | None = None
+
+    def of(self, full: int, quick: int) -> int:
+        return quick if self.quick else full
 
 
 class Sense(Enum):
@@ -27,7 +51,7 @@ class Sense(Enum):
 
 
 class Verdict(Enum):
-    """OPEN: the interval of the mean has the limit in it, or one value leaves it unknown."""
+    """OPEN: the limit lies inside the interval of the mean, or one value does not decide."""
 
     MET = "met"
     MISSED = "missed"
@@ -43,13 +67,12 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """values: of fixed seeds, or of pairs of runs that took turns. unit: "%" shows shares as percent.
+    """values: one per seed, or one per round of runs that took turns. unit: "%" shows shares as percent.
 
-    limit: None for what is reported only. exact: a count, of which one value is enough. note: what has to be known with
-    it, as beta or why it was missed.
+    limit: None if the figure is only reported. exact: a count, for which one value decides. note: conditions of the
+    measurement, such as beta, or why the limit was missed.
     """
 
-    target: str
     name: str
     baseline: str
     values: tuple[float, ...]
@@ -64,12 +87,12 @@ class Figure:
 
     @property
     def half_width(self) -> float | None:
-        """Of the 95 % interval of the mean; None for a single value."""
+        """Half the width of the 95 % interval of the mean; None for a single value."""
         return half_width(self.values)
 
     @property
     def verdict(self) -> Verdict:
-        """By the whole 95 % interval."""
+        """Judge by the whole 95 % interval."""
         if self.limit is None:
             return Verdict.REPORTED
         half = self.half_width
@@ -85,8 +108,12 @@ class Figure:
         return Verdict.OPEN
 
 
+Progress = Callable[[str], None]
+Measure = Callable[[Amount, Progress], Iterator[Figure]]
+
+
 def half_width(values: Sequence[float]) -> float | None:
-    """Of the 95 % interval of the mean, by Student's t; None below two values."""
+    """Return half the width of the 95 % interval of the mean by Student's t; None below two values."""
     if len(values) < 2:
         return None
     degrees = len(values) - 1
@@ -95,9 +122,28 @@ def half_width(values: Sequence[float]) -> float | None:
 
 
 def over_seeds(seeds: Sequence[int], measure: Callable[[int], dict[_Name, float]]) -> dict[_Name, tuple[float, ...]]:
-    """The values by name, of all seeds in order."""
+    """Return the values by name, one per seed in order."""
     found = [measure(seed) for seed in seeds]
     return {name: tuple(of_seed[name] for of_seed in found) for name in found[0]}
+
+
+def in_turn(
+    arms: Sequence[_Arm], num_rounds: int, run: Callable[[_Arm, int], _Run], *, warm_up: bool = False
+) -> list[tuple[_Run, ...]]:
+    """Run every arm once per round, with the round's number, and return the rounds, each in the order of the arms.
+
+    The first arm of one round is the last of the next, so that none always begins. warm_up: round -1 comes before and
+    is not returned.
+    """
+    rounds = []
+    for number in range(-1 if warm_up else 0, num_rounds):
+        order = list(enumerate(arms))
+        if number % 2:
+            order.reverse()
+        of_round = {index: run(arm, number) for index, arm in order}
+        if number >= 0:
+            rounds.append(tuple(of_round[index] for index in range(len(arms))))
+    return rounds
 
 
 def at_least(value: float) -> Limit:
@@ -123,5 +169,5 @@ def _holds(limit: Limit, value: float) -> bool:
 
 
 def _straddles(limit: Limit, mean: float, half: float) -> bool:
-    """Whether a band lies inside an interval whose ends are outside of it."""
+    """Return whether the band of a control lies inside an interval whose ends are both outside the band."""
     return limit.sense is Sense.WITHIN and abs(mean) < half

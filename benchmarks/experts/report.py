@@ -1,10 +1,9 @@
-"""What the measurement of the experts says: a table for people, JSON for programs. Pure."""
+"""The findings about the experts: tables for people, JSON for programs. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -12,48 +11,46 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.experts.figures import Figure, Limit, Sense, Verdict
-from benchmarks.experts.measuring import Amount
+from benchmarks.experts.figures import Amount, Figure, Limit, Sense, Verdict
 from moeserve.bench.serve import Environment
 
-TITLES = {
-    "T1": "rows sent between ranks",
-    "T2": "ranks other than its home that a token is sent to",
-    "T3": "transitions between layers that change the rank (ExFlow's metric, in simulation)",
-    "T4": "recall of a token's experts, 1 to 3 layers ahead",
-    "T5": "exposed stall with half of the experts in memory",
-    "T6": "tokens/s with part of the experts in memory",
-    "T7": "balancedness of the ranks' load (mean over maximum)",
-    "T8": "steps while a layer migrates",
-    "T9": "exactness",
-    "T10": "two ranks on one machine",
-}
 _STYLES = {Verdict.MET: "green", Verdict.MISSED: "red", Verdict.OPEN: "yellow", Verdict.REPORTED: "dim"}
 
 
 @dataclass(slots=True)
 class Findings:
-    """skipped: by target, why it could not be measured."""
+    """All by the name of the measurement. skipped: why it could not be measured, or not to its end."""
 
-    figures: list[Figure] = field(default_factory=list)
+    figures: dict[str, list[Figure]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def num_figures(self) -> int:
+        return sum(map(len, self.figures.values()))
 
-def print_report(console: Console, environment: Environment, amount: Amount, findings: Findings) -> None:
-    """One table per target, then what was left out and what the figures belong to."""
-    for target, figures in groupby(findings.figures, key=lambda figure: figure.target):
-        console.print(f"{target}: {TITLES[target]}", style="bold", highlight=False)
-        console.print(_table(list(figures)))
-        console.print()
-    for target, reason in findings.skipped.items():
-        console.print(f"{target} was not measured: {escape(reason)}", style="yellow", highlight=False, soft_wrap=True)
+    @property
+    def num_missed(self) -> int:
+        return sum(figure.verdict is Verdict.MISSED for figures in self.figures.values() for figure in figures)
+
+
+def print_report(
+    console: Console, environment: Environment, amount: Amount, findings: Findings, titles: Mapping[str, str]
+) -> None:
+    """Print one table per measurement, then what was skipped and the machine."""
+    for name, figures in findings.figures.items():
+        if figures:
+            console.print(f"{name}: {titles[name]}", style="bold", highlight=False)
+            console.print(_table(figures))
+            console.print()
+    for name, reason in findings.skipped.items():
+        console.print(f"{name} was not measured: {escape(reason)}", style="yellow", highlight=False, soft_wrap=True)
     for line in _denominators(environment, amount):
         console.print(line, highlight=False, style="dim", soft_wrap=True)
 
 
 def to_json(environment: Environment, amount: Amount, findings: Findings) -> bytes:
-    """All values; shares and seconds as they are, not in percent or milliseconds."""
+    """Return all values; shares and seconds as they are, not in percent or milliseconds."""
     document: dict[str, Any] = {
         "environment": environment,
         "seeds": amount.seeds,
@@ -61,7 +58,7 @@ def to_json(environment: Environment, amount: Amount, findings: Findings) -> byt
         "quick": amount.quick,
         "figures": [
             {
-                "target": figure.target,
+                "measurement": measurement,
                 "name": figure.name,
                 "baseline": figure.baseline,
                 "unit": figure.unit,
@@ -72,7 +69,8 @@ def to_json(environment: Environment, amount: Amount, findings: Findings) -> byt
                 "verdict": figure.verdict.name.lower(),
                 "note": figure.note,
             }
-            for figure in findings.figures
+            for measurement, figures in findings.figures.items()
+            for figure in figures
         ],
         "skipped": findings.skipped,
         "seconds": findings.seconds,
@@ -84,7 +82,7 @@ def _table(figures: Sequence[Figure]) -> Table:
     table = Table()
     for name in ("figure", "against"):
         table.add_column(name)
-    for name in ("mean ± 95 %", "lowest … highest", "n", "wanted"):
+    for name in ("mean ± 95 %", "lowest … highest", "n", "target"):
         table.add_column(name, justify="right")
     table.add_column("")
     table.add_column("note")
@@ -134,8 +132,8 @@ def _denominators(environment: Environment, amount: Amount) -> list[str]:
         f"{environment.date}, seeds {seeds}, {amount.num_pairs} interleaved pairs where time is measured, "
         f"{environment.client}",
         f"{environment.cpu}, {environment.num_cores} cores, load {environment.load_before} before the start",
-        "met or missed: all of the 95 % interval of the mean is on one side of what is wanted; open: it is not",
+        "met or missed: all of the 95 % interval of the mean is on one side of the target; open: it is not",
     ]
     if amount.quick:
-        lines.append("a quick run: it shows that all works, and says little")
+        lines.append("a quick run: it shows that everything works, and little more")
     return lines
