@@ -1,16 +1,30 @@
-"""`python -m benchmarks.recording FOLDER`: what gathering routing costs a step.
+"""`python -m benchmarks.recording FOLDER`: measure what recording the routing costs a decode step.
 
-CPU time, not wall time: both parts run in one thread of one process, step by step, so that other load on the machine
-changes their ratio little.
+CPU time, not wall time: a step and its recording run in one thread of one process, one after the other, so that other
+load on the machine changes their ratio little.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import SupportsBytes
 
 import click
+import torch
+
+from moeserve.config import ServeConfig
+from moeserve.executor import LocalExecutor
+from moeserve.expert_service.recording import open_recording
+from moeserve.expert_service.step_recording import RecordingExecutor, TappedRunner
+from moeserve.model_loading import load_model, plan_model
+from moeserve.plan import StepPlan, StepResult
+from moeserve.request import Request, SamplingParams
+from moeserve.serving import build_scheduler
+from moeserve.startup import routing_tap
 
 
 @click.command()
@@ -19,8 +33,6 @@ import click
 @click.option("--steps", type=click.IntRange(min=16), default=96, show_default=True, help="Per number of streams.")
 def command(model: Path, streams: tuple[int, ...], steps: int) -> None:
     """Measure what --record-experts costs a decode step of the MODEL in a folder, on one thread."""
-    from benchmarks.recording_runs import Measured, RecordedModel
-
     recorded = RecordedModel(model)
     for count in streams:
         measured: Measured = recorded.measure(prompts(count), steps, time.process_time)
@@ -33,6 +45,69 @@ def command(model: Path, streams: tuple[int, ...], steps: int) -> None:
 def prompts(count: int) -> list[array[int]]:
     """Different prompts of 20 tokens."""
     return [array("i", (1 + (7 * stream + 13 * place) % 100 for place in range(20))) for stream in range(count)]
+
+
+_WARM_UP_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Mean seconds per step."""
+
+    step: float
+    recording: float
+
+
+class _Nothing:
+    """A runner that computes nothing, so that what runs around it is all there is to time."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return StepResult(plan.step, [])
+
+
+class _Heard:
+    """A tap that gives what another one has heard."""
+
+    def __init__(self, take: Callable[[], SupportsBytes]) -> None:
+        self.take = take
+
+    def begin(self) -> None:
+        """The step has been computed already."""
+
+
+class RecordedModel:
+    """A model whose steps are computed with a tap."""
+
+    def __init__(self, directory: Path) -> None:
+        torch.set_num_threads(1)
+        self._config = ServeConfig(threads=1, kv_cache_memory=2**28)
+        plan = plan_model(directory, self._config)
+        tap, recording = routing_tap(plan.spec, self._config), open_recording(self._config, directory, plan.spec)
+        if tap is None or recording is None:
+            raise click.ClickException(f"The model in {directory} has no experts.")
+        self._tap = tap
+        self._model = load_model(directory, self._config, lambda _: None, plan=plan, tap=tap)
+        self._record = RecordingExecutor(LocalExecutor(TappedRunner(_Nothing(), _Heard(tap.take))), recording)
+
+    def measure(self, prompts: Sequence[array[int]], steps: int, clock: Callable[[], float]) -> Measured:
+        """Decodes the prompts together. The time of what is digested now and then is part of the mean."""
+        scheduler, _ = build_scheduler(self._config, self._model.kv)
+        for number, prompt in enumerate(prompts):
+            scheduler.add(Request(f"{number}", prompt, SamplingParams(max_tokens=steps, temperature=0.0)))
+        computing, recording, count = 0.0, 0.0, 0
+        while plans := scheduler.schedule():
+            self._tap.begin()
+            started = clock()
+            result = self._model.runner.run(plans[0])
+            computed = clock()
+            self._record.run(plans)
+            recorded = clock()
+            scheduler.commit(plans, [result])
+            count += 1
+            if count > _WARM_UP_STEPS:
+                computing += computed - started
+                recording += recorded - computed
+        return Measured(computing / (count - _WARM_UP_STEPS), recording / (count - _WARM_UP_STEPS))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ from itertools import count
 import pytest
 import torch
 
-from benchmarks.decode_bound import bound_tokens_per_second, decode_bytes, distinct_experts
 from benchmarks.decode_steps import DecodeBench, Limits, Load, Throughput, max_model_len
 from benchmarks.gpu import Ceilings, Deadline
 from benchmarks.random_decoder import qwen3_moe_spec
-from benchmarks.steps import QWEN3_30B, main, report
+from benchmarks.steps import QWEN3_30B, bound_tokens_per_second, decode_bytes, distinct_experts, main, report
 
 TINY = {
     "layers": 2,
