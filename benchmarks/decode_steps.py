@@ -1,4 +1,4 @@
-"""Whole decode steps of random requests: the scheduler, the runner and its lasting batches, in this process."""
+"""Whole decode steps of random requests: the scheduler and the runner with its lasting batches, in this process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of the scheduler and the runner. Blocks are as many as the load needs."""
+    """Limits of the scheduler and the runner. There are as many blocks as the load needs."""
 
     block_size: int
     max_batched_tokens: int
@@ -51,8 +51,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Tokens and seconds of the steps in which all requests decode, the positions a request has in their middle, and
-    how many experts a layer's tokens chose between them, on average over layers and steps."""
+    """Tokens and seconds of the steps in which all requests decode, the positions of a request in the middle of them,
+    and how many distinct experts a layer's tokens chose, on average over layers and steps."""
 
     tokens: int
     seconds: float
@@ -74,7 +74,7 @@ class DecodeBench:
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """sizes: see `qwen3_moe_spec`. loads: those that may come. Raises ValueError for one that does not fit."""
+        """sizes: see `qwen3_moe_spec`. loads: those that may be run. Raises ValueError if one does not fit."""
         self._limits, self._device, self._clock = limits, device, clock
         self._max_len = max(max_model_len(load, limits) for load in loads)
         self.spec = qwen3_moe_spec(**sizes, max_position=self._max_len)
@@ -85,7 +85,7 @@ class DecodeBench:
         self._decoder: GpuDecoder | None = None
 
     def run(self, load: Load) -> Throughput:
-        """Takes KV memory for the load."""
+        """Run a load in KV memory of its own."""
         if self._device.type == "cuda":
             # What the load before has left.
             torch.cuda.empty_cache()
@@ -108,7 +108,7 @@ class DecodeBench:
 
 
 def max_model_len(load: Load, limits: Limits) -> int:
-    """Positions of a request at its end: those that are admitted first go on while the others' prompts are computed."""
+    """Return the positions of a request at its end: the first requests decode while other prompts are computed."""
     budget = limits.max_batched_tokens - load.batch
     if budget < 1:
         raise ValueError(f"{load.batch} requests leave no room for prompts in {limits.max_batched_tokens} tokens")
@@ -136,7 +136,7 @@ def _make_runner(
 
 
 class _RoutingKept:
-    """A runner, and the routing of its steps in their order."""
+    """A runner that keeps the routing of its steps in their order."""
 
     def __init__(self, runner: GpuModelRunner) -> None:
         self._runner = runner
@@ -153,7 +153,7 @@ class _RoutingKept:
         return result
 
     def distinct_experts(self, first: int, end: int, spec: DecoderSpec, batch: int) -> float:
-        """Per layer, over the steps first ... end - 1, in each of which all of a batch's requests have one row."""
+        """Return the mean per layer over the steps first ... end - 1, in each of which every request has one row."""
         assert spec.moe is not None
         shape = RoutingShape(spec.num_layers, spec.moe.num_experts, spec.moe.gate.top_k)
         counts = []
@@ -167,9 +167,9 @@ class _RoutingKept:
 def decode(
     runner: GpuModelRunner, spec: DecoderSpec, load: Load, limits: Limits, clock: Callable[[], float]
 ) -> Throughput:
-    """Computes the prompts, then times steps in which every request gets a token; without an end token.
+    """Compute the prompts, then time steps in which every request gets a token; without an end token.
 
-    Tokens are drawn at temperature 1, so that no request runs in circles and gates choose as they would of a text.
+    Tokens are drawn at temperature 1, so that no request runs in circles and gates choose as they would for a text.
     """
     length = max_model_len(load, limits)
     scheduler = Scheduler(
@@ -190,7 +190,7 @@ def decode(
     counts = [0] * load.batch
 
     def advance() -> int | None:
-        """Tokens that came of a turn; None at the end."""
+        """Return the number of tokens of a turn; None at the end."""
         outputs = steps.advance()
         if outputs is None:
             return None

@@ -1,4 +1,4 @@
-"""Decoders of random weights on a GPU, made where they lie: what a step costs does not depend on what is learned."""
+"""Decoders with random weights, made on the GPU: the time of a step does not depend on what a model has learnt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def qwen3_moe_spec(
     vocab: int,
     max_position: int,
 ) -> DecoderSpec:
-    """A model of type qwen3_moe of these sizes, experts in all layers."""
+    """Return a model of type qwen3_moe of these sizes, with experts in all layers."""
     from transformers import Qwen3MoeConfig
 
     sizes = {
@@ -60,9 +60,9 @@ def random_decoder(
     tap: RoutingTap | None = None,
     seed: int = 0,
 ) -> GpuDecoder:
-    """A decoder with attention of shared KV heads and experts in all layers. Raises ValueError for other specs.
+    """Make a decoder with shared KV heads and experts in all layers. Raises ValueError for other specs.
 
-    max_tokens: of the largest step. tap: hears what the gates choose. Weights are normal and keep activations near 1.
+    max_tokens: of the largest step. tap: observes the gates' choices. Weights are normal and keep activations near 1.
     """
     attention, moe = spec.attention, spec.moe
     if not isinstance(attention, AttentionSpec) or moe is None or not all(spec.sparse_layers) or moe.shared is not None:
@@ -92,7 +92,7 @@ class _Weights:
         self._random = torch.Generator(device).manual_seed(seed)
 
     def matrix(self, *shape: int) -> Tensor:
-        """Normal with the variance 1 / last size, drawn in the model's dtype: one of fp32 would not fit beside it."""
+        """Draw normal numbers with variance 1 / last size in the model's dtype: fp32 ones would not fit beside them."""
         out = torch.empty(shape, dtype=self._dtype, device=self._device)
         return out.normal_(0.0, shape[-1] ** -0.5, generator=self._random)
 

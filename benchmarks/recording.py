@@ -26,6 +26,8 @@ from moeserve.request import Request, SamplingParams
 from moeserve.serving import build_scheduler
 from moeserve.startup import routing_tap
 
+_WARM_UP_STEPS = 8
+
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path, exists=True, file_okay=False))
@@ -43,11 +45,8 @@ def command(model: Path, streams: tuple[int, ...], steps: int) -> None:
 
 
 def prompts(count: int) -> list[array[int]]:
-    """Different prompts of 20 tokens."""
+    """Return different prompts of 20 tokens."""
     return [array("i", (1 + (7 * stream + 13 * place) % 100 for place in range(20))) for stream in range(count)]
-
-
-_WARM_UP_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +58,14 @@ class Measured:
 
 
 class _Nothing:
-    """A runner that computes nothing, so that what runs around it is all there is to time."""
+    """A runner that computes nothing, so that only the recording around it is timed."""
 
     def run(self, plan: StepPlan) -> StepResult:
         return StepResult(plan.step, [])
 
 
 class _Heard:
-    """A tap that gives what another one has heard."""
+    """A tap that returns what another tap observed."""
 
     def __init__(self, take: Callable[[], SupportsBytes]) -> None:
         self.take = take
@@ -76,7 +75,7 @@ class _Heard:
 
 
 class RecordedModel:
-    """A model whose steps are computed with a tap."""
+    """A model whose steps are computed with a tap and recorded apart."""
 
     def __init__(self, directory: Path) -> None:
         torch.set_num_threads(1)
@@ -90,7 +89,7 @@ class RecordedModel:
         self._record = RecordingExecutor(LocalExecutor(TappedRunner(_Nothing(), _Heard(tap.take))), recording)
 
     def measure(self, prompts: Sequence[array[int]], steps: int, clock: Callable[[], float]) -> Measured:
-        """Decodes the prompts together. The time of what is digested now and then is part of the mean."""
+        """Decode the prompts together. Statistics that are digested now and then are part of the mean."""
         scheduler, _ = build_scheduler(self._config, self._model.kv)
         for number, prompt in enumerate(prompts):
             scheduler.add(Request(f"{number}", prompt, SamplingParams(max_tokens=steps, temperature=0.0)))

@@ -45,7 +45,7 @@ TARGET_RATE, TARGET_PART, TARGET_BATCHES = 250, 0.7, (64, 256)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0, 1 where a batch fails, 2 where there is nothing to measure on or arguments do not fit."""
+    """Return the exit code: 0, 1 if a batch fails, 2 if there is nothing to measure on or arguments do not fit."""
     options = _parser().parse_args(arguments)
     if options.interpret:
         # Triton reads it when a kernel is defined.
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
 def report(
     bench: DecodeBench, loads: Sequence[Load], sizes: dict[str, int], device: torch.device, deadline: Deadline
 ) -> Iterator[str]:
-    """The lines of the file, as they become known."""
+    """Yield the lines of the file as they become known."""
     import torch
 
     from benchmarks.gpu import gpu_name, gpu_state, hardware, measure_ceilings, versions
@@ -149,7 +149,7 @@ def _remark(load: Load, text: str) -> str:
 
 
 def _row(spec: DecoderSpec, load: Load, result: Throughput, copy: float, *, asked: bool) -> str:
-    """asked: whether targets are of this model and context."""
+    """asked: whether targets were set for this model and context."""
     rate = result.tokens / result.seconds
     step_bytes = decode_bytes(spec, load.batch, result.context, 2, result.distinct_experts)
     bound = bound_tokens_per_second(step_bytes, load.batch, copy)
@@ -172,15 +172,16 @@ def _row(spec: DecoderSpec, load: Load, result: Throughput, copy: float, *, aske
 
 
 def distinct_experts(num_experts: int, top_k: int, num_tokens: int) -> float:
-    """Expected number of experts that any of the tokens chooses, if all are as likely."""
+    """Return the expected number of experts that any of the tokens chooses, if all are equally likely."""
     return num_experts * (1.0 - (1.0 - top_k / num_experts) ** num_tokens)
 
 
 def decode_bytes(spec: DecoderSpec, batch: int, context: int, element_size: int, distinct: float | None = None) -> int:
-    """Read in a step of `batch` sequences of `context` positions: attention's weights, gates, the chosen experts, the
-    output projection, and all keys and values. Of a model with shared KV heads and experts in all layers.
+    """Return the bytes that a step of `batch` sequences of `context` positions reads: attention's weights, gates, the
+    chosen experts, the output projection, and all keys and values.
 
-    distinct: experts that a layer's tokens choose between them; by itself `distinct_experts`.
+    For a model with shared KV heads and experts in all layers. distinct: experts that a layer's tokens choose between
+    them; by default `distinct_experts`.
     """
     attention, moe, hidden = spec.attention, spec.moe, spec.hidden_size
     if not isinstance(attention, AttentionSpec) or moe is None:
@@ -196,7 +197,6 @@ def decode_bytes(spec: DecoderSpec, batch: int, context: int, element_size: int,
 
 
 def bound_tokens_per_second(step_bytes: int, batch: int, bytes_per_second: float) -> float:
-    """At the given bandwidth."""
     return batch * bytes_per_second / step_bytes
 
 

@@ -1,4 +1,4 @@
-"""Has a model read texts and writes down what its gates choose, and what those of later layers would have."""
+"""Record a model's routing of texts: the choices of its gates, and the guesses of later layers' gates."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _FITTED_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """traces: under the empty name with what the model's gates say, and by the name of each fit with what that says.
-    perplexity: of the texts."""
+    """traces: by the name of the fit of the gates, empty for the model's own gates. perplexity: of the texts."""
 
     traces: dict[str, RoutingTrace]
     perplexity: float
@@ -34,11 +33,10 @@ class Recorded:
 def record_with_fits(
     folder: Path, texts: Sequence[str], max_tokens: int, min_tokens: int, fitted_to: dict[str, Sequence[str]]
 ) -> Recorded:
-    """The first `max_tokens` tokens of each text as a request of its own; texts below `min_tokens` are left out.
+    """Record the first `max_tokens` tokens of each text as a request of its own; skip texts below `min_tokens`.
 
-    Each is computed in one step, all rows in all layers. The gates of up to three layers further on are applied to the
-    state at both taps of each layer. fitted_to: by name, texts that gates are fitted to, of which they read the first
-    tokens.
+    Each is computed in one step, all rows in all layers. The gates of up to three later layers are applied to the state
+    at both taps of each layer. fitted_to: by the name of the fit, the texts whose first tokens gates are fitted to.
     """
     reader = TextReader(folder)
     layers, norms = zip(*reader.decoder.gated_blocks(), strict=True)

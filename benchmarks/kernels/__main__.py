@@ -80,7 +80,7 @@ def _measure(device: torch.device, out_dir: Path, time_limit: float) -> int:
 
 
 def _sections(device: torch.device, num_sms: int) -> list[Section]:
-    """All cases, with the configurations that serving would take."""
+    """Return all cases, with the configurations that serving would choose."""
     from benchmarks.kernels.attention import attention_sections
     from benchmarks.kernels.cases import Section
     from benchmarks.kernels.experts import ALONE_NUM_TOKENS, SHAPES, combine_cases, moe_cases, quantised_cases

@@ -13,7 +13,7 @@ from moeserve.tune.measure import TOLERANCE, Call, Timing
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Calls of other kernels by name, one list as long as a case's own; and why others are not among them."""
+    """Calls of other kernels by name, one list as long as a case's own; absent: reasons why a peer is missing."""
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
@@ -22,8 +22,7 @@ class Peers:
 @dataclass(frozen=True, slots=True)
 class KernelCase:
     """calls: the same work on different data, to be run in turn so that the cache stays cold; all peers have as many.
-    num_bytes and num_flops: the least that one call moves and computes.
-    """
+    num_bytes and num_flops: the least that one call moves and computes."""
 
     calls: Sequence[Call]
     peers: Mapping[str, Sequence[Call]]
@@ -53,7 +52,8 @@ class Section:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled anew for each shape, at its first call, on a GPU; elsewhere as it is, which only checks it."""
+    """Let torch compile the function for each shape at its first call; off a GPU it stays uncompiled and is only
+    checked."""
     fast = torch.compile(function, dynamic=False)
 
     def run(*args: Any) -> Any:
@@ -64,14 +64,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TimeCalls(Protocol):
-    """See `kernel_timing.time_calls`."""
+    """The signature of `time_calls`, which tests replace."""
 
     def __call__(self, *groups: Sequence[Call]) -> list[Timing]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PeerTime:
-    """ratio: its time in times of ours, both measured in turn. in_graph: see `Timing`."""
+    """ratio: the peer's time over ours, both measured in turn. in_graph: see `Timing`."""
 
     microseconds: float
     ratio: float
@@ -80,8 +80,8 @@ class PeerTime:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """error: relative to the reference, None where only the checks compare. peers: by name; absent: the reasons of
-    those that failed while they were timed. in_graph: see `Timing`."""
+    """error: relative to the reference, None for cases that only the checks compare. peers: by name. absent: why a peer
+    failed while it was timed. in_graph: see `Timing`."""
 
     microseconds: float
     spread: float
@@ -99,12 +99,12 @@ class Measurement:
 
     @property
     def best_ratio(self) -> float | None:
-        """Of the fastest peer."""
+        """The ratio of the fastest peer."""
         return min((peer.ratio for peer in self.peers.values()), default=None)
 
 
 def measure(case: KernelCase, time_calls: TimeCalls, out_of_time: Callable[[], bool]) -> Measurement:
-    """Compares, then times the kernel and, while there is time, each of its peers in turn with it."""
+    """Compare with the reference, then time the kernel and, while there is time, each of its peers in turn with it."""
     error = None if case.relative_error is None else case.relative_error()
     own = time_calls(case.calls)[0]
     peers, absent = {}, {}

@@ -23,10 +23,22 @@ from moeserve.tune.experts import ACTIVATION, MoeCase, make_case
 from moeserve.tune.measure import Check, checked, relative_error, run_guarded, same_bits
 
 _EPS = 1e-6
+_WIDTHS = ((torch.bfloat16, ""), (torch.float8_e4m3fn, ", fp8 keys and values"))
+# With sequences of one position, and of one less and one more than a tile.
+_LENGTHS: dict[Kind, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "decode": ((1, 63, 64, 65, 130), (1, 1, 1, 1, 1)),
+    "extend": ((20, 70, 130), (3, 16, 9)),
+    "prefill": ((33, 70), (33, 5)),
+}
+_EXPERTS = MoeShape(8, 64, 64, 2, "bfloat16")
+_TOKENS = 9
+_TILE = Tile(32, 32, 1, 4, 2)
+_VARIANTS: tuple[tuple[Variant, int], ...] = (("gemv", 1), ("gemv_split", 1), ("tiled", 16), ("persistent", 64))
+_FORMATS: tuple[tuple[WeightFormat, int], ...] = (("int8", 0), ("fp8", 0), ("int4", 32))
 
 
 def checks(device: torch.device, num_sms: int) -> Iterator[Check]:
-    """Small shapes with odd sizes, random inputs."""
+    """Check every kernel on small shapes with odd sizes and random inputs."""
     torch.manual_seed(0)
     x, residual = (torch.randn(3, 300, device=device).to(torch.bfloat16) for _ in range(2))
     weight = torch.randn(300, device=device).to(torch.bfloat16)
@@ -83,22 +95,8 @@ def _wide_norm(x: Tensor, weight: Tensor) -> Tensor:
     return functional.rms_norm(x.double(), (x.shape[-1],), weight.double(), _EPS)
 
 
-_WIDTHS = ((torch.bfloat16, ""), (torch.float8_e4m3fn, ", fp8 keys and values"))
-# With sequences of one position, and of one less and one more than a tile.
-_LENGTHS: dict[Kind, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "decode": ((1, 63, 64, 65, 130), (1, 1, 1, 1, 1)),
-    "extend": ((20, 70, 130), (3, 16, 9)),
-    "prefill": ((33, 70), (33, 5)),
-}
-_EXPERTS = MoeShape(8, 64, 64, 2, "bfloat16")
-_TOKENS = 9
-_TILE = Tile(32, 32, 1, 4, 2)
-_VARIANTS: tuple[tuple[Variant, int], ...] = (("gemv", 1), ("gemv_split", 1), ("tiled", 16), ("persistent", 64))
-_FORMATS: tuple[tuple[WeightFormat, int], ...] = (("int8", 0), ("fp8", 0), ("int4", 32))
-
-
 def attention_checks(device: torch.device, num_sms: int) -> Iterator[Check]:
-    """Every kind over keys and values of both widths; blocks and sequences in another order."""
+    """Check every kind over keys and values of both widths; blocks and sequences in another order."""
     for kv_dtype, suffix in _WIDTHS:
         for kind, (seq_lens, query_lens) in _LENGTHS.items():
             name = f"{kind} attention{suffix}"
@@ -113,7 +111,7 @@ def attention_checks(device: torch.device, num_sms: int) -> Iterator[Check]:
 
 
 def _other_blocks(prepared: PreparedAttention) -> float:
-    """1 unless the same keys and values in other blocks give the same bits."""
+    """Return 1 unless the same keys and values in other blocks give the same bits."""
     tensors, size = prepared.tensors, prepared.case.block_size
     before = run_guarded(partial(prepared.attend, tensors.tables[0]), tensors.out)
     num_blocks = tensors.keys.shape[1] // size
@@ -126,7 +124,7 @@ def _other_blocks(prepared: PreparedAttention) -> float:
 
 
 def _other_order(prepared: PreparedAttention, device: torch.device, num_sms: int) -> float:
-    """The difference that it makes for a decode in which places its sequences stand."""
+    """Return the error of a decode whose sequences are in another order."""
     case, tensors = prepared.case, prepared.tensors
     turned = AttentionTensors(
         tensors.q.flip(0),
@@ -146,7 +144,7 @@ def _other_order(prepared: PreparedAttention, device: torch.device, num_sms: int
 
 
 def expert_checks(device: torch.device) -> Iterator[Check]:
-    """Every variant and stored format; few experts, absent ones, no tokens, tokens in another order."""
+    """Check every variant and stored format; few experts, absent ones, no tokens, tokens in another order."""
     case = make_case(_EXPERTS, _TOKENS, device)
     for variant, block_m in _VARIANTS:
         config = MoeConfig(variant, block_m, _TILE, _TILE)
@@ -182,6 +180,6 @@ def _no_tokens(case: MoeCase, config: MoeConfig) -> float:
 
 
 def _other_tokens(case: MoeCase, config: MoeConfig) -> float:
-    """1 unless every token has the same bits wherever it stands."""
+    """Return 1 unless every token has the same bits in any place of the batch."""
     order = torch.arange(case.num_tokens, device=case.x.device).flip(0)
     return same_bits(_part(case, order).run(config), case.run(config)[order])

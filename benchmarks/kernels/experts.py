@@ -33,6 +33,9 @@ QUANTISED_NUM_TOKENS = (1, 64, 256, 4096)
 _GROUP_SIZE = 128
 
 Configs = Callable[[MoeShape], Callable[[int], MoeConfig]]
+_LOOPED_NUM_TOKENS = 1024
+_FP8 = torch.float8_e4m3fn
+_LARGEST_FP8 = 448.0
 
 
 def moe_cases(
@@ -45,7 +48,7 @@ def moe_cases(
     routings: Sequence[Routing] = ROUTINGS,
     num_tokens_alone: Sequence[int] = (),
 ) -> list[PlannedCase]:
-    """The whole operation after the gate, of the model `name`, one of `SHAPES` unless `shape` is given; and for
+    """Plan the whole operation after the gate, of the model `name`, one of `SHAPES` unless `shape` is given; and for
     `num_tokens_alone` its two products, with the activation between them, over rows that are sorted already.
 
     configs: what serving would choose, see `kernels.gpu.tuning.MoeConfigs`. Weights of one layer are made with the
@@ -83,7 +86,7 @@ def moe_cases(
 
 
 def quantised_cases(name: str, device: torch.device, configs: Configs) -> list[PlannedCase]:
-    """The whole operation over weights in int8 and fp8 with a scale per channel, and int4 in groups."""
+    """Plan the whole operation over weights in int8 and fp8 with a scale per channel, and int4 in groups."""
     shapes = [replace(SHAPES[name], weights="int8"), replace(SHAPES[name], weights="fp8")]
     shapes.append(replace(SHAPES[name], weights="int4", group_size=_GROUP_SIZE))
     return [
@@ -96,7 +99,7 @@ def quantised_cases(name: str, device: torch.device, configs: Configs) -> list[P
 
 
 def _rotated(first: MoeCase, routing: Routing) -> list[MoeCase]:
-    """The case, and others of the same weights, activations and scratch that choose other experts."""
+    """Return the case, and others with the same weights, activations and scratch that choose other experts."""
     random = torch.Generator(device=first.x.device).manual_seed(1)
     shape = first.shape
     others = (route(first.num_tokens, shape.num_experts, shape.top_k, routing, random) for _ in range(NUM_SETS - 1))
@@ -122,7 +125,7 @@ def _moe_case(sets: list[MoeCase], config: MoeConfig, peers: Peers) -> KernelCas
 
 
 def _products_case(case: MoeCase, config: MoeConfig) -> KernelCase:
-    """All weights are read, which are too many for the cache: one set will do."""
+    """Make one set: all weights are read, which are too many for the cache."""
     shape, device = case.shape, device_of(case.x.device)
     pairs = None if config.block_m == 1 else sorted_pairs(case, config.block_m)
     gate_up = projection_call(case, config.variant, pairs, config.block_m, "gate_up", config.gate_up, device)
@@ -144,7 +147,7 @@ def _products_case(case: MoeCase, config: MoeConfig) -> KernelCase:
 
 
 def combine_cases(device: torch.device, all_num_tokens: Sequence[int] = (256, 4096)) -> list[PlannedCase]:
-    """The last step alone, which only moves bytes, at the sizes of Qwen3-30B-A3B."""
+    """Plan the weighted sum alone, which only moves bytes, at the sizes of Qwen3-30B-A3B."""
     return [PlannedCase(f"combine, {count} tokens", partial(_combine_case, count, device)) for count in all_num_tokens]
 
 
@@ -183,13 +186,8 @@ def _combined_by_torch(products: Tensor, weights: Tensor) -> Tensor:
     return (products.view(*weights.shape, -1) * weights[..., None]).sum(1).to(products.dtype)
 
 
-_LOOPED_NUM_TOKENS = 1024
-_FP8 = torch.float8_e4m3fn
-_LARGEST_FP8 = 448.0
-
-
 def moe_peers(sets: list[MoeCase]) -> Peers:
-    """Of unquantised weights."""
+    """Return the peers over unquantised weights."""
     calls: dict[str, list[Call]] = {"grouped_mm": [partial(grouped_mm_experts, case) for case in sets]}
     if sets[0].num_tokens <= _LOOPED_NUM_TOKENS:
         calls["loop over experts"] = [partial(looped_experts, case) for case in sets]
@@ -197,7 +195,7 @@ def moe_peers(sets: list[MoeCase]) -> Peers:
 
 
 def quantised_peers(sets: list[MoeCase], plain: GpuExperts) -> Peers:
-    """What one would run without weight-only kernels: plain weights, or, of fp8, activations in fp8 as well."""
+    """Return what runs without weight-only kernels: bf16 weights, or for fp8 weights fp8 activations as well."""
     calls: dict[str, list[Call]] = {"grouped_mm over bf16": [partial(grouped_mm_experts, case, plain) for case in sets]}
     if sets[0].shape.weights == "fp8":
         calls["scaled_grouped_mm, activations in fp8"] = [partial(fp8_experts, case) for case in sets]
@@ -205,21 +203,21 @@ def quantised_peers(sets: list[MoeCase], plain: GpuExperts) -> Peers:
 
 
 def grouped_mm_experts(case: MoeCase, experts: GpuExperts | None = None) -> Tensor:
-    """The same by torch's grouped product, without a word to the host: sort, two products, back in order, sum."""
+    """Compute the case by torch's grouped product without synchronising: sort, two products, unsort, sum."""
     order, ends = _sorted(case)
     rows = case.x.index_select(0, order // case.shape.top_k)
     return _summed(case, order, _grouped(rows, experts or case.experts, ends))
 
 
 def grouped_products(case: MoeCase) -> Call:
-    """The two products alone over sorted rows, with the activation between them."""
+    """Return a call of the two products over sorted rows, with the activation between them."""
     order, ends = _sorted(case)
     rows = case.x.index_select(0, order // case.shape.top_k)
     return partial(_grouped, rows, case.experts, ends)
 
 
 def fp8_experts(case: MoeCase) -> Tensor:
-    """The same over fp8 weights by the tensor cores' fp8 products, activations rounded to fp8 by row on the way."""
+    """Compute the case over fp8 weights by fp8 products, with activations rounded to fp8 by row."""
     order, ends = _sorted(case)
     rows = case.x.index_select(0, order // case.shape.top_k)
     gate, up = _scaled_grouped(rows, case.experts.gate_up.values, case.experts.gate_up.scale, ends).chunk(2, dim=-1)
@@ -228,7 +226,7 @@ def fp8_experts(case: MoeCase) -> Tensor:
 
 
 def looped_experts(case: MoeCase) -> Tensor:
-    """The same expert by expert, with the host waiting to learn which rows each has."""
+    """Compute the case expert by expert; the host waits to learn the rows of each."""
     out = torch.zeros(case.x.shape, dtype=torch.float32, device=case.x.device)
     for expert in sorted(set(case.expert_ids.flatten().tolist())):
         tokens, places = (case.expert_ids == expert).nonzero(as_tuple=True)
@@ -239,8 +237,10 @@ def looped_experts(case: MoeCase) -> Tensor:
 
 
 def _sorted(case: MoeCase) -> tuple[Tensor, Tensor]:
-    """The (token, choice) pairs by expert, and where each expert's end, int32. Counting them would wait for the
-    device, searching does not."""
+    """Return the (token, choice) pairs by expert, and each expert's end, int32.
+
+    Counting would synchronise with the device, searching does not.
+    """
     experts, order = case.expert_ids.flatten().sort(stable=True)
     all_experts = torch.arange(case.shape.num_experts, device=experts.device)
     return order, torch.searchsorted(experts, all_experts, right=True, out_int32=True)

@@ -12,6 +12,13 @@ from benchmarks.gpu import Ceilings
 from benchmarks.kernels.cases import KernelCase, Measurement, PeerTime, PlannedCase, Section
 
 NOT_MEASURED = "not measured"
+HEADER = (
+    "| case | us | spread | error | GB/s | of copy | TFLOP/s | of product | times the best peer | peers, us | target "
+    "| with |",
+    "|" + "---|" * 12,
+)
+State = Literal["met", "MISSED", "FAILED", "not measured"]
+TABLE_HEADER = ("| target | asked | found | |", "|---|---|---|---|")
 
 
 class KernelReport:
@@ -19,7 +26,7 @@ class KernelReport:
     is cut off leaves what it had measured."""
 
     def __init__(self, path: Path, title: str, sections: Sequence[Section], targets: Sequence[str] = ()) -> None:
-        """targets: the lines of their table. Raises OSError, as all that writes."""
+        """targets: the lines of their table. Raises OSError, as every method that writes."""
         self._path = path
         self._lines = [f"# {title}\n"]
         self._targets = targets
@@ -34,13 +41,13 @@ class KernelReport:
         self._write()
 
     def set_row(self, name: str, row: str, targets: Sequence[str] | None = None) -> None:
-        """Of the case of that name, in the columns of `HEADER`. targets: how they stand by now, if it is known."""
+        """Set the row of a case, in the columns of `HEADER`. targets: their table as it is now, if it has changed."""
         self._rows[name] = row
         self._targets = self._targets if targets is None else targets
         self._write()
 
     def set_remark(self, title: str, text: str) -> None:
-        """Above the table of the section of that title."""
+        """Put a line above the table of a section."""
         self._remarks[title] = text
         self._write()
 
@@ -62,15 +69,8 @@ class KernelReport:
         os.replace(beside, self._path)
 
 
-HEADER = (
-    "| case | us | spread | error | GB/s | of copy | TFLOP/s | of product | times the best peer | peers, us | target "
-    "| with |",
-    "|" + "---|" * 12,
-)
-
-
 def row(name: str, case: KernelCase, found: Measurement, ceilings: Ceilings, verdict: str) -> str:
-    """In the columns of `HEADER`."""
+    """Return the row of a measured case, in the columns of `HEADER`."""
     best = found.best_ratio
     cells = (
         name,
@@ -90,7 +90,7 @@ def row(name: str, case: KernelCase, found: Measurement, ceilings: Ceilings, ver
 
 
 def _beside(case: KernelCase, found: Measurement) -> list[str]:
-    """The peers' times, fastest first, and why others have none."""
+    """Return the peers' times, fastest first, and why others have none."""
     timed = sorted(found.peers.items(), key=lambda entry: entry[1].microseconds)
     beside = [f"{name} {peer.microseconds:.1f}{_without_graph(peer)}" for name, peer in timed]
     absent = {**case.absent, **found.absent}
@@ -103,7 +103,7 @@ def _without_graph(found: Measurement | PeerTime) -> str:
 
 
 def remark(name: str, text: str) -> str:
-    """The row of a case without figures."""
+    """Return the row of a case without figures."""
     return table_row((name, text, *[""] * 10))
 
 
@@ -111,13 +111,9 @@ def table_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 
 
-State = Literal["met", "MISSED", "FAILED", "not measured"]
-TABLE_HEADER = ("| target | asked | found | |", "|---|---|---|---|")
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """found: the figure, empty where there is none."""
+    """found: the measured figure, empty if there is none."""
 
     state: State
     found: str = ""
@@ -125,8 +121,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """That `figure` of the case is at least `least`: a part of a copy's bytes per second, TFLOP/s, or what the time of
-    `peer` is in times of ours."""
+    """`figure` of the case is to be at least `least`: a share of a copy's bytes per second, TFLOP/s, or the time of
+    `peer` over ours."""
 
     case: str
     figure: Literal["copy", "teraflops", "peer"]
@@ -140,7 +136,7 @@ class Target:
         return f"{self.least:.0%} of copy" if self.figure == "copy" else f"{self.least:.0f} TFLOP/s"
 
     def judge(self, found: Measurement | None, copy: float) -> Verdict:
-        """copy: bytes per second. found: None of a case that was not measured."""
+        """copy: bytes per second. found: None if the case was not measured."""
         if found is None:
             return Verdict("not measured")
         if self.figure == "peer":
@@ -179,13 +175,13 @@ TARGETS = _targets()
 
 
 def verdict_of(name: str, found: Measurement, copy: float) -> str:
-    """Each target of a case and whether it is met."""
+    """Return each target of a case and whether it is met."""
     judged = [(target, target.judge(found, copy)) for target in TARGETS if target.case == name]
     return "; ".join(f"{target.asked} {verdict.state}" for target, verdict in judged)
 
 
 def target_rows(found: Mapping[str, Measurement], copy: float, failed: Collection[str] = ()) -> list[str]:
-    """A table of all targets, one row each, by the measurements there are. failed: cases that did not run."""
+    """Return a table of all targets by the measurements there are. failed: cases that did not run."""
     rows = []
     for target in TARGETS:
         verdict = Verdict("FAILED") if target.case in failed else target.judge(found.get(target.case), copy)
@@ -194,7 +190,7 @@ def target_rows(found: Mapping[str, Measurement], copy: float, failed: Collectio
 
 
 def in_order(sections: Sequence[Section]) -> list[PlannedCase]:
-    """All cases, those with a target first, in the targets' order."""
+    """Return all cases, those with a target first, in the targets' order."""
     planned = {case.name: case for section in sections for case in section.cases}
     first = {target.case: planned[target.case] for target in TARGETS if target.case in planned}
     return list((first | planned).values())

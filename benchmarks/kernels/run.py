@@ -1,4 +1,4 @@
-"""A run of the kernel benchmark: ceilings, checks, then case after case until its time is over. No GPU of its own."""
+"""A run of the kernel benchmark: ceilings, checks, then case after case until its time is over."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from moeserve.tune.measure import Check
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What a run consists of. sections: in the order in which they are measured. state: clocks and the like, a line.
-    is_lost: whether the GPU refuses all further work, as after an access beside its memory."""
+    """The parts of a run. sections: in the order of the report. state: clocks and the like, a line. is_lost: whether
+    the GPU refuses all further work, as after an access beside its memory."""
 
     sections: Sequence[Section]
     checks: Callable[[], Iterable[Check]]
@@ -50,7 +50,7 @@ def run_bench(bench: Bench, report: KernelReport, deadline: Deadline) -> bool:
 
 
 def print_checks(checks: Iterable[Check]) -> tuple[list[str], bool]:
-    """Prints each. What a report says of them, a line for those that passed and one per other, and whether all did."""
+    """Print each check. Return the report's lines, one per failure after their number, and whether all passed."""
     passed, wrong = 0, []
     try:
         for check in checks:

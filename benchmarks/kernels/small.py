@@ -31,7 +31,7 @@ _COMPARED = 4
 
 
 def norm_cases(device: torch.device) -> list[PlannedCase]:
-    """RMS norms and the kernel between projection and attention."""
+    """Plan RMS norms and the kernel between projection and attention."""
     planned = []
     for tokens in (64, 4096):
         planned += [
@@ -43,12 +43,12 @@ def norm_cases(device: torch.device) -> list[PlannedCase]:
 
 
 def gate_cases(device: torch.device) -> list[PlannedCase]:
-    """From a gate's logits to experts and weights."""
+    """Plan the step from a gate's logits to experts and weights."""
     return [PlannedCase(f"gate, {tokens} x {_EXPERTS}", partial(_gate_case, tokens, device)) for tokens in (64, 4096)]
 
 
 def sampling_cases(device: torch.device) -> list[PlannedCase]:
-    """Greedy, by temperature, and with filters, of one row and of many."""
+    """Plan greedy sampling, by temperature, and with filters, of one row and of many."""
     makers: dict[str, Callable[[int, torch.device], KernelCase]] = {
         "greedy": _greedy_case,
         "temperature": partial(_draw_case, top_k=0, top_p=1.0),
@@ -66,7 +66,7 @@ def sampling_cases(device: torch.device) -> list[PlannedCase]:
 
 
 class Numbers:
-    """Random ones, drawn without torch's global generator."""
+    """Random tensors, drawn without torch's global generator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -225,14 +225,14 @@ def _draw_case(rows: int, device: torch.device, *, top_k: int, top_p: float) -> 
 
 
 def _wrong(logits: Tensor, ones: Tensor, seeds: Tensor, filters: dict[str, Tensor]) -> float:
-    """1 if some row's token is not the reference's."""
+    """Return 1 if some row's token is not the reference's."""
     some = {name: values[:_COMPARED] for name, values in filters.items()}
     tokens, _ = sample(logits, ones, seeds, seeds, **some)
     return float((tokens != sample_reference(logits, ones, seeds, seeds, **some)[0]).any())
 
 
 def _by_torch(top_k: int, top_p: float) -> dict[str, Callable[[Tensor], Tensor]]:
-    """How the filters are written with torch's own operations: by the largest values, or by sorting all."""
+    """Write the filters with torch's own operations: by the largest values, or by sorting all."""
 
     def with_noise(logits: Tensor) -> Tensor:
         return _drawn(logits.softmax(-1)).squeeze(-1)
@@ -251,7 +251,7 @@ def _by_torch(top_k: int, top_p: float) -> dict[str, Callable[[Tensor], Tensor]]
 
 
 def _within(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The sorted ones that the filters leave, others 0."""
+    """Return the sorted probabilities that the filters keep, others 0."""
     if top_k:
         probabilities = probabilities[:, :top_k]
     if top_p == 1:
@@ -260,7 +260,7 @@ def _within(probabilities: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _drawn(probabilities: Tensor) -> Tensor:
-    """The place of a draw, [rows, 1]: the first of exponential clocks to ring, since `multinomial` asks the host."""
+    """Draw a place, [rows, 1]: the first of exponential clocks to ring, since `multinomial` synchronises."""
     return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
 
 

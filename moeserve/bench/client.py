@@ -21,7 +21,7 @@ Message = dict[str, str]
 
 
 class RequestFailed(Exception):
-    """The server refused the request or did not answer it to its end. `status` is 0 where there was none."""
+    """The server refused the request or did not answer it to its end. `status` is 0 without a response."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class ChatClient:
     timeout_s: float
 
     async def chat(self, messages: list[Message], max_tokens: int) -> tuple[Response, Answer]:
-        """Raises RequestFailed."""
+        """Return the response and its answer. Raises RequestFailed."""
         request: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -60,7 +60,7 @@ class ChatClient:
             raise RequestFailed(str(error), response.status) from error
 
     async def get(self, path: str) -> Any:
-        """The decoded JSON of a GET. Raises RequestFailed."""
+        """Return the decoded JSON of a GET. Raises RequestFailed."""
         response = await self._exchange("GET", path, b"")
         try:
             return msgspec.json.decode(response.body)
@@ -68,7 +68,7 @@ class ChatClient:
             raise RequestFailed(f"{path} does not answer in JSON", response.status) from error
 
     async def first_model(self) -> str:
-        """The first of the models that the server lists. Raises RequestFailed."""
+        """Return the first model that the server lists. Raises RequestFailed."""
         listed = await self.get("/v1/models")
         try:
             return str(listed["data"][0]["id"])
@@ -76,7 +76,7 @@ class ChatClient:
             raise RequestFailed("/v1/models lists no model; name one with --model") from error
 
     async def version(self) -> str | None:
-        """What `GET /version` says, None where there is no such route."""
+        """Return the answer of `GET /version`, None if there is no such route."""
         try:
             answer = await self.get("/version")
         except RequestFailed:
@@ -108,7 +108,7 @@ class StreamError(Exception):
 class Answer:
     """A whole answer. `event_times` has one entry per event with text in it, seconds on the clock of the pieces.
 
-    An event may hold several tokens: the counts are what the server says in `usage`, None if it says nothing.
+    An event may hold several tokens. The counts are those of the server's `usage`, None without one.
     """
 
     text: str
@@ -149,7 +149,7 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 
 def timed_data(reads: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """The `data` of each server-sent event, with the time at which its last byte was read."""
+    """Yield the `data` of each server-sent event with the time at which its last byte was read."""
     rest, data = b"", []
     for read_at, piece in reads:
         *lines, rest = (rest + piece).split(b"\n")
@@ -163,7 +163,7 @@ def timed_data(reads: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, by
 
 
 def read_answer(reads: Iterable[tuple[float, bytes]]) -> Answer:
-    """Raises StreamError."""
+    """Return the answer of a stream. Raises StreamError."""
     texts: list[str] = []
     event_times: list[float] = []
     usage = _Usage()
@@ -197,7 +197,7 @@ def _decode_event(data: bytes) -> _Chunk:
 
 
 def error_message(body: bytes) -> str:
-    """What an error body says: OpenAI's `error.message`, FastAPI's `detail`, or the beginning of the body."""
+    """Return OpenAI's `error.message`, FastAPI's `detail`, or the beginning of the body."""
     try:
         decoded = msgspec.json.decode(body)
         found = decoded.get("error", decoded.get("detail"))
@@ -207,12 +207,12 @@ def error_message(body: bytes) -> str:
 
 
 class ExchangeError(Exception):
-    """No whole response: the server was not reached, closed the connection early or spoke something else than HTTP."""
+    """No whole response: the server was not reached, closed the connection early or does not speak HTTP."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server listens; `base_path` is what precedes `/v1` and the like, without a slash at its end."""
+    """A server's address; `base_path` precedes `/v1`, without a slash at its end."""
 
     host: str
     port: int
@@ -252,9 +252,9 @@ class Response:
 async def exchange(
     endpoint: Endpoint, method: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float
 ) -> Response:
-    """Sends one request on a connection of its own and reads the response to its end.
+    """Send one request on a connection of its own and read the response to its end.
 
-    The clock starts when the connection stands. Raises ExchangeError.
+    The clock starts when the connection is established. Raises ExchangeError.
     """
     loop = asyncio.get_running_loop()
     protocol = _ResponseReader(loop.create_future())

@@ -15,14 +15,18 @@ Metrics = dict[str, float]
 """Metric name (see `summarise`) to value; a metric that could not be measured is absent."""
 
 PERCENTILES = (50, 95, 99)
+_UNITS = {"ms": 1e-3, "s": 1.0}
+_LIMIT = re.compile(r"(ttft|tpot|e2e):([0-9]*\.?[0-9]+)(ms|s)")
+_LOWER_IS_BETTER = ("ttft_", "itl_", "tpot_", "e2e_")
+_HIGHER_IS_BETTER = ("tokens_per_s", "requests_per_s", "goodput_per_s")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
     """One request. Times are on one monotonic clock.
 
-    `event_times`: arrival of each event that carried text. `output_tokens` is the server's count where it gives one,
-    the number of events otherwise. `error`: why it failed; what was measured before does not count then.
+    `event_times`: arrival of each event that carried text. `output_tokens`: the server's count, or the number of events
+    if it gives none. `error`: why the request failed; its other fields do not count then.
     """
 
     variant: str
@@ -37,7 +41,7 @@ class RequestRecord:
 
     @property
     def ttft(self) -> float | None:
-        """From sending the request to the first text; None without any."""
+        """Time from sending the request to the first text; None without text."""
         return self.event_times[0] - self.sent_at if self.event_times else None
 
     @property
@@ -58,7 +62,7 @@ class RequestRecord:
 
 
 def summarise(records: Sequence[RequestRecord], meets_slo: Callable[[RequestRecord], bool] | None) -> Metrics:
-    """The metrics of requests that were measured together.
+    """Return the metrics of requests that were measured together.
 
     `ttft`, `itl`, `tpot` and `e2e`, each `_p50`, `_p95`, `_p99`, in s; `tokens_per_s`, `requests_per_s` and
     `goodput_per_s` over the time during which at least one of the requests was under way (`busy_s`); `goodput`: the
@@ -89,7 +93,7 @@ def summarise(records: Sequence[RequestRecord], meets_slo: Callable[[RequestReco
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """With linear interpolation between the two nearest of the `values`, of which there must be one at least."""
+    """Interpolate linearly between the two nearest of the `values`, of which there must be at least one."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     below = int(position)
@@ -98,7 +102,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of (start, end) intervals."""
+    """Return the length of the union of (start, end) intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -122,10 +126,6 @@ def _totals(good: Sequence[RequestRecord]) -> Metrics:
     return totals
 
 
-_UNITS = {"ms": 1e-3, "s": 1.0}
-_LIMIT = re.compile(r"(ttft|tpot|e2e):([0-9]*\.?[0-9]+)(ms|s)")
-
-
 @dataclass(frozen=True, slots=True)
 class Slo:
     """Upper limits in seconds on the time to first token, the time per output token and the whole request."""
@@ -136,7 +136,7 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """Reads `ttft:500ms,tpot:100ms,e2e:5s`, any of them. Raises ValueError."""
+        """Parse `ttft:500ms,tpot:100ms,e2e:5s`, or some of these. Raises ValueError."""
         limits: dict[str, float] = {}
         for part in text.split(","):
             match = _LIMIT.fullmatch(part.strip())
@@ -148,15 +148,14 @@ class Slo:
         return cls(**limits)
 
     def met(self, record: RequestRecord) -> bool:
-        """A failed request meets nothing; a request of one token has no time per output token to miss."""
+        """Return whether the request met all objectives.
+
+        A failed request meets none; a request of one token has no time per output token to miss.
+        """
         if record.error is not None:
             return False
         measured = ((self.ttft, record.ttft), (self.tpot, record.tpot), (self.e2e, record.e2e))
         return all(limit is None or value is None or value <= limit for limit, value in measured)
-
-
-_LOWER_IS_BETTER = ("ttft_", "itl_", "tpot_", "e2e_")
-_HIGHER_IS_BETTER = ("tokens_per_s", "requests_per_s", "goodput_per_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +174,7 @@ class Column:
     """One server on one variant: medians over the runs, and the advantage over the first server.
 
     `advantage`: median over the runs of the ratio within a run, above 1 where this server is better; empty for the
-    first server. A ratio within a run is that of neighbours in time, so that a machine that slows down hits both.
+    first server. Both sides of a ratio are neighbours in time, so a machine that slows down hits both.
     """
 
     workload: str
@@ -186,7 +185,7 @@ class Column:
 
 
 def columns(runs: Iterable[RunMetrics]) -> list[Column]:
-    """One column per (workload, variant, server), in order of first appearance."""
+    """Return one column per (workload, variant, server), in order of first appearance."""
     cells: dict[tuple[str, str], dict[str, dict[int, Metrics]]] = {}
     for run in runs:
         by_server = cells.setdefault((run.workload, run.variant), {})

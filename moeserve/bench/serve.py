@@ -28,6 +28,15 @@ from moeserve.version import VERSION
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _USUAL_WORKLOADS = ("agents", "stream", "streams", "prefix-ttft")
 _NAMED_URL = re.compile(r"([\w.-]+)=(https?://.+)")
+_COUNT = click.IntRange(min=1)
+_USUAL = Shape()
+_WARM_UP_WORDS, _WARM_UP_TOKENS = 16, 4
+# Statuses with which servers refuse a field that they do not know.
+_FIELD_REFUSED = (400, 422)
+# A chat template's own text may be cached in a fresh prompt, but it is a small part of a prompt.
+_WARM_SHARE = 0.5
+_NONE = "-"
+_CACHED_SHOWN = ("cold", "cached")
 
 
 def _levels(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -44,10 +53,6 @@ def _slo(ctx: click.Context, param: click.Parameter, value: str | None) -> Slo |
         return Slo.parse(value) if value is not None else None
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from error
-
-
-_COUNT = click.IntRange(min=1)
-_USUAL = Shape()
 
 
 @click.command("serve", context_settings={"show_default": True})
@@ -198,16 +203,9 @@ def _one_for_each(option: str, values: Sequence[str], urls: Sequence[str]) -> li
     return [values[0] if values else None] * len(urls)
 
 
-_WARM_UP_WORDS, _WARM_UP_TOKENS = 16, 4
-# Statuses with which servers refuse a field that they do not know.
-_FIELD_REFUSED = (400, 422)
-# A chat template's own text may be cached in a fresh prompt, but it is a small part of a prompt.
-_WARM_SHARE = 0.5
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server under measurement; `client.model` is empty until it was asked."""
+    """A server to measure; `client.model` is empty until the server was asked for one."""
 
     name: str
     url: str
@@ -216,7 +214,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ReadyTarget:
-    """A server that has answered. `ignores_eos` is False where it stops at its end-of-sequence token instead."""
+    """A server that has answered. `ignores_eos` is False if it stops at its end-of-sequence token."""
 
     name: str
     url: str
@@ -230,7 +228,7 @@ class ReadyTarget:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to run: workload names, lengths, seed, number of runs, objectives and warm-up requests per server."""
+    """Workload names, lengths, seed, number of runs, objectives, and warm-up requests per server."""
 
     workloads: tuple[str, ...]
     shape: Shape
@@ -242,7 +240,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Findings:
-    """All that was measured. `warnings` say what makes the figures doubtful; `errors` counts failures by message."""
+    """All measured runs. `warnings` name doubts about the figures; `errors` counts failures by message."""
 
     runs: list[RunMetrics] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -250,7 +248,7 @@ class Findings:
 
 
 async def prepare(target: Target, settings: Settings) -> ReadyTarget:
-    """Finds the model and the version, and warms the server up. Raises RequestFailed.
+    """Find the model and the version, and warm the server up. Raises RequestFailed.
 
     A server that refuses `ignore_eos` is asked again, and measured, without it.
     """
@@ -269,7 +267,10 @@ async def prepare(target: Target, settings: Settings) -> ReadyTarget:
 
 
 async def measure(targets: list[ReadyTarget], settings: Settings, progress: Callable[[str], None]) -> Findings:
-    """Runs all; the order of the servers turns round from run to run, so that none is always measured first."""
+    """Run every workload on every server, several times.
+
+    The order of the servers is reversed from run to run, so that none is always measured first.
+    """
     findings = Findings()
     for run in range(settings.repeat):
         in_turn = targets if run % 2 == 0 else targets[::-1]
@@ -309,7 +310,7 @@ async def _measure_one(target: ReadyTarget, workload: Workload, run: int, slo: S
 
 
 def _found_warm(record: RequestRecord) -> bool:
-    """Whether a prompt that nobody has sent before was cached for a good part."""
+    """Return whether a large part of a prompt that was never sent before was cached."""
     cached, prompt = record.cached_tokens or 0, record.prompt_tokens or 0
     return record.cold and cached > _WARM_SHARE * prompt
 
@@ -329,14 +330,10 @@ async def _warm_up(client: ChatClient, settings: Settings) -> None:
             raise outcome
 
 
-_NONE = "-"
-_CACHED_SHOWN = ("cold", "cached")
-
-
 def print_report(
     console: Console, environment: Environment, targets: list[ReadyTarget], settings: Settings, findings: Findings
 ) -> None:
-    """One table per workload, a column per server and variant, then the denominators and the doubts."""
+    """Print one table per workload, a column per server and variant, then the machine, the servers and the doubts."""
     for workload, of_workload in groupby(_side_by_side(columns(findings.runs)), key=lambda column: column.workload):
         console.print(f"{workload}: {_lengths(workload, settings.shape)}", style="bold", highlight=False)
         console.print(_table(list(of_workload), settings))
@@ -350,7 +347,7 @@ def print_report(
 
 
 def to_json(environment: Environment, targets: list[ReadyTarget], settings: Settings, findings: Findings) -> bytes:
-    """All runs, medians, advantages and denominators; times in seconds."""
+    """Return all runs, medians, advantages, the machine and the servers; times in seconds."""
     document: dict[str, Any] = {
         "environment": environment,
         "settings": settings,
@@ -373,7 +370,7 @@ def to_json(environment: Environment, targets: list[ReadyTarget], settings: Sett
 
 
 def _side_by_side(found: list[Column]) -> list[Column]:
-    """Brings the servers of one variant side by side and keeps the order otherwise."""
+    """Bring the servers of one variant side by side and keep the order otherwise."""
     first: dict[tuple[str, str], int] = {}
     workloads: dict[str, int] = {}
     for index, column in enumerate(found):
@@ -484,7 +481,7 @@ class Environment:
 
 
 def describe_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Environment:
-    """Of the machine that runs the client; a server elsewhere has its own."""
+    """Describe the machine of the client; the server may run on another one."""
     return Environment(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         client=f"moeserve bench {VERSION}, Python {platform.python_version()}",

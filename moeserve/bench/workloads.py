@@ -19,14 +19,15 @@ from moeserve.bench.metrics import RequestRecord
 
 # 900 words and a chat template make about 1000 tokens.
 _PREFIX_WORDS = 900
+_SENTENCE_WORDS = (8, 14)
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """One user: `questions` are asked in turn, each with the whole history before it.
 
-    `variant` names what a request of this conversation measures; records are summarised per variant.
-    `cold`: nothing of the first prompt can be cached, unless this seed was used on the server before.
+    `variant` names what a request measures; records are summarised per variant. `cold`: nothing of the first prompt can
+    be cached, unless this seed was used on the server before.
     """
 
     variant: str
@@ -47,7 +48,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The lengths and counts that a user may change; words where not said otherwise."""
+    """The lengths and counts that a user may change; lengths are in words unless named otherwise."""
 
     num_agents: int = 8
     num_turns: int = 3
@@ -59,7 +60,7 @@ class Shape:
     output_tokens: int | None = None
 
     def max_tokens(self, usual: int) -> int:
-        """The output tokens per request of a workload that usually has `usual`."""
+        """Return the output tokens per request of a workload that usually has `usual`."""
         return self.output_tokens or usual
 
 
@@ -81,7 +82,6 @@ def agents(shape: Shape, seed: int, run: int) -> list[Workload]:
 
 
 def stream(shape: Shape, seed: int, run: int) -> list[Workload]:
-    """One stream, nothing beside it."""
     return [Workload("stream", 1, shape.max_tokens(96), _independent(1, "", shape, seed, run, "stream"))]
 
 
@@ -102,7 +102,7 @@ def prefix_ttft(shape: Shape, seed: int, run: int) -> list[Workload]:
 
 
 def sweep(shape: Shape, seed: int, run: int) -> list[Workload]:
-    """The independent requests of `streams` at several concurrencies, two requests for each place."""
+    """The independent requests of `streams` at several concurrencies, two requests per place."""
     return [
         Workload(
             "sweep",
@@ -131,9 +131,10 @@ def _independent(count: int, variant: str, shape: Shape, seed: int, run: int, la
 
 
 async def run_workload(client: ChatClient, workload: Workload) -> list[RequestRecord]:
-    """Every conversation goes on by itself; places are handed out first come, first served, one request at a time.
+    """Run all conversations at once and return a record per request.
 
-    So agents take turns: with 8 of them and 4 places, each waits for a place before its next question.
+    Places are handed out first come, first served, one request at a time. So agents take turns: with 8 of them and 4
+    places, each waits for a place before its next question.
     """
     places = asyncio.Semaphore(workload.concurrency)
     tasks = [
@@ -188,11 +189,12 @@ def _not_sent(variant: str, at: float) -> RequestRecord:
     return RequestRecord(variant, False, at, at, error="not sent: an earlier turn of the conversation failed")
 
 
-_SENTENCE_WORDS = (8, 14)
-
-
 def seeded_text(num_words: int, *seed: object) -> str:
-    """`num_words` words in sentences: the same for equal seed parts, with another beginning for any others."""
+    """Return `num_words` words in sentences: the same for equal seed parts, with another beginning for any others.
+
+    Most words of `words.txt` are one token in the vocabularies in use, so that a length in words is close to a length
+    in tokens; the exact number of tokens is always taken from the server's `usage`.
+    """
     vocabulary = _vocabulary()
     random = Random("/".join(map(str, seed)))
     sentences = []

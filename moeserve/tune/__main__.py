@@ -1,7 +1,6 @@
-"""Measures the kernels of a model's attention and experts on this GPU and writes what was fastest.
+"""`moeserve tune`: time the kernels of a model's attention and experts on this GPU and keep the fastest configurations.
 
-`python -m moeserve.tune MODEL` is `moeserve tune MODEL` for a machine without the command's libraries;
-MODEL has to be a folder there.
+`python -m moeserve.tune MODEL` does the same on a machine without the command's libraries, where MODEL is a folder.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _SHAPE = re.compile(r"(\d+),(\d+),(\d+),(\d+)")
 
 
 class TuneError(Exception):
-    """Nothing can be tuned, or not be kept. The message is one sentence for the user."""
+    """Nothing can be tuned, or the result cannot be kept. The message is one sentence for the user."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0, or 1 with a sentence on stderr."""
+    """Return the exit code: 0, or 1 with a sentence on stderr."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if (options.model is None) == (options.shape is None):
@@ -124,7 +123,7 @@ def _power_of_two(text: str) -> int:
 
 
 def parse_sizes(text: str) -> Sizes:
-    """Experts, their width, the hidden size, experts per token. Raises ValueError."""
+    """Parse experts, their width, the hidden size and experts per token. Raises ValueError."""
     match = _SHAPE.fullmatch(text.replace(" ", ""))
     if match is None or any(int(size) < 1 for size in match.groups()):
         raise ValueError(f"{text!r} is not like 128,768,2048,8")
@@ -135,7 +134,7 @@ def parse_sizes(text: str) -> Sizes:
 
 
 def tune(options: argparse.Namespace) -> None:
-    """Tunes as `_parser` has it. Prints what it does. Raises TuneError."""
+    """Tune by the options of `_parser` and print the progress. Raises TuneError."""
     import torch
 
     if not torch.cuda.is_available():
@@ -175,7 +174,7 @@ def _spec_of(model: str) -> DecoderSpec:
 
 
 def _folder_of(model: str) -> Path:
-    """Only config.json is read of it, so a folder need not hold more."""
+    """Return the model's folder. Only its config.json is read, so it need not hold more."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -187,7 +186,7 @@ def _folder_of(model: str) -> Path:
 
 
 def _tune_attention(spec: DecoderSpec, block_size: int, weights: WeightFormat, kv_cache_dtype: str) -> None:
-    """For activations as wide as the weights, and for bfloat16 where weights are quantised."""
+    """Tune for activations as wide as the weights, and for bfloat16 where weights are quantised."""
     import torch
 
     from kernels.gpu.attention_tuning import write_attention
@@ -214,7 +213,7 @@ def _tune_attention(spec: DecoderSpec, block_size: int, weights: WeightFormat, k
 
 @contextlib.contextmanager
 def _explained(what: str, path: Path) -> Iterator[None]:
-    """Turns what goes wrong with measuring or with the file into a sentence."""
+    """Turn errors of measuring and of the file into a sentence."""
     try:
         yield
     except OSError as error:

@@ -29,6 +29,55 @@ from moeserve.tune.measure import Report, TimeUs, cold_sets, is_right, median_us
 
 # Prompts are bound by their products, so that they need not be quite so cold.
 _MAX_PREFILL_SETS = 8
+# What computes it: a decode has one new token per sequence, an extend few, packed into tiles with the query heads of a
+# KV head, and a prefill as many as fill tiles of one head.
+Kind = Literal["decode", "extend", "prefill"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Sequence s has seq_lens[s] positions, the last query_lens[s] of them new. `latent`: values are the keys' first
+    elements (one KV head, as in latent attention)."""
+
+    name: str
+    kind: Kind
+    seq_lens: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    num_heads: int = 32
+    kv_heads: int = 4
+    key_dim: int = 128
+    value_dim: int = 128
+    block_size: int = 64
+    kv_dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16
+    latent: bool = False
+
+    @property
+    def shape(self) -> AttentionShape:
+        """The key by which configurations are chosen."""
+        dims = (self.key_dim, self.value_dim)
+        return AttentionShape(self.num_heads, self.kv_heads, *dims, self.block_size, self.dtype, self.kv_dtype)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all positions, each read once."""
+        width = self.key_dim + (0 if self.latent else self.value_dim)
+        return sum(self.seq_lens) * self.kv_heads * width * self.kv_dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """The fewest bytes to move: keys, values and queries read once, outputs written once."""
+        rows = sum(self.query_lens) * self.num_heads
+        return self.kv_bytes + rows * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    @property
+    def num_flops(self) -> int:
+        """Operations of the two products over the pairs that the causal mask leaves."""
+        pairs = sum(
+            count * length - count * (count - 1) // 2
+            for length, count in zip(self.seq_lens, self.query_lens, strict=True)
+        )
+        return 2 * pairs * self.num_heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +98,8 @@ class AttentionTensors:
 
 @dataclass(frozen=True, slots=True)
 class PreparedAttention:
-    """A case that can be run. plan: makes the work list where there is one, once per step, so outside of what a layer
-    costs. attend: computes `out` by a block table and the list as it stands. config: what it runs with."""
+    """A case that can be run. plan: makes the work list of a split kernel; serving does so once per step, so a layer's
+    time excludes it. attend: computes `out` from a block table and the current list."""
 
     case: AttentionCase
     tensors: AttentionTensors
@@ -63,11 +112,11 @@ class PreparedAttention:
         return len(self.tensors.tables)
 
     def run(self, index: int) -> Tensor:
-        """The whole attention over set `index % num_sets`; returns `out` [T, H, Dv]."""
+        """Compute the whole attention over set `index % num_sets`; return `out` [T, H, Dv]."""
         return self.attend(self.tensors.tables[index % self.num_sets], self.tensors.out)
 
     def relative_error(self, index: int, num_tokens: int = 8) -> float:
-        """Of some tokens' outputs against the reference in fp32; NaN if any token's was not written. Runs the kernel.
+        """Run the kernel and compare some tokens with the reference in fp32; NaN if any token was not written.
 
         Raises WrongResultError, see `run_guarded`.
         """
@@ -98,7 +147,7 @@ class PreparedAttention:
 
 
 def scale_of(case: AttentionCase) -> float:
-    """What scores are multiplied by."""
+    """Return the factor of the scores."""
     return 1.0 / math.sqrt(case.key_dim)
 
 
@@ -111,8 +160,10 @@ def prepare(
     configs: AttentionConfigs | None = None,
     tensors: AttentionTensors | None = None,
 ) -> PreparedAttention:
-    """Random tensors of a case, unless they are given. config: of its kind, default what `configs` choose, or else the
-    table."""
+    """Prepare a case on random tensors unless `tensors` are given.
+
+    config: of the case's kind; by default chosen by `configs`, or else by the built-in table.
+    """
     tensors = tensors or random_tensors(case, device)
     chosen = config or _chosen(case, configs or AttentionConfigs(case.shape))
     if isinstance(chosen, PrefillConfig):
@@ -144,7 +195,7 @@ def _prefill(case: AttentionCase, tensors: AttentionTensors, config: PrefillConf
 def _split(
     case: AttentionCase, tensors: AttentionTensors, config: SplitConfig | ExtendConfig, num_sms: int
 ) -> PreparedAttention:
-    """Of one token per sequence, or of few where the configuration is of extends."""
+    """Prepare a decode, or an extend if the configuration is an ExtendConfig."""
     if isinstance(config, ExtendConfig):
         split, tokens = config.split, config.tokens_per_tile(case.shape.group)
     else:
@@ -177,7 +228,7 @@ def _context(case: AttentionCase, tensors: AttentionTensors, table: Tensor) -> P
 
 
 def random_tensors(case: AttentionCase, device: torch.device) -> AttentionTensors:
-    """As many sets of keys and values as keep the cache cold. The same for the same case."""
+    """Make as many sets of keys and values as keep the cache cold. Equal cases get equal tensors."""
     generator = torch.Generator(device).manual_seed(0)
     num_sets = cold_sets(case.kv_bytes)
     if case.kind == "prefill":
@@ -206,7 +257,7 @@ def random_tensors(case: AttentionCase, device: torch.device) -> AttentionTensor
 
 
 def _pool(case: AttentionCase, num_blocks: int, dim: int, tables: list[Tensor], generator: torch.Generator) -> Tensor:
-    """[KV, num_slots, dim] of random numbers, NaN where no sequence has a position."""
+    """Return random numbers [KV, num_slots, dim], NaN where no sequence has a position."""
     slots = num_blocks * case.block_size
     pool = torch.empty((case.kv_heads, slots, dim), dtype=case.kv_dtype, device=generator.device)
     for head in pool:
@@ -223,60 +274,9 @@ def _pool(case: AttentionCase, num_blocks: int, dim: int, tables: list[Tensor], 
     return pool
 
 
-# What computes it: a decode has one new token per sequence, an extend few, packed into tiles with the query heads of a
-# KV head, and a prefill as many as fill tiles of one head.
-Kind = Literal["decode", "extend", "prefill"]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCase:
-    """Sequence s has seq_lens[s] positions, the last query_lens[s] of them new. `latent`: values are the keys' first
-    elements (one KV head, as in latent attention)."""
-
-    name: str
-    kind: Kind
-    seq_lens: tuple[int, ...]
-    query_lens: tuple[int, ...]
-    num_heads: int = 32
-    kv_heads: int = 4
-    key_dim: int = 128
-    value_dim: int = 128
-    block_size: int = 64
-    kv_dtype: torch.dtype = torch.bfloat16
-    dtype: torch.dtype = torch.bfloat16
-    latent: bool = False
-
-    @property
-    def shape(self) -> AttentionShape:
-        """What configurations are chosen by."""
-        dims = (self.key_dim, self.value_dim)
-        return AttentionShape(self.num_heads, self.kv_heads, *dims, self.block_size, self.dtype, self.kv_dtype)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Of all positions, each read once."""
-        width = self.key_dim + (0 if self.latent else self.value_dim)
-        return sum(self.seq_lens) * self.kv_heads * width * self.kv_dtype.itemsize
-
-    @property
-    def num_bytes(self) -> int:
-        """The fewest bytes to move: keys, values and queries read once, outputs written once."""
-        rows = sum(self.query_lens) * self.num_heads
-        return self.kv_bytes + rows * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-    @property
-    def num_flops(self) -> int:
-        """Of the two products over the pairs that the causal mask leaves."""
-        pairs = sum(
-            count * length - count * (count - 1) // 2
-            for length, count in zip(self.seq_lens, self.query_lens, strict=True)
-        )
-        return 2 * pairs * self.num_heads * (self.key_dim + self.value_dim)
-
-
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Sequences with as many positions cached and as many new tokens each."""
+    """Equal sequences: cached positions and new tokens of each."""
 
     num_seqs: int
     num_cached: int
@@ -285,7 +285,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """What is timed of each kind."""
+    """The batch that is timed for each kind."""
 
     decode: Batch = Batch(64, 4095, 1)
     extend: Batch = Batch(64, 4096, 8)
@@ -301,10 +301,10 @@ def tune_attention(
     report: Report = lambda line: None,
     batches: Batches | None = None,
 ) -> Iterator[tuple[str, AnyConfig, float]]:
-    """Kind by kind the fastest configuration that computes it, with its time: "decode", "prefill" and, where the table
-    packs any extends, "extend". Takes memory for one batch. Raises RuntimeError where nothing runs.
+    """Yield the fastest right configuration of each kind with its time: "decode", "prefill" and, where the table packs
+    any extends, "extend". Takes memory for one batch. Raises RuntimeError if no candidate runs.
 
-    Which extends are packed is measured too: up to the most new tokens with which that is faster than a prefill.
+    The longest extend that is packed is measured too: the most new tokens for which packing beats a prefill.
     """
     batches = batches or Batches()
     tuner = _Search(shape, device, num_sms, time_us, report)
@@ -318,8 +318,6 @@ def tune_attention(
 
 
 class _Search:
-    """Times configurations of one shape on one device."""
-
     def __init__(
         self, shape: AttentionShape, device: torch.device, num_sms: int, time_us: TimeUs, report: Report
     ) -> None:
@@ -327,7 +325,7 @@ class _Search:
         self._time_us, self._report = time_us, report
 
     def fastest(self, kind: Kind, batch: Batch, configs: Sequence[AnyConfig]) -> tuple[AnyConfig, float]:
-        """Those that do not run are skipped, since what fits is only known to the compiler, as are wrong ones."""
+        """Return the fastest candidate that runs and is right, with its time. Only the compiler knows which fit."""
         case = _case(self._shape, kind, batch)
         tensors = random_tensors(case, self._device)
         timed: list[tuple[float, AnyConfig, PreparedAttention]] = []
@@ -362,7 +360,7 @@ class _Search:
         return self._time(prepare(_case(self._shape, kind, batch), self._device, self._num_sms, config=config))
 
     def _time(self, prepared: PreparedAttention) -> float:
-        """Every run takes other keys and values, or too many, so that the cache is cold."""
+        """Time runs over different keys and values, or over more than the cache holds, so that the cache is cold."""
         return self._time_us([partial(prepared.run, index) for index in range(prepared.num_sets)])
 
 

@@ -38,11 +38,13 @@ from moeserve.tune.measure import Report, TimeUs, cold_sets, is_right, median_us
 Routing = Literal["uniform", "zipf"]
 
 ACTIVATION = Activation()
+# Layers there are at most, and how often other experts are chosen where tokens are so few.
+_MAX_SETS, _FEW_TOKENS = 8, 16
 
 
 @dataclass(frozen=True, slots=True)
 class MoeCase:
-    """x [T, H], expert_ids [T, k] int64, expert_weights [T, k] fp32 and what computes them."""
+    """x [T, H], expert_ids [T, k] int64, expert_weights [T, k] fp32, and the experts that compute them."""
 
     shape: MoeShape
     x: Tensor
@@ -61,7 +63,7 @@ class MoeCase:
 
     @property
     def max_load(self) -> int:
-        """Rows of the expert that has the most."""
+        """Rows of the busiest expert."""
         return int(torch.bincount(self.expert_ids.flatten()).max())
 
     @property
@@ -78,7 +80,7 @@ class MoeCase:
         return 6 * self.num_tokens * self.shape.top_k * self.shape.hidden_size * self.shape.intermediate_size
 
     def run(self, config: MoeConfig, out: Tensor | None = None) -> Tensor:
-        """The whole operation after the gate -> [T, H], `out` if it is given."""
+        """Compute everything after the gate -> [T, H], `out` if it is given."""
         return moe_experts(
             self.x,
             self.expert_ids,
@@ -92,7 +94,7 @@ class MoeCase:
         )
 
     def relative_error(self, config: MoeConfig, num_tokens: int = 8) -> float:
-        """Of some tokens' outputs against the reference in fp32; NaN if any token's was not written. Runs the kernels.
+        """Run the kernels and compare some tokens with the reference in fp32; NaN if any token was not written.
 
         Raises WrongResultError, see `run_guarded`.
         """
@@ -115,7 +117,10 @@ def make_case(
     experts: GpuExperts | None = None,
     seed: int = 0,
 ) -> MoeCase:
-    """Normal activations, bf16 unless weights are stored wider. experts: those of another case of the same shape."""
+    """Make a case with normal activations, in bf16 unless weights are stored wider.
+
+    experts: those of another case of the same shape; random by default.
+    """
     random = torch.Generator(device=device).manual_seed(seed)
     dtype = {"float32": torch.float32, "float16": torch.float16}.get(shape.weights, torch.bfloat16)
     ids = route(num_tokens, shape.num_experts, shape.top_k, routing, random)
@@ -133,7 +138,7 @@ def make_case(
 
 
 def random_experts(shape: MoeShape, random: torch.Generator) -> GpuExperts:
-    """Weights that keep activations near 1, in the stored format, on the generator's device."""
+    """Make weights that keep activations near 1, in the stored format, on the generator's device."""
     width, hidden = shape.intermediate_size, shape.hidden_size
     return GpuExperts(_random_matrix(shape, 2 * width, hidden, random), _random_matrix(shape, hidden, width, random))
 
@@ -163,7 +168,7 @@ def _random_matrix(shape: MoeShape, num_rows: int, depth: int, random: torch.Gen
 
 
 def route(num_tokens: int, num_experts: int, top_k: int, routing: Routing, random: torch.Generator) -> Tensor:
-    """k distinct experts per token [T, k] int64: all as likely, or the expert of rank r with weight 1 / r."""
+    """Draw k distinct experts per token [T, k] int64: all equally likely, or the expert of rank r with weight 1 / r."""
     device = random.device
     weights = torch.ones(num_experts, device=device)
     if routing == "zipf":
@@ -172,10 +177,6 @@ def route(num_tokens: int, num_experts: int, top_k: int, routing: Routing, rando
     # The greatest of log weight + Gumbel noise is a draw by weight, and the k greatest are k draws without repetition.
     uniform = torch.rand((num_tokens, num_experts), generator=random, device=device).clamp_(min=1e-20)
     return (weights.log() - (-uniform.log()).log()).topk(top_k, dim=-1).indices
-
-
-# Layers there are at most, and how often other experts are chosen where tokens are so few.
-_MAX_SETS, _FEW_TOKENS = 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +193,9 @@ def tune_shape(
     time_us: TimeUs = median_us,
     report: Report = lambda line: None,
 ) -> Iterator[tuple[int, Tuned]]:
-    """Number of tokens by number of tokens the fastest configuration that computes the layer, with its time.
+    """Yield, per number of tokens, the fastest configuration that computes the layer, with its time.
 
-    Weights take the memory of one layer, or of several small ones. Raises RuntimeError where nothing runs.
+    Weights take the memory of one layer, or of several small ones. Raises RuntimeError if no candidate runs.
     """
     random = torch.Generator(device=device).manual_seed(0)
     layers = [random_experts(shape, random)]
@@ -210,7 +211,7 @@ def tune_shape(
 
 
 class _Search:
-    """Of one number of tokens. sets: the same work on other data, each with scratch of its own."""
+    """The search for one number of tokens. sets: the same work on different data, each with scratch of its own."""
 
     def __init__(self, sets: Sequence[MoeCase], device: Device, time_us: TimeUs, report: Report) -> None:
         self._sets, self._device, self._time_us, self._report = sets, device, time_us, report
@@ -225,7 +226,7 @@ class _Search:
         raise RuntimeError(f"no candidate for {self._shape.name()} runs on this device")
 
     def _candidates(self) -> Iterator[Tuned]:
-        """The best tiles of each variant and number of rows."""
+        """Yield the best tiles of each variant and number of rows."""
         for variant in candidate_variants(self._shape, self._num_tokens, self._device):
             rows = [1] if variant in ("gemv", "gemv_split") else candidate_block_ms(self._shape, self._num_tokens)
             for block_m in rows:
@@ -243,7 +244,7 @@ class _Search:
     def _best_tile(
         self, variant: Variant, pairs: Sequence[SortedPairs | None], block_m: int, projection: Projection
     ) -> Tile | None:
-        """The fastest that runs, if any does."""
+        """Return the fastest tile that runs, None if none does."""
         timed: list[tuple[float, Tile]] = []
         for tile in candidate_tiles(self._shape, self._num_tokens, projection, variant, block_m, self._device):
             calls = [
@@ -256,7 +257,7 @@ class _Search:
         return min(timed, key=lambda entry: entry[0])[1] if timed else None
 
     def _timed(self, name: str, calls: Sequence[Callable[[], object]]) -> float | None:
-        """None for a candidate that does not run, since what fits is only known to the compiler."""
+        """Return microseconds; None if the candidate does not run, since only the compiler knows which fit."""
         try:
             return self._time_us(calls)
         except Exception as error:
@@ -265,7 +266,7 @@ class _Search:
 
 
 def sorted_pairs(case: MoeCase, block_m: int) -> SortedPairs:
-    """The case's rows, sorted into its workspace."""
+    """Sort the case's rows into its workspace."""
     num_slots = case.experts.gate_up.num_slots
     into = case.workspace.sorted_pairs(case.expert_ids.numel(), num_slots, block_m)
     return sort_pairs(case.expert_ids, num_slots, block_m, into, case.workspace.counts)
@@ -280,7 +281,7 @@ def projection_call(
     tile: Tile,
     device: Device,
 ) -> Callable[[], None]:
-    """Runs one projection alone. pairs: the case's, in tiles of block_m; None without tiles."""
+    """Return a call of one projection alone. pairs: the case's rows in tiles of block_m; None without tiles."""
     experts, space = case.experts, case.workspace
     num_pairs = case.expert_ids.numel()
     hidden, results = space.hidden[:num_pairs], space.results[:num_pairs]

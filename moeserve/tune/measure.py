@@ -22,12 +22,26 @@ _MIN_CALLS = 10
 # How long a comparison lasts, and how many replays each side has at least and at most.
 _SECONDS = 0.2
 _MIN_REPLAYS, _MAX_REPLAYS = 4, 20
+# Several times the L2 cache of today's GPUs.
+COLD_BYTES = 512 * 2**20
+_MAX_SETS = 256
+# Runs once on the current stream and gives the result.
+Call = Callable[[], Tensor]
+_MARGIN = 2
+_CANARY = 77.0
+# The relative error (L2) of 16-bit kernels is to be below it.
+TOLERANCE = 1e-2
+# Runs calls, each on other data, often enough and gives the median of their microseconds.
+TimeUs = Callable[[Sequence[Callable[[], object]]], float]
+Report = Callable[[str], None]
+# How long a candidate is measured, in seconds.
+CANDIDATE_SECONDS = 0.03
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds per call: median over replays, and (largest - smallest) / median. in_graph: whether a graph held
-    the calls; else the time of launching them is part of it."""
+    """Microseconds per call: median over replays, and (largest - smallest) / median. in_graph: whether a graph held the
+    calls; otherwise launching them is part of the time."""
 
     microseconds: float
     spread: float
@@ -35,10 +49,10 @@ class Timing:
 
 
 def time_calls(*groups: Sequence[AnyCall], seconds: float = _SECONDS) -> list[Timing]:
-    """One timing per group of calls, the groups replayed in turn: A B B A A B ...
+    """Return one timing per group of calls, the groups replayed in turn: A B B A A B ...
 
-    A group's calls run one after the other, at least ten, in a graph where it can hold them. Compiles first.
-    seconds: about how long to measure.
+    A group's calls run one after the other, at least ten, in a graph if it can hold them. Compiles first. seconds:
+    about how long to measure.
     """
     replays = [_Replay(calls) for calls in groups]
     # Also what lets the clock rise.
@@ -58,7 +72,7 @@ def _timing(times: Sequence[float], in_graph: bool) -> Timing:
 
 
 class _Replay:
-    """Calls that were run, so that all is compiled, and captured if a graph can hold them."""
+    """Calls that ran once, so that they are compiled, and were captured if a graph can hold them."""
 
     def __init__(self, calls: Sequence[AnyCall]) -> None:
         rounds = -(-_MIN_CALLS // len(calls))
@@ -82,7 +96,7 @@ class _Replay:
         self._run = captured or run
 
     def elapsed(self) -> float:
-        """Microseconds of all calls, by events."""
+        """Return the microseconds of all calls, by events."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         self._run()
@@ -92,8 +106,10 @@ class _Replay:
 
 
 def _waits_for_device(calls: Sequence[AnyCall]) -> bool:
-    """Whether torch says that one of the calls waits, as no call in a graph may. A capture that fails is to be avoided:
-    it leaves torch's random generator and current stream as they were within it."""
+    """Return whether one of the calls synchronises with the device, as no call in a graph may.
+
+    A failed capture is worth avoiding: it leaves torch's random generator and current stream as they were within it.
+    """
     torch.cuda.set_sync_debug_mode("error")
     try:
         for call in calls:
@@ -106,7 +122,7 @@ def _waits_for_device(calls: Sequence[AnyCall]) -> bool:
 
 
 def _captured(run: Callable[[], None]) -> Callable[[], None] | None:
-    """A graph of the run; None for one that cannot be captured."""
+    """Return the replay of a graph of the run; None if it cannot be captured."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         # Other threads, such as those of a compiler, may do as they like meanwhile.
@@ -119,33 +135,20 @@ def _captured(run: Callable[[], None]) -> Callable[[], None] | None:
     return graph.replay
 
 
-# Several times the L2 cache of today's GPUs.
-COLD_BYTES = 512 * 2**20
-_MAX_SETS = 256
-
-# Runs once on the current stream and gives the result.
-Call = Callable[[], Tensor]
-
-
 def cold_sets(num_bytes: int, at_most: int = _MAX_SETS) -> int:
-    """How many sets of data of this size there have to be, so that no run over one after the other finds its own in the
-    cache; at most so many."""
+    """Return how many sets of data of this size keep the cache cold when calls take them in turn, up to `at_most`."""
     return max(1, min(at_most, -(-COLD_BYTES // num_bytes)))
 
 
-_MARGIN = 2
-_CANARY = 77.0
-
-
 class WrongResultError(Exception):
-    """What is wrong beside the numbers themselves."""
+    """A kernel is wrong in a way that no comparison of numbers shows."""
 
 
 def run_guarded(run: Callable[[Tensor], object], like: Tensor) -> Tensor:
-    """Runs twice into outputs of `like`'s shape and dtype, full of NaN and between rows that nobody may write.
+    """Run twice into outputs of `like`'s shape and dtype, full of NaN and between rows that nobody may write.
 
-    Gives the result. Raises WrongResultError where those rows change or the two differ in a bit, as they do in a race.
-    NaN that is still there is left to be found by a comparison.
+    Return the result. Raises WrongResultError if those rows change or the two results differ in a bit, as in a race.
+    NaN that is left in the result is left to the comparison.
     """
     results = []
     for _ in range(2):
@@ -163,18 +166,14 @@ def run_guarded(run: Callable[[Tensor], object], like: Tensor) -> Tensor:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """By the L2 norm; NaN if anything found is."""
+    """Return the relative L2 error; NaN if anything found is NaN."""
     wide = expected.double()
     return float((found.double() - wide).norm() / wide.norm())
 
 
-# The relative error (L2) of 16-bit kernels is to be below it.
-TOLERANCE = 1e-2
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`error` is relative (L2); NaN where something was not written; 1 where bits or tokens differ that must not."""
+    """`error` is relative (L2); NaN if something was not written; 1 if bits or tokens differ that must not."""
 
     name: str
     error: float
@@ -185,8 +184,10 @@ class Check:
 
 
 def checked(name: str, error: Callable[[], float]) -> Check:
-    """The check of that error, or one that did not pass and says why in its name: a kernel that does not run leaves
-    the others to be checked."""
+    """Return the check of an error; if computing it fails, a check that did not pass, with the reason in its name.
+
+    A kernel that does not run leaves the others to be checked.
+    """
     try:
         return Check(name, error())
     except WrongResultError as wrong:
@@ -197,25 +198,17 @@ def checked(name: str, error: Callable[[], float]) -> Check:
 
 
 def same_bits(found: Tensor, expected: Tensor) -> float:
-    """0 if they have the same bits, else 1."""
+    """Return 0 if they have the same bits, else 1."""
     return float(not torch.equal(found, expected))
 
 
-# Runs calls, each on other data, often enough and gives the median of their microseconds.
-TimeUs = Callable[[Sequence[Callable[[], object]]], float]
-Report = Callable[[str], None]
-
-# How long a candidate is measured, in seconds.
-CANDIDATE_SECONDS = 0.03
-
-
 def median_us(calls: Sequence[Callable[[], object]]) -> float:
-    """On a CUDA device, in graphs as steps are: a candidate of several launches does not pay for launching them."""
+    """Time in CUDA graphs, as steps run: a candidate of several launches does not pay for launching them."""
     return time_calls(calls, seconds=CANDIDATE_SECONDS)[0].microseconds
 
 
 def is_right(name: str, error: Callable[[], float], report: Report) -> bool:
-    """Whether that candidate computes what the reference does; the report is told of one that does not."""
+    """Return whether a candidate computes what the reference does, and report one that does not."""
     check = checked(name, error)
     if not check.passed:
         report(f"WRONG: {check.name}, relative error {check.error:.1e}")
