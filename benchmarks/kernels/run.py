@@ -86,17 +86,17 @@ class _Run:
         cases = in_order(self._bench.sections)
         for number, planned in enumerate(cases):
             if self._deadline.passed():
-                self._say(f"{len(cases) - number} of {len(cases)} cases {NOT_MEASURED}: "
-                          f"{self._deadline.seconds:.0f} s were used up.")  # fmt: skip
+                self._leave(cases[number:], f"{self._deadline.seconds:.0f} s were used up")
                 break
             self._measure(planned)
             if planned.name in self._failed and self._bench.is_lost():
-                self._say(f"{len(cases) - number - 1} of {len(cases)} cases {NOT_MEASURED}: "
-                          f"the GPU refuses further work after {planned.name}.")  # fmt: skip
+                self._leave(cases[number + 1 :], f"the GPU refuses further work after {planned.name}")
                 break
         return not self._failed and all(found.is_right for found in self._found.values())
 
-    def _say(self, text: str) -> None:
+    def _leave(self, left: Sequence[PlannedCase], reason: str) -> None:
+        total = sum(len(section.cases) for section in self._bench.sections)
+        text = f"{len(left)} of {total} cases {NOT_MEASURED}: {reason}."
         self._report.add_line(f"{text}\n")
         print(text, flush=True)
 

@@ -1,4 +1,4 @@
-"""The pure parts of `moeserve bench serve`: workloads, streams, statistics, objectives, comparisons."""
+"""The parts of `moeserve bench serve` without sockets: workloads, streams, statistics, objectives, comparisons."""
 
 import json
 
