@@ -86,7 +86,7 @@ def _write(
     deadline, failed = Deadline(options.time_limit), False
     with path.open("w") as file:
         for line in report(bench, loads, sizes, device, deadline):
-            # Line by line: what was measured is kept if time runs out.
+            # Line by line, so that results are kept if time runs out.
             print(line, flush=True)
             print(line, file=file, flush=True)
             failed |= FAILED in line

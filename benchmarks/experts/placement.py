@@ -34,7 +34,7 @@ from experts.routing.traces import RoutingTrace
 
 Load = NDArray[np.float64]
 
-# In a control: what a placement fitted to chance may show on other requests.
+# The limit of controls: a placement fitted to chance may gain that much on other requests.
 _NOTHING = within(0.03)
 
 _NUM_RANKS = 4

@@ -44,8 +44,8 @@ _RECALL_NOTHING = at_most(1.05)
 # Tokens, of four or five requests: enough for all targets to be met or missed, and none to stay open.
 _HELD_OUT = 500
 
-# Gates fitted to other texts. Where a load takes no longer than a layer, a late look is in time, and little that is not
-# sure need be asked for before it; on a slower link it would only take back what was begun.
+# Gates fitted to other texts. Where a load takes no longer than a layer, a late look is in time, and only sure experts
+# need be requested before it; on a slower link a late look would only cancel loads.
 _FAST = "gate-early+gate-late", PrefetchRules(min_probability=0.55, margin=0.35, keep_probability=0.15)
 _SLOW = "gate-early", PrefetchRules()
 _BASELINE = "demand loads alone, LFRU"

@@ -19,7 +19,7 @@ from moeserve.models.cache_folder import cache_root
 from moeserve.models.demo.cache import ensure_demo
 from moeserve.models.errors import ModelError
 
-# Raise when what is recorded of a text changes.
+# Raise when the recorded content changes.
 _VERSION = 2
 # Documents, and tokens of each.
 _FULL, _QUICK = (64, 128), (16, 40)

@@ -256,7 +256,7 @@ def _varlen_calls(case: AttentionCase, prepared: PreparedAttention) -> list[Call
     """Call torch's flash attention over sequences of several lengths, packed without padding."""
     device = prepared.tensors.q.device
     starts = torch.tensor([0, *case.seq_lens], device=device).cumsum(0).to(torch.int32)
-    # Torch 2.11 takes groups of query heads without a word; later ones want to be told.
+    # Torch 2.11 accepts groups of query heads by itself; later versions need an option.
     attend = _varlen_attn()
     options = {"enable_gqa": True} if "enable_gqa" in inspect.signature(attend).parameters else {}
     calls: list[Call] = []

@@ -112,7 +112,7 @@ def _add_norm_case(tokens: int, device: torch.device) -> KernelCase:
         return relative_error(out, functional.rms_norm(total, (_WIDTH,), weight.double(), _EPS))
 
     peers = {"torch": by_torch, "torch.compile": compiled(by_torch)}
-    # Residuals grow from call to call until, in bf16, what is added no longer counts: they stay finite.
+    # Residuals grow from call to call until, in bf16, an addition no longer changes them: they stay finite.
     return KernelCase(
         [partial(add_rms_norm, x, residual, weight, _EPS) for x, residual in pairs],
         {name: [partial(run, x, residual) for x, residual in pairs] for name, run in peers.items()},

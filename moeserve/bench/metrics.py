@@ -1,4 +1,4 @@
-"""Metrics of requests under load: what one request took, what many say together, how servers compare.
+"""Metrics of requests under load: times of one request, statistics of many, comparison of servers.
 
 Torch-free, without a clock; all times in seconds.
 """

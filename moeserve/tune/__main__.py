@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kernels.gpu.moe_config import MoeConfig
 
 BLOCK_SIZE, GROUP_SIZES = 16, (128, 64, 32)
-# As `moeserve serve` calls them; what they stand for is `moeserve.cuda.attention_kernels.kv_dtype_of`.
+# The names of `moeserve serve`; `moeserve.cuda.attention_kernels.kv_dtype_of` gives their dtypes.
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 Sizes = tuple[int, int, int, int]
 _SHAPE = re.compile(r"(\d+),(\d+),(\d+),(\d+)")
@@ -241,7 +241,7 @@ def _tune_experts(shape: MoeShape, all_num_tokens: tuple[int, ...], out: Path | 
     with torch.inference_mode(), _explained("Experts", path):
         for num_tokens, tuned in tune_shape(shape, all_num_tokens, device, report=_tell):
             configs[num_tokens], times[num_tokens] = tuned.config, tuned.microseconds
-            # As soon as it is known: who stops here has what was found.
+            # Written at once, so that a run which is stopped keeps its results.
             write_tuned(path, shape, platform, configs, times)
     print(f"Wrote {path}")
 

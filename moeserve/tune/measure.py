@@ -1,4 +1,4 @@
-"""Calls on a GPU, timed on cold data, and what they compute, compared with a reference.
+"""Time calls on a GPU over cold data, and compare their results with a reference.
 
 A time is the median of graph replays. A kernel is checked so that what it leaves unwritten, writes beside its output or
 computes by chance shows.
@@ -55,7 +55,7 @@ def time_calls(*groups: Sequence[AnyCall], seconds: float = _SECONDS) -> list[Ti
     about how long to measure.
     """
     replays = [_Replay(calls) for calls in groups]
-    # Also what lets the clock rise.
+    # This also lets the clock rise.
     estimate = sum(replay.elapsed() for replay in replays) / 1e6
     count = min(_MAX_REPLAYS, max(_MIN_REPLAYS, round(seconds / max(estimate, 1e-6))))
     times: list[list[float]] = [[] for _ in replays]
