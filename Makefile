@@ -94,10 +94,10 @@ gpu-test:
 	@$(TIMED) $(WITHIN) $(GPU_PYTHON) -m tests.support.side_by_side $(TESTS)
 
 gpu-bench:
-	@$(TIMED) $(WITHIN) $(GPU_PYTHON) -m moeserve.bench.kernel_bench --out-dir $(OUT)
+	@$(TIMED) $(WITHIN) $(GPU_PYTHON) -m benchmarks.kernels --out-dir $(OUT)
 
 gpu-decode:
-	@$(TIMED) $(WITHIN) $(GPU_PYTHON) -m moeserve.bench.decode_throughput --out-dir $(OUT)
+	@$(TIMED) $(WITHIN) $(GPU_PYTHON) -m benchmarks.steps --out-dir $(OUT)
 
 # What fails does not keep the rest from being measured.
 gpu:

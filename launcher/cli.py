@@ -44,8 +44,8 @@ class LazyGroup(click.Group):
 _COMMANDS = {
     "serve": ("launcher.serve:serve", "Serve a model over HTTP until stopped."),
     "chat": ("launcher.chat:chat", "Talk to a running server from the terminal."),
-    "bench": ("launcher.bench:bench", "Measure a server, the experts or the GPU kernels."),
-    "tune": ("moeserve.bench.tune:tune", "Measure the kernels of a model's experts on this GPU."),
+    "bench": ("launcher.cli:bench", "Measure OpenAI-compatible servers under load."),
+    "tune": ("launcher.cli:tune", "Measure the kernels of a model's experts on this GPU."),
     "curve-key": ("launcher.cli:curve_key", "Make the key that several nodes of one service share."),
     "experts": ("launcher.cli:experts", "Record, draw and replay where tokens meet their experts."),
     "demo": ("launcher.cli:demo", "Build variants of the demo model."),
@@ -61,6 +61,23 @@ _COMMANDS = {
 @click.version_option(VERSION, "-V", "--version", message="moeserve %(version)s")
 def main() -> None:
     """Inference service for mixture-of-experts language models."""
+
+
+@click.group(
+    cls=LazyGroup,
+    entries={"serve": ("moeserve.bench.serve:command", "Measure OpenAI-compatible servers under load, side by side.")},
+)
+def bench() -> None:
+    """Measure OpenAI-compatible servers under load."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def tune(arguments: tuple[str, ...]) -> None:
+    """Leave all arguments, --help included, to a command line that also runs where click is not installed."""
+    from moeserve.tune.__main__ import main as run
+
+    sys.exit(run(list(arguments)))
 
 
 if __name__ == "__main__":

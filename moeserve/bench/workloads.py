@@ -1,4 +1,4 @@
-"""What is sent: conversations made from a seed. Pure.
+"""The conversations that are sent to a server, made from a seed, and sending them.
 
 Two runs with the same (seed, run number) send the same text, to any server; any other pair has another beginning, so
 that nothing is found in a prefix cache from the run before.
@@ -6,21 +6,28 @@ that nothing is found in a prefix cache from the run before.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from random import Random
+from time import perf_counter
 
-from moeserve.bench.words import text
+from moeserve.bench.client import ChatClient, Message, RequestFailed
+from moeserve.bench.metrics import RequestRecord
 
 # 900 words and a chat template make about 1000 tokens.
 _PREFIX_WORDS = 900
+_SENTENCE_WORDS = (8, 14)
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """One user: `questions` are asked in turn, each with the whole history before it.
 
-    `variant` names what a request of this conversation measures; records are summarised per variant.
-    `cold`: nothing of the first prompt can be cached, unless this seed was used on the server before.
+    `variant` names what a request measures; records are summarised per variant. `cold`: nothing of the first prompt can
+    be cached, unless this seed was used on the server before.
     """
 
     variant: str
@@ -41,7 +48,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The lengths and counts that a user may change; words where not said otherwise."""
+    """The lengths and counts that a user may change; lengths are in words unless named otherwise."""
 
     num_agents: int = 8
     num_turns: int = 3
@@ -53,19 +60,19 @@ class Shape:
     output_tokens: int | None = None
 
     def max_tokens(self, usual: int) -> int:
-        """The output tokens per request of a workload that usually has `usual`."""
+        """Return the output tokens per request of a workload that usually has `usual`."""
         return self.output_tokens or usual
 
 
 def agents(shape: Shape, seed: int, run: int) -> list[Workload]:
     """Agents that share one long system prompt and each ask several questions, with the growing history."""
-    system = text(shape.system_words, seed, run, "agents")
+    system = seeded_text(shape.system_words, seed, run, "agents")
     conversations = tuple(
         Conversation(
             variant="",
             system=system,
             questions=tuple(
-                text(shape.question_words, seed, run, "agents", agent, turn) for turn in range(shape.num_turns)
+                seeded_text(shape.question_words, seed, run, "agents", agent, turn) for turn in range(shape.num_turns)
             ),
             cold=agent == 0,
         )
@@ -75,7 +82,6 @@ def agents(shape: Shape, seed: int, run: int) -> list[Workload]:
 
 
 def stream(shape: Shape, seed: int, run: int) -> list[Workload]:
-    """One stream, nothing beside it."""
     return [Workload("stream", 1, shape.max_tokens(96), _independent(1, "", shape, seed, run, "stream"))]
 
 
@@ -88,15 +94,15 @@ def prefix_ttft(shape: Shape, seed: int, run: int) -> list[Workload]:
     """Time to first token of about 1000 tokens: cold, then with another question after the same prefix."""
     conversations = []
     for repetition in range(shape.prefix_repetitions):
-        prefix = text(_PREFIX_WORDS, seed, run, "prefix", repetition)
+        prefix = seeded_text(_PREFIX_WORDS, seed, run, "prefix", repetition)
         for variant in ("cold", "cached"):
-            question = text(8, seed, run, "prefix", repetition, variant)
+            question = seeded_text(8, seed, run, "prefix", repetition, variant)
             conversations.append(Conversation(variant, prefix, (question,), cold=variant == "cold"))
     return [Workload("prefix-ttft", 1, shape.max_tokens(8), tuple(conversations))]
 
 
 def sweep(shape: Shape, seed: int, run: int) -> list[Workload]:
-    """The independent requests of `streams` at several concurrencies, two requests for each place."""
+    """The independent requests of `streams` at several concurrencies, two requests per place."""
     return [
         Workload(
             "sweep",
@@ -119,6 +125,86 @@ WORKLOADS: dict[str, Callable[[Shape, int, int], list[Workload]]] = {
 
 def _independent(count: int, variant: str, shape: Shape, seed: int, run: int, label: str) -> tuple[Conversation, ...]:
     return tuple(
-        Conversation(variant, None, (text(shape.question_words, seed, run, label, index),), cold=True)
+        Conversation(variant, None, (seeded_text(shape.question_words, seed, run, label, index),), cold=True)
         for index in range(count)
     )
+
+
+async def run_workload(client: ChatClient, workload: Workload) -> list[RequestRecord]:
+    """Run all conversations at once and return a record per request.
+
+    Places are handed out first come, first served, one request at a time. So agents take turns: with 8 of them and 4
+    places, each waits for a place before its next question.
+    """
+    places = asyncio.Semaphore(workload.concurrency)
+    tasks = [
+        asyncio.create_task(_converse(client, conversation, workload.max_tokens, places))
+        for conversation in workload.conversations
+    ]
+    return [record for records in await asyncio.gather(*tasks) for record in records]
+
+
+async def _converse(
+    client: ChatClient, conversation: Conversation, max_tokens: int, places: asyncio.Semaphore
+) -> list[RequestRecord]:
+    messages: list[Message] = []
+    if conversation.system is not None:
+        messages.append({"role": "system", "content": conversation.system})
+    records: list[RequestRecord] = []
+    for turn, question in enumerate(conversation.questions):
+        messages.append({"role": "user", "content": question})
+        async with places:
+            record, text = await _ask(client, messages, max_tokens, conversation, cold=conversation.cold and turn == 0)
+        records.append(record)
+        if record.error is not None:
+            num_left = len(conversation.questions) - turn - 1
+            records += [_not_sent(conversation.variant, record.ended_at)] * num_left
+            break
+        messages.append({"role": "assistant", "content": text})
+    return records
+
+
+async def _ask(
+    client: ChatClient, messages: list[Message], max_tokens: int, conversation: Conversation, *, cold: bool
+) -> tuple[RequestRecord, str]:
+    began = perf_counter()
+    try:
+        response, answer = await client.chat(messages, max_tokens)
+    except RequestFailed as error:
+        return RequestRecord(conversation.variant, cold, began, perf_counter(), error=str(error)), ""
+    record = RequestRecord(
+        variant=conversation.variant,
+        cold=cold,
+        sent_at=response.sent_at,
+        ended_at=response.ended_at,
+        event_times=answer.event_times,
+        prompt_tokens=answer.prompt_tokens,
+        output_tokens=len(answer.event_times) if answer.output_tokens is None else answer.output_tokens,
+        cached_tokens=answer.cached_tokens,
+    )
+    return record, answer.text
+
+
+def _not_sent(variant: str, at: float) -> RequestRecord:
+    return RequestRecord(variant, False, at, at, error="not sent: an earlier turn of the conversation failed")
+
+
+def seeded_text(num_words: int, *seed: object) -> str:
+    """Return `num_words` words in sentences: the same for equal seed parts, with another beginning for any others.
+
+    Most words of `words.txt` are one token in the vocabularies in use, so that a length in words is close to a length
+    in tokens; the exact number of tokens is always taken from the server's `usage`.
+    """
+    vocabulary = _vocabulary()
+    random = Random("/".join(map(str, seed)))
+    sentences = []
+    while num_words > 0:
+        words = random.choices(vocabulary, k=min(num_words, random.randint(*_SENTENCE_WORDS)))
+        num_words -= len(words)
+        sentences.append(" ".join(words).capitalize() + ".")
+    return " ".join(sentences)
+
+
+@cache
+def _vocabulary() -> tuple[str, ...]:
+    return tuple(files("moeserve.bench").joinpath("words.txt").read_text("utf-8").split())

@@ -33,13 +33,7 @@ def names_under(folder: str) -> list[str]:
 MODULES = [
     *names_under("kernels"),
     *names_under("moeserve/cuda"),
-    *[
-        name
-        for name in names_under("moeserve/bench")
-        if name.rsplit(".", 1)[1].startswith(("kernel_", "tune_", "decode_"))
-    ],
-    "moeserve.bench.moe_case",
-    "moeserve.bench.random_model",
+    *names_under("moeserve/tune"),
     "moeserve.steps",
     "moeserve.device",
     "moeserve.model.kv_pool",
@@ -68,17 +62,17 @@ for name in {modules!r}:
 """
 TUNE = """
 import torch
-import moeserve.bench.tune_kernels as tune_kernels
+import moeserve.tune.__main__ as tune
 
 torch.cuda.is_available = lambda: True
 tuned = []
-tune_kernels._tune_attention = lambda spec, block_size, weights, kv: tuned.append(
+tune._tune_attention = lambda spec, block_size, weights, kv: tuned.append(
     (spec.attention.num_heads, block_size, kv)
 )
-tune_kernels._tune_experts = lambda shape, num_tokens, out: tuned.append(shape.name())
-assert tune_kernels.main([{folder!r}, "--block-size", "32", "--kv-cache-dtype", "fp8_e4m3"]) == 0
+tune._tune_experts = lambda shape, num_tokens, out: tuned.append(shape.name())
+assert tune.main([{folder!r}, "--block-size", "32", "--kv-cache-dtype", "fp8_e4m3"]) == 0
 assert tuned == [(4, 32, "fp8_e4m3"), "moe-e8-i96-h64-k2-bfloat16"], tuned
-assert tune_kernels.main(["nobody/nothing"]) == 1
+assert tune.main(["nobody/nothing"]) == 1
 """
 
 

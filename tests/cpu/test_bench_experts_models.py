@@ -1,18 +1,23 @@
-"""What `moeserve bench experts` does with models: recording, ranks that count, runs with part of the experts there."""
+"""`python -m benchmarks.experts` with models: recording, ranks that count, runs with part of the experts in memory."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.experts.dispatch import counted, rows_figures
+from benchmarks.experts.figures import Amount, Verdict, in_turn
+from benchmarks.experts.memory import (
+    Run,
+    Setting,
+    bandwidth_for,
+    contest,
+    slot_bytes,
+    stall_figures,
+    throughput_figure,
+)
+from benchmarks.experts.record_routing import record_with_fits
 from experts.predictor import Tap
-from moeserve.bench.experts import rows_sent
-from moeserve.bench.experts.bounded_memory import Run, Setting, bandwidth_for, contest, in_turn, slot_bytes
-from moeserve.bench.experts.figures import Verdict
-from moeserve.bench.experts.measured_stall import figures as stall_figures
-from moeserve.bench.experts.measuring import Amount
-from moeserve.bench.experts.record_routing import record_with_fits
-from moeserve.bench.experts.throughput import figure as throughput_figure
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 TEXTS = ["The harbour wakes before the town does.", "too short", "At half past four the first boats come back."]
@@ -35,8 +40,8 @@ def test_every_text_is_a_request_and_gates_guess_ahead(model):
 
 
 def test_ranks_send_fewer_rows_and_the_logger_agrees():
-    cases = rows_sent.counted(2, Amount((0,), 1, quick=True))
-    uniform, structured, theory, witness = rows_sent.figures(cases, 2, 3.9)
+    cases = counted(2, Amount((0,), 1, quick=True))
+    uniform, structured, theory, witness = rows_figures(cases, 2, 3.9)
     assert min(uniform.values + structured.values) > 3.5
     assert max(theory.values) < 0.01
     assert witness.verdict is Verdict.MET
@@ -47,7 +52,7 @@ def test_contestants_wait_for_experts_and_give_the_same_answers(model, tmp_path,
     assert bandwidth_for(model, 2.0, 4) > slot_bytes(model)
     demand = Setting(model, 0.5, "lru", "off", 10**8)
     with contest([demand, Setting(model, 0.5, "lfru", "gate", 10**8), Setting(model)]) as contestants:
-        rounds = in_turn(contestants, 2, lambda contestant: contestant.run(2, 6))
+        rounds = in_turn(contestants, 2, lambda contestant, _: contestant.run(2, 6))
         answers = [contestant.complete(2, 6, 5) for contestant in contestants]
     assert answers[0] == answers[1] == answers[2]
     for waiting, ahead, resident in rounds:

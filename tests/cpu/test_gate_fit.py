@@ -112,6 +112,6 @@ def test_what_cannot_be_learnt_from_is_one_sentence(model: Path, tmp_path: Path,
 
 
 def _slots(model: Path, per_layer: int) -> int:
-    from moeserve.bench.experts.bounded_memory import slot_bytes
+    from benchmarks.experts.memory import slot_bytes
 
     return per_layer * 2 * slot_bytes(model)

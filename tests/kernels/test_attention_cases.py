@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from benchmarks.kernels.attention import MAX_KV_BYTES, attention_cases, ragged_lengths
 from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
-from moeserve.bench.kernel_attention import prepare
-from moeserve.bench.kernel_cases_attention import MAX_KV_BYTES, AttentionCase, attention_cases, ragged_lengths
+from moeserve.tune.attention import AttentionCase, prepare
 
 SPLIT = SplitConfig(16, 16, 4, 2, min_chunk=16, programs_per_sm=1)
 CONFIGS = {"decode": SPLIT, "extend": ExtendConfig(SPLIT, 16), "prefill": PrefillConfig(16, 16, 4, 2)}
@@ -58,7 +58,7 @@ def test_ragged_lengths_are_spread_and_repeat():
     ids=lambda case: case.name,
 )
 def test_a_prepared_case_computes_what_the_reference_does(case, device, monkeypatch):
-    monkeypatch.setattr("moeserve.bench.kernel_case.COLD_BYTES", 2 * case.kv_bytes)
+    monkeypatch.setattr("moeserve.tune.measure.COLD_BYTES", 2 * case.kv_bytes)
     prepared = prepare(case, device, 8, config=CONFIGS[case.kind])
     assert prepared.num_sets == 2
     assert prepared.tensors.keys[:, :16].isnan().all()

@@ -10,9 +10,9 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-import moeserve.bench.tune_attention as tune_attention_module
 import moeserve.cuda.attention_kernels as attention_kernels
 import moeserve.cuda.expert_kernels as expert_kernels
+import moeserve.tune.attention as tune_attention_module
 from kernels.gpu.attention_config import (
     MAX_CANDIDATES,
     AttentionConfigs,
@@ -27,9 +27,9 @@ from kernels.gpu.attention_config import (
     write_attention,
 )
 from kernels.gpu.moe_config import Platform, TuningError, file_name
-from moeserve.bench.tune_attention import Batch, Batches, tune_attention
 from moeserve.cuda.batches import AttentionLimits
 from moeserve.model.families import build_spec, load_config
+from moeserve.tune.attention import Batch, Batches, tune_attention
 from tests.support.commands import invoke
 from tests.support.tiny_models import save
 
@@ -135,7 +135,7 @@ def test_few_candidates_are_timed_and_all_of_them_fit(shape):
 
 def three_candidates(monkeypatch):
     """Of each kind, on one set of keys and values."""
-    monkeypatch.setattr("moeserve.bench.kernel_case.COLD_BYTES", 1)
+    monkeypatch.setattr("moeserve.tune.measure.COLD_BYTES", 1)
     for name in ("split_candidates", "extend_candidates", "prefill_candidates"):
         every = getattr(tune_attention_module, name)
         monkeypatch.setattr(tune_attention_module, name, lambda shape, every=every: every(shape)[:3])

@@ -6,11 +6,10 @@ from itertools import count
 import pytest
 import torch
 
-from moeserve.bench.decode_bound import bound_tokens_per_second, decode_bytes, distinct_experts
-from moeserve.bench.decode_steps import DecodeBench, Limits, Load, Throughput, max_model_len
-from moeserve.bench.decode_throughput import QWEN3_30B, main, report
-from moeserve.bench.kernel_timing import Ceilings, Deadline
-from moeserve.bench.random_model import qwen3_moe_spec
+from benchmarks.decode_steps import DecodeBench, Limits, Load, Throughput, max_model_len
+from benchmarks.gpu import Ceilings, Deadline
+from benchmarks.random_decoder import qwen3_moe_spec
+from benchmarks.steps import QWEN3_30B, bound_tokens_per_second, decode_bytes, distinct_experts, main, report
 
 TINY = {
     "layers": 2,
@@ -73,7 +72,7 @@ class Bench:
 
 def rows_of(monkeypatch, sizes, limit=1000.0, prompt=1024):
     gpu = {"name": "GPU", "multi_processor_count": 132, "total_memory": 2**37}
-    monkeypatch.setattr("moeserve.bench.kernel_timing.measure_ceilings", lambda _: Ceilings(4e12, 4e12, 8e14))
+    monkeypatch.setattr("benchmarks.gpu.measure_ceilings", lambda _: Ceilings(4e12, 4e12, 8e14))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(**gpu))
     bench, loads = Bench(), [Load(batch, prompt, 64) for batch in (1, 64, 256)]

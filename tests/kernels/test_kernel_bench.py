@@ -1,25 +1,24 @@
-"""`moeserve bench kernels` where there is no GPU: one sentence, or correctness alone."""
+"""`python -m benchmarks.kernels` where there is no GPU: one sentence, or correctness alone."""
 
 import math
 
 import pytest
 import torch
 
-from moeserve.bench.kernel_bench import NO_GPU, run
-from moeserve.bench.kernel_check import checked
-from moeserve.bench.kernel_guard import WrongResultError
+from benchmarks.kernels.__main__ import NO_GPU, main
+from moeserve.tune.measure import WrongResultError, checked
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
 
 
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path, capsys):
-    assert run(interpret=False, out_dir=tmp_path / "out") == 2
+    assert main(["--out-dir", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == NO_GPU + "\n"
     assert not (tmp_path / "out").exists()
 
 
-def test_interpreted_it_checks_every_family(tmp_path, capsys):
-    assert run(interpret=True, out_dir=tmp_path) == 0
+def test_interpreted_it_checks_every_family(capsys):
+    assert main(["--interpret"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 29
     assert all(line.startswith("ok ") for line in lines)

@@ -6,13 +6,12 @@ import re
 import pytest
 import torch
 
-from moeserve.bench.kernel_bench import _attention_case, _sections, main
-from moeserve.bench.kernel_case import Section
-from moeserve.bench.kernel_cases_attention import AttentionCase
-from moeserve.bench.kernel_check import Check
-from moeserve.bench.kernel_measurement import Measurement, PeerTime
-from moeserve.bench.kernel_targets import TARGETS, Target, in_order
-from moeserve.bench.kernel_timing import Timing
+from benchmarks.kernels.__main__ import _sections, main
+from benchmarks.kernels.attention import attention_case
+from benchmarks.kernels.cases import Measurement, PeerTime, Section
+from benchmarks.kernels.report import TARGETS, Target, in_order
+from moeserve.tune.attention import AttentionCase
+from moeserve.tune.measure import Check, Timing
 from tests.support.made_up_gpu import CEILINGS, Machine, planned, rows, run, tables, targets
 
 
@@ -149,19 +148,21 @@ def test_cases_with_targets_come_first_and_a_table_says_whether_they_are_met(tmp
         assert targets(text)[name, "85% of copy"] == (found, state)
         # The time is over.
         assert targets(text)[other, "400 TFLOP/s"] == ("", "not measured")
-    assert len(tables(text)[0]) == len(TARGETS) + 3
+    assert len(tables(text)[0]) == len(TARGETS) + 2
     _, text = run(tmp_path, [Section("Decode", [planned(name, error=None)])], Machine())
     assert targets(text)[name, "85% of copy"] == ("", "FAILED")
 
 
-def test_every_triton_peer_of_every_case_counts(tmp_path):
-    def state(peers):
-        _, text = run(tmp_path, [Section("Small", [planned("a", peers)])], Machine())
-        ((found, verdict),) = [value for (case, _), value in targets(text).items() if case.startswith("every case")]
-        return found, verdict
+def test_a_kernel_that_takes_the_gpu_away_ends_the_run(tmp_path):
+    class Lost(Machine):
+        def is_lost(self):
+            return self.timed == 1
 
-    assert state([]) == state(["torch"]) == ("", "not measured")
-    assert state(["torch", "vLLM Triton"]) == ("1.00 x vLLM Triton, a", "met")
+    sections = [Section("Small", [planned("a"), planned("b", error=None), planned("c")])]
+    right, text = run(tmp_path, sections, Lost())
+    assert not right
+    assert [rows(text)[name][0][:12] for name in "abc"] == ["100.0", "FAILED: Runt", "not measured"]
+    assert "1 of 3 cases not measured: the GPU refuses further work after b." in text
 
 
 @pytest.mark.parametrize(
@@ -194,11 +195,11 @@ def test_the_command_writes_a_file_named_after_the_gpu(tmp_path, monkeypatch, ca
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     gpu = {"name": "NVIDIA H200", "multi_processor_count": 132, "total_memory": 2**37, "L2_cache_size": 60 << 20}
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Gpu", (), gpu))
-    monkeypatch.setattr("moeserve.bench.kernel_bench._sections", lambda *_: [Section("Small", [planned("copy")])])
-    monkeypatch.setattr("moeserve.bench.kernel_checks.checks", lambda *_: [Check("norm", 1e-4)])
-    monkeypatch.setattr("moeserve.bench.kernel_timing.measure_ceilings", lambda _: CEILINGS)
-    monkeypatch.setattr("moeserve.bench.kernel_timing.time_calls", machine.time_calls)
-    monkeypatch.setattr("moeserve.bench.kernel_timing.is_lost", lambda: False)
+    monkeypatch.setattr("benchmarks.kernels.__main__._sections", lambda *_: [Section("Small", [planned("copy")])])
+    monkeypatch.setattr("benchmarks.kernels.checks.checks", lambda *_: [Check("norm", 1e-4)])
+    monkeypatch.setattr("benchmarks.gpu.measure_ceilings", lambda _: CEILINGS)
+    monkeypatch.setattr("moeserve.tune.measure.time_calls", machine.time_calls)
+    monkeypatch.setattr("benchmarks.gpu.is_lost", lambda: False)
     assert main(["--out-dir", str(tmp_path), "--time-limit", "100"]) == 0
     path = tmp_path / "kernels-nvidia-h200.md"
     assert capsys.readouterr().out.endswith(f"written to {path}\n")
@@ -210,8 +211,8 @@ def test_the_command_writes_a_file_named_after_the_gpu(tmp_path, monkeypatch, ca
 
 
 def test_an_attention_case_is_made_with_its_check(device, monkeypatch):
-    monkeypatch.setattr("moeserve.bench.kernel_case.COLD_BYTES", 1)
-    case = _attention_case(AttentionCase("extend", "extend", (40, 40), (3, 3), 4, 4, 32, 32, 16), device, 4)
+    monkeypatch.setattr("moeserve.tune.measure.COLD_BYTES", 1)
+    case = attention_case(AttentionCase("extend", "extend", (40, 40), (3, 3), 4, 4, 32, 32, 16), device, 4)
     assert case.relative_error() < 1e-2
     assert case.notes["config"].startswith("ExtendConfig")
     assert case.notes["sets"] == "1"

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from moeserve.bench.kernel_timing import time_calls
+from moeserve.tune.measure import time_calls
 
 
 class Device:

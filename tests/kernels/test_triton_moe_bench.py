@@ -4,11 +4,10 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from benchmarks.kernels.experts import SHAPES, combine_cases, moe_cases
 from kernels.gpu.moe import device_of, moe_experts_reference
 from kernels.gpu.moe_config import MoeConfig, MoeShape, Tile, heuristic_config
-from moeserve.bench.kernel_cases_moe import SHAPES, combine_cases, moe_cases
-from moeserve.bench.moe_case import ACTIVATION, MoeCase, make_case, route
-from moeserve.bench.tune_moe import projection_call, sorted_pairs, tune_shape
+from moeserve.tune.experts import ACTIVATION, MoeCase, make_case, projection_call, route, sorted_pairs, tune_shape
 
 TINY = MoeShape(4, 32, 64, 2, "bfloat16")
 TILE = Tile(32, 32, 1, 4, 2)

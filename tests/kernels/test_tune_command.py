@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-import moeserve.bench.tune_moe as tune_moe
 import moeserve.cuda.expert_kernels as expert_kernels
+import moeserve.tune.experts as tune_moe
 from kernels.gpu.moe import device_of, moe_experts_reference
 from kernels.gpu.moe_config import MoeShape, heuristic_config
-from moeserve.bench.moe_case import ACTIVATION, make_case
+from moeserve.tune.experts import ACTIVATION, make_case
 from tests.support.commands import invoke
 
 SHAPE = MoeShape(8, 256, 128, 2, "bfloat16")
@@ -93,7 +93,7 @@ def test_what_was_found_before_it_ended_is_kept(monkeypatch, tmp_path):
 def test_groups_of_int4_are_those_of_serving(shape, group_size, expected, monkeypatch):
     tuned = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("moeserve.bench.tune_kernels._tune_experts", lambda shape, *rest: tuned.append(shape))
+    monkeypatch.setattr("moeserve.tune.__main__._tune_experts", lambda shape, *rest: tuned.append(shape))
     options = [] if group_size is None else ["--group-size", str(group_size)]
     assert tune("--shape", shape, "--weights", "int4", *options).exit_code == 0
     assert [shape.group_size for shape in tuned] == [expected]

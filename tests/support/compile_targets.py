@@ -3,8 +3,8 @@
 
 from functools import partial
 
-from moeserve.bench.kernel_cases_attention import attention_cases
-from moeserve.bench.kernel_cases_moe import NUM_TOKENS, SHAPES
+from benchmarks.kernels.attention import attention_cases
+from benchmarks.kernels.experts import NUM_TOKENS, SHAPES
 from tests.support.attention_launches import launch_prefill, launch_split
 from tests.support.compile_cases_moe import HOPPER, experts_call, heuristic_config
 

@@ -2,14 +2,11 @@
 
 import torch
 
-from moeserve.bench.kernel_case import KernelCase, PlannedCase
-from moeserve.bench.kernel_check import Check
-from moeserve.bench.kernel_measurement import HEADER
-from moeserve.bench.kernel_report import KernelReport
-from moeserve.bench.kernel_results import Results
-from moeserve.bench.kernel_run import Bench, Kept, run_bench
-from moeserve.bench.kernel_targets import target_rows
-from moeserve.bench.kernel_timing import Ceilings, Deadline, Timing
+from benchmarks.gpu import Ceilings, Deadline
+from benchmarks.kernels.cases import KernelCase, PlannedCase
+from benchmarks.kernels.report import HEADER, KernelReport, target_rows
+from benchmarks.kernels.run import Bench, run_bench
+from moeserve.tune.measure import Check, Timing
 
 CEILINGS = Ceilings(copy=4e12, read=4.4e12, flops=8e14)
 
@@ -48,13 +45,11 @@ def planned(name, peers=(), error=1e-3):
     return PlannedCase(name, make)
 
 
-def run(tmp_path, sections, machine, limit=1000.0, checks=PASSED, resume=False):
+def run(tmp_path, sections, machine, limit=1000.0, checks=PASSED):
     path = tmp_path / "benchmarks" / "kernels-gpu.md"
     report = KernelReport(path, "Kernels on a GPU", sections, target_rows({}, 1.0))
     parts = (lambda: iter(checks), lambda: CEILINGS, machine.time_calls, lambda: "clocks are high", machine.is_lost)
-    earlier = Results.read(path.with_suffix(".json"), "a GPU") if resume else Results("a GPU")
-    kept = Kept(earlier, path.with_suffix(".json"))
-    right = run_bench(Bench(sections, *parts), report, Deadline(limit, machine.clock), kept)
+    right = run_bench(Bench(sections, *parts), report, Deadline(limit, machine.clock))
     assert not list(path.parent.glob("*.part"))
     return right, path.read_text()
 

@@ -1,4 +1,4 @@
-"""`moeserve bench experts`: verdicts, tables and JSON, and every figure that needs no model, on little."""
+"""`python -m benchmarks.experts`: verdicts, tables and JSON, and every figure that needs no model, on little."""
 
 import json
 from dataclasses import replace
@@ -8,6 +8,20 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.experts.__main__ import MEASUREMENTS, command, measure_of
+from benchmarks.experts.dispatch import rows_figures, rows_per_token
+from benchmarks.experts.figures import Figure, Unavailable, Verdict, at_least, at_most, half_width, in_turn, within
+from benchmarks.experts.placement import (
+    balanced,
+    fewest_touched,
+    hops_of_trace,
+    most_staying,
+    remote_ranks_of_trace,
+    zipf_loads,
+)
+from benchmarks.experts.prediction import recalls, saved_by_signature, stall_saved
+from benchmarks.experts.services import migration_figures
+from benchmarks.experts.traces import documents, halves
 from experts.predictor import Tap
 from experts.routing_files import GateGuesses, RoutingTrace
 from experts.simulator import (
@@ -19,14 +33,6 @@ from experts.simulator import (
     link_for,
     synthetic_trace,
 )
-from launcher.cli import main
-from moeserve.bench.experts import balance, hops, migration, prefix_signature, recall, remote_ranks, rows_sent, stall
-from moeserve.bench.experts.controls import halves
-from moeserve.bench.experts.figures import Figure, Verdict, at_least, at_most, half_width, within
-from moeserve.bench.experts.measuring import GROUPS, groups_of
-from moeserve.bench.experts.placement_optimum import fewest_touched, most_staying
-from moeserve.bench.experts.texts import documents
-from moeserve.bench.experts.unavailable import Unavailable
 
 COUPLED = SyntheticSpec(5, 8, 2, coupling=3.0, topic=0.5, persistence=0.2, edge=1.0)
 
@@ -45,7 +51,7 @@ def guessed_trace():
 
 
 def verdict(values, limit, **more):
-    return Figure("T1", "", "", tuple(values), limit=limit, **more).verdict
+    return Figure("", "", tuple(values), limit=limit, **more).verdict
 
 
 def test_a_verdict_goes_by_the_whole_interval():
@@ -94,16 +100,16 @@ def case(routing, seed, **counts):
 
 def test_rows_are_compared_with_one_per_expert_and_with_the_logger():
     cases = [case("uniform", 0), case("uniform", 1), case("structured", 0), case("structured", 1)]
-    uniform, structured, theory, witness = rows_sent.figures(cases, 2, 3.9)
+    uniform, structured, theory, witness = rows_figures(cases, 2, 3.9)
     assert uniform.values == structured.values == (4.0, 4.0)
     assert uniform.verdict is theory.verdict is witness.verdict is Verdict.MET
-    *_, witness = rows_sent.figures([*cases, case("uniform", 2, differing=8)], 2, 3.9)
+    *_, witness = rows_figures([*cases, case("uniform", 2, differing=8)], 2, 3.9)
     assert witness.verdict is not Verdict.MET
-    assert rows_sent.rows_per_token(2) == 1 - comb(32, 8) / comb(64, 8)
+    assert rows_per_token(2) == 1 - comb(32, 8) / comb(64, 8)
 
 
 def test_remote_ranks_are_saved_where_there_is_structure():
-    found = remote_ranks.of_trace(synthetic_trace(SyntheticSpec(4, 8, 2, coupling=2.5, kinship=0.8), 40, 80, 1), 0)
+    found = remote_ranks_of_trace(synthetic_trace(SyntheticSpec(4, 8, 2, coupling=2.5, kinship=0.8), 40, 80, 1), 0)
     saved = {name: figure.saved for name, figure in found.items()}
     assert saved["homes in turn"] > 0.03 > abs(saved["uniform control"])
     best = saved["optimum for the requests measured, loads left aside"]
@@ -112,13 +118,13 @@ def test_remote_ranks_are_saved_where_there_is_structure():
 
 
 def test_hops_are_saved_where_there_is_structure():
-    found = hops.of_trace(synthetic_trace(replace(MIXTRAL_LIKE, num_layers=6), 8, 50, 0), 4, 0)
+    found = hops_of_trace(synthetic_trace(replace(MIXTRAL_LIKE, num_layers=6), 8, 50, 0), 4, 0)
     assert found[""].saved > 0.05 > abs(found["uniform"].saved)
 
 
 def test_what_loads_alone_save_is_told_apart():
     skewed = SyntheticSpec(6, 8, 1, popularity=1.5, coupling=0, topic=0, token_class=0, persistence=0)
-    found = hops.of_trace(synthetic_trace(skewed, 24, 100, 0), 4, 0)[""]
+    found = hops_of_trace(synthetic_trace(skewed, 24, 100, 0), 4, 0)[""]
     assert found.saved > 0.2
     assert abs(found.saved_beyond_load) < 0.03
 
@@ -137,21 +143,21 @@ def test_the_optimum_is_that_of_all_placements():
 
 
 def test_replicas_balance_skewed_loads():
-    found = balance.balanced(*balance.zipf_loads(1.0, 0), 8, 8)
+    found = balanced(*zipf_loads(1.0, 0), 8, 8)
     assert found["replicas"] > 0.85 > found["contiguous"]
-    even = balance.balanced(*balance.zipf_loads(0.0, 0), 8, 8)
+    even = balanced(*zipf_loads(0.0, 0), 8, 8)
     assert even["replicas"] == pytest.approx(even["contiguous"], abs=0.02)
 
 
 def test_recall_by_predictor_distance_and_control():
-    found = recall.recalls({"": guessed_trace()}, 200, 0)
+    found = recalls({"": guessed_trace()}, 200, 0)
     assert found["gate-early d=1"] > found["gate-early d=3"] > found["popularity d=3"]
     assert found["affinity / popularity d=1"] > 1.1
     assert found["best / popularity d=1, uniform control"] < 1.3
 
 
 def test_stall_is_saved_and_an_oracle_saves_more():
-    found = stall.saved(guessed_trace(), (1.0, 2.0), 200, 0)
+    found = stall_saved(guessed_trace(), (1.0, 2.0), 200, 0)
     assert 0.2 < found[1.0, "stall saved"] < found[1.0, "with an oracle for the gate"]
     assert abs(found[1.0, "uniform control"]) < 0.1
     assert 0 <= found[1.0, "bytes moved for nothing"] < 0.3
@@ -168,7 +174,7 @@ def test_a_signature_saves_stall_behind_a_cached_prefix_and_another_one_does_not
     trace = RoutingTrace(12, ids, requests, np.zeros(480, np.int32), requests)
     timing = LayerTiming(1e-3, 1e-3)
     setup = SimulationSetup(0.5, "lfru", link_for(1.0, 800, timing), timing, 800)
-    found = prefix_signature.saved(trace, setup, PrefixHits(24, 1), 6, 0)
+    found = saved_by_signature(trace, setup, PrefixHits(24, 1), 6, 0)
     assert found["first decode step"] > 0.2
     assert found["first eight decode steps"] > 0.1
     assert found["first decode step, shuffled control"] < 0.06
@@ -176,63 +182,71 @@ def test_a_signature_saves_stall_behind_a_cached_prefix_and_another_one_does_not
 
 def test_migration_is_compared_with_a_service_that_stays():
     said = {"migrating_step_p99": 0.12, "steady_step_p99": 0.1, "num_migrations": 4}
-    between, own = migration.figures([(0.1, 0.11), (0.2, 0.22)], said)
+    between, own = migration_figures([(0.1, 0.11), (0.2, 0.22)], said)
     assert between.values == pytest.approx((1.1, 1.1))
     assert own.values == pytest.approx((1.2,))
     with pytest.raises(Unavailable):
-        list(migration.figures([(0.1, 0.11)], said | {"num_migrations": 0}))
+        list(migration_figures([(0.1, 0.11)], said | {"num_migrations": 0}))
 
 
-def test_every_target_has_its_group_and_they_come_in_order():
-    assert list(GROUPS) == [f"T{number}" for number in range(1, 11)]
-    assert groups_of(["T7", "T5"]) == [
-        ("T5", "stall"),
-        ("T5", "prefix_signature"),
-        ("T5", "measured_stall"),
-        ("T7", "balance"),
-    ]
+def test_every_measurement_names_functions_that_are_there():
+    functions = [function for measurement in MEASUREMENTS.values() for function in measurement.functions]
+    # Those of memory need torch.
+    assert all(callable(measure_of(function)) for function in functions if not function.startswith("memory:"))
+
+
+def test_runs_take_turns_and_come_back_in_the_order_of_the_arms():
+    order = []
+
+    def run(arm, number):
+        order.append((arm, number))
+        return f"{arm}{number}"
+
+    assert in_turn("ab", 2, run, warm_up=True) == [("a0", "b0"), ("a1", "b1")]
+    assert order == [("b", -1), ("a", -1), ("a", 0), ("b", 0), ("b", 1), ("a", 1)]
 
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Two groups that are quick, one of which cannot be measured."""
+    """Two measurements that are quick, one of which cannot be made."""
 
     def measure(amount, progress):
         progress("something")
         values = tuple(np.float64(0.9 + seed) for seed in amount.seeds)
-        yield Figure("T7", "balance", "contiguous", values, limit=at_least(0.5))
-        yield Figure("T7", "share", "all", (0.25,), "%", at_most(0.1), exact=True, note="why [not]")
+        yield Figure("balance", "contiguous", values, limit=at_least(0.5))
+        yield Figure("share", "all", (0.25,), "%", at_most(0.1), exact=True, note="why [not]")
 
     def refuse(amount, progress):
         raise Unavailable("nothing is there")
 
-    groups = {"balance": measure, "migration": refuse}
-    monkeypatch.setattr("moeserve.bench.experts.command.measure_of", lambda group: groups[group])
+    functions = {"placement:balance": measure, "services:migration": refuse}
+    monkeypatch.setattr("benchmarks.experts.__main__.measure_of", lambda function: functions[function])
 
 
 def test_the_command_prints_a_table_and_what_was_left_out(scripted):
-    result = CliRunner().invoke(main, ["bench", "experts", "--only", "t7, T8"])
+    result = CliRunner().invoke(command, ["--only", "balance, migration"])
     assert result.exit_code == 0, result.output
     for word in ("balancedness", "contiguous", "25.0 %", "missed", "met", "why [not]", "seeds 0, 1, 2, 3, 4"):
         assert word in result.output
-    assert "T8 was not measured: nothing is there" in result.output
-    assert "1 of 2 figures miss what is wanted" in result.output
+    assert "migration was not measured: nothing is there" in result.output
+    assert "1 of 2 figures miss their target" in result.output
 
 
 def test_the_command_writes_all_values(scripted, tmp_path):
     file = tmp_path / "experts.json"
-    arguments = ["bench", "experts", "--only", "T7", "--quick", "--json", str(file)]
-    assert CliRunner().invoke(main, arguments).exit_code == 0
+    arguments = ["--only", "balance", "--quick", "--json", str(file)]
+    assert CliRunner().invoke(command, arguments).exit_code == 0
     written = json.loads(file.read_text())
-    balanced, share = written["figures"]
-    assert balanced["values"] == [0.9, 1.9]
-    assert (balanced["verdict"], share["verdict"]) == ("open", "missed")
+    even, share = written["figures"]
+    assert even["measurement"] == share["measurement"] == "balance"
+    assert even["values"] == [0.9, 1.9]
+    assert (even["verdict"], share["verdict"]) == ("open", "missed")
     assert share["limit"] == ["≤", 0.1]
     assert written["quick"] is True
     assert written["environment"]["num_cores"] >= 1
 
 
-def test_an_unknown_target_is_refused():
-    result = CliRunner().invoke(main, ["bench", "experts", "--only", "T1,T11"])
+def test_an_unknown_measurement_is_refused():
+    result = CliRunner().invoke(command, ["--only", "rows-sent,T11"])
     assert result.exit_code == 2
     assert "there is no T11" in result.output

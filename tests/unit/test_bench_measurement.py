@@ -1,4 +1,4 @@
-"""The pure parts of `moeserve bench serve`: workloads, streams, statistics, objectives, comparisons."""
+"""The parts of `moeserve bench serve` without sockets: workloads, streams, statistics, objectives, comparisons."""
 
 import json
 
@@ -6,13 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeserve.bench.chat_stream import StreamError, error_message, read_answer, timed_data
-from moeserve.bench.comparison import RunMetrics, columns
-from moeserve.bench.http_exchange import Endpoint
-from moeserve.bench.measurement import RequestRecord, covered, percentile, summarise
-from moeserve.bench.slo import Slo
-from moeserve.bench.words import text
-from moeserve.bench.workloads import WORKLOADS, Shape
+from moeserve.bench.client import Endpoint, StreamError, error_message, read_answer, timed_data
+from moeserve.bench.metrics import RequestRecord, RunMetrics, Slo, columns, covered, percentile, summarise
+from moeserve.bench.workloads import WORKLOADS, Shape, seeded_text
 
 
 def record(sent_at=0.0, events=(1.0, 1.1, 1.2), output_tokens=3, **others):
@@ -67,7 +63,7 @@ def test_output_tokens_of_every_workload_can_be_set():
 
 @given(st.integers(1, 200), st.integers())
 def test_text_has_the_words_asked_for(num_words, seed):
-    assert len(text(num_words, seed).split()) == num_words
+    assert len(seeded_text(num_words, seed).split()) == num_words
 
 
 def test_an_event_has_the_time_of_the_read_that_completed_it():

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli import main
-from moeserve.bench.http_exchange import Endpoint, ExchangeError, exchange
+from moeserve.bench.client import Endpoint, ExchangeError, exchange
 from tests.support.openai_server import ScriptedServer, serving
 
 

@@ -1,0 +1,295 @@
+"""Models in this process with part of their experts in memory, behind a link of a chosen speed."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import mkdtemp
+
+import structlog
+from tokenizers import Tokenizer
+
+from benchmarks.experts.figures import Amount, Figure, Progress, Unavailable, at_least, at_most, in_turn
+from benchmarks.experts.traces import BUILDS, documents, folder_of
+from experts.expert_file import round_to_page
+from moeserve.config import ServeConfig
+from moeserve.experts.fit import TextReader, fit_gates, half_of_topics, pieces
+from moeserve.experts.load_ahead import find_fitted_gates, keep_fitted_gates
+from moeserve.llm import LLM, Completion
+from moeserve.model.expert_store import layout_in_store
+from moeserve.model.spec import ModelError
+from moeserve.model_loading import read_spec
+from moeserve.plan import SamplingParams
+
+_PROMPT_TOKENS = 24
+# Memory that is a file system: a disk may be slower than the link that is emulated.
+_MEMORY = Path("/dev/shm")
+_PREFETCHES = ("gate", "fitted")
+_FITTED_TOKENS = 8192
+_NUM_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """residency: share of the experts that the memory holds, whole slots per layer. bandwidth: of the emulated link, in
+    bytes per second, None for the disk as it is."""
+
+    folder: Path
+    residency: float = 1.0
+    policy: str = "lfru"
+    prefetch: str = "off"
+    bandwidth: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """seconds: of the whole run; stall, prediction: their part of it. wasted: share of all bytes moved. beta: as the
+    copying thread and the computation have measured themselves; 0 where all experts are in memory."""
+
+    num_tokens: int
+    seconds: float
+    stall: float = 0.0
+    prediction: float = 0.0
+    wasted: float = 0.0
+    beta: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+class Contestant:
+    """A loaded model that computes the same prompts in every run; only its experts stay in memory between two runs."""
+
+    def __init__(self, setting: Setting, store: Path | None = None) -> None:
+        """store: folder of the expert file, None for the usual one. Raises Unavailable if the model does not load."""
+        config = ServeConfig(
+            kv_cache_memory=2**28,
+            max_model_len=512,
+            enable_prefix_caching=False,
+            expert_memory=_expert_memory(setting),
+            expert_policy=setting.policy,
+            expert_prefetch=setting.prefetch,
+            expert_store_bandwidth=setting.bandwidth,
+            expert_store_dir=None if store is None or setting.bandwidth is None else str(store),
+            threads=1,
+        )
+        try:
+            self._llm = LLM(setting.folder, config)
+        except ModelError as error:
+            raise Unavailable(str(error)) from error
+        tokenizer = Tokenizer.from_file(str(setting.folder / "tokenizer.json"))
+        self._prompts = [tokenizer.encode(text).ids[:_PROMPT_TOKENS] for text in documents()]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._llm.spec.moe_layers)
+
+    def complete(self, num_streams: int, num_tokens: int, num_logprobs: int | None = None) -> list[Completion]:
+        """Decode greedily, all streams at once, `num_tokens` each."""
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, logprobs=num_logprobs)
+        return self._llm.generate(self._prompts[:num_streams], sampling)
+
+    def run(self, num_streams: int, num_tokens: int) -> Run:
+        memory = self._llm.experts
+        if memory is not None:
+            memory.forget_counts()
+        started = time.perf_counter()
+        self.complete(num_streams, num_tokens)
+        seconds = time.perf_counter() - started
+        if memory is None:
+            return Run(num_streams * num_tokens, seconds)
+        stats = memory.stats()
+        counters = stats.counters
+        moved = counters.demand_bytes + counters.prefetch_bytes
+        wasted = (counters.wasted_bytes + counters.cancelled_bytes) / max(moved, 1)
+        return Run(
+            num_streams * num_tokens,
+            seconds,
+            stats.stall_seconds,
+            stats.predictor_seconds,
+            wasted,
+            1 / memory.loads_per_layer(),
+        )
+
+    def close(self) -> None:
+        self._llm.close()
+
+
+@contextmanager
+def contest(settings: Sequence[Setting]) -> Iterator[list[Contestant]]:
+    """Load all settings at once. Raises Unavailable."""
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    contestants: list[Contestant] = []
+    store = _store_in_memory(settings)
+    try:
+        for setting in settings:
+            contestants.append(Contestant(setting, store))
+        yield contestants
+    finally:
+        if store is not None:
+            shutil.rmtree(store, ignore_errors=True)
+        for contestant in contestants:
+            contestant.close()
+        structlog.reset_defaults()
+
+
+def bandwidth_for(folder: Path, beta: float, num_tokens: int = 16) -> int:
+    """Return bytes per second of a link on which an expert takes `beta` times as long as a layer of one stream."""
+    with contest([Setting(folder)]) as (resident,):
+        resident.complete(1, 4)
+        seconds = median(resident.run(1, num_tokens).seconds / num_tokens for _ in range(3))
+        return round(slot_bytes(folder) / (beta * seconds / resident.num_layers))
+
+
+def slot_bytes(folder: Path) -> int:
+    return round_to_page(layout_in_store(folder, *read_spec(folder, ServeConfig())).num_bytes)
+
+
+def _store_in_memory(settings: Sequence[Setting]) -> Path | None:
+    """Make a folder for the expert files behind emulated links; None if there are none, or no room for them."""
+    folders = {setting.folder for setting in settings if setting.bandwidth is not None}
+    if not folders or not _MEMORY.is_dir():
+        return None
+    num_bytes = 0
+    for folder in folders:
+        spec, _ = read_spec(folder, ServeConfig())
+        assert spec.moe is not None
+        num_bytes += len(spec.moe_layers) * spec.moe.num_experts * slot_bytes(folder)
+    if shutil.disk_usage(_MEMORY).free < 2 * num_bytes:
+        return None
+    return Path(mkdtemp(prefix="moeserve-bench-", dir=_MEMORY))
+
+
+def _expert_memory(setting: Setting) -> int | None:
+    if setting.residency == 1:
+        return None
+    spec, _ = read_spec(setting.folder, ServeConfig())
+    assert spec.moe is not None
+    slots = max(round(setting.residency * spec.moe.num_experts), spec.moe.gate.top_k)
+    return slots * len(spec.moe_layers) * slot_bytes(setting.folder)
+
+
+def stall(amount: Amount, progress: Progress) -> Iterator[Figure]:
+    """Exposed stall that prefetching saves, with the real copying thread behind an emulated link."""
+    build = BUILDS[0]
+    folder = folder_of(build, amount, progress)
+    with _fitted_gates(folder, progress):
+        for beta in (1.0,) if amount.quick else (0.5, 1.0, 2.0):
+            progress(f"{build.name}, beta {beta:g}")
+            rounds = _stall_rounds(folder, beta, amount)
+            for arm, prefetch in enumerate(_PREFETCHES, start=1):
+                case = f"{build.name}, emulated link, {prefetch}"
+                yield from stall_figures(case, [(of_round[0], of_round[arm]) for of_round in rounds])
+
+
+def _stall_rounds(folder: Path, beta: float, amount: Amount) -> list[tuple[Run, ...]]:
+    """Return rounds of one run on demand and one per kind of prefetch."""
+    bandwidth = bandwidth_for(folder, beta)
+    arms = [Setting(folder, 0.5, "lfru", prefetch, bandwidth) for prefetch in ("off", *_PREFETCHES)]
+    with contest(arms) as contestants:
+        for contestant in contestants:
+            contestant.run(1, amount.of(64, 12))
+        return in_turn(contestants, amount.num_pairs, lambda arm, _: arm.run(1, amount.of(64, 16)))
+
+
+@contextmanager
+def _fitted_gates(folder: Path, progress: Progress) -> Iterator[None]:
+    """Fit gates as `moeserve experts fit` does, to other text than is measured.
+
+    They are removed at the end if they were not there before: services would use them.
+    """
+    if find_fitted_gates(folder) is not None:
+        yield
+        return
+    progress("fitting gates")
+    reader = TextReader(folder)
+    path = keep_fitted_gates(folder, fit_gates(reader, pieces(reader, half_of_topics(0), _FITTED_TOKENS)))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def stall_figures(case: str, rounds: Sequence[tuple[Run, Run]]) -> Iterator[Figure]:
+    """rounds: (on demand, prefetching)."""
+    saved = tuple(1 - (ahead.stall + ahead.prediction) / demand.stall for demand, ahead in rounds)
+    wasted = tuple(ahead.wasted for _, ahead in rounds)
+    demanded = fmean(demand.stall / demand.num_tokens for demand, _ in rounds)
+    stalled = fmean(ahead.stall / ahead.num_tokens for _, ahead in rounds)
+    predicted = fmean(ahead.prediction / ahead.num_tokens for _, ahead in rounds)
+    note = (
+        f"beta {fmean(demand.beta for demand, _ in rounds):.2f}; per token {demanded * 1e3:.1f} ms of stall, with "
+        f"prefetches {stalled * 1e3:.1f} ms and {predicted * 1e3:.1f} ms of prediction"
+    )
+    name = f"{case}, stall saved, prediction counted"
+    yield Figure(name, "demand loads alone, LFRU", saved, "%", at_least(0.40), note=note)
+    yield Figure(f"{case}, bytes moved for nothing", "all bytes moved", wasted, "%", at_most(0.25))
+
+
+def throughput(amount: Amount, progress: Progress) -> Iterator[Figure]:
+    """Tokens/s with prefetching, against demand loads alone and LRU, at several residencies and concurrencies."""
+    build = BUILDS[0]
+    folder = folder_of(build, amount, progress)
+    bandwidth = bandwidth_for(folder, 1.0)
+    for residency in (0.5,) if amount.quick else (0.25, 0.5, 0.75, 1.0):
+        arms = [
+            Setting(folder, residency, "lru", "off", bandwidth),
+            Setting(folder, residency, "lfru", "auto", bandwidth),
+        ]
+        for num_streams in (1, 4) if amount.quick else (1, 4, 16):
+            progress(f"{residency:.0%} resident, {num_streams} streams")
+            rounds = _throughput_rounds(arms, num_streams, amount)
+            yield throughput_figure(f"{build.name}, {residency:.0%} resident, {num_streams} at once", rounds)
+
+
+def _throughput_rounds(arms: Sequence[Setting], num_streams: int, amount: Amount) -> list[tuple[Run, ...]]:
+    with contest(arms) as contestants:
+        for contestant in contestants:
+            # Long enough for the prefetch switch to have judged.
+            contestant.run(num_streams, amount.of(96, 12))
+        return in_turn(contestants, amount.num_pairs, lambda arm, _: arm.run(num_streams, amount.of(32, 12)))
+
+
+def throughput_figure(case: str, rounds: Sequence[tuple[Run, ...]]) -> Figure:
+    """rounds: (demand loads and LRU, the service's defaults)."""
+    ratios = tuple(ahead.tokens_per_second / demand.tokens_per_second for demand, ahead in rounds)
+    before, after = (fmean(pair[index].tokens_per_second for pair in rounds) for index in (0, 1))
+    beta = fmean(demand.beta for demand, _ in rounds)
+    link = f"emulated link, beta {beta:.2f}" if beta else "no link: all experts in memory"
+    note = f"{before:.1f} and {after:.1f} tokens/s; {link}"
+    return Figure(f"{case}, tokens/s", "demand loads alone, LRU", ratios, "x", at_least(0.98), note=note)
+
+
+def exactness(amount: Amount, progress: Progress) -> Iterator[Figure]:
+    """Tokens and logprobs float for float, of one stream and of several together."""
+    progress("memory")
+    folder = folder_of(BUILDS[0], amount, progress)
+    bounded = [Setting(folder, 0.25, "lru", "off"), Setting(folder, 0.5, "lfru", "gate")]
+    if not amount.quick:
+        bounded += [Setting(folder, 0.75, "lfu", "auto"), Setting(folder, 0.5, "affinity", "affinity+popularity")]
+    num_tokens = amount.of(48, 12)
+    with contest([Setting(folder)]) as (resident,):
+        expected = _answers(resident, num_tokens)
+    shares = []
+    for setting in bounded:
+        with contest([setting]) as (contestant,):
+            found = _answers(contestant, num_tokens)
+        same = [
+            one.token_ids == other.token_ids and one.logprobs == other.logprobs
+            for one, other in zip(found, expected, strict=True)
+        ]
+        shares.append(sum(same) / len(same))
+    note = "; ".join(f"{setting.residency:.0%} {setting.policy}, prefetch {setting.prefetch}" for setting in bounded)
+    name = f"{BUILDS[0].name}, answers with the same tokens and logprobs, bit for bit"
+    yield Figure(name, "all experts in memory", tuple(shares), "%", at_least(1), exact=True, note=note)
+
+
+def _answers(contestant: Contestant, num_tokens: int) -> list[Completion]:
+    """Answer one stream, then several together, so that batches are small and large."""
+    return [answer for count in (1, 6) for answer in contestant.complete(count, num_tokens, _NUM_LOGPROBS)]

@@ -1,0 +1,271 @@
+"""Where experts are placed, on traces: remote ranks of a token, hops between layers, balance of load.
+
+Torch-free. Structure is learnt on half of the requests and measured on the other half.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.experts.figures import Amount, Figure, Limit, Progress, at_least, at_most, over_seeds, within
+from benchmarks.experts.traces import BUILDS, halves, recorded_trace, with_controls
+from experts.placement import Placement, balancedness, contiguous, from_first_ranks
+from experts.placement_search import affinity_placement, load_balanced, staying, token_sets
+from experts.routing_files import RoutingTrace
+from experts.simulator import (
+    MIXTRAL_LIKE,
+    QWEN3_LIKE,
+    SPARSE,
+    HopsFigure,
+    RemoteRanksFigure,
+    SyntheticSpec,
+    hops_figure,
+    remote_ranks_figure,
+    remote_ranks_of,
+    synthetic_trace,
+)
+
+Load = NDArray[np.float64]
+
+# The limit of controls: a placement fitted to chance may gain that much on other requests.
+_NOTHING = within(0.03)
+
+_NUM_RANKS = 4
+_REMOTE_BASELINE = "better of contiguous and round-robin"
+_REMOTE_TARGET = at_least(0.15)
+_SPECS: dict[str, SyntheticSpec] = {"24 x 64 experts, k=4": SPARSE, "32 x 8, k=2": MIXTRAL_LIKE}
+# Half of them, at 100 tokens each, are about as many as the statistics of a service remember.
+_NUM_REQUESTS = 80
+_SERVED = "homes in turn"
+_AS_BUSY = "ranks as busy as in the plain placement"
+_BY_TOPIC = "homes by topic, known when placing"
+_HINDSIGHT = "fitted to the requests measured, as busy"
+_OPTIMUM = "optimum for the requests measured, loads left aside"
+# Not by topic: a service that places experts does not know on which ranks requests will live.
+_TARGETED = (_SERVED, _AS_BUSY)
+_FEW_EXPERTS = 8
+
+_HOPS_TARGETS = {4: 0.25, 8: 0.18}
+_HOPS_BASELINE = "round-robin"
+_BY_LOAD = "the same algorithm, knowing loads alone"
+_OPTIMUM_RANKS = 4
+_SKEWED = "loads stay skewed: busy experts of neighbouring layers on one rank"
+
+_BALANCE_LAYERS, _BALANCE_EXPERTS, _NUM_SPARE = 24, 64, 8
+_NUM_CHOICES = 200_000
+_RECORDED_RANKS = 4
+_BALANCE_TARGET = at_least(0.90)
+
+
+def remote_ranks(amount: Amount, progress: Progress) -> Iterator[Figure]:
+    """Remote ranks that a token is sent to, with experts placed by co-activation."""
+    for name, spec in _SPECS.items():
+        progress(name)
+        found = [remote_ranks_of_trace(synthetic_trace(spec, _NUM_REQUESTS, 100, seed), seed) for seed in amount.seeds]
+        yield from _remote_figures(f"synthetic {name}", found, is_target=True)
+    for build in BUILDS:
+        if build.experts % _NUM_RANKS == 0:
+            trace = recorded_trace(build, amount, progress)
+            found = [remote_ranks_of_trace(trace, seed) for seed in amount.seeds]
+            yield from _remote_figures(build.name, found, is_target=False)
+
+
+def remote_ranks_of_trace(trace: RoutingTrace, seed: int) -> dict[str, RemoteRanksFigure]:
+    """Return, on held-out requests: what a service saves, what it could save, and the same in the controls."""
+    found = {}
+    for control, routing in with_controls(trace, seed):
+        figure = partial(remote_ranks_figure, *halves(routing, seed), _NUM_RANKS)
+        found[f"{control} control" if control else _SERVED] = figure()
+        if control != "uniform":
+            found[f"{control} control, as busy" if control else _AS_BUSY] = figure(max_load=None)
+        if not control and len(set(routing.families.tolist())) < len(set(routing.requests.tolist())):
+            found[_BY_TOPIC] = figure(by_family=True)
+    held_out = halves(trace, seed)[1]
+    found[_HINDSIGHT] = remote_ranks_figure(held_out, held_out, _NUM_RANKS, max_load=None)
+    if trace.num_experts <= _FEW_EXPERTS:
+        best = fewest_touched(held_out.ids, trace.num_experts, _NUM_RANKS)
+        found[_OPTIMUM] = remote_ranks_of(best, held_out)
+    return found
+
+
+def _remote_figures(name: str, of_seeds: list[dict[str, RemoteRanksFigure]], *, is_target: bool) -> Iterator[Figure]:
+    for variant in of_seeds[0]:
+        found = [of_seed[variant] for of_seed in of_seeds]
+        limit = _REMOTE_TARGET if is_target and variant in _TARGETED else None
+        if "control" in variant:
+            limit = _NOTHING
+        before = fmean(figure.plain_balance for figure in found)
+        after = fmean(figure.learnt_balance for figure in found)
+        saved = tuple(figure.saved for figure in found)
+        note = f"balance of ranks {after:.2f}, was {before:.2f}"
+        yield Figure(f"{name}, {variant}", _REMOTE_BASELINE, saved, "%", limit, note=note)
+
+
+def layer_hops(amount: Amount, progress: Progress) -> Iterator[Figure]:
+    """ExFlow's metric in simulation, its distance to the optimum, and the time of the solver."""
+    count = amount.of(64, 16)
+    for num_ranks, target in _HOPS_TARGETS.items():
+        progress(f"{num_ranks} ranks")
+        traces = (synthetic_trace(MIXTRAL_LIKE, count, 100, seed) for seed in amount.seeds)
+        found = [hops_of_trace(trace, num_ranks, seed) for trace, seed in zip(traces, amount.seeds, strict=True)]
+        yield from _hops_figures(f"synthetic 32 x 8, R={num_ranks}", found, at_least(target))
+    trace = recorded_trace(BUILDS[0], amount, progress)
+    for num_ranks in _HOPS_TARGETS:
+        found = [hops_of_trace(trace, num_ranks, seed) for seed in amount.seeds]
+        yield from _hops_figures(f"{BUILDS[0].name}, R={num_ranks}", found, None)
+    progress("optimum")
+    yield _beside_the_optimum(amount)
+    progress("solver")
+    yield _solver_time(amount)
+
+
+def hops_of_trace(trace: RoutingTrace, num_ranks: int, seed: int) -> dict[str, HopsFigure]:
+    """Return the figures on held-out requests, by control."""
+    return {control: hops_figure(*halves(routing, seed), num_ranks) for control, routing in with_controls(trace, seed)}
+
+
+def _hops_figures(name: str, of_seeds: list[dict[str, HopsFigure]], limit: Limit | None) -> Iterator[Figure]:
+    """Yield shares of hops saved.
+
+    Shuffling keeps loads skewed. Against a placement that knows loads alone, the gain in its control vanishes too.
+    """
+    for control in of_seeds[0]:
+        found = [of_seed[control] for of_seed in of_seeds]
+        label = f"{name}, {control} control" if control else name
+        note = _SKEWED if control == "shuffled" else ""
+        saved = tuple(figure.saved for figure in found)
+        yield Figure(label, _HOPS_BASELINE, saved, "%", _NOTHING if control else limit, note=note)
+        beyond = tuple(figure.saved_beyond_load for figure in found)
+        yield Figure(label, _BY_LOAD, beyond, "%", _NOTHING if control else None)
+
+
+def _beside_the_optimum(amount: Amount) -> Figure:
+    excess = []
+    for seed in amount.seeds:
+        transitions = synthetic_trace(MIXTRAL_LIKE, amount.of(64, 16), 100, seed).transitions()
+        transitions = transitions[: amount.of(len(transitions), 8)]
+        most = most_staying(transitions, _OPTIMUM_RANKS)
+        found = staying(affinity_placement(transitions, _OPTIMUM_RANKS).first_ranks(), transitions)
+        excess.append((most - found) / (transitions.sum() - most))
+    name = f"hops more than the optimum, E=8, R={_OPTIMUM_RANKS}"
+    return Figure(name, "exact optimum over all layers", tuple(excess), "%", at_most(0.02))
+
+
+def _solver_time(amount: Amount) -> Figure:
+    """Time one core; the figure depends on the machine."""
+    spec = QWEN3_LIKE if not amount.quick else replace(QWEN3_LIKE, num_layers=12)
+    seconds = []
+    for seed in amount.seeds:
+        transitions = synthetic_trace(spec, amount.of(32, 4), 100, seed).transitions()
+        started = time.perf_counter()
+        affinity_placement(transitions, 4)
+        seconds.append(time.perf_counter() - started)
+    name = f"time to solve {spec.num_layers} x 128, R=4"
+    return Figure(name, "", tuple(seconds), "s", None if amount.quick else at_most(60.0))
+
+
+def balance(amount: Amount, progress: Progress) -> Iterator[Figure]:
+    """How evenly ranks are loaded with a few replicas of the busiest experts."""
+    for num_ranks in (4, 8):
+        name = f"64 experts, {_NUM_SPARE} spare, R={num_ranks}"
+        skewed = over_seeds(amount.seeds, partial(_balance_of_zipf, 1.0, num_ranks))
+        yield Figure(f"Zipf(1), {name}", _balance_baseline(skewed), skewed["replicas"], "", _BALANCE_TARGET)
+        even = over_seeds(amount.seeds, partial(_balance_of_zipf, 0.0, num_ranks))
+        gain = tuple(np.subtract(even["replicas"], even["contiguous"]).tolist())
+        yield Figure(f"gain on uniform loads, {name}", _balance_baseline(even), gain, "", _NOTHING)
+    for build in BUILDS:
+        num_spare = max(build.experts // 8, _RECORDED_RANKS)
+        trace = recorded_trace(build, amount, progress)
+        found = over_seeds(amount.seeds, partial(_balance_of_trace, trace, num_spare))
+        name = f"{build.name}, {num_spare} spare, R={_RECORDED_RANKS}"
+        yield Figure(name, _balance_baseline(found), found["replicas"])
+
+
+def _balance_of_zipf(exponent: float, num_ranks: int, seed: int) -> dict[str, float]:
+    return balanced(*zipf_loads(exponent, seed), num_ranks, _NUM_SPARE)
+
+
+def _balance_of_trace(trace: RoutingTrace, num_spare: int, seed: int) -> dict[str, float]:
+    learning, held_out = halves(trace, seed)
+    return balanced(learning.load(), held_out.load(), _RECORDED_RANKS, num_spare)
+
+
+def _balance_baseline(found: dict[str, tuple[float, ...]]) -> str:
+    return f"contiguous {np.mean(found['contiguous']):.3f}, by load without replicas {np.mean(found['plain']):.3f}"
+
+
+def zipf_loads(exponent: float, seed: int) -> tuple[Load, Load]:
+    """Draw two samples [L, E] of one distribution: Zipf's law, in another order in each layer."""
+    random = np.random.default_rng(seed)
+    shares = 1 / np.arange(1, _BALANCE_EXPERTS + 1) ** exponent
+    shares /= shares.sum()
+    layers = [random.permutation(shares) for _ in range(_BALANCE_LAYERS)]
+    learning, held_out = (np.stack([random.multinomial(_NUM_CHOICES, layer) for layer in layers]) for _ in range(2))
+    return learning.astype(np.float64), held_out.astype(np.float64)
+
+
+def balanced(learning: Load, held_out: Load, num_ranks: int, num_spare: int) -> dict[str, float]:
+    """Return balancedness on the held-out load, mean over layers: contiguous, placed by load, and with replicas."""
+    num_layers, num_experts = learning.shape
+    placements = {
+        "contiguous": contiguous(num_layers, num_experts, num_ranks),
+        "plain": load_balanced(learning, num_ranks),
+        "replicas": load_balanced(learning, num_ranks, num_redundant=num_spare),
+    }
+    return {name: float(balancedness(held_out, placement).mean()) for name, placement in placements.items()}
+
+
+def most_staying(transitions: NDArray[np.float64], num_ranks: int) -> float:
+    """Return the most transitions [L - 1, E, E] that any placement with equal shares keeps within a rank.
+
+    Exact: layer by layer over all E! / (E / R)! ** R ways to share the experts of a layer. Integer programming finds
+    the same and takes far longer.
+    """
+    num_experts = transitions.shape[1]
+    places = np.eye(num_ranks)[np.array(list(_shares(range(num_experts), num_ranks)))]
+    flat = places.reshape(len(places), -1)
+    best = np.zeros(len(places))
+    for counts in transitions:
+        stays = np.einsum("ij,pir->pjr", counts, places).reshape(len(places), -1) @ flat.T
+        best = (best[:, None] + stays).max(axis=0)
+    return float(best.max())
+
+
+def fewest_touched(routing: NDArray[np.integer], num_experts: int, num_ranks: int) -> Placement:
+    """Return the placement under which tokens touch the fewest ranks, whatever load it gives them.
+
+    routing: [L, T, k]. Exact: each layer by itself, over all ways to share its experts.
+    """
+    shares = np.array(list(_shares(range(num_experts), num_ranks)))
+    # The names of ranks do not matter: each takes its first expert after the rank before it has one.
+    first = [(share[:, None] == np.arange(num_ranks)).argmax(axis=0) for share in shares]
+    shares = shares[[bool((np.diff(of_share) > 0).all()) for of_share in first]]
+    best = []
+    for ids in routing:
+        sets = token_sets(ids, num_experts, num_ranks)
+        best.append(min(shares, key=sets.ranks_touched))
+    return from_first_ranks(np.stack(best), num_ranks)
+
+
+def _shares(experts: Sequence[int], num_ranks: int) -> Iterator[list[int]]:
+    """Yield the rank of each expert, in every way that gives all ranks equally many."""
+    share = len(experts) // num_ranks
+
+    def fill(left: tuple[int, ...], rank: int, ranks: list[int]) -> Iterator[list[int]]:
+        if not left:
+            yield ranks.copy()
+            return
+        for chosen in combinations(left, share):
+            for expert in chosen:
+                ranks[expert] = rank
+            yield from fill(tuple(expert for expert in left if expert not in chosen), rank + 1, ranks)
+
+    yield from fill(tuple(experts), 0, [0] * len(experts))

@@ -1,0 +1,248 @@
+"""Experts known ahead: recall on recorded text, and the stall that prefetching saves, simulated. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from benchmarks.experts.figures import Amount, Figure, Progress, at_least, at_most, over_seeds, within
+from benchmarks.experts.traces import (
+    BOUND,
+    BUILDS,
+    FITTED,
+    PLAIN,
+    Build,
+    halves,
+    perplexity,
+    recorded_trace,
+    with_controls,
+)
+from experts.predictor import Tap
+from experts.prefetch_planning import PrefetchRules
+from experts.routing_files import GateGuesses, RoutingTrace
+from experts.simulator import (
+    Foretold,
+    LayerTiming,
+    PrefixHits,
+    Signature,
+    SimulationResult,
+    SimulationSetup,
+    StallFigure,
+    link_for,
+    recall_figures,
+    replay_hits,
+    simulate,
+)
+from moeserve.experts.simulate import first_requests
+
+_POPULARITY, _AFFINITY, _EARLY, _LATE = "popularity", "affinity", "gate-early", "gate-late"
+_GATES = (_EARLY, _LATE)
+# By the fit of the trace's gates: the predictors, and up to which distance they are judged.
+_PREDICTORS = {
+    PLAIN: ((_POPULARITY, _AFFINITY, *_GATES, f"{_EARLY}+{_AFFINITY}"), 3),
+    FITTED: ((*_GATES, f"{_EARLY}+{_AFFINITY}"), 3),
+    BOUND: (_GATES, 1),
+}
+_RECALL_TARGET, _RATIO_TARGET = at_least(0.80), at_least(1.5)
+# A predictor may be a little better than popularity by chance, and not more.
+_RECALL_NOTHING = at_most(1.05)
+# Tokens, of four or five requests: enough for all targets to be met or missed, and none to stay open.
+_HELD_OUT = 500
+
+# Gates fitted to other texts. Where a load takes no longer than a layer, a late look is in time, and only sure experts
+# need be requested before it; on a slower link a late look would only cancel loads.
+_FAST = "gate-early+gate-late", PrefetchRules(min_probability=0.55, margin=0.35, keep_probability=0.15)
+_SLOW = "gate-early", PrefetchRules()
+_BASELINE = "demand loads alone, LFRU"
+_BETAS = (0.5, 1.0, 2.0)
+_RESIDENCY = 0.5
+# Only their ratio counts: beta sets the link.
+_TIMING = LayerTiming(attention=0.5e-3, experts=0.5e-3)
+_EXPERT_BYTES = 2**20
+# Two or three requests to learn from, and as many held out. The hundred simulations of a build so take two minutes.
+_TOKENS = 512
+_SURE = 20.0
+_SAVED, _WASTED, _ORACLE = "stall saved", "bytes moved for nothing", "with an oracle for the gate"
+
+_PREFIX_BETA = 1.0
+_PREFIX_RESIDENCIES = (0.25, 0.5)
+# None: demand loads, so that the signature is all there is.
+_PREFIX_PREDICTORS = {"demand loads": None, "the gate": "gate-early"}
+# Tokens that are computed behind the prefix before the first decode.
+_BEHIND = (1, 8)
+_FIRST, _EIGHT = "first decode step", "first eight decode steps"
+
+
+def recall(amount: Amount, progress: Progress) -> Iterator[Figure]:
+    """Share of a layer's experts that is predicted one to three layers before, on real text."""
+    for build in BUILDS:
+        traces = {fit: recorded_trace(build, amount, progress, fit) for fit in _PREDICTORS}
+        progress(build.name)
+        note = f"perplexity {perplexity(build, amount, progress):.2f} on these documents"
+        values = over_seeds(amount.seeds, partial(recalls, traces, 2 * amount.of(_HELD_OUT, 80)))
+        for name, of_name in values.items():
+            yield _recall_figure(build, name, of_name, note)
+
+
+def _recall_figure(build: Build, name: str, values: tuple[float, ...], note: str) -> Figure:
+    is_ratio = "/" in name
+    limit = None
+    if "control" in name:
+        limit = _RECALL_NOTHING
+    elif is_ratio:
+        limit = _RATIO_TARGET
+    elif name.endswith(" d=1") and name.split()[0] in _GATES and BOUND not in name:
+        limit = _RECALL_TARGET
+    baseline = _POPULARITY if is_ratio else f"chance {build.top_k / build.experts:.3f}"
+    return Figure(f"{build.name}, {name}", baseline, values, "x" if is_ratio else "", limit, note=note)
+
+
+def recalls(traces: Mapping[str, RoutingTrace], max_tokens: int, seed: int) -> dict[str, float]:
+    """Return recall on held-out requests by predictor and distance, and affinity over popularity; also in controls.
+
+    traces: of the same routing, by the fit of their gates.
+    """
+    found = {}
+    for fit, trace in traces.items():
+        predictors, distance = _PREDICTORS[fit]
+        for (predictor, ahead), value in _recalls(trace, max_tokens, seed, predictors, distance).items():
+            found[f"{predictor}{f' {fit}' * bool(fit)} d={ahead}"] = value
+    found[f"{_AFFINITY} / {_POPULARITY} d=1"] = found[f"{_AFFINITY} d=1"] / found[f"{_POPULARITY} d=1"]
+    for control, routing in with_controls(traces[PLAIN], seed):
+        if control:
+            of_control = _recalls(routing, max_tokens, seed, (_POPULARITY, _AFFINITY, _EARLY), 1)
+            best = max(of_control[_AFFINITY, 1], of_control[_EARLY, 1])
+            found[f"best / {_POPULARITY} d=1, {control} control"] = best / of_control[_POPULARITY, 1]
+    return found
+
+
+def _recalls(
+    trace: RoutingTrace, max_tokens: int, seed: int, predictors: Sequence[str], distance: int
+) -> dict[tuple[str, int], float]:
+    learning, held_out = halves(trace, seed)
+    figures = recall_figures(learning, first_requests(held_out, max_tokens // 2), predictors, distance)
+    return {(figure.predictor, figure.distance): figure.recall for figure in figures}
+
+
+def stall(amount: Amount, progress: Progress) -> Iterator[Figure]:
+    """Exposed stall that prefetching saves in the simulator, on routing recorded from real text."""
+    for build in BUILDS:
+        trace = recorded_trace(build, amount, progress, FITTED)
+
+        def of_seed(seed: int, build: Build = build, trace: RoutingTrace = trace) -> dict[tuple[float, str], float]:
+            progress(f"{build.name}, seed {seed}")
+            return stall_saved(trace, _BETAS, amount.of(_TOKENS, 120), seed)
+
+        values = over_seeds(amount.seeds, of_seed)
+        for beta in _BETAS:
+            for (of_beta, name), of_name in values.items():
+                if of_beta == beta:
+                    yield _stall_figure(f"{build.name}, beta {beta:g}", name, of_name)
+
+
+def stall_saved(
+    trace: RoutingTrace, betas: Sequence[float], max_tokens: int, seed: int
+) -> dict[tuple[float, str], float]:
+    """Return by (beta, name), on held-out requests: stall saved, also by an oracle; bytes wasted; the controls."""
+    found = {}
+    for control, routing in with_controls(trace, seed):
+        learning, held_out = (first_requests(half, max_tokens // 2) for half in halves(routing, seed))
+        requests = _Requests(learning, held_out)
+        oracle = None if control else _Requests(all_knowing(learning), all_knowing(held_out))
+        for beta in betas:
+            on_demand = requests.on_demand(beta)
+            figure = StallFigure(on_demand, requests.prefetching(beta))
+            if oracle is None:
+                found[beta, f"{control} control"] = figure.stall_saved
+                continue
+            found[beta, _SAVED] = figure.stall_saved
+            found[beta, _WASTED] = figure.prefetching.wasted_share
+            found[beta, _ORACLE] = StallFigure(on_demand, oracle.prefetching(beta)).stall_saved
+    return found
+
+
+def all_knowing(trace: RoutingTrace) -> RoutingTrace:
+    """Return the trace with gates that guess the very choices of later layers: the most a predictor could say."""
+    guesses = []
+    for distance in range(1, 4):
+        logits = np.full((len(trace.ids) - distance, trace.ids.shape[1], trace.num_experts), -_SURE, np.float16)
+        np.put_along_axis(logits, trace.ids[distance:].astype(np.int64), np.float16(_SURE), axis=2)
+        guesses += [GateGuesses(tap, distance, logits) for tap in Tap]
+    return replace(trace, guesses=tuple(guesses))
+
+
+class _Requests:
+    """Requests to learn from and held-out ones; the predictions of their gates are computed once for all links."""
+
+    def __init__(self, learning: RoutingTrace, held_out: RoutingTrace) -> None:
+        self._learning = learning
+        self._held_out = held_out
+        self._foretold: dict[str, Foretold] = {}
+
+    def on_demand(self, beta: float) -> SimulationResult:
+        return simulate(self._learning, self._held_out, _setup(beta))
+
+    def prefetching(self, beta: float) -> SimulationResult:
+        choice, rules = _FAST if beta <= 1 else _SLOW
+        if choice not in self._foretold:
+            self._foretold[choice] = Foretold((self._learning, self._held_out), choice, rules.max_distance)
+        setup = replace(_setup(beta), predictor=choice, rules=rules)
+        return simulate(self._learning, self._held_out, setup, self._foretold[choice])
+
+
+def _setup(beta: float) -> SimulationSetup:
+    link = link_for(beta, _EXPERT_BYTES, _TIMING)
+    return SimulationSetup(_RESIDENCY, "lfru", link, _TIMING, _EXPERT_BYTES)
+
+
+def _stall_figure(case: str, name: str, values: tuple[float, ...]) -> Figure:
+    if name == _ORACLE:
+        return Figure(f"{case}, {name}", _BASELINE, values, "%")
+    limit = {_SAVED: at_least(0.40), _WASTED: at_most(0.25)}.get(name, within(0.06))
+    baseline = "all bytes moved" if name == _WASTED else _BASELINE
+    note = "simulated, gates fitted to other texts, predictions are free"
+    return Figure(f"{case}, {name}", baseline, values, "%", limit, note=note)
+
+
+def after_prefix(amount: Amount, progress: Progress) -> Iterator[Figure]:
+    """Stall that the signature of a cached prefix, the experts it used, saves decode steps behind it, simulated."""
+    builds = BUILDS[:1] + BUILDS[2:] if amount.quick else BUILDS
+    for build in builds:
+        trace = recorded_trace(build, amount, progress)
+        for residency in _PREFIX_RESIDENCIES:
+            for name, predictor in _PREFIX_PREDICTORS.items():
+                for num_behind in _BEHIND:
+                    case = f"{build.name}, {residency:.0%} resident, {name}, prefix + {num_behind}"
+                    progress(case)
+                    hits = PrefixHits(amount.of(64, 16), num_behind)
+                    link = link_for(_PREFIX_BETA, _EXPERT_BYTES, _TIMING)
+                    setup = SimulationSetup(residency, "lfru", link, _TIMING, _EXPERT_BYTES, predictor)
+                    saved = partial(saved_by_signature, trace, setup, hits, amount.of(16, 6))
+                    for figure, values in over_seeds(amount.seeds, saved).items():
+                        yield _prefix_figure(f"{case}, {figure}", name, values)
+
+
+def saved_by_signature(
+    trace: RoutingTrace, setup: SimulationSetup, hits: PrefixHits, max_requests: int, seed: int
+) -> dict[str, float]:
+    """Return the share of the stall on held-out requests that the signature saves, and that another prefix's saves."""
+    learning, held_out = halves(trace, seed)
+    held_out = first_requests(held_out, max_requests * int(np.bincount(held_out.requests).max()))
+    by_step = {signature: replay_hits(learning, held_out, setup, hits, signature).by_step for signature in Signature}
+    # Without more than one token to compute, the first step is a decode step.
+    steps = slice(None, -1) if hits.num_behind == 1 else slice(1, None)
+    found = {}
+    for signature, name in ((Signature.OWN, ""), (Signature.OTHER, ", shuffled control")):
+        without, known = by_step[Signature.NONE][steps], by_step[signature][steps]
+        found[_FIRST + name] = 1 - float(known[0] / without[0]) if without[0] else 0.0
+        found[_EIGHT + name] = 1 - float(known.sum() / without.sum()) if without.any() else 0.0
+    return found
+
+
+def _prefix_figure(name: str, baseline: str, values: tuple[float, ...]) -> Figure:
+    limit = at_most(0.06) if "control" in name else None
+    note = f"simulated, beta {_PREFIX_BETA:g}, stall saved"
+    return Figure(name, f"{baseline} without signature", values, "%", limit, note=note)

@@ -1,0 +1,389 @@
+"""Attention of one shape over random keys and values, and the search for its fastest configurations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kernels.attention import paged_attention_reference
+from kernels.gpu.attention import (
+    PagedContext,
+    Partials,
+    Scoring,
+    prefill_attention,
+    split_attention,
+)
+from kernels.gpu.attention_config import (
+    SHORT_QUERIES,
+    AnyConfig,
+    AttentionConfigs,
+    AttentionShape,
+    ExtendConfig,
+    PrefillConfig,
+    SplitConfig,
+    extend_candidates,
+    prefill_candidates,
+    split_candidates,
+)
+from kernels.gpu.attention_kernels import SplitWork
+from moeserve.tune.measure import Report, TimeUs, cold_sets, is_right, median_us, relative_error, run_guarded
+
+# Prompts are bound by their products, so that they need not be quite so cold.
+_MAX_PREFILL_SETS = 8
+# What computes it: a decode has one new token per sequence, an extend few, packed into tiles with the query heads of a
+# KV head, and a prefill as many as fill tiles of one head.
+Kind = Literal["decode", "extend", "prefill"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """Sequence s has seq_lens[s] positions, the last query_lens[s] of them new. `latent`: values are the keys' first
+    elements (one KV head, as in latent attention)."""
+
+    name: str
+    kind: Kind
+    seq_lens: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    num_heads: int = 32
+    kv_heads: int = 4
+    key_dim: int = 128
+    value_dim: int = 128
+    block_size: int = 64
+    kv_dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16
+    latent: bool = False
+
+    @property
+    def shape(self) -> AttentionShape:
+        """The key by which configurations are chosen."""
+        dims = (self.key_dim, self.value_dim)
+        return AttentionShape(self.num_heads, self.kv_heads, *dims, self.block_size, self.dtype, self.kv_dtype)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all positions, each read once."""
+        width = self.key_dim + (0 if self.latent else self.value_dim)
+        return sum(self.seq_lens) * self.kv_heads * width * self.kv_dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """The fewest bytes to move: keys, values and queries read once, outputs written once."""
+        rows = sum(self.query_lens) * self.num_heads
+        return self.kv_bytes + rows * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    @property
+    def num_flops(self) -> int:
+        """Operations of the two products over the pairs that the causal mask leaves."""
+        pairs = sum(
+            count * length - count * (count - 1) // 2
+            for length, count in zip(self.seq_lens, self.query_lens, strict=True)
+        )
+        return 2 * pairs * self.num_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTensors:
+    """q [T, H, Dk], pools [KV, num_slots, D], one block table [S, blocks] per set of keys and values, out [T, H, Dv].
+
+    Blocks lie in random order. Slots behind the end of a sequence are NaN, as is block 0, which no sequence owns.
+    """
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    tables: list[Tensor]
+    seq_lens: Tensor
+    query_starts: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAttention:
+    """A case that can be run. plan: makes the work list of a split kernel; serving does so once per step, so a layer's
+    time excludes it. attend: computes `out` from a block table and the current list."""
+
+    case: AttentionCase
+    tensors: AttentionTensors
+    config: AnyConfig
+    plan: Callable[[], None]
+    attend: Callable[[Tensor, Tensor], Tensor]
+
+    @property
+    def num_sets(self) -> int:
+        return len(self.tensors.tables)
+
+    def run(self, index: int) -> Tensor:
+        """Compute the whole attention over set `index % num_sets`; return `out` [T, H, Dv]."""
+        return self.attend(self.tensors.tables[index % self.num_sets], self.tensors.out)
+
+    def relative_error(self, index: int, num_tokens: int = 8) -> float:
+        """Run the kernel and compare some tokens with the reference in fp32; NaN if any token was not written.
+
+        Raises WrongResultError, see `run_guarded`.
+        """
+        self.plan()
+        tensors = self.tensors
+        table = tensors.tables[index % self.num_sets]
+        out = run_guarded(partial(self.attend, table), tensors.out)
+        if not bool(out.isfinite().all()):
+            return math.nan
+        starts = list(itertools.accumulate(self.case.query_lens, initial=0))
+        places = sorted({round(i * (starts[-1] - 1) / max(1, num_tokens - 1)) for i in range(num_tokens)})
+        expected = []
+        for token in places:
+            seq = next(s for s in range(len(starts) - 1) if token < starts[s + 1])
+            visible = self.case.seq_lens[seq] - starts[seq + 1] + token + 1
+            expected.append(
+                paged_attention_reference(
+                    tensors.q[token : token + 1].float(),
+                    tensors.keys,
+                    tensors.values,
+                    table[seq : seq + 1],
+                    torch.tensor([visible], device=table.device),
+                    block_size=self.case.block_size,
+                    scale=scale_of(self.case),
+                )
+            )
+        return relative_error(out[places], torch.cat(expected))
+
+
+def scale_of(case: AttentionCase) -> float:
+    """Return the factor of the scores."""
+    return 1.0 / math.sqrt(case.key_dim)
+
+
+def prepare(
+    case: AttentionCase,
+    device: torch.device,
+    num_sms: int,
+    *,
+    config: AnyConfig | None = None,
+    configs: AttentionConfigs | None = None,
+    tensors: AttentionTensors | None = None,
+) -> PreparedAttention:
+    """Prepare a case on random tensors unless `tensors` are given.
+
+    config: of the case's kind; by default chosen by `configs`, or else by the built-in table.
+    """
+    tensors = tensors or random_tensors(case, device)
+    chosen = config or _chosen(case, configs or AttentionConfigs(case.shape))
+    if isinstance(chosen, PrefillConfig):
+        return _prefill(case, tensors, chosen)
+    return _split(case, tensors, chosen, num_sms)
+
+
+def _chosen(case: AttentionCase, configs: AttentionConfigs) -> AnyConfig:
+    if case.kind == "decode":
+        return configs.split()
+    return configs.extend() if case.kind == "extend" else configs.prefill(max(case.query_lens))
+
+
+def _prefill(case: AttentionCase, tensors: AttentionTensors, config: PrefillConfig) -> PreparedAttention:
+    def attend(table: Tensor, out: Tensor) -> Tensor:
+        return prefill_attention(
+            tensors.q,
+            _context(case, tensors, table),
+            tensors.query_starts,
+            Scoring(scale_of(case)),
+            max_query_len=max(case.query_lens),
+            out=out,
+            config=config,
+        )
+
+    return PreparedAttention(case, tensors, config, lambda: None, attend)
+
+
+def _split(
+    case: AttentionCase, tensors: AttentionTensors, config: SplitConfig | ExtendConfig, num_sms: int
+) -> PreparedAttention:
+    """Prepare a decode, or an extend if the configuration is an ExtendConfig."""
+    if isinstance(config, ExtendConfig):
+        split, tokens = config.split, config.tokens_per_tile(case.shape.group)
+    else:
+        split, tokens = config, 1
+    starts = tensors.query_starts if case.kind == "extend" else None
+    work = SplitWork(
+        len(case.seq_lens),
+        sum(-(-count // tokens) for count in case.query_lens),
+        max(case.seq_lens),
+        case.kv_heads * -(-case.shape.group // split.rows),
+        split,
+        tensors.q.device,
+        num_sms=num_sms,
+        max_query_len=max(case.query_lens),
+        tokens_per_tile=tokens,
+    )
+    partials = Partials.allocate(work, case.num_heads, case.value_dim)
+
+    def attend(table: Tensor, out: Tensor) -> Tensor:
+        context, scoring = _context(case, tensors, table), Scoring(scale_of(case))
+        return split_attention(tensors.q, context, work, partials, scoring, query_starts=starts, out=out)
+
+    prepared = PreparedAttention(case, tensors, config, lambda: work.update(tensors.seq_lens, starts), attend)
+    prepared.plan()
+    return prepared
+
+
+def _context(case: AttentionCase, tensors: AttentionTensors, table: Tensor) -> PagedContext:
+    return PagedContext(tensors.keys, tensors.values, table, tensors.seq_lens, case.block_size)
+
+
+def random_tensors(case: AttentionCase, device: torch.device) -> AttentionTensors:
+    """Make as many sets of keys and values as keep the cache cold. Equal cases get equal tensors."""
+    generator = torch.Generator(device).manual_seed(0)
+    num_sets = cold_sets(case.kv_bytes)
+    if case.kind == "prefill":
+        num_sets = min(num_sets, _MAX_PREFILL_SETS)
+    counts = [-(-length // case.block_size) for length in case.seq_lens]
+    num_blocks = 1 + num_sets * sum(counts)
+    ids = 1 + torch.randperm(num_blocks - 1, device=device, generator=generator).to(torch.int32)
+    tables = []
+    for part in ids.view(num_sets, -1):
+        table = torch.zeros((len(counts), max(counts)), dtype=torch.int32, device=device)
+        for seq, own in enumerate(torch.split(part, counts)):
+            table[seq, : len(own)] = own
+        tables.append(table)
+    keys = _pool(case, num_blocks, case.key_dim, tables, generator)
+    num_tokens = sum(case.query_lens)
+    q = torch.randn((num_tokens, case.num_heads, case.key_dim), device=device, generator=generator)
+    return AttentionTensors(
+        q.to(case.dtype),
+        keys,
+        keys[..., : case.value_dim] if case.latent else _pool(case, num_blocks, case.value_dim, tables, generator),
+        tables,
+        torch.tensor(case.seq_lens, dtype=torch.int32, device=device),
+        torch.tensor([0, *case.query_lens], device=device).cumsum(0).to(torch.int32),
+        torch.empty((num_tokens, case.num_heads, case.value_dim), dtype=case.dtype, device=device),
+    )
+
+
+def _pool(case: AttentionCase, num_blocks: int, dim: int, tables: list[Tensor], generator: torch.Generator) -> Tensor:
+    """Return random numbers [KV, num_slots, dim], NaN where no sequence has a position."""
+    slots = num_blocks * case.block_size
+    pool = torch.empty((case.kv_heads, slots, dim), dtype=case.kv_dtype, device=generator.device)
+    for head in pool:
+        # In parts: fp32 numbers of a large pool would not fit beside it.
+        for part in torch.split(head, 1 << 20):
+            part.copy_(torch.randn(part.shape, device=generator.device, generator=generator))
+    pool[:, : case.block_size] = math.nan
+    for table in tables:
+        for seq, length in enumerate(case.seq_lens):
+            used = length % case.block_size
+            if used:
+                last = int(table[seq, length // case.block_size]) * case.block_size
+                pool[:, last + used : last + case.block_size] = math.nan
+    return pool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Equal sequences: cached positions and new tokens of each."""
+
+    num_seqs: int
+    num_cached: int
+    num_new: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The batch that is timed for each kind."""
+
+    decode: Batch = Batch(64, 4095, 1)
+    extend: Batch = Batch(64, 4096, 8)
+    prefill: Batch = Batch(2, 0, 4096)
+
+
+def tune_attention(
+    shape: AttentionShape,
+    device: torch.device,
+    num_sms: int,
+    *,
+    time_us: TimeUs = median_us,
+    report: Report = lambda line: None,
+    batches: Batches | None = None,
+) -> Iterator[tuple[str, AnyConfig, float]]:
+    """Yield the fastest right configuration of each kind with its time: "decode", "prefill" and, where the table packs
+    any extends, "extend". Takes memory for one batch. Raises RuntimeError if no candidate runs.
+
+    The longest extend that is packed is measured too: the most new tokens for which packing beats a prefill.
+    """
+    batches = batches or Batches()
+    tuner = _Search(shape, device, num_sms, time_us, report)
+    yield "decode", *tuner.fastest("decode", batches.decode, split_candidates(shape))
+    packings = extend_candidates(shape)
+    if packings:
+        config, time = tuner.fastest("extend", batches.extend, packings)
+        assert isinstance(config, ExtendConfig)
+        yield "extend", replace(config, max_query_len=tuner.longest_packed(config, batches.extend)), time
+    yield "prefill", *tuner.fastest("prefill", batches.prefill, prefill_candidates(shape))
+
+
+class _Search:
+    def __init__(
+        self, shape: AttentionShape, device: torch.device, num_sms: int, time_us: TimeUs, report: Report
+    ) -> None:
+        self._shape, self._device, self._num_sms = shape, device, num_sms
+        self._time_us, self._report = time_us, report
+
+    def fastest(self, kind: Kind, batch: Batch, configs: Sequence[AnyConfig]) -> tuple[AnyConfig, float]:
+        """Return the fastest candidate that runs and is right, with its time. Only the compiler knows which fit."""
+        case = _case(self._shape, kind, batch)
+        tensors = random_tensors(case, self._device)
+        timed: list[tuple[float, AnyConfig, PreparedAttention]] = []
+        for config in configs:
+            try:
+                prepared = prepare(case, self._device, self._num_sms, config=config, tensors=tensors)
+                timed.append((self._time(prepared), config, prepared))
+            except Exception as error:
+                self._report(f"skipped {config}: {type(error).__name__}")
+        for time, config, prepared in sorted(timed, key=lambda entry: entry[0]):
+            if is_right(str(config), partial(prepared.relative_error, 0), self._report):
+                self._report(
+                    f"{kind} of {batch.num_new} tokens over {batch.num_cached} x {batch.num_seqs}: {time:.1f} us"
+                )
+                return config, time
+        raise RuntimeError(f"no candidate of {kind} attention runs on this device")
+
+    def longest_packed(self, config: ExtendConfig, batch: Batch) -> int:
+        """The most new tokens, by powers of two, up to which packing them beats a prefill; 0 if it never does."""
+        longest, num_new = 0, 2
+        while num_new <= SHORT_QUERIES:
+            of_length = replace(batch, num_new=num_new)
+            packed = self._time_of("extend", of_length, config)
+            prefilled = self._time_of("prefill", of_length, self._shape.prefill(num_new))
+            self._report(f"{num_new} new tokens: packed {packed:.1f} us, as a prefill {prefilled:.1f} us")
+            if packed >= prefilled:
+                break
+            longest, num_new = num_new, 2 * num_new
+        return longest
+
+    def _time_of(self, kind: Kind, batch: Batch, config: AnyConfig) -> float:
+        return self._time(prepare(_case(self._shape, kind, batch), self._device, self._num_sms, config=config))
+
+    def _time(self, prepared: PreparedAttention) -> float:
+        """Time runs over different keys and values, or over more than the cache holds, so that the cache is cold."""
+        return self._time_us([partial(prepared.run, index) for index in range(prepared.num_sets)])
+
+
+def _case(shape: AttentionShape, kind: Kind, batch: Batch) -> AttentionCase:
+    return AttentionCase(
+        kind,
+        kind,
+        (batch.num_cached + batch.num_new,) * batch.num_seqs,
+        (batch.num_new,) * batch.num_seqs,
+        shape.num_heads,
+        shape.kv_heads,
+        shape.key_dim,
+        shape.value_dim,
+        shape.block_size,
+        shape.kv_dtype,
+        shape.dtype,
+        latent=shape.kv_heads == 1 and shape.key_dim > shape.value_dim,
+    )
