@@ -33,8 +33,9 @@ ROOT = Path(__file__).resolve().parents[2]
 _LARGEST_REQUEST = 1 << 17
 # Room for the command line and the environment of what is forked, where `/proc` looks for them.
 _ROOM = "x" * 4096
-# Taken before a forked program has another class under that name.
-_EXECUTE_CHILD = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+# Taken before a forked program has another in its place.
+_EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_SIGNATURE = inspect.signature(_EXECUTE)
 
 
 def popen(command: list[str], **options: Any) -> subprocess.Popen[Any]:
@@ -60,7 +61,7 @@ class _Job:
 
 
 def _called(call: Any, *arguments: Any) -> dict[str, Any]:
-    return _EXECUTE_CHILD.bind(call, *arguments).arguments
+    return _SIGNATURE.bind(call, *arguments).arguments
 
 
 def _close_given(asked: dict[str, Any]) -> None:
@@ -106,18 +107,16 @@ class _ServedPopen(subprocess.Popen):  # type: ignore[type-arg]
         return self.returncode
 
 
-class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
+def _execute_or_fork(call: Any, *arguments: Any) -> None:
     """In a forked program: modules are forked from it, other programs are executed."""
-
-    def _execute_child(self, *arguments: Any) -> None:
-        asked = _called(self, *arguments)
-        job = _Job(asked) if isinstance(asked["args"], list) and not asked["shell"] else None
-        if job is None or not job.is_module() or asked["preexec_fn"] is not None:
-            super()._execute_child(*arguments)  # type: ignore[misc]
-            return
-        self.pid = _fork(job)
-        self._child_created = True
-        _close_given(asked)
+    asked = _called(call, *arguments)
+    job = _Job(asked) if isinstance(asked["args"], list | tuple) and not asked["shell"] else None
+    if job is None or not job.is_module() or asked["preexec_fn"] is not None:
+        _EXECUTE(call, *arguments)
+        return
+    call.pid = _fork(job)
+    call._child_created = True
+    _close_given(asked)
 
 
 def _fork(job: _Job) -> int:
@@ -205,7 +204,7 @@ def _run(module: str, arguments: list[str]) -> None:
 
         # The library read the environment when it was loaded.
         torch.set_num_threads(int(threads))
-    subprocess.Popen = _ForkedPopen  # type: ignore[misc]
+    subprocess.Popen._execute_child = _execute_or_fork  # type: ignore[attr-defined]
     # What was imported in the server is to run once more, as a program.
     for again in {module, arguments[1] if module == "launcher.child" else module}:
         sys.modules.pop(again, None)
@@ -277,6 +276,7 @@ def _import_the_service() -> None:
     import torch.distributed.run  # noqa: F401
     import uvicorn.protocols.http.httptools_impl  # noqa: F401
     import uvloop  # noqa: F401
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     import launcher.rank_group
     import launcher.serve
@@ -284,7 +284,10 @@ def _import_the_service() -> None:
     import moeserve.frontend.server
     import moeserve.models.source
     import moeserve.ranks.startup
-    import moeserve.startup  # noqa: F401
+    import moeserve.startup
+
+    # What Transformers imports once it is asked for the configuration of a model.
+    assert CONFIG_MAPPING["mixtral"]
 
 
 def main() -> None:
