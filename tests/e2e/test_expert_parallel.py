@@ -99,6 +99,13 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield started
 
 
+@pytest.fixture
+def executed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Ranks whose interpreters are started as users start them."""
+    with service(model, tmp_path_factory.mktemp("s"), *TWO, forked=False) as started:
+        yield started
+
+
 @pytest.mark.parametrize(
     ("case", "settings"),
     [
@@ -186,11 +193,11 @@ def test_on_one_node_nothing_listens_but_on_loopback(running: Service) -> None:
     assert not found
 
 
-def test_a_killed_supervisor_takes_the_ranks_with_it(running: Service) -> None:
-    pids = ranks_of(running)
-    running.process.kill()
-    running.process.wait()
-    wait_until(lambda: not any(map(is_alive, [*pids, *running.pids.values()])), timeout=5)
+def test_a_killed_supervisor_takes_the_ranks_with_it(executed: Service) -> None:
+    pids = ranks_of(executed)
+    executed.process.kill()
+    executed.process.wait()
+    wait_until(lambda: not any(map(is_alive, [*pids, *executed.pids.values()])), timeout=5)
 
 
 def test_experts_that_cannot_be_shared_are_refused_before_serving(

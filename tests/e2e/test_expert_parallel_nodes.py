@@ -17,6 +17,7 @@ import httpx2
 import pytest
 
 from moeserve.ranks.meeting import create_keys
+from tests.support.forking import popen
 from tests.support.service import ROOT, Service, descendants, is_alive, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -66,7 +67,7 @@ class OtherNode:
         self.run_root.mkdir()
         self.said = folder / "said.txt"
         with self.said.open("w") as said:
-            self.process = subprocess.Popen(
+            self.process = popen(
                 [sys.executable, "-m", "launcher.cli", "serve", str(model), "--node-rank", "1", *arguments],
                 cwd=ROOT,
                 env={**os.environ, "XDG_RUNTIME_DIR": str(self.run_root), "OMP_NUM_THREADS": "1"},

@@ -27,18 +27,25 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield started
 
 
-def test_sigterm_lets_streams_finish_and_refuses_new_requests(running: Service) -> None:
-    events = running.stream(max_tokens=300)
+@pytest.fixture
+def executed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service whose interpreters are started as users start them."""
+    with service(model, tmp_path_factory.mktemp("s"), "--engine-timeout", "2", forked=False) as started:
+        yield started
+
+
+def test_sigterm_lets_streams_finish_and_refuses_new_requests(executed: Service) -> None:
+    events = executed.stream(max_tokens=300)
     next(events)
-    running.process.send_signal(signal.SIGTERM)
-    with httpx2.Client(base_url=running.http.base_url, timeout=10) as other:
+    executed.process.send_signal(signal.SIGTERM)
+    with httpx2.Client(base_url=executed.http.base_url, timeout=10) as other:
         wait_until(lambda: other.get("/ready").status_code == 503)
         refused = other.post("/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": 1})
         assert refused.status_code == 503
     last = [event for event in events if event["choices"]][-1]
     assert last["choices"][0]["finish_reason"] == "length"
-    assert running.end() == 0
-    assert running.leaves_nothing()
+    assert executed.end() == 0
+    assert executed.leaves_nothing()
 
 
 def test_a_second_sigterm_ends_streams_with_an_error_event(running: Service) -> None:
@@ -62,14 +69,14 @@ def test_ctrl_c_stops_at_once(running: Service) -> None:
     assert running.leaves_nothing()
 
 
-def test_a_killed_worker_gives_streams_a_terminal_error(running: Service) -> None:
-    events = running.stream(max_tokens=ENDLESS)
+def test_a_killed_worker_gives_streams_a_terminal_error(executed: Service) -> None:
+    events = executed.stream(max_tokens=ENDLESS)
     next(events)
-    os.kill(running.pids["worker"], signal.SIGKILL)
+    os.kill(executed.pids["worker"], signal.SIGKILL)
     assert "error" in list(events)[-1]
-    assert running.end() == 1
-    assert "The model process was ended by SIGKILL" in running.errors.read_text()
-    assert running.leaves_nothing()
+    assert executed.end() == 1
+    assert "The model process was ended by SIGKILL" in executed.errors.read_text()
+    assert executed.leaves_nothing()
 
 
 def test_a_stopped_worker_is_found_out_and_ends_the_service(running: Service) -> None:
@@ -89,9 +96,9 @@ def test_a_killed_frontend_ends_the_service(running: Service) -> None:
     assert running.leaves_nothing()
 
 
-def test_a_killed_supervisor_takes_its_children_with_it(running: Service) -> None:
-    running.process.kill()
-    wait_until(lambda: not any(is_alive(pid) for pid in running.pids.values()))
+def test_a_killed_supervisor_takes_its_children_with_it(executed: Service) -> None:
+    executed.process.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in executed.pids.values()))
 
 
 def test_only_the_http_port_is_open_and_the_run_directory_is_private(running: Service) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 import httpx2
 
+from tests.support.forking import popen
+
 _LISTEN = "0A"  # Of the states in /proc/net/tcp.
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,12 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 class Service:
     """A running `moeserve serve`; `http` talks to it, `pids` are the worker's and the frontend's once it is ready."""
 
-    def __init__(self, model: Path, run_root: Path, *arguments: str) -> None:
+    def __init__(self, model: Path, run_root: Path, *arguments: str, forked: bool = True) -> None:
+        """forked: whether its processes are forked from one that has imported everything (`tests.support.forking`)."""
         self.run_root = run_root
         self.errors = run_root.parent / "stderr.txt"
         self.pids: dict[str, int] = {}
         with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
+            start = popen if forked else subprocess.Popen
+            self.process: subprocess.Popen[str] = start(
                 [sys.executable, "-m", "launcher.cli", "serve", str(model), "--port", "0", *arguments],
                 cwd=ROOT,
                 env={**os.environ, "XDG_RUNTIME_DIR": str(run_root), "OMP_NUM_THREADS": "1"},
@@ -69,11 +73,12 @@ class Service:
 
 
 @contextmanager
-def service(model: Path, folder: Path, *arguments: str) -> Iterator[Service]:
+def service(model: Path, folder: Path, *arguments: str, forked: bool = True) -> Iterator[Service]:
     """A ready service; killed at the end if it still runs, its children with it."""
     run_root = folder / "run"
     run_root.mkdir()
-    running = Service(model, run_root, "--served-model-name", "m", "--kv-cache-memory", "64MiB", *arguments)
+    settings = ("--served-model-name", "m", "--kv-cache-memory", "64MiB", *arguments)
+    running = Service(model, run_root, *settings, forked=forked)
     try:
         running.wait_until_ready()
         yield running

@@ -1,0 +1,356 @@
+"""Python programs forked from a process that has imported torch and the service, in place of interpreters started anew.
+
+`popen` stands in for `subprocess.Popen` of `python -m MODULE`. A server process, one for each process of pytest, has
+imported what the service imports and nothing more, runs no threads and touches no tensor; it forks a program for each
+request. What a program starts with `python -m` is forked from that program in turn: the supervisor starts worker and
+frontend, torchrun's agent its ranks. Everything else is as it is after `exec`: pid, parent, session, descriptors,
+environment, signals, arguments, working directory, `launcher.child` with its death signal, and what `/proc` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import ctypes
+import gc
+import inspect
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+_LARGEST_REQUEST = 1 << 17
+# Room for the command line and the environment of what is forked, where `/proc` looks for them.
+_ROOM = "x" * 4096
+# Taken before a forked program has another in its place.
+_EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_SIGNATURE = inspect.signature(_EXECUTE)
+
+
+def popen(command: list[str], **options: Any) -> subprocess.Popen[Any]:
+    """A program forked from the server of this process. command, options: as `subprocess.Popen` takes them."""
+    return _ServedPopen(command, **options)
+
+
+class _Job:
+    """A program to run, as `subprocess.Popen` asks for it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.command = [os.fspath(part) for part in arguments["args"]]
+        self.environment = dict(os.environ if arguments["env"] is None else arguments["env"])
+        self.folder = os.fspath(arguments["cwd"] or os.getcwd())
+        streams = ((arguments["p2cread"], 0), (arguments["c2pwrite"], 1), (arguments["errwrite"], 2))
+        self.streams = [own if given == -1 else given for given, own in streams]
+        self.kept = list(arguments["pass_fds"])
+        self.umask = arguments["umask"]
+        self.own_session = bool(arguments["start_new_session"])
+
+    def is_module(self) -> bool:
+        return self.command[0] == sys.executable and "-m" in self.command[1:5]
+
+
+def _called(call: Any, *arguments: Any) -> dict[str, Any]:
+    return _SIGNATURE.bind(call, *arguments).arguments
+
+
+def _close_given(asked: dict[str, Any]) -> None:
+    """Closes the child's ends of pipes, and of /dev/null, which are the child's alone from now on."""
+    pairs = (("p2cread", "p2cwrite"), ("c2pwrite", "c2pread"), ("errwrite", "errread"))
+    devnull = getattr(asked["self"], "_devnull", None)
+    mine = {asked[child] for child, parent in pairs if asked[child] != -1 and asked[parent] != -1}
+    for descriptor in mine | ({devnull} - {None}):
+        os.close(descriptor)
+
+
+class _ServedPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """The program is the server's child, which tells its exit status when it has ended."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        asked = _called(self, *arguments)
+        job = _Job(asked)
+        assert job.is_module(), job.command
+        assert not job.kept, job.kept
+        self._told, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        request = {"command": job.command, "environment": job.environment, "folder": job.folder}
+        with told:
+            descriptors = [*job.streams, told.fileno()]
+            connection = _server(job.environment.get("PYTHONPATH", ""))
+            socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
+        self.pid = int(self._told.recv(64))
+        self._child_created = True
+        _close_given(asked)
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        try:
+            said = self._told.recv(64, socket.MSG_DONTWAIT if wait_flags & os.WNOHANG else 0)
+        except BlockingIOError:
+            return 0, 0
+        self._told.close()
+        return self.pid, int(said) if said else signal.SIGKILL
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)  # type: ignore[attr-defined]
+        return self.returncode
+
+
+def _execute_or_fork(call: Any, *arguments: Any) -> None:
+    """In a forked program: modules are forked from it, other programs are executed."""
+    asked = _called(call, *arguments)
+    job = _Job(asked) if isinstance(asked["args"], list | tuple) and not asked["shell"] else None
+    if job is None or not job.is_module() or asked["preexec_fn"] is not None:
+        _EXECUTE(call, *arguments)
+        return
+    call.pid = _fork(job)
+    call._child_created = True
+    _close_given(asked)
+
+
+def _fork(job: _Job) -> int:
+    """Returns the child's pid in this process, and never in the child."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        # Objects of the parent's would close descriptors that are the child's now, were they ever collected.
+        gc.freeze()
+        _become(job)
+    return pid
+
+
+def _become(job: _Job) -> NoReturn:
+    status = 1
+    try:
+        _take_over(job)
+        module, arguments = _parsed(job.command)
+        _run(module, arguments)
+        status = 0
+    except SystemExit as end:
+        status = _exit_status(end)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(_finished(status))
+
+
+def _take_over(job: _Job) -> None:
+    """Makes this process what a new interpreter would be."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    asyncio._set_running_loop(None)
+    asyncio.set_event_loop(None)
+    if job.own_session:
+        os.setsid()
+    if job.umask >= 0:
+        os.umask(job.umask)
+    # First out of each other's way: one may be given under the number of another.
+    above = [os.dup(os.dup(os.dup(descriptor))) for descriptor in job.streams]
+    for number, descriptor in enumerate(above):
+        os.dup2(descriptor, number)
+    bound = 3
+    for descriptor in sorted(job.kept):
+        os.closerange(bound, descriptor)
+        os.set_inheritable(descriptor, True)
+        bound = descriptor + 1
+    os.closerange(bound, os.sysconf("SC_OPEN_MAX"))
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    os.environ.clear()
+    os.environ.update(job.environment)
+    os.chdir(job.folder)
+    _show(job)
+
+
+def _show(job: _Job) -> None:
+    """Has `/proc` show the command line and the environment of the program, cut off where they are longer than the
+    server's. Nothing refers to the server's own strings any more."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    shown = (job.command, [f"{name}={value}" for name, value in job.environment.items()])
+    for strings, first in ((shown[0], 45), (sorted(shown[1], key=len), 47)):
+        begin, end = int(fields[first]), int(fields[first + 1])
+        text = b"".join(os.fsencode(part) + b"\0" for part in strings)[: end - begin - 1]
+        ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+def _parsed(command: list[str]) -> tuple[str, list[str]]:
+    """Module and arguments of a `python [OPTION]... -m MODULE [ARGUMENT]...`."""
+    at = command.index("-m") + 1
+    return command[at], command[at + 1 :]
+
+
+def _run(module: str, arguments: list[str]) -> None:
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        import torch
+
+        # The library read the environment when it was loaded.
+        torch.set_num_threads(int(threads))
+    subprocess.Popen._execute_child = _execute_or_fork  # type: ignore[attr-defined]
+    # What was imported in the server is to run once more, as a program.
+    for again in {module, arguments[1] if module == "launcher.child" else module}:
+        sys.modules.pop(again, None)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _exit_status(end: SystemExit) -> int:
+    if end.code is None:
+        return 0
+    if isinstance(end.code, int):
+        return end.code & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _finished(status: int) -> int:
+    """Ends as an interpreter does: threads, what is registered for the end, buffers."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        traceback.print_exc()
+        return 120
+    return status
+
+
+# The server.
+
+
+@cache
+def _server(python_path: str) -> socket.socket:
+    """The connection to the server of this process, which ends with it; one for each PYTHONPATH, where
+    `sitecustomize` may lie."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LARGEST_REQUEST)
+    with there:
+        server = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.support.forking", str(there.fileno()), _ROOM],
+            cwd=ROOT,
+            pass_fds=[there.fileno()],
+            # Of the settings that libraries read when they are loaded, those that the service sets.
+            env=os.environ
+            | {
+                "PYTHONPATH": python_path,
+                "ROOM": 4 * _ROOM,
+                "OMP_NUM_THREADS": "2",
+                "OPENBLAS_NUM_THREADS": "1",
+                "GOMP_SPINCOUNT": "2000",
+                "TOKENIZERS_PARALLELISM": "false",
+                "HF_HUB_OFFLINE": "1",
+                "HF_HUB_DISABLE_TELEMETRY": "1",
+                "DS_ACCELERATOR": "cpu",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+            },
+        )
+
+    def end() -> None:
+        here.close()
+        server.wait()
+
+    atexit.register(end)
+    return here
+
+
+def _import_the_service() -> None:
+    import torch.distributed.run  # noqa: F401
+    import uvicorn.protocols.http.httptools_impl  # noqa: F401
+    import uvloop  # noqa: F401
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    import launcher.rank_group
+    import launcher.serve
+    import launcher.worker
+    import moeserve.frontend.server
+    import moeserve.model.source
+    import moeserve.ranks.startup
+    import moeserve.startup
+
+    # What Transformers imports once it is asked for the configuration of a model.
+    assert CONFIG_MAPPING["mixtral"]
+
+
+def main() -> None:
+    """Forks a program for each request on descriptor N until it is closed: `python -m tests.support.forking N`."""
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    _import_the_service()
+    has_device = "TRITON_INTERPRET" in os.environ
+    assert has_device or not any(name.startswith("kernels.gpu") for name in sys.modules), "they are made for a device"
+    assert len(os.listdir("/proc/self/task")) == 1, "threads would be missing in what is forked"
+    gc.collect()
+    gc.freeze()
+    running: dict[int, tuple[int, socket.socket]] = {}
+    poll = select.poll()
+    poll.register(asked, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor == asked.fileno():
+                message, descriptors, _, _ = socket.recv_fds(asked, _LARGEST_REQUEST, 4)
+                if not message:
+                    return
+                pidfd, started = _start(json.loads(message), descriptors)
+                running[pidfd] = started
+                poll.register(pidfd, select.POLLIN)
+            else:
+                poll.unregister(descriptor)
+                _tell_the_end(*running.pop(descriptor))
+                os.close(descriptor)
+
+
+def _start(request: dict[str, Any], descriptors: list[int]) -> tuple[int, tuple[int, socket.socket]]:
+    *streams, told = descriptors
+    job = _Job(
+        {
+            "args": request["command"],
+            "env": request["environment"],
+            "cwd": request["folder"],
+            "p2cread": streams[0],
+            "c2pwrite": streams[1],
+            "errwrite": streams[2],
+            "pass_fds": (),
+            "umask": -1,
+            "start_new_session": False,
+        }
+    )
+    pid = _fork(job)
+    for descriptor in streams:
+        os.close(descriptor)
+    connection = socket.socket(fileno=told)
+    connection.send(str(pid).encode())
+    return os.pidfd_open(pid), (pid, connection)
+
+
+def _tell_the_end(pid: int, connection: socket.socket) -> None:
+    _, status = os.waitpid(pid, 0)
+    with connection:
+        try:
+            connection.send(str(status).encode())
+        except OSError:
+            # Nobody waits for it any more.
+            return
+
+
+if __name__ == "__main__":
+    # One module of this name, whichever program imports it.
+    sys.modules["tests.support.forking"] = sys.modules["__main__"]
+    main()
