@@ -75,6 +75,7 @@ PURE = [
     "moeserve.cuda.memory",
     "moeserve.cuda.step_arrays",
     "moeserve.model.spec",
+    "moeserve.model.rope",
     "moeserve.model.families",
     "moeserve.model.checkpoint",
     "moeserve.model.cache",

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from moeserve.model.split_demo import build_split, num_shared, split_neurons
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 from transformers import AutoModelForCausalLM
 
-from moeserve.model import demo_build, split_demo
-from moeserve.model.demo_build import build_dense, read_quality
+from benchmarks import split_demo
+from benchmarks.split_demo import build_split, command, num_shared, read_quality, split_neurons
+from moeserve.model import demo_build
+from moeserve.model.demo_build import build_dense
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.source import check_folder
 from moeserve.model.weights import load_decoder
@@ -147,3 +149,42 @@ def test_neurons_that_fire_together_become_one_expert() -> None:
 def test_more_experts_than_neurons_are_refused() -> None:
     with pytest.raises(ValueError, match="50 experts cannot share a third of 100 neurons"):
         num_shared(100, 50)
+
+
+def test_the_command_prints_the_folder_and_its_perplexity(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_demo, "locate_gguf", lambda: gguf)
+    monkeypatch.setattr(split_demo, "FFN_BYTES", 0)
+    monkeypatch.setattr(split_demo, "OTHER_BYTES", 0)
+    out = tmp_path / "split"
+    result = CliRunner().invoke(command, ["--experts", "6", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    folder, quality = result.stdout.splitlines()
+    assert folder == str(out)
+    assert quality.startswith(f"perplexity {read_quality(out).split:.2f}, of the dense model ")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        (["--experts", "2", "--top-k", "3"], "cannot have 2 experts with 3 active"),
+        (["--experts", "99"], "99 experts cannot share"),
+    ],
+)
+def test_numbers_that_cannot_be_are_one_sentence(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: list[str], words: str
+) -> None:
+    monkeypatch.setattr(split_demo, "locate_gguf", lambda: gguf)
+    result = CliRunner().invoke(command, [*numbers, "--out", str(tmp_path / "split")])
+    assert result.exit_code == 1
+    assert words in result.stderr
+    assert not (tmp_path / "split").exists()
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    result = CliRunner().invoke(command, ["--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "is there already and no demo model" in result.stderr
+    assert (tmp_path / "file").read_text() == "mine"
