@@ -1,7 +1,7 @@
 """Launches of every kernel at the shapes of well-known models, for compiling only: tensors hold nothing.
 
-Each set of cases is a function that yields (name, function that launches); `python -m tests.support.compile_only SET...`
-compiles sets.
+Each set of cases is a function that yields (name, function that launches); `python -m tests.support.compile_only
+SET...` compiles sets.
 """
 
 from __future__ import annotations
