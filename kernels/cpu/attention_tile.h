@@ -1,4 +1,4 @@
-// What attention does with a tile of 64 keys: scores, a running softmax (Milakov and Gimelshein, 2018), sums of values.
+// A tile of 64 keys in attention: scores, a running softmax (Milakov and Gimelshein, 2018), sums of values.
 // Every sum is one chain of fused multiply-adds in a fixed order, so a row has the same bits beside any others.
 #pragma once
 
@@ -23,7 +23,7 @@ static inline void clear(State state, int64_t rows, int64_t value_dim) {
   std::fill_n(state.sums, rows * value_dim, 0.0f);
 }
 
-// Adds what `part` saw to `whole`. Where one of them is empty the other's bits remain.
+// Merges `part` into `whole`. Where one of them is empty the other's bits remain.
 static inline void merge(State whole, State part, int64_t rows, int64_t value_dim) {
   for (int64_t r = 0; r < rows; ++r) {
     if (part.largest[r] == kNothing) continue;
@@ -113,8 +113,8 @@ void add_all_values(const float* weights, const float* const* values, int64_t co
     add_values<Rows, 1>(weights, values, count, channel, value_dim, sums);
 }
 
-// Turns a row's scores of a tile into weights, and its state into one that has seen them. The row sees the tile's keys
-// from `first` to before `last`; either may lie outside the tile.
+// Turns a row's scores of a tile into weights and folds them into its state. The row sees the tile's keys from `first`
+// to before `last`; either may lie outside the tile.
 static inline void weigh(float scale, int64_t first, int64_t last, int64_t value_dim, float* scores,
                          float* largest_seen, float* total, float* sums) {
   const bool sees_all = first == 0 && last == kTileKeys;

@@ -3,11 +3,43 @@
 #include <algorithm>
 #include <vector>
 
-#include "activation.h"
 #include "panels.h"
 
 namespace moeserve {
 namespace {
+
+// Gated activations, sixteen channels at a time.
+enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kSwigluOai };
+
+inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
+
+inline Floats gelu(Floats x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (float& value : lanes) value = 0.5f * value * (1.0f + std::erf(value * 0.70710678f));
+  return load(lanes);
+}
+
+// tanh(z) = 2 sigmoid(2z) - 1, so that half of 1 + tanh(z) is sigmoid(2z).
+inline Floats gelu_tanh(Floats x) { return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }
+
+inline Floats gated(Floats gate, Floats up, Activation kind, float alpha, float limit) {
+  switch (kind) {
+    case Activation::kSilu:
+      return gate * sigmoid(gate) * up;
+    case Activation::kGelu:
+      return gelu(gate) * up;
+    case Activation::kGeluTanh:
+      return gelu_tanh(gate) * up;
+    case Activation::kRelu:
+      return max(gate, Floats{}) * up;
+    case Activation::kSwigluOai:
+      gate = min(gate, splat(limit));
+      up = min(max(up, splat(-limit)), splat(limit));
+      return gate * sigmoid(alpha * gate) * (up + 1.0f);
+  }
+  __builtin_unreachable();
+}
 
 // A packed expert: panels of gate and up [intermediate / 16, hidden, 32] (16 gate columns beside their 16 up columns),
 // panels of down [hidden / 32, intermediate, 32], then float32 biases in the same order of columns, where there are any.
@@ -102,7 +134,7 @@ void down_panel(const Shape& shape, const Step& step, int64_t group, int64_t pan
       });
 }
 
-// A token's products [top_k, hidden], summed in the order of its choice. ids: null where all are there.
+// Sums a token's products [top_k, hidden] in the order of its choice. ids: null where all experts are here.
 void combine(const float* products, int64_t top_k, int64_t hidden, const int64_t* ids, const float* weights,
              float* out) {
   std::fill_n(out, hidden, 0.0f);
@@ -144,9 +176,9 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
 }  // namespace moeserve
 
 // out [num_tokens, hidden] = sum over k of weight * expert(x [num_tokens, hidden]). ids [num_tokens, top_k], -1 for an
-// expert elsewhere; weights [num_tokens, top_k]; experts [num_experts] point to packed experts, null where one is
-// not here. Where weights is null, nothing is summed: out is [num_tokens * top_k, hidden], of which rows with an id of
-// -1 stay as they are. Returns -1, or a chosen expert that is not here, and then computes nothing.
+// expert elsewhere; weights [num_tokens, top_k]; experts [num_experts] point to packed experts, null for absent ones.
+// Where weights is null, nothing is summed: out is [num_tokens * top_k, hidden], and rows with an id of -1 are left
+// untouched. Returns -1, or a chosen expert that is not here, and then computes nothing.
 extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t num_tokens, const int64_t* ids,
                                  const float* weights, int64_t top_k, const void* const* experts, int64_t num_experts,
                                  int64_t is_bf16, int64_t hidden, int64_t intermediate, int64_t has_bias,
@@ -172,7 +204,7 @@ extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t nu
   return -1;
 }
 
-// out [num_tokens, hidden] = sum over k of weight * product: what moeserve_experts makes of the same products.
+// out [num_tokens, hidden] = sum over k of weight * product, with the bits that moeserve_experts gives.
 // products [num_tokens, top_k, hidden], weights [num_tokens, top_k].
 extern "C" void moeserve_combine(const float* products, int64_t num_tokens, int64_t top_k, int64_t hidden,
                                  const float* weights, float* out, int64_t out_stride) {

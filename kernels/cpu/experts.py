@@ -20,7 +20,7 @@ from kernels.linear import Linear, pack_linear
 from kernels.packed_experts import ExpertLayout, ExpertShape, SplitExperts
 from kernels.specs import Activation, ActivationKind
 
-# The order of `Activation` in activation.h.
+# The order of `Activation` in experts.cpp.
 _KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}
 
 

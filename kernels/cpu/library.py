@@ -18,7 +18,7 @@ from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 
 _SOURCES = ("linear.cpp", "experts.cpp", "elementwise.cpp", "attention.cpp")
-_HEADERS = ("simd.h", "panels.h", "activation.h", "attention_tile.h")
+_HEADERS = ("simd.h", "panels.h", "attention_tile.h")
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _BUILD_SECONDS = 120
 

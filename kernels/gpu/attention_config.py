@@ -149,7 +149,7 @@ class AttentionShape:
 
 
 class AttentionConfigs:
-    """Chooses configurations of one shape: measured ones if there are any, else those of the table."""
+    """Chooses configurations of one shape: measured ones if there are any, else the table's."""
 
     def __init__(self, shape: AttentionShape, tuned: dict[str, AnyConfig] | None = None) -> None:
         """tuned: "decode", "extend" and "prefill", any may be missing."""

@@ -1,4 +1,4 @@
-"""Triton kernels of attention over paged keys and values, and the work list of those that split contexts.
+"""Triton kernels of attention over paged keys and values, and the work list of split contexts.
 
 - split_kernel is for few query tokens over long contexts: decodes, and extends too short to fill tiles of one head. A
   program has one KV head, one chunk of one sequence and all query heads of that KV head, for one or more tokens, as its
@@ -317,7 +317,7 @@ def prefill_kernel(
     HAS_SINKS: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
 ):
-    """Program (head, tile of ROWS tokens), heads fastest: those of one KV head read the same keys from the L2 cache.
+    """Program (head, tile of ROWS tokens), heads fastest: heads of one KV head read the same keys from the L2 cache.
 
     Tiles are counted from the back, since the last ones see the most keys.
     """
@@ -557,7 +557,7 @@ def load_rows(rows, row_mask, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def fp8_pairs(rows, row_mask, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """[rows, BLOCK / 2] elements at even places of fp8 rows, and those at odd places, in fp16; as `load_rows`.
+    """[rows, BLOCK / 2] elements at even places of fp8 rows, and as many at odd places, in fp16; as `load_rows`.
 
     Two at a time they are 16 bits wide, which the tensor cores' loads can transpose; bytes would be read one by one.
     """

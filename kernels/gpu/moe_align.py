@@ -179,7 +179,7 @@ def _place_kernel(
     tiles = (total + BLOCK_M - 1) // BLOCK_M
     tile_end = tl.cumsum(tiles, 0)
     tile = chunk * TILES + tl.arange(0, TILES)
-    # The slots that end before a tile are those below its own; slots without rows end where the one before them does.
+    # The slots that end before a tile are the slots below its own; one without rows ends where the one before it does.
     own = tl.sum((tile_end[:, None] <= tile[None, :]).to(tl.int32), 0)
     is_tile = own < BINS
     own = tl.minimum(own, BINS - 1)

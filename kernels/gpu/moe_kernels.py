@@ -223,7 +223,7 @@ def _down_tiled_kernel(
     acc = _finished(acc, scales, bias + slot * stride_be, weight_row[None, :], HAS_SCALE, HAS_BIAS)
     pair = tl.load(pairs + place)
     stored = (row[:, None] < rows) & (column[None, :] < N)
-    # Rounded as the scratch is, wherever it goes: products made in parts have the bits of those made at once.
+    # Rounded to h's dtype whatever y's is, so that products made in parts have the bits of products made at once.
     rounded = acc.to(h.dtype.element_ty).to(y.dtype.element_ty)
     tl.store(y + pair.to(tl.int64)[:, None] * N + column[None, :], rounded, mask=stored)
 
@@ -450,7 +450,7 @@ def _down_gemv_kernel(
                 STAGES,
             )
             acc = _finished(acc, scales, bias + slot * stride_be, weight_row, HAS_SCALE, HAS_BIAS)
-            # Rounded as where products pass through memory.
+            # Rounded as products are that pass through memory.
             rounded = acc.to(h.dtype.element_ty).to(tl.float32)
             if SUM:
                 total += rounded * tl.load(expert_weights + pair)

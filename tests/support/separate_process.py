@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def output_of(module: str, *arguments: str) -> list[str]:
-    """The lines that `python -m module arguments` prints, which has to end well."""
+    """The lines that `python -m module arguments` prints; asserts that it succeeds."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", module, *arguments]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -19,9 +19,9 @@ def output_of(module: str, *arguments: str) -> list[str]:
 
 
 def compiled(cases: str) -> list[str]:
-    """What `tests.support.compile_only` says of the kernels of a module of cases, which have to fit a GPU of compute
-    capability 9.0 without spilling."""
-    lines = output_of("tests.support.compile_only", f"tests.support.{cases}")
+    """The lines of `tests.support.compile_only` about a set of `compile_cases`; asserts that every kernel fits a GPU of
+    compute capability 9.0 without spilling."""
+    lines = output_of("tests.support.compile_only", cases)
     assert lines
     for line in lines:
         said = numbers(line)
@@ -33,5 +33,5 @@ def compiled(cases: str) -> list[str]:
 
 
 def numbers(line: str) -> dict[str, int]:
-    """Its name=number parts."""
+    """The name=number parts of a line."""
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", line)}

@@ -1,0 +1,263 @@
+"""Launches of every kernel at the shapes of well-known models, for compiling only: tensors hold nothing.
+
+Each set of cases is a function that yields (name, function that launches); `python -m tests.support.compile_only
+SET...` compiles sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.attention import PagedContext, Partials, Scoring, prefill_attention, split_attention
+from kernels.gpu.attention_config import split_config
+from kernels.gpu.attention_kernels import SplitWork
+from kernels.gpu.moe import MoeWorkspace, moe_experts
+from kernels.gpu.moe_config import Device, MoeShape, heuristic_config
+from kernels.gpu.moe_gate import select_experts
+from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
+from kernels.gpu.norm import add_rms_norm, layer_norm, rms_norm
+from kernels.gpu.rope_kv import norm_rope_write_kv
+from kernels.gpu.sampling import greedy, sample
+from kernels.specs import Activation, GateSpec
+
+Cases = Iterator[tuple[str, Callable[[], object]]]
+# Sizes of keys and values, query heads per KV head, block size, dtypes of queries and pools.
+AttentionCase = tuple[int, int, int, int, torch.dtype, torch.dtype]
+
+BF16, FP16, FP8, FP32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32
+KV_HEADS = 2
+HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)
+META = torch.device("meta")
+STORED = {"bfloat16": BF16, "float32": FP32, "int8": torch.int8, "fp8": FP8}
+QWEN = (128, 768, 2048, 8)
+MIXTRAL = (8, 14336, 4096, 2)
+
+
+def attention() -> Cases:
+    """Decodes, extends and prefills at the shapes of well-known models."""
+    usual = attention_case(128, 128, 8)
+    yield "decode", partial(launch_split, usual)
+    yield "decode small blocks", partial(launch_split, attention_case(128, 128, 4, 16))
+    yield "decode fp8", partial(launch_split, attention_case(128, 128, 8, kv_dtype=FP8))
+    yield "decode latent", partial(launch_split, attention_case(576, 512, 128))
+    yield "decode flags", partial(launch_split, attention_case(64, 64, 8), window=128, flags=True)
+    yield "extend", partial(launch_split, usual, tokens=8)
+    yield "prefill", partial(launch_prefill, usual)
+    yield "prefill small blocks", partial(launch_prefill, attention_case(80, 80, 4, 16))
+    yield "prefill short", partial(launch_prefill, usual, max_query_len=40)
+    yield "prefill flags", partial(launch_prefill, usual, window=128, flags=True)
+
+
+def attention_batches() -> Cases:
+    """One shape of attention with batches of all sizes."""
+    case = attention_case(64, 64, 8)
+    for num_seqs, max_blocks, num_tokens, offset in ((1, 1, 1, 0), (2, 7, 17, 1), (16, 16, 64, 3), (33, 48, 1000, 0)):
+        batch = {"num_seqs": num_seqs, "max_blocks": max_blocks, "offset": offset, "window": 16 * num_seqs}
+        yield f"split {num_seqs}", partial(launch_split, case, **batch)
+        yield f"prefill {num_seqs}", partial(launch_prefill, case, **batch, num_tokens=num_tokens)
+
+
+def attention_table() -> Cases:
+    """The whole table of attention's configurations in 16 bits, and some of fp32: minutes."""
+    sizes = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256), (576, 512))
+    for key_dim, value_dim in sizes:
+        for dtype, kv_dtype in ((BF16, BF16), (FP16, FP16), (BF16, FP8), (FP32, FP32)):
+            if dtype == FP32 and key_dim > 256:
+                continue
+            for block_size in (16, 64):
+                case = attention_case(key_dim, value_dim, 16 if key_dim > 256 else 4, block_size, dtype, kv_dtype)
+                name = f"{key_dim} {value_dim} {kv_dtype} {block_size}"
+                yield f"decode {name}", partial(launch_split, case)
+                yield f"extend {name}", partial(launch_split, case, tokens=8)
+                yield f"prefill {name}", partial(launch_prefill, case)
+
+
+def experts() -> Cases:
+    """Gate and experts at the shapes of Qwen3-30B-A3B and Mixtral; a name says variant, stored format and tokens."""
+    for shape, sizes in (
+        (MoeShape(*QWEN, "bfloat16"), (1, 64, 256, 1024)),
+        (MoeShape(*MIXTRAL, "bfloat16"), (64,)),
+        (MoeShape(*QWEN, "int8"), (1, 64)),
+        (MoeShape(256, 2048, 7168, 8, "fp8"), (4,)),
+        (MoeShape(*QWEN, "fp8"), (64, 2048)),
+        (MoeShape(*QWEN, "int4", 128), (1, 64, 2048)),
+        (MoeShape(*QWEN, "float32"), (64,)),
+    ):
+        for num_tokens in sizes:
+            variant = heuristic_config(shape, num_tokens, HOPPER).variant
+            yield f"{variant} {shape.weights} {num_tokens}", partial(launch_experts, shape, num_tokens)
+
+
+def others() -> Cases:
+    """Norms, rotation with KV write and sampling at the shapes of Qwen3-30B-A3B."""
+    x, weight = torch.empty(2, 2048, dtype=BF16), torch.empty(2048, dtype=BF16)
+    yield "rms_norm", lambda: rms_norm(x, weight, 1e-6)
+    yield "add_rms_norm", lambda: add_rms_norm(x, x.clone(), weight, 1e-6)
+    yield "layer_norm", lambda: layer_norm(x, weight, weight, 1e-6)
+    wide = torch.empty(2, 7168, dtype=BF16)
+    yield "rms_norm wide", lambda: rms_norm(wide, torch.empty(7168, dtype=BF16), 1e-6)
+    yield "rope", launch_rope
+    yield "rope interleaved partial", partial(launch_rope, interleaved=True, rotary=64)
+    yield "rope fp8", partial(launch_rope, dtype=FP8)
+    yield "rope fp8 scaled", partial(launch_rope, dtype=FP8, scaled=True)
+    logits = torch.empty(2, 151936)
+    yield "greedy", lambda: greedy(logits)
+    yield "greedy bf16", lambda: greedy(logits.to(BF16))
+    ones = torch.ones(2)
+    places = torch.zeros(2, dtype=torch.int64)
+    yield "sample", lambda: sample(logits, ones, places, places)
+    top_k = torch.ones(2, dtype=torch.int32)
+    yield "sample filtered", lambda: sample(logits, ones, places, places, top_k=top_k, top_p=ones, min_p=ones)
+
+
+def benchmarked() -> Cases:
+    """Every configuration that the table and the heuristic choose for the shapes of the kernel benchmark: minutes.
+
+    Configurations that several shapes share are compiled once.
+    """
+    from benchmarks.kernels.attention import attention_cases
+    from benchmarks.kernels.experts import NUM_TOKENS, SHAPES
+
+    seen = set()
+    for case in attention_cases():
+        shape = case.shape
+        sizes = (case.key_dim, case.value_dim, shape.group, case.block_size, case.dtype, case.kv_dtype)
+        if case.kind == "prefill":
+            config, call = shape.prefill(max(case.query_lens)), partial(launch_prefill, sizes, max_query_len=1000)
+        else:
+            config = shape.split() if case.kind == "decode" else shape.extend()
+            tokens = 1 if case.kind == "decode" else shape.extend().tokens_per_tile(shape.group)
+            call = partial(launch_split, sizes, tokens=tokens)
+        if (case.kind, sizes, config) not in seen:
+            seen.add((case.kind, sizes, config))
+            yield case.name, call
+    for name, shape in SHAPES.items():
+        for num_tokens in NUM_TOKENS:
+            config = heuristic_config(shape, num_tokens, HOPPER)
+            if (name, config) not in seen:
+                seen.add((name, config))
+                yield f"{name} {num_tokens}", partial(launch_experts, shape, num_tokens)
+
+
+def attention_case(
+    key_dim: int,
+    value_dim: int,
+    group: int,
+    block_size: int = 64,
+    dtype: torch.dtype = BF16,
+    kv_dtype: torch.dtype = BF16,
+) -> AttentionCase:
+    return key_dim, value_dim, group, block_size, dtype, kv_dtype
+
+
+def launch_split(
+    case: AttentionCase,
+    *,
+    num_seqs: int = 3,
+    max_blocks: int = 5,
+    offset: int = 0,
+    window: int | None = None,
+    tokens: int = 1,
+    flags: bool = False,
+) -> None:
+    """Make a work list, then compute the decode, or with `tokens` > 1 the short extend, that follows it."""
+    key_dim, value_dim, group, block_size, dtype, _ = case
+    config = split_config(*case, tokens)
+    tokens = max(1, min(tokens, config.rows // group))
+    work = SplitWork(
+        64, 64, 4096, KV_HEADS, config, "cpu", num_sms=132, window=window, tokens_per_tile=tokens, max_query_len=8
+    )
+    table, lengths, starts = metadata(num_seqs, max_blocks, offset)
+    query_starts = None if tokens == 1 else starts
+    work.update(lengths, query_starts)
+    split_attention(
+        torch.empty((num_seqs, KV_HEADS * group, key_dim), dtype=dtype),
+        PagedContext(*pools(case), table, lengths, block_size),
+        work,
+        Partials.allocate(work, KV_HEADS * group, value_dim),
+        scoring(KV_HEADS * group, flags),
+        query_starts=query_starts,
+    )
+
+
+def launch_prefill(
+    case: AttentionCase,
+    *,
+    num_tokens: int = 100,
+    num_seqs: int = 3,
+    max_blocks: int = 5,
+    offset: int = 0,
+    window: int | None = None,
+    max_query_len: int = 1000,
+    flags: bool = False,
+) -> None:
+    key_dim, _, group, block_size, dtype, _ = case
+    table, lengths, starts = metadata(num_seqs, max_blocks, offset)
+    prefill_attention(
+        torch.empty((num_tokens, KV_HEADS * group, key_dim), dtype=dtype),
+        PagedContext(*pools(case), table, lengths, block_size),
+        starts,
+        scoring(KV_HEADS * group, flags),
+        max_query_len=max_query_len,
+        window=window,
+    )
+
+
+def pools(case: AttentionCase) -> tuple[Tensor, Tensor]:
+    """Values are a view of the keys where keys are as large as those of latent attention."""
+    key_dim, value_dim, _, block_size, _, kv_dtype = case
+    keys = torch.empty((KV_HEADS, 4 * block_size, key_dim), dtype=kv_dtype)
+    if key_dim > 256:
+        return keys, keys[..., :value_dim]
+    return keys, torch.empty((KV_HEADS, 4 * block_size, value_dim), dtype=kv_dtype)
+
+
+def metadata(num_seqs: int, max_blocks: int, offset: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Block table, lengths and starts; with an `offset` they lie within larger tensors, aligned to nothing."""
+    table = torch.zeros((num_seqs + offset, max_blocks), dtype=torch.int32)
+    lengths = torch.zeros(num_seqs + offset, dtype=torch.int32)
+    starts = torch.zeros(num_seqs + offset + 1, dtype=torch.int32)
+    return table[offset:], lengths[offset:], starts[offset:]
+
+
+def scoring(num_heads: int, flags: bool) -> Scoring:
+    """With `flags`, sinks and a soft cap."""
+    return Scoring(0.1, soft_cap=30.0, sinks=torch.empty(num_heads)) if flags else Scoring(0.1)
+
+
+def launch_experts(shape: MoeShape, num_tokens: int) -> None:
+    """Run gate and experts in the variant that the heuristic chooses."""
+    width, hidden, top_k = shape.intermediate_size, shape.hidden_size, shape.top_k
+    dtype = FP32 if shape.weights == "float32" else BF16
+    matrices = GpuExperts(matrix(shape, 2 * width, hidden), matrix(shape, hidden, width))
+    workspace = MoeWorkspace.allocate(num_tokens, top_k, shape.num_experts, hidden, width, dtype, META)
+    x = torch.empty(num_tokens, hidden, dtype=dtype, device=META)
+    logits = torch.empty(num_tokens, shape.num_experts, dtype=dtype, device=META)
+    ids, weights = select_experts(logits, GateSpec(top_k, renormalise=True))
+    config = heuristic_config(shape, num_tokens, HOPPER)
+    moe_experts(x, ids, weights, matrices, Activation(), config, workspace, num_programs=132)
+
+
+def matrix(shape: MoeShape, rows: int, depth: int) -> StoredMatrix:
+    if shape.weights == "int4":
+        packed = torch.empty(shape.num_experts, rows, depth // 2, dtype=torch.uint8, device=META)
+        return StoredMatrix(packed, torch.empty(shape.num_experts, depth // shape.group_size, rows, device=META))
+    values = torch.empty(shape.num_experts, rows, depth, dtype=STORED[shape.weights], device=META)
+    is_plain = shape.weights in ("bfloat16", "float32")
+    return StoredMatrix(values, None if is_plain else torch.empty(shape.num_experts, rows, device=META))
+
+
+def launch_rope(
+    *, interleaved: bool = False, rotary: int = 128, dtype: torch.dtype = BF16, scaled: bool = False
+) -> None:
+    q, k, v = torch.empty(2, 40, 128, dtype=BF16).split([32, 4, 4], 1)
+    keys, values = (torch.empty(4, 64, 128, dtype=dtype) for _ in range(2))
+    scales = {"k_scale": torch.ones(4), "v_scale": torch.ones(4)} if scaled else {}
+    angles, weight = torch.empty(2, rotary // 2), torch.empty(128, dtype=BF16)
+    slots = torch.zeros(2, dtype=torch.int64)
+    weights = {"q_weight": weight, "k_weight": weight}
+    norm_rope_write_kv(q, k, v, angles, angles, slots, keys, values, interleaved=interleaved, **weights, **scales)
