@@ -1,4 +1,4 @@
-"""`moeserve chat`: a conversation in the terminal with a running server."""
+"""`moeserve chat`: a conversation with a running server in the terminal."""
 
 from __future__ import annotations
 
@@ -14,19 +14,66 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from launcher.experts_commands import server_option
-
 _TIMEOUT = 600.0
 _COMMANDS = "/reset forgets the conversation, /exit ends."
 
 
-class ChatError(Exception):
-    """The server cannot be asked or refused; one sentence."""
+def _base_url(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
+    """Complete an address as people write it: a scheme may be missing, and `/v1` may be there."""
+    return (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
+
+
+server_option = click.option(
+    "--url", default="http://127.0.0.1:8000", show_default=True, callback=_base_url, help="Address of the server."
+)
+
+
+@click.command()
+@server_option
+@click.option("--model", help="Model to ask for; the first one served when left out.")
+@click.option("--system", help="System prompt.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
+@click.option("--api-key", envvar="MOESERVE_API_KEY", help="Key of the server. [MOESERVE_API_KEY]")
+def chat(url: str, model: str | None, system: str | None, max_tokens: int | None, api_key: str | None) -> None:
+    """Talk to a running server from the terminal."""
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        conversation = Conversation(url, model or first_model(url, api_key), api_key, system, max_tokens)
+    except ChatError as error:
+        raise click.ClickException(str(error)) from None
+    if sys.stdin.isatty():
+        console.print(f"[dim]{escape(conversation.model)} at {escape(url)}. {_COMMANDS}[/]")
+    while (text := _read_line()) not in (None, "/exit"):
+        if text == "/reset":
+            conversation.reset()
+        elif text:
+            _answer(console, conversation, text)
+
+
+def _read_line() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+
+
+def _answer(console: Console, conversation: Conversation, text: str) -> None:
+    """Print the answer. An error ends a script with an exit code; a person may try again."""
+    try:
+        for piece in conversation.say(text):
+            console.out(piece, end="", highlight=False)
+    except ChatError as error:
+        if not sys.stdin.isatty():
+            raise click.ClickException(str(error)) from None
+        console.print(f"[red]{escape(str(error))}[/]", end="")
+    except KeyboardInterrupt:
+        console.print("[dim] (stopped)[/]", end="")
+    console.print()
 
 
 @dataclass
 class Conversation:
-    """The messages so far and how to send them. `say` extends the conversation by a question and its answer."""
+    """The messages so far, and the server that answers them."""
 
     url: str
     model: str
@@ -39,11 +86,11 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything but the system prompt."""
+        """Forget all messages but the system prompt."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def say(self, text: str) -> Iterator[str]:
-        """Pieces of the answer as they arrive. Raises ChatError; the question is then not remembered."""
+        """Yield the answer in pieces, then remember question and answer. Raises ChatError, and remembers nothing."""
         question = {"role": "user", "content": text}
         body: dict[str, Any] = {"model": self.model, "messages": [*self.messages, question], "stream": True}
         if self.max_tokens is not None:
@@ -58,7 +105,7 @@ class Conversation:
 
 
 def first_model(url: str, api_key: str | None) -> str:
-    """The name of the model that the server serves. Raises ChatError."""
+    """Return the name of the model that the server serves. Raises ChatError."""
     with _open(f"{url}/v1/models", None, api_key) as response:
         return str(json.load(response)["data"][0]["id"])
 
@@ -94,44 +141,5 @@ def _refusal(error: urllib.error.HTTPError) -> str:
         return f"The server answered {error.code} {error.reason}."
 
 
-@click.command()
-@server_option
-@click.option("--model", help="Model to ask for; the first one served when left out.")
-@click.option("--system", help="System prompt.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, in tokens.")
-@click.option("--api-key", envvar="MOESERVE_API_KEY", help="Key of the server. [MOESERVE_API_KEY]")
-def chat(url: str, model: str | None, system: str | None, max_tokens: int | None, api_key: str | None) -> None:
-    """Talk to a running server from the terminal."""
-    console = Console(highlight=False, soft_wrap=True)
-    try:
-        conversation = Conversation(url, model or first_model(url, api_key), api_key, system, max_tokens)
-    except ChatError as error:
-        raise click.ClickException(str(error)) from None
-    if sys.stdin.isatty():
-        console.print(f"[dim]{escape(conversation.model)} at {escape(url)}. {_COMMANDS}[/]")
-    while (text := _read_line()) not in (None, "/exit"):
-        if text == "/reset":
-            conversation.reset()
-        elif text:
-            _answer(console, conversation, text)
-
-
-def _read_line() -> str | None:
-    try:
-        return input("> " if sys.stdin.isatty() else "").strip()
-    except (EOFError, KeyboardInterrupt):
-        return None
-
-
-def _answer(console: Console, conversation: Conversation, text: str) -> None:
-    """Prints the answer. A script is told of an error by its exit code, a person may try again."""
-    try:
-        for piece in conversation.say(text):
-            console.out(piece, end="", highlight=False)
-    except ChatError as error:
-        if not sys.stdin.isatty():
-            raise click.ClickException(str(error)) from None
-        console.print(f"[red]{escape(str(error))}[/]", end="")
-    except KeyboardInterrupt:
-        console.print("[dim] (stopped)[/]", end="")
-    console.print()
+class ChatError(Exception):
+    """The server cannot be reached, or it refused; the message is one sentence."""

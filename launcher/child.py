@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent dies; exits if that has already happened.
+    """Let the kernel kill this process when its parent dies; exit if it has died already.
 
     The signal follows the parent's thread that started this process, so a supervisor starts children from its main
     thread.
@@ -24,7 +24,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def main() -> None:
-    """Prepares this process and turns it into MODULE."""
+    """Prepare this process and run MODULE in it."""
     parent_pid, module, *arguments = sys.argv[1:]
     die_with_parent(int(parent_pid))
     faulthandler.enable()

@@ -1,4 +1,4 @@
-"""The `moeserve` command."""
+"""The `moeserve` command and its groups, whose commands are imported when they are called."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ import click
 from moeserve.config import VERSION, ConfigError
 from moeserve.ranks.meeting import create_keys
 
-# A group of commands that are imported when they are called, so that `--help` costs nothing.
+_REPORTED = ("torch", "triton", "deepspeed", "transformers", "pyzmq", "starlette", "uvicorn")
 
 
 class LazyGroup(click.Group):
-    """entries: by name, where the command is (`module:attribute`) and its line in the list of commands."""
+    """A group that imports a command when it is called, so that `--help` costs nothing.
+
+    entries: by name, where the command is (`module:attribute`) and its line in the list of commands.
+    """
 
     def __init__(self, *args: Any, entries: Mapping[str, tuple[str, str]], **options: Any) -> None:
         super().__init__(*args, **options)
@@ -41,21 +44,18 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, summary) for name, (_, summary) in self._entries.items()])
 
 
-_COMMANDS = {
-    "serve": ("launcher.serve:serve", "Serve a model over HTTP until stopped."),
-    "chat": ("launcher.chat:chat", "Talk to a running server from the terminal."),
-    "bench": ("launcher.cli:bench", "Measure OpenAI-compatible servers under load."),
-    "tune": ("launcher.cli:tune", "Measure the kernels of a model's experts on this GPU."),
-    "curve-key": ("launcher.cli:curve_key", "Make the key that several nodes of one service share."),
-    "experts": ("launcher.cli:experts", "Record, draw and replay where tokens meet their experts."),
-    "demo": ("launcher.cli:demo", "Build variants of the demo model."),
-    "version": ("launcher.cli:version", "Print the versions of moeserve and of what it runs on."),
-}
-
-
 @click.group(
     cls=LazyGroup,
-    entries=_COMMANDS,
+    entries={
+        "serve": ("launcher.serve:serve", "Serve a model over HTTP until stopped."),
+        "chat": ("launcher.chat:chat", "Talk to a running server from the terminal."),
+        "bench": ("launcher.cli:bench", "Measure OpenAI-compatible servers under load."),
+        "tune": ("launcher.cli:tune", "Measure the kernels of a model's experts on this GPU."),
+        "curve-key": ("launcher.cli:curve_key", "Make the key that several nodes of one service share."),
+        "experts": ("launcher.cli:experts", "Record, draw and replay where tokens meet their experts."),
+        "demo": ("launcher.cli:demo", "Build variants of the demo model."),
+        "version": ("launcher.cli:version", "Print the versions of moeserve and of what it runs on."),
+    },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(VERSION, "-V", "--version", message="moeserve %(version)s")
@@ -80,41 +80,48 @@ def tune(arguments: tuple[str, ...]) -> None:
     sys.exit(run(list(arguments)))
 
 
-if __name__ == "__main__":
-    main(prog_name="moeserve")
-
-
-# The `moeserve experts` group.
-
-
-_EXPERTS_COMMANDS = {
-    "trace": ("launcher.experts_commands:trace", "Record a routing trace of a running server."),
-    "simulate": ("moeserve.experts.simulate:simulate_command", "Replay a routing trace through the expert memory."),
-    "fit": ("launcher.experts_commands:fit", "Fit gates to a model, to load its experts ahead by."),
-    "report": ("launcher.experts_commands:report", "Draw load, affinity and balance from a file."),
-}
-
-
-@click.group(cls=LazyGroup, entries=_EXPERTS_COMMANDS)
+@click.group(
+    cls=LazyGroup,
+    entries={
+        "trace": ("launcher.experts_commands:trace", "Record a routing trace of a running server."),
+        "simulate": ("moeserve.experts.simulate:simulate_command", "Replay a routing trace through the expert memory."),
+        "fit": ("launcher.experts_commands:fit", "Fit gates to a model, to load its experts ahead by."),
+        "report": ("launcher.experts_commands:report", "Draw load, affinity and balance from a file."),
+    },
+)
 def experts() -> None:
     """Record, draw, replay and foresee where tokens meet their experts."""
 
 
-# The `moeserve demo` group.
-
-
-_DEMO_COMMANDS = {"build": ("launcher.experts_commands:build", "Build a variant of the demo model.")}
-
-
-@click.group(cls=LazyGroup, entries=_DEMO_COMMANDS)
+@click.group(cls=LazyGroup, entries={"build": ("launcher.cli:build_demo", "Build a variant of the demo model.")})
 def demo() -> None:
     """Build variants of the demo model."""
 
 
-# `moeserve version`.
+@click.command(name="build")
+@click.option("--experts", type=click.IntRange(min=1), default=8, show_default=True, help="Experts per layer.")
+@click.option("--top-k", type=click.IntRange(min=1), default=2, show_default=True, help="Experts a token chooses.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; the cache unless given.")
+def build_demo(experts: int, top_k: int, out: Path | None) -> None:
+    """Build the demo model with other numbers of experts and print its folder.
 
+    Experts come in tied groups, of which a token chooses one: the model computes what the dense one does.
+    """
+    from rich.console import Console
 
-_REPORTED = ("torch", "triton", "deepspeed", "transformers", "pyzmq", "starlette", "uvicorn")
+    from launcher.console import ProgressDisplay
+    from moeserve.model.demo import ensure_demo
+    from moeserve.model.spec import ModelError
+
+    progress = ProgressDisplay(Console(stderr=True, soft_wrap=True))
+    try:
+        folder = ensure_demo(experts=experts, top_k=top_k, out=out, progress=progress.update)
+    except ModelError as error:
+        progress.close()
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+    progress.close()
+    click.echo(str(folder))
 
 
 @click.command()
@@ -129,9 +136,6 @@ def version() -> None:
             click.echo(f"{name} is not installed")
 
 
-# `moeserve curve-key`: makes the key that the nodes of one service share.
-
-
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 def curve_key(file: Path) -> None:
@@ -142,3 +146,7 @@ def curve_key(file: Path) -> None:
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)
     click.echo(f"The key is in {file}: copy it to every node by a safe way, and give --curve-key-file there.")
+
+
+if __name__ == "__main__":
+    main(prog_name="moeserve")

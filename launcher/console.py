@@ -1,4 +1,4 @@
-"""What a person in front of `moeserve serve` sees: progress bars and the ready banner."""
+"""The terminal output of `moeserve serve`: progress bars and the ready banner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.processes import Ready
 
 
 class ProgressDisplay:
-    """One bar per stage on a terminal; elsewhere one line when a stage begins. Writes to stderr."""
+    """Shows one bar per stage on a terminal; elsewhere one line when a stage begins."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -21,14 +21,14 @@ class ProgressDisplay:
         self._task: TaskID | None = None
 
     def update(self, stage: str, done: int, total: int) -> None:
-        """Shows `done` of `total`; total 0 means that the amount of work is not known."""
+        """Show `done` of `total`; total 0 means that the amount of work is not known."""
         if stage != self._stage:
             self._begin(stage)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=done, total=total or None)
 
     def close(self) -> None:
-        """Ends the display; what is shown stays."""
+        """End the display; its last state stays on the terminal."""
         if self._progress is not None:
             self._progress.stop()
         self._progress = self._task = self._stage = None
@@ -64,7 +64,7 @@ class _Amount(MofNCompleteColumn):
 
 
 def format_bytes(count: int) -> str:
-    """`512 B`, `1.5 GiB`."""
+    """Return `512 B`, `1.5 GiB`."""
     amount, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if amount < 1024 or unit == "TiB":
@@ -74,7 +74,7 @@ def format_bytes(count: int) -> str:
 
 
 def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: list[str]) -> str:
-    """The text that says where the service is, how to try it, and what it took."""
+    """Return the text that says where the service is, how to try it, and how much memory it took."""
     tokens = ready.num_blocks * ready.block_size
     lines = [
         f"moeserve is ready on {url}",

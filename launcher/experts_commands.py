@@ -1,9 +1,8 @@
-"""`moeserve experts trace`: has a running server record its routing, and fetches the file."""
+"""`moeserve experts`: record a trace of a running server, fit gates to a model, draw what a file holds."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -13,22 +12,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from launcher.console import ProgressDisplay
+from launcher.chat import server_option
 from moeserve.experts.report import ReportError, read_report_source
-from moeserve.model.spec import ModelError
-
-# Which running server a command asks.
-
-
-def _base_url(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
-    """Addresses as people write them: a scheme may be missing, and `/v1` may be there."""
-    return (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
-
-
-server_option = click.option(
-    "--url", default="http://127.0.0.1:8000", show_default=True, callback=_base_url, help="Address of the server."
-)
-
 
 _TIMEOUT = 60.0
 _POLL_SECONDS = 1.0
@@ -67,7 +52,7 @@ def trace(
 
 
 def _wait(server: _Server, seconds: float | None) -> None:
-    """Until the time is over or the trace is full."""
+    """Return when the time is over or the trace is full."""
     deadline = None if seconds is None else time.monotonic() + seconds
     while deadline is None or time.monotonic() < deadline:
         trace = json.loads(server.get())["recording"]["trace"]
@@ -78,7 +63,7 @@ def _wait(server: _Server, seconds: float | None) -> None:
 
 
 class _Server:
-    """The two routes that are needed. Whatever goes wrong becomes a click.ClickException of one sentence."""
+    """Requests to a server's routes about experts. Every failure is a click.ClickException of one sentence."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self._url = url
@@ -110,9 +95,6 @@ def _sentence(error: urllib.error.HTTPError) -> str:
     except (ValueError, KeyError, TypeError):
         message = "the answer is not that of a moeserve server"
     return f"{error.code}: {message}"
-
-
-# `moeserve experts fit`: learns what later gates will choose from what earlier ones see.
 
 
 @click.command()
@@ -159,9 +141,6 @@ def _read(path: Path) -> str:
         raise click.ClickException(f"{path} is no text in UTF-8.") from None
 
 
-# `moeserve experts report`: pictures of a statistics file or a routing trace.
-
-
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 @click.option(
@@ -195,28 +174,3 @@ def report(file: Path, out: Path) -> None:
         raise click.ClickException(f"{error.filename or out} cannot be written ({error.strerror or error}).") from None
     for path in paths:
         click.echo(str(path))
-
-
-# `moeserve demo build`: the demo model with other numbers of experts.
-
-
-@click.command()
-@click.option("--experts", type=click.IntRange(min=1), default=8, show_default=True, help="Experts per layer.")
-@click.option("--top-k", type=click.IntRange(min=1), default=2, show_default=True, help="Experts a token chooses.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; the cache unless given.")
-def build(experts: int, top_k: int, out: Path | None) -> None:
-    """Build the demo model with other numbers of experts and print its folder.
-
-    Experts come in tied groups, of which a token chooses one: the model computes what the dense one does.
-    """
-    from moeserve.model.demo import ensure_demo
-
-    progress = ProgressDisplay(Console(stderr=True, soft_wrap=True))
-    try:
-        folder = ensure_demo(experts=experts, top_k=top_k, out=out, progress=progress.update)
-    except ModelError as error:
-        progress.close()
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(1)
-    progress.close()
-    click.echo(str(folder))

@@ -1,4 +1,4 @@
-"""The process that speaks HTTP: `python -m launcher.frontend_main CONTEXT --fd N`.
+"""The HTTP process: `python -m launcher.frontend_main CONTEXT --fd N`.
 
 `CONTEXT` is the run context's file, `N` an inherited socket that the supervisor has bound, so that a taken port is
 known before the model loads.
@@ -18,7 +18,7 @@ from moeserve.wire import load_run_context
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves until a signal; returns the exit status."""
+    """Serve until a signal; return the exit status."""
     parser = argparse.ArgumentParser(prog="launcher.frontend_main")
     parser.add_argument("context", help="file of the run context")
     parser.add_argument("--fd", type=int, required=True, help="bound listening socket")

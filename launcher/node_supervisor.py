@@ -1,4 +1,4 @@
-"""A node of a service other than node 0: it runs ranks for node 0 and ends with them."""
+"""The supervisor of a node other than node 0: it runs ranks for node 0 and ends with them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from launcher.processes import (
 from launcher.supervisor import GROUP_MODULE
 from moeserve.wire import RunContext
 
-# A node that is told to stop waits for node 0, which drains, this much longer than node 0 gives its streams.
+# A node that gets SIGTERM waits this many seconds longer for node 0 than node 0 gives its streams to drain.
 _PATIENCE = 10.0
 _SECONDS_TO_END = 3.0
 
 
 class NodeSupervisor:
-    """Torchrun's agent with this node's ranks as a child, and a process above it that sees its end.
+    """Supervises torchrun's agent, a child of this process and the parent of this node's ranks.
 
     computing: called once the ranks take steps. failed: called with one sentence if the node ends with exit code 1.
     """
@@ -42,7 +42,7 @@ class NodeSupervisor:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Computes until node 0 ends the service, or a signal does; returns the exit code. The ranks are gone then."""
+        """Compute until node 0 or a signal ends the service; return the exit code. The ranks are gone then."""
         loop = asyncio.get_running_loop()
         context_file = str(self._context.save())
         reading, writing = os.pipe()
@@ -77,7 +77,7 @@ class NodeSupervisor:
         return self._exit_code or 0
 
     def _on_signal(self, number: signal.Signals, agent: Child) -> None:
-        """SIGTERM waits for node 0, which needs this node until its streams have ended; a second one does not."""
+        """Wait for node 0 after a first SIGTERM: it needs this node until its streams have ended. Else end at once."""
         if number == signal.SIGTERM and self._exit_code is None and self._is_computing:
             self._exit_code = 0
             patience = self._context.config.shutdown_timeout + _PATIENCE
@@ -92,9 +92,9 @@ class NodeSupervisor:
         return task
 
     async def _watch_first_node(self, agent: Child) -> None:
-        """Ends the ranks soon after node 0 is gone, if they do not end by themselves: one may hang."""
+        """End the ranks soon after node 0 is gone, if they do not end by themselves: one may hang."""
         host, _, port = (self._context.config.rdzv_endpoint or "").rpartition(":")
-        # Torchrun's store listens there. Nothing is said to it: what counts is when the connection breaks.
+        # Torchrun's store listens there. Nothing is sent: only the end of the connection counts.
         try:
             reader, writer = await asyncio.open_connection(host, int(port))
             connection = writer.get_extra_info("socket")
@@ -104,7 +104,7 @@ class NodeSupervisor:
             await reader.read()
             writer.close()
         except OSError:
-            # It cannot be reached any more, which is an end of the watch as well.
+            # Node 0 cannot be reached any more, which ends the watch as well.
             pass
         await asyncio.sleep(_SECONDS_TO_END)
         self._why = (
@@ -124,7 +124,7 @@ class NodeSupervisor:
                         self._computing()
                         self._spawn(self._watch_first_node(agent))
                     case Failed(message=message):
-                        # The first is the cause of those that follow.
+                        # The first failure is the cause of the next ones.
                         self._why = self._why or message
                         loop.call_later(_SECONDS_TO_END, agent.send_signal, signal.SIGKILL)
                     case Loading() | Ready() | Computing():

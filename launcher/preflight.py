@@ -1,4 +1,4 @@
-"""What must hold before anything is started."""
+"""Checks before anything is started: the machine, the settings, the installed packages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,8 @@ from moeserve.device import refuse_gpu_settings
 from moeserve.experts.settings import check_expert_memory
 from moeserve.ranks.meeting import is_own, load_keys, resolve
 
-# The exception that ends a start with one sentence on the terminal.
-
-
-class LaunchError(Exception):
-    """The service cannot start or go on. The message is one sentence: what is wrong and what to do."""
-
-
+_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
+_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 _SHORTEST_TIMEOUT_OF_RANKS = 4.0
 _FOR_SEVERAL_RANKS = ("dispatch", "placement", "num_redundant_experts", "rebalance_interval")
 _FOR_EXPERT_MEMORY = (
@@ -29,8 +24,12 @@ _FOR_EXPERT_MEMORY = (
 )
 
 
+class LaunchError(Exception):
+    """The service cannot start or go on. The message is one sentence: what is wrong and what to do."""
+
+
 def check_machine() -> None:
-    """Raises LaunchError where moeserve cannot run at all."""
+    """Raise LaunchError where moeserve cannot run at all."""
     if sys.platform != "linux":
         raise LaunchError(f"moeserve runs on Linux only; this is {sys.platform} (a Linux container works).")
     if not hasattr(os, "pidfd_open"):
@@ -38,7 +37,7 @@ def check_machine() -> None:
 
 
 def check_settings(config: ServeConfig) -> None:
-    """Raises ConfigError for settings that contradict each other."""
+    """Raise ConfigError for settings that contradict each other."""
     if config.expert_parallel_size == 1:
         refuse_changed(config, _FOR_SEVERAL_RANKS, "--expert-parallel-size of at least 2")
     if config.expert_memory is None:
@@ -58,7 +57,7 @@ def check_settings(config: ServeConfig) -> None:
 
 
 def check_nodes(config: ServeConfig) -> None:
-    """Raises ConfigError for settings of several nodes that are missing, wrong, or given for one node."""
+    """Raise ConfigError for settings of several nodes that are missing, wrong, or given for one node."""
     if config.nnodes == 1:
         for name in ("node_rank", "rdzv_endpoint", "curve_key_file"):
             if getattr(config, name):
@@ -83,10 +82,10 @@ def check_nodes(config: ServeConfig) -> None:
 
 
 def check_packages() -> None:
-    """Raises LaunchError when another distribution owns the import name `kernels`.
+    """Raise LaunchError if another distribution owns the import name `kernels`.
 
-    transformers imports that distribution where it finds its metadata, and its files and ours would overwrite each
-    other.
+    transformers imports that distribution where it finds its metadata, and its files and moeserve's would overwrite
+    each other.
     """
     try:
         other = distribution("kernels")
@@ -98,15 +97,8 @@ def check_packages() -> None:
     )
 
 
-# What this machine offers, found without loading anything.
-
-
-_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
-_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-
-
 def usable_cores(cpu_quota: Path = _CGROUP_CPU) -> int:
-    """Cores this process may use: its affinity, cut to the container's quota."""
+    """Return how many cores this process may use: its affinity, cut to the container's quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = cpu_quota.read_text().split()
@@ -116,7 +108,7 @@ def usable_cores(cpu_quota: Path = _CGROUP_CPU) -> int:
 
 
 def gpu_names(gpus: Path = _NVIDIA_GPUS) -> list[str]:
-    """Models of the NVIDIA GPUs that the driver lists."""
+    """Return the models of the NVIDIA GPUs that the driver lists."""
     names = []
     for information in sorted(gpus.glob("*/information")):
         lines = information.read_text().splitlines()

@@ -1,8 +1,8 @@
 """The ranks of one service on this machine, under torchrun: `python -m launcher.rank_group CONTEXT --status-fd N`.
 
 This process becomes torchrun's agent. On one node its store is a file and the ranks meet in a file, so that nothing but
-loopback is listened on. Of several nodes node 0 has the store, which listens on every interface. The agent ends with
-its ranks; if one fails, it says which.
+loopback is listened on. With several nodes the store is on node 0 and listens on every interface. The agent ends with
+its ranks and reports which one failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MEETING_SECONDS = 600
 
 
 def main() -> int:
-    """Runs the ranks until all have ended; returns the exit code."""
+    """Run the ranks until all have ended; return the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("context")
     parser.add_argument("--status-fd", type=int, required=True)
@@ -69,7 +69,7 @@ def _run(arguments: list[str], report: Report) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    # What it has to say of a failure is said below, in one sentence.
+    # A failure is reported below, in one sentence, in place of torchrun's log lines.
     logging.disable(logging.CRITICAL)
     try:
         run(parse_args(arguments))  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ def _run(arguments: list[str], report: Report) -> int:
         )
         return 1
     except ChildFailedError as error:
-        # A rank that was killed is the cause; the others fail because they miss it.
+        # A rank that was killed is the cause: the others fail because it is missing.
         rank, failure = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
         code = failure.exitcode
         end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

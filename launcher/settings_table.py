@@ -1,4 +1,4 @@
-"""Prints the table of settings that docs/configuration.md shows: `python -m launcher.settings_table`."""
+"""Prints the tables of settings in docs/configuration.md: `python -m launcher.settings_table`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeserve.config import ServeConfig, environment_name, flag_name
 
 
 def settings_table() -> str:
-    """One Markdown table per heading, in the order of the fields."""
+    """Return one Markdown table per heading, in the order of the fields."""
     tables = []
     for heading, group in groupby(fields(ServeConfig), key=lambda setting: str(setting.metadata["group"])):
         rows = "\n".join(_row(setting) for setting in group)

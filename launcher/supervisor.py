@@ -1,7 +1,7 @@
 """Starts the model process and the HTTP process, watches them, and ends them; exactly one life, no restarts.
 
-Everything that happens (a signal, a child's end, a status, a hang) is an event of one queue, handled one after the
-other, so that no two reactions overlap. What a reaction wants later is a timer that signals a child.
+A signal, a child's end, a status or a hang is an event in one queue. Events are handled one after the other, so that no
+two reactions overlap. A reaction that acts later sets a timer, which signals a child.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from launcher.listener import reachable_address
 from launcher.processes import (
     Child,
     Computing,
@@ -27,80 +28,21 @@ from launcher.processes import (
     child_environment,
     decode_status,
     default_threads,
-    reachable_address,
 )
 from moeserve.frontend.engine_client import ProgressWatch
 from moeserve.wire import DecodeError, Heartbeat, RunContext, decode
 
-# Listens to the engine's heartbeats until they tell of a hang.
-
-
-_TICK = 0.25
-
-
-async def wait_for_hang(address: str, incarnation: int, timeout: float) -> str:
-    """Returns why the engine at `address` counts as hung, once it does; until then it runs for ever.
-
-    timeout: seconds that a busy engine may take without a new step, or any engine without a heartbeat.
-    """
-    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heartbeats:
-        heartbeats.setsockopt(zmq.LINGER, 0)
-        heartbeats.setsockopt(zmq.RCVHWM, 100)
-        heartbeats.subscribe(b"")
-        heartbeats.connect(address)
-        watch = ProgressWatch(timeout, time.monotonic())
-        while (verdict := watch.verdict(time.monotonic())) is None:
-            await asyncio.sleep(_TICK)
-            await _observe_all(heartbeats, incarnation, watch)
-        return verdict
-
-
-async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, watch: ProgressWatch) -> None:
-    # Polling first, so that no receive is ever cancelled: a cancelled one may lose its message.
-    while await heartbeats.poll(0):
-        try:
-            life, heartbeat = decode(await heartbeats.recv(), Heartbeat)
-        except DecodeError:
-            continue
-        if life == incarnation:
-            watch.observe(heartbeat, time.monotonic())
-
-
-# Asks the service itself, over HTTP, whether it is ready.
-
-
-_PAUSE = 0.05
-
-
-async def wait_until_ready(host: str, port: int) -> None:
-    """Returns once `GET /ready` answers 200. Never gives up: the caller sets the limit."""
-    while not await _is_ready(host, port):
-        await asyncio.sleep(_PAUSE)
-
-
-async def _is_ready(host: str, port: int) -> bool:
-    try:
-        reader, writer = await asyncio.open_connection(host, port)
-    except OSError:
-        return False
-    try:
-        writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        return b" 200 " in await reader.readline()
-    except OSError:
-        return False
-    finally:
-        writer.close()
-
-
 WORKER_MODULE = "launcher.worker"
 GROUP_MODULE = "launcher.rank_group"
 FRONTEND_MODULE = "launcher.frontend_main"
+_SECONDS_BETWEEN_HEARTBEAT_CHECKS = 0.25
+_SECONDS_BETWEEN_READY_CHECKS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grace:
     """Seconds that children get: to tell clients of a failure, to end after that, to end after a drain, to end at once,
-    to answer HTTP."""
+    to answer HTTP for the first time."""
 
     telling: float = 1.0
     after_failure: float = 3.0
@@ -111,7 +53,7 @@ class Grace:
 
 @dataclass(frozen=True, kw_only=True)
 class Listeners:
-    """Whom the supervisor tells. `failed` gets the one sentence that explains exit code 1."""
+    """Callbacks of the supervisor. `failed` gets the one sentence that explains exit code 1."""
 
     loading: Callable[[Loading], None]
     ready: Callable[[Ready], None]
@@ -143,10 +85,10 @@ _Event = _Signal | _Exited | _Serving | _Stuck | Loading | Ready | Computing | F
 
 
 class Supervisor:
-    """One service: a worker, a frontend, and this process above them.
+    """Supervises one service: a worker and a frontend, children of this process.
 
-    With several ranks the worker is torchrun's agent (`launcher.rank_group`), and they die with it, unless
-    `worker_module` says otherwise.
+    With several ranks the worker is torchrun's agent (`launcher.rank_group`), and the ranks die with it, unless
+    `worker_module` names another module.
 
     `listener` is the listening socket; it is closed here once the frontend has it. The modules are the children's
     entry points: `WORKER CONTEXT --status-fd N` and `FRONTEND CONTEXT --fd N`.
@@ -171,7 +113,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._children: list[Child] = []
         self._ready: Ready | None = None
-        # Set once, by whatever ends the service first; a failure on the way out overrides a clean 0.
+        # Set once, by the first event that ends the service; a failure on the way out overrides a clean 0.
         self._exit_code: int | None = None
         self._why_stuck: str | None = None
         self._why_failed: str | None = None
@@ -185,7 +127,7 @@ class Supervisor:
         return self._frontend.pid
 
     async def run(self) -> int:
-        """Serves until stopped; returns the exit code. Both children are gone when it returns."""
+        """Serve until stopped and return the exit code. Both children are gone when it returns."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._events.put_nowait, _Signal(number))
@@ -234,8 +176,6 @@ class Supervisor:
         self._spawn(self._announce_exit(frontend))
         return frontend
 
-    # Sources of events.
-
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -269,12 +209,10 @@ class Supervisor:
         context = self._context
         who, timeout = "The model process", context.config.engine_timeout
         if context.config.expert_parallel_size > 1:
-            # The ranks themselves notice a hang of another in less; what is left is one of rank 0.
+            # The ranks themselves notice a hang of another rank in less time, so only a hang of rank 0 is left.
             who, timeout = "Rank 0", 0.7 * timeout
         why = await wait_for_hang(context.heartbeat_address, context.incarnation, timeout)
         self._events.put_nowait(_Stuck(f"{who} hung ({why}) and was ended."))
-
-    # Reactions.
 
     def _handle(self, event: _Event) -> None:
         match event:
@@ -285,7 +223,7 @@ class Supervisor:
                 self._spawn(self._await_http())
                 self._spawn(self._await_hang())
             case Failed(message=message):
-                # The first is the cause of those that follow.
+                # The first failure is the cause of the next ones.
                 self._why_failed = self._why_failed or message
                 self._later(self._grace.at_once, self._worker, signal.SIGKILL)
             case _Serving():
@@ -314,7 +252,7 @@ class Supervisor:
             self._later(self._grace.at_once, child, signal.SIGKILL)
 
     def _drain(self) -> None:
-        """Lets the frontend finish its streams; the worker follows it."""
+        """Let the frontend finish its streams; the worker ends after it."""
         self._exit_code = 0
         self._frontend.send_signal(signal.SIGTERM)
         limit = self._context.config.shutdown_timeout + self._grace.after_drain
@@ -341,3 +279,51 @@ class Supervisor:
 
     def _later(self, delay: float, child: Child, number: signal.Signals) -> None:
         asyncio.get_running_loop().call_later(delay, child.send_signal, number)
+
+
+async def wait_for_hang(address: str, incarnation: int, timeout: float) -> str:
+    """Listen to the heartbeats of the engine at `address`; return why it counts as hung, once it does.
+
+    timeout: seconds that a busy engine may take without a new step, or any engine without a heartbeat.
+    """
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heartbeats:
+        heartbeats.setsockopt(zmq.LINGER, 0)
+        heartbeats.setsockopt(zmq.RCVHWM, 100)
+        heartbeats.subscribe(b"")
+        heartbeats.connect(address)
+        watch = ProgressWatch(timeout, time.monotonic())
+        while (verdict := watch.verdict(time.monotonic())) is None:
+            await asyncio.sleep(_SECONDS_BETWEEN_HEARTBEAT_CHECKS)
+            await _observe_all(heartbeats, incarnation, watch)
+        return verdict
+
+
+async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, watch: ProgressWatch) -> None:
+    # Polling first, so that no receive is ever cancelled: a cancelled one may lose its message.
+    while await heartbeats.poll(0):
+        try:
+            life, heartbeat = decode(await heartbeats.recv(), Heartbeat)
+        except DecodeError:
+            continue
+        if life == incarnation:
+            watch.observe(heartbeat, time.monotonic())
+
+
+async def wait_until_ready(host: str, port: int) -> None:
+    """Return once `GET /ready` answers 200. Never gives up: the caller sets the limit."""
+    while not await _is_ready(host, port):
+        await asyncio.sleep(_SECONDS_BETWEEN_READY_CHECKS)
+
+
+async def _is_ready(host: str, port: int) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return b" 200 " in await reader.readline()
+    except OSError:
+        return False
+    finally:
+        writer.close()

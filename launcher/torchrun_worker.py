@@ -20,7 +20,9 @@ from rich.console import Console
 from launcher.child import die_with_parent
 from launcher.preflight import LaunchError, check_machine, check_nodes, check_packages, check_settings
 from launcher.processes import child_environment, default_threads
-from launcher.serve import ServeCommand, make_context, resolve, run_first_node, say, settings_options
+from launcher.run_directory import make_context
+from launcher.serve import resolve, run_first_node, say
+from launcher.settings_options import ServeCommand, settings_options
 from launcher.supervisor import WORKER_MODULE
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.frontend.logs import configure_logs
@@ -57,7 +59,7 @@ def serve_rank(config_file: Path | None, **flags: Any) -> None:
 
 
 def _config_of_group(config: ServeConfig) -> ServeConfig:
-    """The settings with the sizes that torchrun gave. Raises ConfigError if a setting contradicts them."""
+    """Return the settings with torchrun's sizes. Raises ConfigError if a setting contradicts them."""
     environment = os.environ
     try:
         num_ranks, num_here = int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
@@ -84,7 +86,7 @@ def _config_of_group(config: ServeConfig) -> ServeConfig:
 
 def _run(config: ServeConfig, errors: Console) -> int:
     rank = int(os.environ["RANK"])
-    # Torchrun gives one thread to each rank unless told otherwise, and so OMP_NUM_THREADS says nothing.
+    # Torchrun sets OMP_NUM_THREADS to 1 by default, so the variable does not tell the user's wish.
     threads = config.threads or default_threads(config)
     os.environ |= child_environment(os.environ, threads) | {
         "DS_ACCELERATOR": "cuda" if config.device == "cuda" else "cpu"

@@ -26,7 +26,7 @@ _EXIT_FAILED = 3
 
 
 def main() -> int:
-    """Runs the engine until SIGTERM; returns the exit code. What went wrong is on the status pipe, in one sentence."""
+    """Run the engine until SIGTERM; return the exit code. A failure is on the status pipe, in one sentence."""
     if "--status-fd" not in sys.argv:
         from launcher.torchrun_worker import serve_rank
 

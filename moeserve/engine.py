@@ -41,169 +41,17 @@ from moeserve.wire import (
 )
 from radix_cache import PrefixCache
 
-# The engine's end of the wire: frames of many frontends in, messages to each of them out, never blocking.
-
-
 _HIGH_WATER_MARK = 100_000
 _HEARTBEAT_SECONDS = 0.2
-
-
-class EngineSocket:
-    """A ROUTER that frontends connect to. Used by the engine's thread alone."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, incarnation: int) -> None:
-        self._incarnation = incarnation
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(address)
-
-    def drain(self, wait_seconds: float) -> Iterator[tuple[bytes, Any]]:
-        """(sender, message) for everything that has arrived; waits for a first one up to `wait_seconds`.
-
-        What does not decode, or belongs to another life of the engine, is dropped and harms nobody.
-        """
-        if not self._socket.poll(int(wait_seconds * 1000)):
-            return
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                if len(frames) != 2:
-                    raise DecodeError(f"{len(frames)} frames instead of 2")
-                incarnation, message = decode(frames[1], ToEngine)
-            except DecodeError as error:
-                log.warning("bad_message", error=str(error))
-                continue
-            if incarnation == self._incarnation:
-                yield frames[0], message
-
-    def send(self, receiver: bytes, message: Message) -> bool:
-        """False if the receiver is gone or does not read: its requests are to be aborted."""
-        try:
-            self._socket.send_multipart([receiver, encode(message, self._incarnation)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                raise
-            return False
-        return True
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-class HeartbeatThread(threading.Thread):
-    """Publishes `Heartbeat` on a socket of its own, so that a long step does not look like a hang."""
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
-        incarnation: int,
-        read: Callable[[], Heartbeat],
-    ) -> None:
-        super().__init__(name="heartbeat", daemon=True)
-        self._incarnation = incarnation
-        self._read = read
-        self._stopped = threading.Event()
-        self._socket = context.socket(zmq.PUB)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
-
-    def run(self) -> None:
-        while not self._stopped.wait(_HEARTBEAT_SECONDS):
-            self._socket.send(encode(self._read(), self._incarnation), zmq.NOBLOCK)
-        self._socket.close()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()
-
-
-# What the engine counts of itself, for metrics and for `Retry-After`.
-
-
+_IDLE_POLL_SECONDS = 0.25
 _SECONDS_BETWEEN_STATS = 0.5
 _SMOOTHING = 0.1
-
-
-class EngineStats:
-    """Counters of the engine's loop; times are `time.monotonic` seconds given by the caller."""
-
-    def __init__(self, scheduler: Scheduler, caches: Sequence[PrefixCache]) -> None:
-        self._scheduler = scheduler
-        self._caches = caches
-        self._rejections: dict[str, int] = {}
-        self._step_seconds = 0.0
-        self._arrived: dict[str, float] = {}
-        self._queue_seconds: list[float] = []
-        self._last_sent = 0.0
-        self._last_end: float | None = None
-        self._end_interval = 1.0
-
-    def count_arrival(self, request: Request, now: float) -> None:
-        self._arrived[request.request_id] = now
-
-    def count_started(self, requests: list[Request], now: float) -> None:
-        for request in requests:
-            self._queue_seconds.append(now - self._arrived.pop(request.request_id, now))
-
-    def count_end(self, request: Request, now: float) -> None:
-        self._arrived.pop(request.request_id, None)
-        if self._last_end is not None:
-            self._end_interval += _SMOOTHING * (now - self._last_end - self._end_interval)
-        self._last_end = now
-
-    def count_step(self, seconds: float) -> None:
-        self._step_seconds += seconds
-
-    def count_rejection(self, code: str) -> None:
-        self._rejections[code] = self._rejections.get(code, 0) + 1
-
-    def seconds_per_request(self) -> float:
-        """How long until a place is likely to be free: the smoothed interval between ends of requests, at least 1."""
-        return max(1.0, self._end_interval)
-
-    def due(self) -> bool:
-        return time.monotonic() - self._last_sent >= _SECONDS_BETWEEN_STATS
-
-    def snapshot(self, step: int, features: FeatureSamples) -> Stats:
-        """The message for the frontends; queue times are told once."""
-        self._last_sent = time.monotonic()
-        queue_seconds, self._queue_seconds = self._queue_seconds, []
-        counters = self._scheduler.counters
-        return Stats(
-            step=step,
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
-            blocks_free=sum(cache.num_free for cache in self._caches),
-            blocks_cached=sum(cache.num_cached for cache in self._caches),
-            blocks_leased=sum(cache.num_leased for cache in self._caches),
-            slots_empty=self._scheduler.num_empty_slots,
-            prefix_query_tokens=counters.prefix_query_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            preemptions=counters.preemptions,
-            rejections=dict(self._rejections),
-            step_seconds=self._step_seconds,
-            queue_seconds=queue_seconds,
-            features=features,
-        )
-
-
-_IDLE_POLL_SECONDS = 0.25
 
 log = structlog.get_logger(__name__)
 
 
 class Engine:
-    """Owns the loop and the requests' way home: which frontend asked for which request."""
+    """Runs the loop, and knows which frontend sent which request."""
 
     def __init__(
         self,
@@ -226,7 +74,7 @@ class Engine:
         self._stats = EngineStats(scheduler, caches)
 
     def run(self, stop: threading.Event) -> None:
-        """Serves until `stop` is set; then every open request gets its terminal output."""
+        """Serve until `stop` is set; then every open request gets its terminal output."""
         while not stop.is_set():
             idle = self._scheduler.is_idle
             if idle:
@@ -249,7 +97,7 @@ class Engine:
                 self._send_outputs([ended])
 
     def heartbeat(self) -> Heartbeat:
-        """Read by the heartbeat thread: `step` moves while requests are open."""
+        """Return the state for the heartbeat thread: `step` moves while requests are open."""
         return Heartbeat(pid=self._ready.pid, step=self._steps.step, busy=not self._scheduler.is_idle)
 
     def _handle(self, sender: bytes, message: Any) -> None:
@@ -352,3 +200,145 @@ def _to_message(output: RequestOutput) -> Output:
         output.prompt_logprobs,
         output.error,
     )
+
+
+class EngineStats:
+    """Counters of the engine's loop, for metrics and `Retry-After`. Times are `time.monotonic` seconds."""
+
+    def __init__(self, scheduler: Scheduler, caches: Sequence[PrefixCache]) -> None:
+        self._scheduler = scheduler
+        self._caches = caches
+        self._rejections: dict[str, int] = {}
+        self._step_seconds = 0.0
+        self._arrived: dict[str, float] = {}
+        self._queue_seconds: list[float] = []
+        self._last_sent = 0.0
+        self._last_end: float | None = None
+        self._end_interval = 1.0
+
+    def count_arrival(self, request: Request, now: float) -> None:
+        self._arrived[request.request_id] = now
+
+    def count_started(self, requests: list[Request], now: float) -> None:
+        for request in requests:
+            self._queue_seconds.append(now - self._arrived.pop(request.request_id, now))
+
+    def count_end(self, request: Request, now: float) -> None:
+        self._arrived.pop(request.request_id, None)
+        if self._last_end is not None:
+            self._end_interval += _SMOOTHING * (now - self._last_end - self._end_interval)
+        self._last_end = now
+
+    def count_step(self, seconds: float) -> None:
+        self._step_seconds += seconds
+
+    def count_rejection(self, code: str) -> None:
+        self._rejections[code] = self._rejections.get(code, 0) + 1
+
+    def seconds_per_request(self) -> float:
+        """Return how soon a place is likely to be free: the smoothed interval between ends of requests, at least 1."""
+        return max(1.0, self._end_interval)
+
+    def due(self) -> bool:
+        return time.monotonic() - self._last_sent >= _SECONDS_BETWEEN_STATS
+
+    def snapshot(self, step: int, features: FeatureSamples) -> Stats:
+        """Return the message for the frontends. Every queue time is in one message only."""
+        self._last_sent = time.monotonic()
+        queue_seconds, self._queue_seconds = self._queue_seconds, []
+        counters = self._scheduler.counters
+        return Stats(
+            step=step,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            blocks_free=sum(cache.num_free for cache in self._caches),
+            blocks_cached=sum(cache.num_cached for cache in self._caches),
+            blocks_leased=sum(cache.num_leased for cache in self._caches),
+            slots_empty=self._scheduler.num_empty_slots,
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            preemptions=counters.preemptions,
+            rejections=dict(self._rejections),
+            step_seconds=self._step_seconds,
+            queue_seconds=queue_seconds,
+            features=features,
+        )
+
+
+class EngineSocket:
+    """A ROUTER that frontends connect to; it never blocks. Used by the engine's thread alone."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, incarnation: int) -> None:
+        self._incarnation = incarnation
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.bind(address)
+
+    def drain(self, wait_seconds: float) -> Iterator[tuple[bytes, Any]]:
+        """Yield (sender, message) for every frame that has arrived; wait for a first one up to `wait_seconds`.
+
+        Frames that do not decode or have another incarnation are dropped.
+        """
+        if not self._socket.poll(int(wait_seconds * 1000)):
+            return
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 2:
+                    raise DecodeError(f"{len(frames)} frames instead of 2")
+                incarnation, message = decode(frames[1], ToEngine)
+            except DecodeError as error:
+                log.warning("bad_message", error=str(error))
+                continue
+            if incarnation == self._incarnation:
+                yield frames[0], message
+
+    def send(self, receiver: bytes, message: Message) -> bool:
+        """Return False if the receiver is gone or does not read: its requests are to be aborted."""
+        try:
+            self._socket.send_multipart([receiver, encode(message, self._incarnation)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class HeartbeatThread(threading.Thread):
+    """Publishes `Heartbeat` on a socket of its own while the engine computes, so that a long step is no hang."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        incarnation: int,
+        read: Callable[[], Heartbeat],
+    ) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._incarnation = incarnation
+        self._read = read
+        self._stopped = threading.Event()
+        self._socket = context.socket(zmq.PUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+
+    def run(self) -> None:
+        while not self._stopped.wait(_HEARTBEAT_SECONDS):
+            self._socket.send(encode(self._read(), self._incarnation), zmq.NOBLOCK)
+        self._socket.close()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self.join()

@@ -190,8 +190,8 @@ def _recording_samples(recording: ExpertRecording, placement: Placement | None) 
 def _memory_samples(ranks: Sequence[ExpertMemoryStats]) -> FeatureSamples:
     return {
         "expert_stall_seconds": _by_rank(of_rank.stall_seconds for of_rank in ranks),
-        "expert_misses": _by_rank(of_rank.counters.num_misses for of_rank in ranks),
         "expert_hits": _by_rank(of_rank.counters.num_hits for of_rank in ranks),
+        "expert_misses": _by_rank(of_rank.counters.num_misses for of_rank in ranks),
         "expert_evictions": _by_rank(of_rank.counters.num_evictions for of_rank in ranks),
         "expert_demand_bytes": _by_rank(of_rank.counters.demand_bytes for of_rank in ranks),
         "expert_resident": _by_rank(sum(map(len, of_rank.resident)) for of_rank in ranks),

@@ -1,4 +1,4 @@
-"""From an internal request to the engine's requests, and from the engine's outputs to deltas and usage."""
+"""From an internal request to the engine's requests, and from the engine's outputs to text, deltas and usage."""
 
 from __future__ import annotations
 
@@ -14,103 +14,7 @@ from moeserve.frontend.text import IncrementalDetokenizer, StopMatcher, TextToke
 from moeserve.plan import FinishReason, TokenLogprobs
 from moeserve.wire import Generate, Output, pack_token_ids
 
-# One choice's way from tokens to text: detokenising, stop strings, log probabilities held back with their text.
-
-
-class OutputText:
-    """Turns the engine's outputs of one choice into deltas.
-
-    `keep_tokens` is set once a stop string was found: the number of output tokens that count, which are those whose
-    text begins before the stop string (at least one).
-    """
-
-    def __init__(
-        self,
-        index: int,
-        tokenizer: TextTokenizer,
-        prompt: Sequence[int],
-        *,
-        stops: Sequence[str] = (),
-        min_tokens: int = 0,
-        wants_logprobs: bool = False,
-        offset: int = 0,
-    ) -> None:
-        self.index = index
-        self.num_tokens = 0
-        self.keep_tokens: int | None = None
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt)
-        self._matcher = StopMatcher(stops)
-        self._min_tokens = min_tokens
-        self._wants_logprobs = wants_logprobs
-        self._decoded = offset  # characters that the tokens so far stand for
-        self._emitted = offset  # of which the client has seen these
-        self._starts: list[int] = []
-        self._held: deque[TokenText] = deque()
-
-    def push(self, output: Output) -> Delta:
-        """What the output's tokens add; nothing after a stop string."""
-        delta = Delta(self.index)
-        if self.keep_tokens is not None:
-            return delta
-        logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
-        pieces = []
-        for token_id, logprob in zip(output.token_ids, logprobs, strict=False):
-            self._starts.append(self._decoded)
-            if self._wants_logprobs:
-                self._held.append(TokenText(token_id, self._decoded, logprob))
-            pieces.append(self._show(self._detokenizer.push(token_id), len(self._starts) > self._min_tokens))
-            if self.keep_tokens is not None:
-                break
-        self.num_tokens = len(self._starts) if self.keep_tokens is None else self.keep_tokens
-        delta.text = "".join(pieces)
-        delta.tokens = self._release()
-        return delta
-
-    def finish(self, delta: Delta, finish_reason: str) -> None:
-        """Adds to `delta` what was held back and why the choice ended."""
-        if self.keep_tokens is None:
-            delta.text += self._show(self._detokenizer.flush(), len(self._starts) > self._min_tokens)
-        if self.keep_tokens is None:
-            delta.text += self._matcher.flush()
-            delta.tokens += self._held
-        else:
-            delta.tokens += self._release()
-        delta.finish_reason = finish_reason if self.keep_tokens is None else "stop"
-        self._held.clear()
-
-    def _show(self, text: str, may_stop: bool) -> str:
-        """The part of newly decoded text that is shown now; notices a stop string."""
-        self._decoded += len(text)
-        shown = self._matcher.push(text) if may_stop else text
-        self._emitted += len(shown)
-        if self._matcher.matched is not None:
-            self.keep_tokens = max(1, bisect_left(self._starts, self._emitted))
-        return shown
-
-    def _release(self) -> list[TokenText]:
-        released = []
-        while self._held and self._held[0].offset < self._emitted:
-            released.append(self._held.popleft())
-        return released
-
-
 _SEED_MASK = 2**63 - 1
-
-
-def check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str | None = None) -> int:
-    """The number of tokens the output may have. Raises ApiError where prompt and output do not fit."""
-    wanted = 1 if max_tokens is None else max_tokens
-    if num_prompt_tokens + wanted > max_model_len:
-        raise context_length_exceeded(max_model_len, num_prompt_tokens, wanted, param=param)
-    return max_model_len - num_prompt_tokens if max_tokens is None else max_tokens
-
-
-def derive_seed(seed: int, sample: int) -> int:
-    """The seed of sample `sample`: the first one has the seed itself, the others are independent of it."""
-    if sample == 0:
-        return seed & _SEED_MASK
-    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") & _SEED_MASK
 
 
 def build_generates(
@@ -122,7 +26,7 @@ def build_generates(
     seed: int,
     max_model_len: int,
 ) -> list[Generate]:
-    """One message per choice, in the order of the choices. Raises ApiError where a prompt does not fit."""
+    """Return one message per choice, in the order of the choices. Raises ApiError if a prompt does not fit."""
     generates: list[Generate] = []
     for prompt in prompts:
         packed = pack_token_ids(prompt)
@@ -133,10 +37,26 @@ def build_generates(
     return generates
 
 
-class Answer:
-    """The state of an answer: feeds on outputs, gives deltas, counts tokens.
+def check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str | None = None) -> int:
+    """Return the most tokens that the output may have. Raises ApiError if prompt and output do not fit."""
+    wanted = 1 if max_tokens is None else max_tokens
+    if num_prompt_tokens + wanted > max_model_len:
+        raise context_length_exceeded(max_model_len, num_prompt_tokens, wanted, param=param)
+    return max_model_len - num_prompt_tokens if max_tokens is None else max_tokens
 
-    `finishes` collects what must be said to the engine: (choice, tokens to keep) of choices that met a stop string.
+
+def derive_seed(seed: int, sample: int) -> int:
+    """Return the seed of sample `sample`: the first one has `seed` itself, the others are independent of it."""
+    if sample == 0:
+        return seed & _SEED_MASK
+    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _SEED_MASK
+
+
+class Answer:
+    """The state of an answer: turns outputs into deltas and counts tokens.
+
+    `finishes` collects (choice, tokens to keep) of choices that met a stop string, for the caller to tell the engine.
     """
 
     def __init__(self, request: GenerateRequest, prompts: Sequence[list[int]], tokenizer: TextTokenizer) -> None:
@@ -173,7 +93,7 @@ class Answer:
         )
 
     def take(self, choice: int, output: Output) -> list[Delta]:
-        """What one output adds to its choice. Raises ApiError where the request failed."""
+        """Return the deltas of one output of a choice. Raises ApiError if the request failed."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise _failure(output)
         self._note_cached(choice, output)
@@ -197,17 +117,101 @@ class Answer:
         return deltas
 
     def _note_cached(self, choice: int, output: Output) -> None:
-        """The first sample tells how much of the prompt was there before this request, with its first token.
+        """Note the cached prompt tokens that the first sample reports with its first token.
 
-        Later numbers may tell what a preempted request found again, its own tokens among it.
+        Later numbers may count what a preempted request found again, its own tokens among them.
         """
         prompt, sample = divmod(choice, self._n)
         if sample == 0 and self._cached[prompt] is None and (output.token_ids or output.finish_reason is not None):
             self._cached[prompt] = output.num_cached_tokens
 
 
+def _failure(output: Output) -> ApiError:
+    if output.finish_reason is FinishReason.ABORT:
+        return internal_error("The server ended this request before it was complete")
+    return internal_error()
+
+
+class OutputText:
+    """Turns the engine's outputs of one choice into deltas: detokenises, finds stop strings, holds back log
+    probabilities with their text.
+
+    `keep_tokens` is set once a stop string is found: the number of output tokens whose text begins before it, at least
+    one. Only these count.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: TextTokenizer,
+        prompt: Sequence[int],
+        *,
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+        wants_logprobs: bool = False,
+        offset: int = 0,
+    ) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.keep_tokens: int | None = None
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+        self._matcher = StopMatcher(stops)
+        self._min_tokens = min_tokens
+        self._wants_logprobs = wants_logprobs
+        self._decoded = offset  # characters of the tokens so far
+        self._emitted = offset  # characters that the client has seen
+        self._starts: list[int] = []
+        self._held: deque[TokenText] = deque()
+
+    def push(self, output: Output) -> Delta:
+        """Return the delta of an output's tokens, which is empty after a stop string."""
+        delta = Delta(self.index)
+        if self.keep_tokens is not None:
+            return delta
+        logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
+        pieces = []
+        for token_id, logprob in zip(output.token_ids, logprobs, strict=False):
+            self._starts.append(self._decoded)
+            if self._wants_logprobs:
+                self._held.append(TokenText(token_id, self._decoded, logprob))
+            pieces.append(self._show(self._detokenizer.push(token_id), len(self._starts) > self._min_tokens))
+            if self.keep_tokens is not None:
+                break
+        self.num_tokens = len(self._starts) if self.keep_tokens is None else self.keep_tokens
+        delta.text = "".join(pieces)
+        delta.tokens = self._release()
+        return delta
+
+    def finish(self, delta: Delta, finish_reason: str) -> None:
+        """Add the held-back text and tokens to `delta`, and why the choice ended."""
+        if self.keep_tokens is None:
+            delta.text += self._show(self._detokenizer.flush(), len(self._starts) > self._min_tokens)
+        if self.keep_tokens is None:
+            delta.text += self._matcher.flush()
+            delta.tokens += self._held
+        else:
+            delta.tokens += self._release()
+        delta.finish_reason = finish_reason if self.keep_tokens is None else "stop"
+        self._held.clear()
+
+    def _show(self, text: str, may_stop: bool) -> str:
+        """Return the part of newly decoded text that is shown now, and look for a stop string."""
+        self._decoded += len(text)
+        shown = self._matcher.push(text) if may_stop else text
+        self._emitted += len(shown)
+        if self._matcher.matched is not None:
+            self.keep_tokens = max(1, bisect_left(self._starts, self._emitted))
+        return shown
+
+    def _release(self) -> list[TokenText]:
+        released = []
+        while self._held and self._held[0].offset < self._emitted:
+            released.append(self._held.popleft())
+        return released
+
+
 class _Echo:
-    """The prompt at the head of a completion, with the log probabilities of its tokens where they were asked for."""
+    """The prompt at the head of a completion, with its tokens' log probabilities if they were asked for."""
 
     def __init__(self, request: GenerateRequest, prompt: list[int], tokenizer: TextTokenizer, choice: int) -> None:
         spoken = request.prompts[choice // request.n]
@@ -220,12 +224,12 @@ class _Echo:
         self.num_chars = len(self._text)
 
     def push(self, output: Output) -> None:
-        """Prompt log probabilities come chunk by chunk."""
+        """Collect prompt log probabilities, which come chunk by chunk."""
         self._logprobs += output.prompt_logprobs or ()
 
     @property
     def delta(self) -> Delta:
-        """The prompt as a delta. Its first token follows nothing, so it has no probability."""
+        """The prompt as a delta. Its first token follows no other one and has no probability."""
         if not self._wants_logprobs:
             return Delta(self._choice, self._text)
         rest = self._logprobs[-(len(self._prompt) - 1) :] if len(self._prompt) > 1 else []
@@ -238,7 +242,7 @@ class _Echo:
 
 
 def _offsets(tokenizer: TextTokenizer, prompt: list[int]) -> tuple[list[int], str]:
-    """Where each prompt token's text begins, and the whole text."""
+    """Return where each prompt token's text begins, and the whole text."""
     detokenizer = IncrementalDetokenizer(tokenizer)
     offsets, pieces, length = [], [], 0
     for token_id in prompt:
@@ -248,9 +252,3 @@ def _offsets(tokenizer: TextTokenizer, prompt: list[int]) -> tuple[list[int], st
         length += len(piece)
     pieces.append(detokenizer.flush())
     return offsets, "".join(pieces)
-
-
-def _failure(output: Output) -> ApiError:
-    if output.finish_reason is FinishReason.ABORT:
-        return internal_error("The server ended this request before it was complete")
-    return internal_error()

@@ -13,13 +13,14 @@ from starlette.routing import BaseRoute, Route
 
 from moeserve.frontend.generate import CHAT, COMPLETIONS, GenerateRoute
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.middleware import AuthGate, RequestBoundary, load_keys
+from moeserve.frontend.keys import AuthGate, load_keys
+from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.routes import ExpertRoutes, ServiceRoutes, TokenRoutes
 from moeserve.frontend.services import Services
 
 
 def create_app(services: Services) -> Starlette:
-    """The application; its lifespan connects to the engine without waiting for it. Raises ConfigError for bad keys."""
+    """Create the application. Its lifespan connects to the engine without waiting. Raises ConfigError for bad keys."""
     config = services.run.config
     keys = load_keys(config.api_key, config.api_key_file)
     routes = _routes(services)

@@ -1,7 +1,7 @@
-"""The frontend's end of the engine's socket: requests out, outputs in, and the engine's death noticed.
+"""The frontend's end of the engine's socket: requests out, outputs in, and the detection of the engine's death.
 
-One task reads the socket and is never cancelled while the client lives; it hands every output to the group that waits
-for it. Nothing here blocks the event loop: a message that the socket does not take at once is an error of its request.
+One task reads the socket and is never cancelled while the client lives; it passes every output to the group of its
+request. Nothing here blocks the event loop: a message that the socket does not accept at once fails its request.
 """
 
 from __future__ import annotations
@@ -39,157 +39,22 @@ from moeserve.wire import (
     unpack_token_ids,
 )
 
-# Judges from heartbeats whether the engine still makes progress.
-
-
-class ProgressWatch:
-    """Times are seconds of one monotonic clock, given by the caller.
-
-    An engine is hung when it is busy and its step does not change, or when no heartbeat comes at all, for `timeout`.
-    """
-
-    def __init__(self, timeout: float, now: float) -> None:
-        self._timeout = timeout
-        self._last_beat = now
-        self._last_progress = now
-        self._step: int | None = None
-        self._last_check = now
-
-    def observe(self, heartbeat: Heartbeat, now: float) -> None:
-        """Notes a heartbeat."""
-        self._last_beat = now
-        if not heartbeat.busy or heartbeat.step != self._step:
-            self._last_progress = now
-        self._step = heartbeat.step
-
-    def verdict(self, now: float) -> str | None:
-        """Why the engine counts as hung, or None. To be called a few times per timeout.
-
-        If the caller itself was held up since its last check (the machine was suspended, say), the engine gets a new
-        chance: the heartbeats of that time may still be unread.
-        """
-        late = now - self._last_check > self._timeout / 2
-        self._last_check = now
-        if late:
-            self._last_beat = self._last_progress = now
-        if now - self._last_beat > self._timeout:
-            return f"no heartbeat for {self._timeout:g} s"
-        if now - self._last_progress > self._timeout:
-            return f"busy without progress for {self._timeout:g} s"
-        return None
-
-
-# The requests that one HTTP request became, and the queue of what the engine says about them.
-
-
-class EngineGone(Exception):
-    """The engine cannot answer any more; the message says why."""
-
-
-class RequestRejected(Exception):
-    """The engine did not take a request."""
-
-    def __init__(self, rejected: Rejected) -> None:
-        super().__init__(rejected.reason)
-        self.rejected = rejected
-
-
-class RequestGroup:
-    """Filled by the engine client, read by one HTTP handler.
-
-    The queue is bounded by what its requests may produce. Prompt and output ids are kept so that a request can be
-    continued elsewhere.
-    """
-
-    def __init__(self, generates: list[Generate], finish: Callable[[str, int], None]) -> None:
-        self.prompts = [unpack_token_ids(generate.token_ids) for generate in generates]
-        self.output_ids = [array("i") for _ in generates]
-        self._finish = finish
-        self._ids = [generate.request_id for generate in generates]
-        self._index = {request_id: index for index, request_id in enumerate(self._ids)}
-        self._unanswered = set(self._ids)
-        self._open: set[str] = set()
-        self._queue: list[tuple[int, Output]] = []
-        self._failure: Exception | None = None
-        self._news = asyncio.Event()
-
-    @property
-    def num_open(self) -> int:
-        """Requests without a terminal output."""
-        return len(self._open)
-
-    def mark_sent(self, request_id: str) -> None:
-        """From here on the request needs a terminal output, or an abort."""
-        self._open.add(request_id)
-
-    def answer(self, message: Admitted | Rejected) -> None:
-        """Notes the engine's verdict on a request."""
-        self._unanswered.discard(message.request_id)
-        if isinstance(message, Rejected):
-            self._open.discard(message.request_id)
-            self.fail(RequestRejected(message))
-        self._news.set()
-
-    def put(self, output: Output) -> None:
-        """Queues an output; a terminal one closes its request."""
-        if output.request_id not in self._open:
-            return
-        if output.finish_reason is not None:
-            self._open.discard(output.request_id)
-        index = self._index[output.request_id]
-        self.output_ids[index].extend(output.token_ids)
-        self._queue.append((index, output))
-        self._news.set()
-
-    def fail(self, error: Exception) -> None:
-        """Ends the group with an error, unless it already has one. What is queued stays readable before it."""
-        if self._failure is None:
-            self._failure = error
-            self._news.set()
-
-    async def admitted(self) -> None:
-        """Waits until the engine took every request. Raises RequestRejected or EngineGone."""
-        while self._unanswered and self._failure is None:
-            await self._wait()
-        if self._failure is not None:
-            raise self._failure
-
-    async def next(self, patience_s: float | None = None) -> list[tuple[int, Output]]:
-        """All outputs since the last call, each with the index of its request.
-
-        Waits for one if there are none, and returns none after `patience_s`. Raises EngineGone when none will come.
-        """
-        try:
-            async with asyncio.timeout(patience_s):
-                while not self._queue:
-                    if self._failure is not None:
-                        raise self._failure
-                    await self._wait()
-        except TimeoutError:
-            return []
-        batch, self._queue = self._queue, []
-        return batch
-
-    def finish(self, index: int, keep_tokens: int) -> None:
-        """Ends a request at a stop string; its terminal output follows. No effect on one that has ended."""
-        if self._ids[index] in self._open:
-            self._finish(self._ids[index], keep_tokens)
-
-    def close(self) -> list[str]:
-        """The requests that still need an abort. Whatever comes later is dropped."""
-        left = [request_id for request_id in self._ids if request_id in self._open]
-        self._open.clear()
-        return left
-
-    async def _wait(self) -> None:
-        self._news.clear()
-        await self._news.wait()
-
-
 log = structlog.get_logger(__name__)
 
 _MAX_QUEUED_FRAMES = 100_000
 _HELLO_INTERVAL_S = 0.05
+
+
+class EngineGone(Exception):
+    """The engine does not answer any more; the message says why."""
+
+
+class RequestRejected(Exception):
+    """The engine did not admit a request."""
+
+    def __init__(self, rejected: Rejected) -> None:
+        super().__init__(rejected.reason)
+        self.rejected = rejected
 
 
 class EngineClient:
@@ -208,7 +73,7 @@ class EngineClient:
         self._pidfd: int | None = None
 
     async def start(self) -> None:
-        """Connects and begins to introduce itself; returns at once."""
+        """Connect and begin to introduce the frontend; return at once."""
         run = self._run
         self._zmq = zmq.asyncio.Context()
         self._socket = self._zmq.socket(zmq.DEALER)
@@ -227,7 +92,7 @@ class EngineClient:
         self._spawn(self._introduce())
 
     async def stop(self) -> None:
-        """Ends the tasks and closes the sockets."""
+        """End the tasks and close the sockets."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -243,7 +108,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def submit(self, generates: list[Generate]) -> AsyncIterator[RequestGroup]:
-        """Sends the requests. Leaving the block aborts, once each, those that have not ended. Raises EngineGone."""
+        """Send the requests. Leaving the block aborts, once each, requests that have not ended. Raises EngineGone."""
         group = RequestGroup(generates, self._finish)
         try:
             for generate in generates:
@@ -259,7 +124,7 @@ class EngineClient:
                     self._try_send(Abort(request_id))
 
     async def control(self, command: str, arguments: dict[str, Any] | None = None) -> ControlResult:
-        """Has the engine carry out an operator's command. Raises EngineGone."""
+        """Send an operator's command and return the engine's answer. Raises EngineGone."""
         self._next_control += 1
         control_id = self._next_control
         future: asyncio.Future[ControlResult] = asyncio.get_running_loop().create_future()
@@ -271,7 +136,7 @@ class EngineClient:
             self._controls.pop(control_id, None)
 
     def fail_all(self, reason: str) -> None:
-        """Ends every open request with EngineGone, and tells the engine to stop working on it."""
+        """End every open request and command with EngineGone; `submit` then aborts the requests in the engine."""
         for group in set(self._groups.values()):
             group.fail(EngineGone(reason))
         for future in self._controls.values():
@@ -284,7 +149,7 @@ class EngineClient:
         self._tasks.append(task)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """A reader that failed would leave every request waiting."""
+        """End all requests if a reader failed: they would wait for ever."""
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("engine_client_failed", exc_info=error)
             self._die("the frontend lost its connection to the engine")
@@ -299,19 +164,19 @@ class EngineClient:
             raise EngineGone("the engine does not take messages")
 
     def _try_send(self, message: Message) -> bool:
-        """Whether the socket took the message, which it says at once."""
+        """Return at once whether the socket accepted the message."""
         error = self._send_now(wire.encode(message, self._run.incarnation))
         if error is not None:
             log.warning("engine_send_failed", message=type(message).__name__, error=str(error))
         return error is None
 
     def _send_now(self, frame: bytes) -> BaseException | None:
-        """The error that kept the socket from taking the frame. With DONTWAIT pyzmq's future is done on return."""
+        """Return the error if the socket did not accept the frame. With DONTWAIT pyzmq's future is done on return."""
         sent = cast("asyncio.Future[Any]", self._socket.send(frame, flags=zmq.DONTWAIT))
         return sent.exception()
 
     async def _introduce(self) -> None:
-        """Hello as soon as the engine's socket is there."""
+        """Send Hello as soon as the engine's socket is there."""
         hello = wire.encode(Hello(wire.PROTOCOL_VERSION, self._run.model_hash), self._run.incarnation)
         while self._send_now(hello) is not None:
             await asyncio.sleep(_HELLO_INTERVAL_S)
@@ -322,7 +187,7 @@ class EngineClient:
             try:
                 incarnation, message = wire.decode(frame, wire.FromEngine)
             except wire.DecodeError as error:
-                # Whose tokens were in it is unknown; going on would give some request a text with a hole.
+                # It may hold tokens of any request; going on would leave a hole in some request's text.
                 self.num_bad_frames += 1
                 log.error("engine_frame_unreadable", error=str(error)[:200])
                 self.fail_all("a message of the engine could not be read")
@@ -401,3 +266,132 @@ class EngineClient:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
+
+
+class RequestGroup:
+    """The requests of one HTTP request and the queue of their outputs: filled by the client, read by one handler.
+
+    The queue is bounded by what its requests may produce. Prompt and output ids are kept so that a request can be
+    continued elsewhere.
+    """
+
+    def __init__(self, generates: list[Generate], finish: Callable[[str, int], None]) -> None:
+        self.prompts = [unpack_token_ids(generate.token_ids) for generate in generates]
+        self.output_ids = [array("i") for _ in generates]
+        self._finish = finish
+        self._ids = [generate.request_id for generate in generates]
+        self._index = {request_id: index for index, request_id in enumerate(self._ids)}
+        self._unanswered = set(self._ids)
+        self._open: set[str] = set()
+        self._queue: list[tuple[int, Output]] = []
+        self._failure: Exception | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def num_open(self) -> int:
+        """Requests without a terminal output."""
+        return len(self._open)
+
+    def mark_sent(self, request_id: str) -> None:
+        """Note that the request needs a terminal output, or an abort, from now on."""
+        self._open.add(request_id)
+
+    def answer(self, message: Admitted | Rejected) -> None:
+        """Note whether the engine admitted a request."""
+        self._unanswered.discard(message.request_id)
+        if isinstance(message, Rejected):
+            self._open.discard(message.request_id)
+            self.fail(RequestRejected(message))
+        self._news.set()
+
+    def put(self, output: Output) -> None:
+        """Queue an output; a terminal one closes its request."""
+        if output.request_id not in self._open:
+            return
+        if output.finish_reason is not None:
+            self._open.discard(output.request_id)
+        index = self._index[output.request_id]
+        self.output_ids[index].extend(output.token_ids)
+        self._queue.append((index, output))
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the group with an error, unless it already has one. Queued outputs stay readable."""
+        if self._failure is None:
+            self._failure = error
+            self._news.set()
+
+    async def admitted(self) -> None:
+        """Wait until the engine has admitted every request. Raises RequestRejected or EngineGone."""
+        while self._unanswered and self._failure is None:
+            await self._wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def next(self, patience_s: float | None = None) -> list[tuple[int, Output]]:
+        """Return all outputs since the last call, each with the index of its request.
+
+        If there are none, wait for one, for `patience_s` at most. Raises EngineGone when none will come.
+        """
+        try:
+            async with asyncio.timeout(patience_s):
+                while not self._queue:
+                    if self._failure is not None:
+                        raise self._failure
+                    await self._wait()
+        except TimeoutError:
+            return []
+        batch, self._queue = self._queue, []
+        return batch
+
+    def finish(self, index: int, keep_tokens: int) -> None:
+        """End a request at a stop string; its terminal output follows. No effect on a request that has ended."""
+        if self._ids[index] in self._open:
+            self._finish(self._ids[index], keep_tokens)
+
+    def close(self) -> list[str]:
+        """Return the requests that still need an abort. Later outputs are dropped."""
+        left = [request_id for request_id in self._ids if request_id in self._open]
+        self._open.clear()
+        return left
+
+    async def _wait(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+
+class ProgressWatch:
+    """Judges from heartbeats whether the engine makes progress. Times are seconds of the caller's monotonic clock.
+
+    An engine hangs when it is busy and its step does not change, or when no heartbeat comes at all, for `timeout`.
+    """
+
+    def __init__(self, timeout: float, now: float) -> None:
+        self._timeout = timeout
+        self._last_beat = now
+        self._last_progress = now
+        self._step: int | None = None
+        self._last_check = now
+
+    def observe(self, heartbeat: Heartbeat, now: float) -> None:
+        """Note a heartbeat."""
+        self._last_beat = now
+        if not heartbeat.busy or heartbeat.step != self._step:
+            self._last_progress = now
+        self._step = heartbeat.step
+
+    def verdict(self, now: float) -> str | None:
+        """Return why the engine counts as hung, or None. To be called a few times per timeout.
+
+        If the caller itself was held up since its last check (the machine was suspended, say), the time begins anew:
+        heartbeats may still be unread.
+        """
+        late = now - self._last_check > self._timeout / 2
+        self._last_check = now
+        if late:
+            self._last_beat = self._last_progress = now
+        if now - self._last_beat > self._timeout:
+            return f"no heartbeat for {self._timeout:g} s"
+        if now - self._last_progress > self._timeout:
+            return f"busy without progress for {self._timeout:g} s"
+        return None

@@ -28,56 +28,16 @@ from moeserve.frontend.http import (
     unavailable,
     until_disconnect,
 )
+from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.metrics import Metrics
-from moeserve.frontend.middleware import cache_namespace
 from moeserve.frontend.services import Services
 from moeserve.frontend.text import TextTokenizer
 from moeserve.wire import Generate, Output, Rejected
 
-# The times of one answer: into the metrics as it goes, and into the log line at its end.
-
-
-class Progress:
-    """`arrival` is when the request came, on `time.monotonic`."""
-
-    def __init__(self, metrics: Metrics, arrival: float, num_choices: int) -> None:
-        self._metrics = metrics
-        self._arrival = arrival
-        self._first: float | None = None
-        self._latest: list[float | None] = [None] * num_choices
-
-    def note(self, batch: list[tuple[int, Output]]) -> None:
-        """Outputs that have just come."""
-        now = time.monotonic()
-        for choice, output in batch:
-            if not output.token_ids:
-                continue
-            latest = self._latest[choice]
-            self._latest[choice] = now
-            if latest is not None:
-                self._metrics.inter_token.observe((now - latest) / len(output.token_ids))
-            elif self._first is None:
-                self._first = now
-                self._metrics.time_to_first_token.observe(now - self._arrival)
-
-    def end(self, answer: Answer, log_fields: dict[str, Any]) -> None:
-        """The answer is over, complete or not."""
-        usage = answer.usage
-        if not answer.num_open:
-            self._metrics.end_to_end.observe(time.monotonic() - self._arrival)
-        log_fields |= {
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "complete": not answer.num_open,
-        }
-        if self._first is not None:
-            log_fields["ttft_ms"] = round(1000 * (self._first - self._arrival), 1)
-
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one API reads requests and writes answers."""
+    """How one API names, reads and writes."""
 
     id_prefix: str
     parse: Callable[[bytes, ModelFacts], GenerateRequest]
@@ -89,7 +49,7 @@ COMPLETIONS = Dialect("cmpl-", completions.parse, completions.CompletionFormatte
 
 
 class GenerateRoute:
-    """An ASGI endpoint."""
+    """The ASGI endpoint of a dialect."""
 
     def __init__(self, services: Services, dialect: Dialect) -> None:
         self._services = services
@@ -139,7 +99,7 @@ class GenerateRoute:
             progress.end(answer, state["log"])
 
     async def _submit(self, stack: AsyncExitStack, generates: list[Generate], facts: ModelFacts) -> RequestGroup:
-        """Hands the requests to the engine and waits until it has taken all of them."""
+        """Send the requests to the engine and wait until it has admitted all of them."""
         try:
             group = await stack.enter_async_context(self._services.engine.submit(generates))
             await group.admitted()
@@ -167,7 +127,7 @@ class GenerateRoute:
 
 
 async def _whole(send: Send, group: RequestGroup, answer: Answer, formatter: Formatter, progress: Progress) -> None:
-    """The answer in one piece."""
+    """Send the answer in one piece."""
     choices: dict[int, Delta] = {}
     try:
         while answer.num_open:
@@ -182,7 +142,7 @@ async def _whole(send: Send, group: RequestGroup, answer: Answer, formatter: For
 
 
 def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
-    """The deltas of a batch of outputs. Tells the engine of stop strings that were found."""
+    """Return the deltas of a batch of outputs, and tell the engine about stop strings that were found."""
     progress.note(batch)
     deltas = [delta for choice, output in batch for delta in answer.take(choice, output)]
     while answer.finishes:
@@ -192,7 +152,7 @@ def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], pro
 
 @dataclass(slots=True)
 class _Streaming:
-    """The answer as it comes."""
+    """Sends the answer as events while it is generated."""
 
     group: RequestGroup
     answer: Answer
@@ -202,7 +162,7 @@ class _Streaming:
     stream: EventStream
 
     async def run(self) -> None:
-        """Writes events until every choice has ended, or one error event."""
+        """Write events until every choice has ended, or until an error event."""
         await self.stream.start()
         try:
             await self._events()
@@ -226,3 +186,41 @@ class _Streaming:
                 await self.stream.write(b"".join(events) or KEEP_ALIVE)
         tail = self.formatter.usage(self.answer.usage) if self.request.include_usage else b""
         await self.stream.write(tail + DONE, last=True)
+
+
+class Progress:
+    """Times of one answer, for the metrics and for the log line. `arrival` is the request's, on `time.monotonic`."""
+
+    def __init__(self, metrics: Metrics, arrival: float, num_choices: int) -> None:
+        self._metrics = metrics
+        self._arrival = arrival
+        self._first: float | None = None
+        self._latest: list[float | None] = [None] * num_choices
+
+    def note(self, batch: list[tuple[int, Output]]) -> None:
+        """Observe outputs that have just arrived."""
+        now = time.monotonic()
+        for choice, output in batch:
+            if not output.token_ids:
+                continue
+            latest = self._latest[choice]
+            self._latest[choice] = now
+            if latest is not None:
+                self._metrics.inter_token.observe((now - latest) / len(output.token_ids))
+            elif self._first is None:
+                self._first = now
+                self._metrics.time_to_first_token.observe(now - self._arrival)
+
+    def end(self, answer: Answer, log_fields: dict[str, Any]) -> None:
+        """Observe the end of the answer, complete or not, and add its counts to the log line."""
+        usage = answer.usage
+        if not answer.num_open:
+            self._metrics.end_to_end.observe(time.monotonic() - self._arrival)
+        log_fields |= {
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "complete": not answer.num_open,
+        }
+        if self._first is not None:
+            log_fields["ttft_ms"] = round(1000 * (self._first - self._arrival), 1)

@@ -1,4 +1,7 @@
-"""Receiving: a request's body within its bounds, and the notice that the client has left."""
+"""Errors as a client sees them, receiving bodies within bounds, sending bodies and event streams.
+
+Errors have OpenAI's shape, come from a fixed set of kinds and never show a traceback or other internals.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-# The errors a client sees: OpenAI's shape, from a fixed set of kinds, without a trace of our insides.
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+_T = TypeVar("_T")
 
 
 class ApiError(Exception):
@@ -42,7 +48,7 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that go with the status: when to come back, and whether the connection ends here."""
+        """The headers that belong to the status: when to retry, and whether the connection ends here."""
         headers = []
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode()))
@@ -59,7 +65,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def unsupported(param: str, value: str | None = None) -> ApiError:
-    """400: a field, or one value of it, that would change the answer and is not served."""
+    """400: a field, or a value of it, that would change the answer and that this server does not support."""
     what = param if value is None else f"{param}={value}"
     return ApiError(400, f"`{what}` is not supported by this server", param=param, code="unsupported_parameter")
 
@@ -67,7 +73,7 @@ def unsupported(param: str, value: str | None = None) -> ApiError:
 def context_length_exceeded(
     limit: int, prompt_tokens: int, output_tokens: int, *, at_least: bool = False, param: str | None = None
 ) -> ApiError:
-    """400: prompt plus output do not fit; the message carries the limit and both counts. param: where the prompt is."""
+    """400: prompt and output do not fit; the message gives the limit and both counts. param: the prompt's field."""
     about = "at least " if at_least else ""
     message = (
         f"This model's maximum context length is {limit} tokens, but {about}{prompt_tokens + output_tokens} were "
@@ -88,19 +94,16 @@ def unavailable(message: str, code: str, retry_after_s: float = 1.0, *, close: b
 
 
 def internal_error(message: str = "The request failed inside the server") -> ApiError:
-    """500: our fault."""
+    """500: the server failed."""
     return ApiError(500, message, type="server_error", code="internal_error")
 
 
-_T = TypeVar("_T")
-
-
 class ClientDisconnected(Exception):
-    """The client left; nobody reads an answer."""
+    """The client left before its answer was complete."""
 
 
 async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body. Raises ApiError: 413 as soon as it is too large, 408 when it takes too long."""
+    """Return the whole body. Raises ApiError: 413 as soon as it is too large, 408 when it takes too long."""
     declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
@@ -126,9 +129,9 @@ async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnected then.
+    """Return the result of `work`. Cancel it and raise ClientDisconnected if the client leaves.
 
-    The body must have been read: what `receive` has to say after it is the disconnect.
+    The body must have been read: the next message of `receive` is the disconnect.
     """
     job = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
@@ -152,28 +155,21 @@ def _too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"The body is larger than {max_bytes} bytes", code="request_too_large", close=True)
 
 
-# Sending: whole JSON bodies, and event streams whose reader may be slow.
-
-
-KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
-
-
 class SlowReader(Exception):
-    """The client does not read; its connection's buffer stayed full."""
+    """The client does not read: its connection's buffer stayed full."""
 
 
 async def send_body(
     send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None, media: bytes | None = None
 ) -> None:
-    """A complete response, JSON unless `media` says otherwise."""
+    """Send a complete response, JSON unless `media` says otherwise."""
     head = [(b"content-type", media or b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*head, *(headers or ())]})
     await send({"type": "http.response.body", "body": body})
 
 
 async def send_error(send: Send, error: ApiError) -> None:
-    """An error as a response."""
+    """Send an error as a response."""
     await send_body(send, error.status, error.body(), error.headers())
 
 
@@ -185,7 +181,7 @@ class EventStream:
         self._timeout_s = timeout_s
 
     async def start(self) -> None:
-        """Sends status 200 and the headers."""
+        """Send status 200 and the headers."""
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
@@ -194,7 +190,7 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
-        """Sends events. Raises SlowReader when the connection takes nothing for too long."""
+        """Send events. Raises SlowReader if the connection accepts no bytes for too long."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._send({"type": "http.response.body", "body": events, "more_body": not last})
@@ -202,5 +198,5 @@ class EventStream:
             raise SlowReader from None
 
     async def fail(self, error: ApiError) -> None:
-        """Ends the stream with an error event."""
+        """End the stream with an error event."""
         await self.write(b"data: " + error.body() + b"\n\n", last=True)

@@ -1,4 +1,4 @@
-"""How this process logs: structlog on standard error, for people on a terminal and as JSON elsewhere."""
+"""The logs of a process: structlog on standard error, for people on a terminal and as JSON elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 
 def configure_logs(level: str, log_format: str) -> None:
-    """Sets up structlog and lets uvicorn's own lines through from warnings on. `log_format`: auto, console or json."""
+    """Set up structlog; uvicorn's own lines are shown from warnings on. `log_format`: auto, console or json."""
     as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
     renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
     structlog.configure(

@@ -151,11 +151,7 @@ _FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily
         ("from", "to"),
     ),
     "expert_stall_seconds": (CounterMetricFamily, "Time that the computation waited for experts", ("rank",)),
-    "expert_misses": (
-        CounterMetricFamily,
-        "Experts that were not in memory when they were wanted",
-        ("rank",),
-    ),
+    "expert_misses": (CounterMetricFamily, "Experts that were not in memory when they were wanted", ("rank",)),
     "expert_hits": (CounterMetricFamily, "Experts that were in memory when they were wanted", ("rank",)),
     "expert_evictions": (CounterMetricFamily, "Experts that left memory for others", ("rank",)),
     "expert_demand_bytes": (CounterMetricFamily, "Bytes read because they were wanted at once", ("rank",)),

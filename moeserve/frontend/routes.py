@@ -1,4 +1,4 @@
-"""The routes around generation: what is served, whether it works, its numbers, and the operator's command."""
+"""The routes beside generation: models, health, metrics, tokens, and an operator's commands."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 class ServiceRoutes:
-    """Handlers over the shared services."""
+    """The service: models, health, metrics, version, and the prefix cache."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -50,11 +50,11 @@ class ServiceRoutes:
         return json_response({"service": "moeserve", "version": VERSION, "endpoints": ENDPOINTS})
 
     async def health(self, _: Request) -> Response:
-        """Alive: this process answers."""
+        """Answer 200 while this process lives."""
         return json_response({"status": "ok"})
 
     async def ready(self, _: Request) -> Response:
-        """Ready: the model is loaded, the engine makes progress, and generations are taken."""
+        """Answer 200 if the model is loaded, the engine makes progress and generations are admitted."""
         reason = self._services.not_ready_reason()
         if reason is None:
             return json_response({"status": "ready"})
@@ -77,7 +77,7 @@ class ServiceRoutes:
         return json_response(self._model(name))
 
     async def reset_prefix_cache(self, _: Request) -> Response:
-        """Drops every cached prefix that no request uses."""
+        """Drop every cached prefix that no request uses."""
         self._services.check_serving()
         try:
             result = await self._services.engine.control("reset_prefix_cache")
@@ -100,9 +100,6 @@ class ServiceRoutes:
         }
 
 
-# `/tokenize` and `/detokenize`: the very way from text to ids and back that generations take.
-
-
 class TokenizeBody(ChatBody, kw_only=True):
     prompt: str | None = None
     add_special_tokens: bool | None = None
@@ -114,13 +111,13 @@ class DetokenizeBody(msgspec.Struct):
 
 
 class TokenRoutes:
-    """Handlers over the shared services."""
+    """`/tokenize` and `/detokenize`: the same conversions that generations use."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def tokenize(self, request: Request) -> Response:
-        """`prompt` as `/v1/completions` reads it, or `messages` as `/v1/chat/completions` does."""
+        """Tokenise `prompt` as `/v1/completions` does, or `messages` as `/v1/chat/completions` does."""
         services = self._services
         facts = services.check_serving()
         body, _ = fields.decode_json(await self._body(request), TokenizeBody)
@@ -154,9 +151,6 @@ class TokenRoutes:
         )
 
 
-# What an operator sees of the experts, and the commands about them.
-
-
 class TraceBody(msgspec.Struct, forbid_unknown_fields=True):
     """`max_tokens` and `token_ids` (keep which tokens they are) belong to `start`."""
 
@@ -166,21 +160,21 @@ class TraceBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ExpertRoutes:
-    """Handlers over the shared services. Every one answers 404 for a model without experts."""
+    """What operators see of the experts and command about them. Every route answers 404 without experts."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def experts(self, _: Request) -> Response:
-        """Load, balance and placement by layer and expert."""
+        """Answer with load, balance and placement by layer and expert."""
         return json_response({"object": "experts", **await self._command("experts")})
 
     async def save_statistics(self, _: Request) -> Response:
-        """Saves the statistics to the file of `--expert-statistics`."""
+        """Save the statistics to the file of `--expert-statistics`."""
         return json_response({"status": "ok", **await self._command("save_expert_statistics")})
 
     async def trace(self, request: Request) -> Response:
-        """Starts recording a trace, or ends it and answers with the file."""
+        """Start recording a trace, or end it and answer with the file."""
         self._check_experts()
         data = await read_body(
             request.scope,
@@ -195,7 +189,7 @@ class ExpertRoutes:
             arguments = {"max_tokens": body.max_tokens, "token_ids": body.token_ids}
             return json_response({"status": "recording", **await self._command("start_expert_trace", arguments)})
         result = await self._command("stop_expert_trace")
-        content = await asyncio.to_thread(_take, Path(result["file"]))
+        content = await asyncio.to_thread(_read_and_remove, Path(result["file"]))
         return Response(
             content,
             media_type="application/octet-stream",
@@ -219,8 +213,7 @@ class ExpertRoutes:
         return result.result
 
 
-def _take(path: Path) -> bytes:
-    """The content of a file that is there to be handed over."""
+def _read_and_remove(path: Path) -> bytes:
     content = path.read_bytes()
     path.unlink()
     return content

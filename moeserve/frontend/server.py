@@ -1,7 +1,8 @@
-"""Runs the application under uvicorn, with our own answer to signals.
+"""Runs the application under uvicorn, with its own handling of signals and bounds on headers.
 
-uvicorn closes its listener as soon as it is told to stop, and then nobody can be told that the server is draining. So
-the signals are ours: the first SIGTERM drains while the listener still answers, another one or SIGINT stops at once.
+uvicorn closes its listener as soon as it is told to stop, and then no client learns that the server is draining. So
+this module handles the signals: the first SIGTERM drains while the listener still answers, another one or SIGINT stops
+at once.
 """
 
 from __future__ import annotations
@@ -21,14 +22,93 @@ from moeserve.frontend import limits
 from moeserve.frontend.app import create_app
 from moeserve.frontend.services import Services
 
-# uvicorn's HTTP protocol with bounds on what precedes a body. uvicorn bounds neither the size of headers with
-# httptools nor the time they may take, and an application cannot: it is called when they are complete.
+log = structlog.get_logger(__name__)
+
+_LAST_WORDS_S = 1.0
+_KEEP_ALIVE_TIMEOUT_S = 30
+
+
+def serve(services: Services, listener: socket.socket) -> None:
+    """Answer on a bound socket until a signal ends the server."""
+    FrontendServer(services).run(sockets=[listener])
+
+
+class FrontendServer(uvicorn.Server):
+    """A uvicorn server that installs no signal handlers of its own."""
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(services),
+                http=BoundedHttpProtocol,
+                loop="uvloop",
+                ws="none",
+                lifespan="on",
+                access_log=False,
+                server_header=False,
+                log_config=None,
+                timeout_keep_alive=_KEEP_ALIVE_TIMEOUT_S,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._services = services
+        self._stop_now = asyncio.Event()
+        self._drain: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install the handlers on the event loop, in place of uvicorn's."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
+        loop.add_signal_handler(signal.SIGINT, self._on_sigint)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+            loop.remove_signal_handler(signal.SIGINT)
+
+    def _on_sigterm(self) -> None:
+        if self._drain is not None:
+            self._stop_now.set()
+        self._begin_drain()
+
+    def _on_sigint(self) -> None:
+        self._stop_now.set()
+        self._begin_drain()
+
+    def _begin_drain(self) -> None:
+        self._services.begin_drain()
+        if self._drain is None:
+            if in_flight := self._services.admission.in_flight:
+                log.info("draining", in_flight=in_flight)
+            self._drain = asyncio.create_task(self._drain_and_exit())
+
+    async def _drain_and_exit(self) -> None:
+        """Wait for the open answers, end the remaining ones with an error event, and let uvicorn exit."""
+        admission, engine = self._services.admission, self._services.engine
+        stop = asyncio.ensure_future(self._stop_now.wait())
+        idle = asyncio.ensure_future(admission.idle.wait())
+        try:
+            await asyncio.wait(
+                {stop, idle},
+                timeout=self._services.run.config.shutdown_timeout,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if not idle.done():
+                log.warning("answers_cut_off", in_flight=admission.in_flight)
+                engine.fail_all("the server is shutting down")
+                await asyncio.wait({idle}, timeout=_LAST_WORDS_S)
+        finally:
+            stop.cancel()
+            idle.cancel()
+            self.should_exit = True
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Closes connections whose headers are too large, too many or too slow.
+    """uvicorn's HTTP protocol that closes connections whose headers are too large, too many or too slow.
 
-    `scope["extensions"]["moeserve.abort"]` drops the connection with whatever its buffer still holds.
+    uvicorn with httptools bounds neither the size of headers nor the time they may take, and an application cannot: it
+    is called when they are complete. `scope["extensions"]["moeserve.abort"]` drops the connection and its buffer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,85 +167,3 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._deadline = None
         if not self.transport.is_closing():
             self.transport.close()
-
-
-log = structlog.get_logger(__name__)
-
-_LAST_WORDS_S = 1.0
-_KEEP_ALIVE_TIMEOUT_S = 30
-
-
-class FrontendServer(uvicorn.Server):
-    """A uvicorn server that installs no signal handlers of its own."""
-
-    def __init__(self, services: Services) -> None:
-        super().__init__(
-            uvicorn.Config(
-                create_app(services),
-                http=BoundedHttpProtocol,
-                loop="uvloop",
-                ws="none",
-                lifespan="on",
-                access_log=False,
-                server_header=False,
-                log_config=None,
-                timeout_keep_alive=_KEEP_ALIVE_TIMEOUT_S,
-                timeout_graceful_shutdown=1,
-            )
-        )
-        self._services = services
-        self._stop_now = asyncio.Event()
-        self._drain: asyncio.Task[None] | None = None
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Nothing for uvicorn to capture; the handlers live on the loop."""
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
-        loop.add_signal_handler(signal.SIGINT, self._on_sigint)
-        try:
-            yield
-        finally:
-            loop.remove_signal_handler(signal.SIGTERM)
-            loop.remove_signal_handler(signal.SIGINT)
-
-    def _on_sigterm(self) -> None:
-        if self._drain is not None:
-            self._stop_now.set()
-        self._begin_drain()
-
-    def _on_sigint(self) -> None:
-        self._stop_now.set()
-        self._begin_drain()
-
-    def _begin_drain(self) -> None:
-        self._services.draining = True
-        if self._drain is None:
-            if in_flight := self._services.admission.in_flight:
-                log.info("draining", in_flight=in_flight)
-            self._drain = asyncio.create_task(self._drain_and_exit())
-
-    async def _drain_and_exit(self) -> None:
-        """Waits for the open answers, ends what is left with an error event, and lets uvicorn exit."""
-        admission, engine = self._services.admission, self._services.engine
-        stop = asyncio.ensure_future(self._stop_now.wait())
-        idle = asyncio.ensure_future(admission.idle.wait())
-        try:
-            await asyncio.wait(
-                {stop, idle},
-                timeout=self._services.run.config.shutdown_timeout,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if not idle.done():
-                log.warning("answers_cut_off", in_flight=admission.in_flight)
-                engine.fail_all("the server is shutting down")
-                await asyncio.wait({idle}, timeout=_LAST_WORDS_S)
-        finally:
-            stop.cancel()
-            idle.cancel()
-            self.should_exit = True
-
-
-def serve(services: Services, listener: socket.socket) -> None:
-    """Answers on a bound socket until a signal ends it."""
-    FrontendServer(services).run(sockets=[listener])

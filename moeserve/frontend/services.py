@@ -1,4 +1,4 @@
-"""What the routes of one frontend share, and whether it serves."""
+"""The services that the routes of one frontend share, and its admission of requests."""
 
 from __future__ import annotations
 
@@ -19,59 +19,14 @@ from moeserve.frontend.templates import ChatTemplate, load_chat_template, render
 from moeserve.frontend.text import TextTokenizer
 from moeserve.wire import RunContext
 
-# How many choices this server takes at once, decided before any work is done for them.
-
-
+_RETRY_WHILE_LOADING_S = 5.0
+_RETRY_ELSEWHERE_S = 10.0
 _REMEMBERED_ENDS = 32
 _LONGEST_WAIT_S = 60.0
 
 
-class Admission:
-    """Counts choices in flight against what the engine runs and queues. `clock` gives seconds, monotonic.
-
-    `rejections` is where refusals are counted.
-    """
-
-    def __init__(self, clock: Callable[[], float], rejections: Counter[str]) -> None:
-        self.in_flight = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
-        self._rejections = rejections
-        self._clock = clock
-        self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)
-
-    @contextmanager
-    def hold(self, num_choices: int, capacity: int) -> Iterator[None]:
-        """Places for the length of the block. Raises ApiError: 400 if so many never fit, 503 if they do not now."""
-        if num_choices > capacity:
-            raise invalid(f"The request asks for {num_choices} choices; this server takes {capacity} at once", "n")
-        if self.in_flight + num_choices > capacity:
-            self._rejections["queue_full"] += 1
-            raise unavailable("The server's queue is full", "queue_full", self.retry_after())
-        self.in_flight += num_choices
-        self.idle.clear()
-        try:
-            yield
-        finally:
-            self.in_flight -= num_choices
-            if self.in_flight == 0:
-                self.idle.set()
-            self._ends.append(self._clock())
-
-    def retry_after(self) -> float:
-        """Seconds until a place gets free at the pace of the latest requests, 1 to 60."""
-        if len(self._ends) < 2:
-            return 1.0
-        pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return min(max(pace, 1.0), _LONGEST_WAIT_S)
-
-
-_RETRY_WHILE_LOADING_S = 5.0
-_RETRY_ELSEWHERE_S = 10.0
-
-
 class Services:
-    """Built once per frontend. `draining` is set when no new generation is taken any more."""
+    """The shared services of one frontend's routes."""
 
     def __init__(self, run: RunContext, tokenizer: TextTokenizer, template: ChatTemplate | None) -> None:
         self.run = run
@@ -80,7 +35,7 @@ class Services:
         self.metrics = Metrics()
         self.engine = EngineClient(run, on_stats=self.metrics.on_stats)
         self.admission = Admission(time.monotonic, self.metrics.rejections)
-        self.draining = False
+        self._draining = False
         self.created = int(time.time())
         self.fingerprint = f"fp_{run.model_hash[:12]}"
         self._seeds = random.Random(run.config.seed)
@@ -88,21 +43,25 @@ class Services:
 
     @classmethod
     def load(cls, run: RunContext) -> Services:
-        """Reads the checkpoint's tokenizer and template."""
+        """Read the checkpoint's tokenizer and template."""
         tokenizer = TextTokenizer.from_file(Path(run.model_dir) / "tokenizer.json")
         return cls(run, tokenizer, load_chat_template(run.model_dir))
 
+    def begin_drain(self) -> None:
+        """Refuse new generations from now on."""
+        self._draining = True
+
     def not_ready_reason(self) -> str | None:
-        """Why no generation would be taken now, or None."""
-        if self.draining:
+        """Return why no generation would be admitted now, or None."""
+        if self._draining:
             return "draining"
         if self.engine.dead_reason is not None:
             return self.engine.dead_reason
         return None if self.engine.ready is not None else "the model is loading"
 
     def check_serving(self) -> ModelFacts:
-        """The model's facts. Raises ApiError (503) unless generations are taken."""
-        if self.draining:
+        """Return the model's facts. Raises ApiError (503) unless generations are admitted."""
+        if self._draining:
             raise unavailable("The server is shutting down", "draining", _RETRY_ELSEWHERE_S, close=True)
         if self.engine.dead_reason is not None:
             raise unavailable("The engine is not running", "engine_dead", _RETRY_ELSEWHERE_S)
@@ -122,23 +81,23 @@ class Services:
 
     @property
     def capacity(self) -> int:
-        """Choices that the engine runs and queues."""
+        """How many choices the engine runs and queues."""
         ready = self.engine.ready
         return ready.max_num_seqs + ready.max_num_queued_reqs if ready is not None else 0
 
     def draw_seed(self) -> int:
-        """A seed for a request that brought none."""
+        """Return a seed for a request without one."""
         return self._seeds.getrandbits(63)
 
     async def encode(self, prompt: ChatPrompt | str | list[int], facts: ModelFacts) -> list[int]:
-        """Token ids of a prompt; long ones are tokenised in a thread. Raises ApiError."""
+        """Return the token ids of a prompt; long ones are tokenised in a thread. Raises ApiError."""
         if isinstance(prompt, list):
             return prompt
         if isinstance(prompt, ChatPrompt):
             field, (text, mark) = "messages", await self._render(prompt)
         else:
             field, text, mark = "prompt", prompt, None
-        # No token is longer than the longest one, so hopeless prompts need no tokenising.
+        # A text needs at least this many tokens of the longest kind, so prompts that cannot fit need no tokenising.
         least = len(text) // self.tokenizer.longest_token
         if least >= facts.max_model_len:
             raise context_length_exceeded(facts.max_model_len, least, 1, at_least=True, param=field)
@@ -176,3 +135,43 @@ class Services:
 
         size = sum(len(message["content"]) for message in prompt.messages)
         return render() if size <= limits.TOKENIZE_INLINE_CHARS else await asyncio.to_thread(render)
+
+
+class Admission:
+    """Counts choices in flight, and refuses too many before any work is done for them.
+
+    `clock` gives seconds, monotonic. Refusals are counted in `rejections`.
+    """
+
+    def __init__(self, clock: Callable[[], float], rejections: Counter[str]) -> None:
+        self.in_flight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._rejections = rejections
+        self._clock = clock
+        self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)
+
+    @contextmanager
+    def hold(self, num_choices: int, capacity: int) -> Iterator[None]:
+        """Hold places for the length of the block. Raises ApiError: 400 if they never fit, 503 if not now."""
+        if num_choices > capacity:
+            raise invalid(f"The request asks for {num_choices} choices; this server takes {capacity} at once", "n")
+        if self.in_flight + num_choices > capacity:
+            self._rejections["queue_full"] += 1
+            raise unavailable("The server's queue is full", "queue_full", self.retry_after())
+        self.in_flight += num_choices
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= num_choices
+            if self.in_flight == 0:
+                self.idle.set()
+            self._ends.append(self._clock())
+
+    def retry_after(self) -> float:
+        """Return the seconds until a place is free at the pace of the latest requests, 1 to 60."""
+        if len(self._ends) < 2:
+            return 1.0
+        pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return min(max(pace, 1.0), _LONGEST_WAIT_S)

@@ -1,7 +1,7 @@
 """Chat messages to the text of a prompt, by the checkpoint's own template in a sandbox.
 
-The environment has the options and helpers that templates on the hub are written for: those of transformers'
-`apply_chat_template`, which the golden test compares with.
+The environment has the options and helpers of transformers' `apply_chat_template`, for which templates on the hub are
+written; the golden test compares the two.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ALLOWED_TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "reasoning_e
 
 
 class TemplateError(ValueError):
-    """A checkpoint's template that cannot be used."""
+    """The checkpoint's template cannot be used."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks training targets; for serving its body is all that matters."""
+    """`{% generation %}...{% endgeneration %}` marks training targets; serving needs its body alone."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
 
@@ -41,7 +41,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A compiled chat template. `special_tokens` (`bos_token`, ...) are variables in it; `now` tells the date."""
+    """A compiled chat template. `special_tokens` (`bos_token`, ...) are variables in it; `now` gives the date."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class ChatTemplate:
         self._knows_developer = "developer" in source
 
     def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, **variables: Any) -> str:
-        """The prompt's text. Raises ApiError (400) where the template refuses the messages.
+        """Return the prompt's text. Raises ApiError (400) if the template refuses the messages.
 
-        `developer` is a later name of `system`; a template that has never heard of it gets the older one.
+        `developer` is a later name of `system`; a template that does not know it gets `system`.
         """
         if not self._knows_developer:
             messages = [
@@ -100,7 +100,7 @@ def render_prompt(
     add_generation_prompt: bool,
     variables: Mapping[str, Any],
 ) -> tuple[str, str]:
-    """The rendered prompt and the cut mark in it: pass both to `TextTokenizer.encode_rendered`."""
+    """Return the rendered prompt and the cut mark in it, both for `TextTokenizer.encode_rendered`."""
     spoken = [value for message in messages for value in message.values() if isinstance(value, str)]
     mark = next((mark for mark in CUT_MARKS if not any(mark in text for text in spoken)), None)
     if mark is None:
@@ -117,7 +117,7 @@ def render_prompt(
 
 
 def load_chat_template(model_dir: str | Path) -> ChatTemplate | None:
-    """The template in `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, else None."""
+    """Return the template in `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, else None."""
     folder = Path(model_dir)
     config_path = folder / "tokenizer_config.json"
     config = msgspec.json.decode(config_path.read_bytes()) if config_path.is_file() else {}
@@ -129,7 +129,7 @@ def load_chat_template(model_dir: str | Path) -> ChatTemplate | None:
 
 
 def _named_default(config: Mapping[str, Any]) -> Any:
-    """Some checkpoints carry a list of named templates; the one called `default` is for plain chat."""
+    """Return the template; of a list of named templates the one called `default`, which is for plain chat."""
     source = config.get("chat_template")
     if isinstance(source, list):
         return next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
@@ -153,7 +153,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without HTML escapes, which jinja2's own filter would add."""
+    """Return JSON without the HTML escapes that jinja2's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

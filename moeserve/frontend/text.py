@@ -1,8 +1,8 @@
 """Text to token ids and back: the tokenizer, the incremental detokenizer and the search for stop strings.
 
-Which text may become control tokens is decided here. A rendered chat template and the prompt of `/v1/completions` are
-model input as a whole, so special tokens written in them count. What a user says inside a chat message does not: the
-template's renderer puts a cut mark into every special token it finds there (`protect`), and `encode_rendered` tokenises
+This module decides which text may become control tokens. A rendered chat template and the prompt of `/v1/completions`
+are model input as a whole, so special tokens written in them count. Those inside a chat message do not: the template's
+renderer puts a cut mark into every special token that it finds there (`protect`), and `encode_rendered` tokenises
 around the marks, so that no such token is formed.
 """
 
@@ -42,34 +42,34 @@ class TextTokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> TextTokenizer:
-        """Reads `tokenizer.json`."""
+        """Read `tokenizer.json`."""
         return cls(Tokenizer.from_file(str(path)))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, special tokens in it included. Releases the GIL."""
+        """Return the token ids of `text`, special tokens in it included. Releases the GIL."""
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def protect(self, text: str, mark: str) -> str:
-        """`text` with `mark` inside every special token that is spelled out in it."""
+        """Return `text` with `mark` inside every special token that is spelled out in it."""
         if self._special_pattern is None:
             return text
         return self._special_pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
 
     def encode_rendered(self, text: str, mark: str) -> list[int]:
-        """Token ids of a rendered template whose user content went through `protect` with the same mark."""
+        """Return the token ids of a rendered template whose messages went through `protect` with the same mark."""
         if mark not in text:
             return self.encode(text, add_special_tokens=False)
         pieces = text.split(mark)
         return [token_id for piece in pieces for token_id in self.encode(piece, add_special_tokens=False)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of token ids; bytes that are no UTF-8 become U+FFFD."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def _token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for; empty for an id without a token (padding rows of the vocabulary)."""
+        """Return the bytes of one token; empty for an id without a token (padding rows of the vocabulary)."""
         if token_id in self._added_texts:
             return self._added_texts[token_id].encode()
         token = self._tokenizer.id_to_token(token_id)
@@ -83,19 +83,19 @@ class TextTokenizer:
         return token.replace("\u2581", " ").encode()
 
     def stream(self, context: Sequence[int]) -> DecodeStream:
-        """A decoder of what follows the tokens of `context`."""
+        """Return a decoder of the tokens that follow `context`."""
         return DecodeStream(ids=list(context), skip_special_tokens=True)
 
     def step(self, stream: DecodeStream, token_id: int) -> str | None:
-        """Text that one more token completes. Raises what `tokenizers` raises for a broken sequence."""
+        """Return the text that one more token completes. Raises the errors of `tokenizers` for a broken sequence."""
         text: str | None = stream.step(self._tokenizer, token_id)
         return text
 
 
 class IncrementalDetokenizer:
-    """Text of one output, token by token. A character split over tokens appears with its last one.
+    """Decodes one output token by token. A character split over tokens appears with its last one.
 
-    `prompt` gives context: decoders of SentencePiece vocabularies drop the space before the first token they see.
+    `prompt` gives context: decoders of SentencePiece vocabularies drop the space before their first token.
     """
 
     def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int] = ()) -> None:
@@ -108,7 +108,7 @@ class IncrementalDetokenizer:
         self._stream = tokenizer.stream(context)
 
     def push(self, token_id: int) -> str:
-        """Text that `token_id` completes, possibly none."""
+        """Return the text that `token_id` completes, possibly none."""
         self._pending.append(token_id)
         try:
             text = self._tokenizer.step(self._stream, token_id)
@@ -122,7 +122,7 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """What is left at the end: an unfinished character shows as U+FFFD."""
+        """Return the rest at the end of the output: an unfinished character shows as U+FFFD."""
         if not self._pending:
             return ""
         before = self._tokenizer.decode(self._shown)
@@ -132,10 +132,10 @@ class IncrementalDetokenizer:
 
 
 class StopMatcher:
-    """Finds stop strings in text that comes in pieces, and holds back what may be the beginning of one.
+    """Finds stop strings in text that comes in pieces, and holds back text that may begin one.
 
-    One Knuth-Morris-Pratt automaton per stop string: linear in the text, and the same whatever the pieces are. The stop
-    string that is complete first counts, of several ending together the longest.
+    One Knuth-Morris-Pratt automaton per stop string: linear in the text, and independent of how it is cut. The stop
+    string that is complete first counts; of several that end together, the longest.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -151,7 +151,7 @@ class StopMatcher:
         return len(self._held)
 
     def push(self, text: str) -> str:
-        """The text that may be shown now. Once `matched` is set, all before the stop string has been shown."""
+        """Return the text that may be shown now. Once `matched` is set, all text before the stop string was shown."""
         if not self._stops or self.matched is not None:
             return text if self.matched is None else ""
         text = self._held + text
@@ -167,7 +167,7 @@ class StopMatcher:
         return text[: len(text) - num_held]
 
     def flush(self) -> str:
-        """What was held back, at the end of the output."""
+        """Return the held-back text, at the end of the output."""
         held, self._held = self._held, ""
         return held
 
@@ -180,7 +180,7 @@ class StopMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """For each prefix of `pattern` the length of its longest proper prefix that is also its suffix."""
+    """Return for each prefix of `pattern` the length of its longest proper prefix that is also its suffix."""
     table = [0] * len(pattern)
     length = 0
     for index in range(1, len(pattern)):
@@ -201,9 +201,9 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 @lru_cache(maxsize=1)
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's alphabet, the byte that each character of a byte-level token stands for.
+    """Return GPT-2's alphabet: the byte that each character of a byte-level token means.
 
-    Printable Latin-1 bytes are themselves, the others follow from U+0100 in order.
+    Printable Latin-1 bytes are themselves; the others follow from U+0100 in order.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

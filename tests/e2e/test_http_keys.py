@@ -8,7 +8,7 @@ import pytest
 from starlette.routing import Route
 
 from moeserve.frontend.app import create_app
-from moeserve.frontend.middleware import PUBLIC_PATHS, ROLE_OF_PATH
+from moeserve.frontend.keys import PUBLIC_PATHS, ROLE_OF_PATH
 from moeserve.frontend.services import Services
 from moeserve.wire import Generate
 from tests.support.frontend import Frontend, frontend, run_context

@@ -278,14 +278,6 @@ def _import_the_service() -> None:
     import uvloop  # noqa: F401
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    import launcher.rank_group
-    import launcher.serve
-    import launcher.worker
-    import moeserve.frontend.server
-    import moeserve.model.source
-    import moeserve.ranks.startup
-    import moeserve.startup
-
     # What Transformers imports once it is asked for the configuration of a model.
     assert CONFIG_MAPPING["mixtral"]
 

@@ -15,19 +15,11 @@ from rich.console import Console
 
 from launcher import preflight
 from launcher.console import ProgressDisplay, format_bytes, ready_banner
+from launcher.listener import is_loopback, open_listener, reachable_address, url
 from launcher.preflight import LaunchError, gpu_names, usable_cores
-from launcher.processes import (
-    Failed,
-    Loading,
-    Ready,
-    child_environment,
-    decode_status,
-    is_loopback,
-    open_listener,
-    reachable_address,
-    url,
-)
-from launcher.serve import hash_model, notify, remove_stale, run_directory
+from launcher.processes import Failed, Loading, Ready, child_environment, decode_status
+from launcher.run_directory import hash_model, remove_stale, run_directory
+from launcher.serve import notify_systemd
 
 READY = Ready(
     device="cpu",
@@ -175,10 +167,10 @@ def test_systemd_is_told_through_its_socket(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        notify("READY=1")
+        notify_systemd("READY=1")
         assert manager.recv(100) == b"READY=1"
 
 
 def test_without_systemd_nothing_is_told(monkeypatch):
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    notify("READY=1")
+    notify_systemd("READY=1")

@@ -8,7 +8,7 @@ import pytest
 
 from moeserve.config import ConfigError
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.middleware import ANYONE, AuthGate, Identity, KeyRing, cache_namespace, load_keys
+from moeserve.frontend.keys import ANYONE, AuthGate, Identity, KeyRing, cache_namespace, load_keys
 
 KEYS = KeyRing([("user", "u"), ("metrics", "m"), ("admin", "a"), ("user", "both"), ("metrics", "both")])
 SECRET = "5e" * 32

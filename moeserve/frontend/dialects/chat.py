@@ -1,4 +1,4 @@
-"""The dialect of `/v1/chat/completions`: its request into the internal one, the internal answer into its responses."""
+"""The dialect of `/v1/chat/completions`: reads its requests into internal ones, writes internal answers as its own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ChatBody(fields.SamplingBody, kw_only=True):
 
 
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
-    """The internal request. Raises ApiError with the status that the client gets."""
+    """Return the internal request. Raises ApiError with the status that the client gets."""
     chat, ignored = fields.decode_json(body, ChatBody)
     name = fields.check_model(chat.model, model)
     logprobs = _logprobs(chat, model)
@@ -67,7 +67,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
 
 
 def read_chat_prompt(chat: ChatBody) -> ChatPrompt:
-    """The messages and template variables of a body. Raises ApiError."""
+    """Return the messages and template variables of a body. Raises ApiError."""
     if not chat.messages:
         raise invalid("`messages` must hold at least one message", "messages")
     if len(chat.messages) > limits.MAX_MESSAGES:
@@ -94,7 +94,7 @@ def _message(message: ChatMessage, where: str) -> dict[str, Any]:
 
 
 def _content_text(content: str | list[ContentPart] | None, where: str) -> str:
-    """Text parts are joined by a newline, so that two of them never melt into one word."""
+    """Return the text of a message's content. Parts are joined by a newline, so that no two words merge."""
     if content is None or isinstance(content, str):
         return content or ""
     if len(content) > limits.MAX_CONTENT_PARTS:
@@ -133,7 +133,7 @@ def _logprobs(chat: ChatBody, model: ModelFacts) -> int | None:
 
 
 class ChatFormatter:
-    """Writes the answers."""
+    """Writes answers in this dialect."""
 
     def __init__(
         self, answer_id: str, created: int, request: GenerateRequest, tokenizer: TextTokenizer, fingerprint: str

@@ -1,4 +1,4 @@
-"""The dialect of `/v1/completions`: its request into the internal one, the internal answer into its responses."""
+"""The dialect of `/v1/completions`: reads its requests into internal ones, writes internal answers as its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CompletionBody(fields.SamplingBody, kw_only=True):
 
 
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
-    """The internal request. Raises ApiError with the status that the client gets."""
+    """Return the internal request. Raises ApiError with the status that the client gets."""
     completion, ignored = fields.decode_json(body, CompletionBody)
     name = fields.check_model(completion.model, model)
     echo = bool(completion.echo)
@@ -52,7 +52,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
 def read_prompts(
     prompt: str | list[str | int | list[int]] | None, vocab_size: int
 ) -> list[ChatPrompt | str | list[int]]:
-    """The prompts of a body: one text, several, one list of ids, or several. Raises ApiError."""
+    """Return the prompts of a body: one text, several, one list of ids, or several. Raises ApiError."""
     if prompt is None:
         raise invalid("`prompt` is required", "prompt")
     if isinstance(prompt, str):
@@ -82,7 +82,7 @@ def _empty() -> ApiError:
 
 
 class CompletionFormatter:
-    """Writes the answers."""
+    """Writes answers in this dialect."""
 
     def __init__(
         self, answer_id: str, created: int, request: GenerateRequest, tokenizer: TextTokenizer, fingerprint: str
@@ -127,7 +127,7 @@ class CompletionFormatter:
         )
 
     def _logprobs(self, tokens: list[TokenText]) -> dict[str, Any]:
-        """Four parallel lists; the first token of an echoed prompt has no probability, which is null."""
+        """Return four parallel lists; the first token of an echoed prompt has null for its probability."""
         return {
             "tokens": [self._text(token.token_id) for token in tokens],
             "token_logprobs": [None if token.logprobs is None else finite(token.logprobs.logprob) for token in tokens],
@@ -136,7 +136,7 @@ class CompletionFormatter:
         }
 
     def _top(self, token: TokenText) -> dict[str, float] | None:
-        """The likeliest texts, best first, and the chosen one even where it is not among them."""
+        """Return the likeliest texts, best first, and the sampled one even if it is not among them."""
         if token.logprobs is None:
             return None
         top: dict[str, float] = {}
@@ -145,7 +145,7 @@ class CompletionFormatter:
         return top
 
     def _text(self, token_id: int) -> str:
-        """A token's text; bytes that are no text of their own are spelled out, which keeps keys apart."""
+        """Return a token's text; bytes that are no UTF-8 are spelled out, which keeps keys apart."""
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode("utf-8")

@@ -1,4 +1,4 @@
-"""What the OpenAI dialects share: strict JSON, the sampling fields with their bounds, the fields that are refused."""
+"""The common part of the OpenAI dialects: strict JSON, sampling fields with bounds, refused fields, streamed events."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from moeserve.plan import SamplingParams
 _ABSENT = frozenset({b"null"})
 _OFF = frozenset({b"null", b"false"})
 _EMPTY = frozenset({b"null", b"[]", b"{}"})
+_LEAST_LOGPROB = -9999.0
 
-# Fields that would change the answer if they were served, with the values that ask for nothing.
+# Fields that would change the answer if they were supported, with the values that ask for nothing.
 UNSUPPORTED: dict[str, Collection[bytes]] = {
     "audio": _ABSENT,
     "best_of": {b"null", b"1"},
@@ -106,7 +107,7 @@ _B = TypeVar("_B", bound=msgspec.Struct)
 
 
 def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
-    """The typed body, and the names of fields it has and `expected` lacks. Raises ApiError for anything malformed."""
+    """Return the typed body, and the names of its fields that `expected` lacks. Raises ApiError for a bad body."""
     try:
         body.decode("utf-8")
         raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -124,7 +125,7 @@ def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
 
 
 def _compact(raw: bytes) -> bytes:
-    """JSON without its insignificant spaces, for the short values that mean nothing."""
+    """Return JSON without insignificant spaces; long values unchanged, since no value that asks for nothing is long."""
     try:
         return msgspec.json.encode(msgspec.json.decode(raw)) if len(raw) <= 64 else raw
     except msgspec.DecodeError:
@@ -140,7 +141,7 @@ def _wrong_type(message: str) -> ApiError:
 
 
 def bounded(name: str, value: Any, low: float, high: float, *, above: bool = False) -> Any:
-    """`value` if it is finite and in [low, high] (in (low, high] with `above`). Raises ApiError."""
+    """Return `value` if it is finite and in [low, high] (in (low, high] with `above`). Raises ApiError."""
     if not math.isfinite(value) or value < low or value > high or (above and value == low):
         interval = f"{'above' if above else 'at least'} {_plain(low)} and at most {_plain(high)}"
         raise invalid(f"`{name}` must be {interval}", name)
@@ -148,12 +149,12 @@ def bounded(name: str, value: Any, low: float, high: float, *, above: bool = Fal
 
 
 def _plain(bound: float) -> str:
-    """All digits of a whole number."""
+    """Return all digits of a whole number, else the shortest form."""
     return str(int(bound)) if bound == int(bound) else f"{bound:g}"
 
 
 def check_model(name: str | None, model: ModelFacts) -> str:
-    """The name under which the answer speaks. Raises ApiError: 400 without a name, 404 for another model."""
+    """Return the model's name for the answer. Raises ApiError: 400 without a name, 404 for another model."""
     if not name:
         raise invalid("`model` is required", "model")
     if name not in model.names:
@@ -162,7 +163,7 @@ def check_model(name: str | None, model: ModelFacts) -> str:
 
 
 def read_sampling(body: SamplingBody, model: ModelFacts, logprobs: int | None, echo: bool = False) -> SamplingParams:
-    """The sampling parameters; the checkpoint's defaults where the client is silent. max_tokens and seed stay open."""
+    """Return the sampling parameters, by default the checkpoint's. `max_tokens` and `seed` are not filled in."""
     defaults = model.default_sampling
 
     def pick(name: str, neutral: float) -> Any:
@@ -191,7 +192,7 @@ def read_sampling(body: SamplingBody, model: ModelFacts, logprobs: int | None, e
 
 
 def read_count(name: str, value: int | None) -> int | None:
-    """A number of tokens, at least one, or None."""
+    """Return a number of tokens, at least one, or None."""
     return None if value is None else int(bounded(name, value, 1, limits.MAX_TOKENS))
 
 
@@ -229,7 +230,7 @@ def read_cache_salt(salt: str | None) -> str:
 
 
 def read_stream_options(body: SamplingBody) -> tuple[bool, bool, bool]:
-    """(stream, include_usage, continuous_usage)."""
+    """Return (stream, include_usage, continuous_usage)."""
     stream = bool(body.stream)
     options = body.stream_options
     if options is None:
@@ -240,7 +241,7 @@ def read_stream_options(body: SamplingBody) -> tuple[bool, bool, bool]:
 
 
 def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> list[int]:
-    """`token_ids` if all of them are in the vocabulary. Raises ApiError."""
+    """Return `token_ids` if all of them are in the vocabulary. Raises ApiError."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         raise invalid(f"`{name}` holds a token id outside the vocabulary of {vocab_size} tokens", name)
     return token_ids
@@ -271,14 +272,8 @@ def _stop_token_ids(body: SamplingBody, model: ModelFacts) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*natural, *asked)))
 
 
-# The events of a streamed answer, of which the dialects differ in a few bytes only.
-
-
-_LEAST_LOGPROB = -9999.0
-
-
 class EventWriter:
-    """Server-sent events with one object each. What is the same in every event of an answer is encoded once."""
+    """Writes server-sent events with one object each. The common fields of an answer are encoded once."""
 
     def __init__(self, head: dict[str, Any], *, include_usage: bool) -> None:
         """head: the fields before the choices. include_usage: whether events without usage say so."""
@@ -286,7 +281,7 @@ class EventWriter:
         self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
 
     def choice(self, index: int, content: bytes, logprobs: bytes, finish: str | None, usage: Usage | None) -> bytes:
-        """One choice's news. content: JSON of a field or of several, `"name":value`; logprobs: JSON."""
+        """Return the event of one choice. content: JSON of one or more fields, `"name":value`; logprobs: JSON."""
         return b'%b,"choices":[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]%b' % (
             self._head,
             index,
@@ -305,5 +300,5 @@ def _usage_tail(usage: Usage) -> bytes:
 
 
 def finite(logprob: float) -> float:
-    """JSON knows no infinity; a token that was masked out has the least number a client can still read."""
+    """Return a number that JSON can hold: a masked token has -inf, for which clients get -9999."""
     return max(logprob, _LEAST_LOGPROB)

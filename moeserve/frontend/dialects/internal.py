@@ -1,4 +1,4 @@
-"""The internal request that every dialect is read into, and the pieces of answers that all are written from."""
+"""The internal form of requests and answers, which every dialect reads into and writes from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeserve.plan import SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What reading a request needs to know of the model. `default_sampling` holds the checkpoint's own defaults."""
+    """The facts about the model that reading a request needs. `default_sampling` holds the checkpoint's defaults."""
 
     names: tuple[str, ...]
     max_model_len: int
@@ -31,11 +31,11 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """What a client asked for, whichever the dialect.
+    """A client's request, in no dialect.
 
     Every prompt gives `n` choices; choice `p * n + j` is sample j of prompt p. `max_tokens` None is the remainder of
-    the context, `seed` None draws one; what `sampling` holds for these two does not count. `ignored` names the fields
-    that were not understood.
+    the context, `seed` None draws one; the values of these two in `sampling` do not count. `ignored` names the unknown
+    fields.
     """
 
     model: str
@@ -59,7 +59,7 @@ class GenerateRequest:
 
     @property
     def prompt_field(self) -> str:
-        """The field that the prompts came in."""
+        """The request field of the prompts."""
         return "messages" if isinstance(self.prompts[0], ChatPrompt) else "prompt"
 
 
@@ -74,7 +74,7 @@ class TokenText:
 
 @dataclass(slots=True)
 class Delta:
-    """What one choice gained. `tokens` is filled only where log probabilities were asked for."""
+    """New text of one choice, or its end. `tokens` is filled only if log probabilities were asked for."""
 
     index: int
     text: str = ""
@@ -103,17 +103,17 @@ class Formatter(Protocol):
     """Writes an answer in one dialect. Events are whole SSE events."""
 
     def start(self, index: int) -> bytes:
-        """What precedes the first delta of a choice, possibly nothing."""
+        """Return the event before the first delta of a choice, possibly none."""
         ...
 
     def delta(self, delta: Delta, usage: Usage | None) -> bytes:
-        """The event of one delta; `usage` is given where it was asked for with every event."""
+        """Return the event of one delta; `usage` is given if it was asked for with every event."""
         ...
 
     def usage(self, usage: Usage) -> bytes:
-        """The last event before `[DONE]`, where the client asked for usage."""
+        """Return the last event before `[DONE]`, if the client asked for usage."""
         ...
 
     def complete(self, choices: list[Delta], usage: Usage) -> bytes:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         ...

@@ -1,0 +1,115 @@
+"""One run of a service: its private directory for sockets and its context, gone when the service is.
+
+A supervisor holds an exclusive lock on the file `lock` in its directory for as long as it lives, whatever ends it. So a
+directory whose lock can be taken belongs to no process, and the next supervisor removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from launcher.preflight import LaunchError
+from moeserve.config import ServeConfig
+from moeserve.wire import RunContext
+
+_PREFIX = "moeserve-"
+# sockaddr_un holds 108 bytes with the final NUL; the longest socket name is heartbeat.<incarnation>.
+_LONGEST_PATH = 107 - len("/heartbeat.4294967295")
+_HASHED_FILE_BYTES = 16 * 2**20
+_DEMO_NAME = "demo"
+
+
+@contextmanager
+def run_directory(environment: Mapping[str, str]) -> Iterator[Path]:
+    """Create a directory with mode 0700, locked by this process and removed at the end. Raises LaunchError."""
+    base = _base(environment)
+    remove_stale(base)
+    path, lock = _create(base)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_stale(base: Path) -> None:
+    """Remove this user's run directories in `base` whose supervisors are dead."""
+    for path in base.glob(f"{_PREFIX}*"):
+        try:
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            # Not a run directory, or removed meanwhile.
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(lock)
+
+
+def _base(environment: Mapping[str, str]) -> Path:
+    for candidate in (environment.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"):
+        usable = os.path.isabs(candidate) and os.access(candidate, os.W_OK | os.X_OK)
+        if usable and len(os.fsencode(candidate)) + len(f"/{_PREFIX}12345678") <= _LONGEST_PATH:
+            return Path(candidate)
+    raise LaunchError("No directory for sockets is writable and short enough: set XDG_RUNTIME_DIR to one that is.")
+
+
+def _create(base: Path) -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Another supervisor may have taken the lock, and removed the directory, before this one had it.
+        if os.fstat(lock).st_nlink:
+            return path, lock
+        os.close(lock)
+
+
+def make_context(config: ServeConfig, model_dir: Path, directory: Path, *, meets_in_store: bool) -> RunContext:
+    """Return the context of a run whose sockets are in `directory`."""
+    return RunContext(
+        config=config,
+        model_dir=str(model_dir),
+        model_hash=hash_model(model_dir),
+        run_dir=str(directory),
+        incarnation=1 + secrets.randbelow(2**31),
+        secret=secrets.token_hex(32),
+        served_model_names=config.served_model_name or (_default_name(config.model),),
+        meets_in_store=meets_in_store,
+    )
+
+
+def _default_name(model: str | None) -> str:
+    """Return a hub id as it is, a directory's last part, or the demo's name."""
+    if model is None:
+        return _DEMO_NAME
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() else model
+
+
+def hash_model(folder: Path) -> str:
+    """Return the SHA-256 (hex) over every file's name and size, and the bytes of files below 16 MiB.
+
+    A frontend and an engine of different models refuse each other by it. Weights count by name and size alone: reading
+    gigabytes would delay the start, and both sides read the same disk.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        if size < _HASHED_FILE_BYTES:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,79 @@
+"""The options of `moeserve serve`, made out of the fields of `ServeConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import Field, fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from moeserve.config import ServeConfig, environment_name, flag_name, value_type
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_ARGUMENT = "model"
+
+
+class ServeCommand(click.Command):
+    """A command whose help lists the options under the settings' headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
+        by_name = {option.name: option for option in options}
+        settings = [setting for setting in fields(ServeConfig) if setting.name != _ARGUMENT]
+        for heading, group in groupby(settings, key=lambda setting: str(setting.metadata["group"])):
+            _write_section(heading, [by_name.pop(setting.name) for setting in group], ctx, formatter)
+        _write_section("Other", list(by_name.values()), ctx, formatter)
+
+
+def settings_options(command: _F) -> _F:
+    """Add the MODEL argument, one option per setting and `--config FILE` to a command.
+
+    Values stay text (switches: bool): `load_config` converts them, the same way for every source.
+    """
+    command = click.option(
+        "--config",
+        "config_file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="TOML file with these settings.",
+    )(command)
+    for setting in reversed(fields(ServeConfig)):
+        if setting.name != _ARGUMENT:
+            command = _option(setting)(command)
+    return click.argument(_ARGUMENT, required=False)(command)
+
+
+def _option(setting: Field[Any]) -> Callable[[_F], _F]:
+    flag, kind, metadata = flag_name(setting), value_type(setting), setting.metadata
+    text = f"{metadata['help']}{_default_note(setting)} [{environment_name(setting)}]"
+    if kind is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", setting.name, default=None, help=text)
+    if "choices" in metadata:
+        metavar = "|".join(metadata["choices"])
+    elif metadata.get("kind") == "size":
+        metavar = "SIZE"
+    else:
+        metavar = metadata.get("metavar") or {int: "N", float: "SECONDS", str: "TEXT"}[kind]
+    multiple = bool(metadata.get("multiple"))
+    return click.option(flag, setting.name, default=None, multiple=multiple, metavar=metavar, help=text)
+
+
+def _default_note(setting: Field[Any]) -> str:
+    if setting.metadata.get("multiple"):
+        return " May be given several times."
+    if setting.default is None:
+        return ""
+    shown = {True: "on", False: "off"}.get(setting.default) if isinstance(setting.default, bool) else setting.default
+    return f" (default: {shown})"
+
+
+def _write_section(
+    heading: str, options: list[click.Option], ctx: click.Context, formatter: click.HelpFormatter
+) -> None:
+    records = [record for option in options if (record := option.get_help_record(ctx)) is not None]
+    if records:
+        with formatter.section(heading):
+            formatter.write_dl(records)
