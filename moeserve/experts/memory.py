@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from experts.errors import ExpertStoreError
 from experts.expert_file import round_to_page
 from experts.expert_memory import ExpertMemory
 from experts.moe_layer import LocalExperts
+from experts.observer import AnyObserver
 from experts.peer_memory import LentExperts, PeerTier, lend, lend_experts
 from experts.placement import Placement
 from experts.resident_experts import ResidentExperts
@@ -96,10 +97,12 @@ def open_experts(
     config: ServeConfig,
     report: Callable[[dict[str, Any]], None],
     rank: int = 0,
+    observers: Sequence[AnyObserver] = (),
 ) -> CpuResidentModel:
     """Builds the expert file if need be, takes the memory of the slots and fills what `rank` lends. Raises ModelError.
 
-    Where ranks lend each other memory, `ResidentModel.peers` is to be told where, before the first step.
+    Where ranks lend each other memory, `ResidentModel.peers` is to be told where, before the first step. observers:
+    hear of the rows that are computed here.
     """
     moe, slots = experts_of(spec), plan.slots
 
@@ -125,7 +128,7 @@ def open_experts(
     arena = SlotArena(slots.num_slots, plan.layout.num_bytes, locked)
 
     def layer_of(memory: ExpertMemory, number: int) -> ResidentExperts:
-        return ResidentExperts(memory, arena, number, _places(plan.layout, moe.num_experts))
+        return ResidentExperts(memory, arena, number, _places(plan.layout, moe.num_experts), observers)
 
     _log_opened(config, plan, moe.num_experts, rank, store.path, disk.reads.description)
     return resident_model(

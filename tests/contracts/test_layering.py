@@ -38,7 +38,7 @@ WITH_TORCH = {
     "experts.gates",
     "experts.prefetcher",
     "experts.prefix_warmth",
-    "experts.observer",
+    "experts.routing_tap",
     "experts.peer_memory",
     "moeserve.experts.load_ahead",
     "moeserve.experts.migrator",
