@@ -12,8 +12,8 @@ from typing import SupportsBytes
 import torch
 
 from benchmarks.random_decoder import qwen3_moe_spec, random_decoder
-from experts.observer import RoutingTap
 from experts.routing import RoutingShape, unpack
+from experts.routing_tap import RoutingTap
 from kernels.gpu.moe_config import MoeConfigs
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage
 from moeserve.cuda.gpu_model import GpuSettings, make_runner
@@ -77,7 +77,7 @@ class DecodeBench:
         self._max_len = max(max_model_len(load, limits) for load in loads)
         self.spec = qwen3_moe_spec(**sizes, max_position=self._max_len)
         assert self.spec.moe is not None
-        self._tap = RoutingTap(self.spec.moe_layers, self.spec.moe.num_experts)
+        self._tap = RoutingTap(len(self.spec.moe_layers), self.spec.moe.num_experts)
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._configs = expert_configs(self.spec, expert_storage(self.spec, self._dtype), device)
         self._decoder: Decoder | None = None
@@ -101,7 +101,7 @@ class DecodeBench:
             max_tokens=self._limits.max_batched_tokens,
             max_model_len=self._max_len,
             configs=self._configs,
-            tap=self._tap,
+            observers=[self._tap],
         )
 
 

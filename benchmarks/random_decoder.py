@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from experts.moe_layer import Dispatch, MoeLayer
-from experts.observer import RoutingTap
+from experts.moe_layer import MoeLayer
+from experts.observer import AnyObserver
 from kernels.gpu.moe_config import MoeConfigs
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.gpu.ops import GpuOps
@@ -59,12 +61,12 @@ def random_decoder(
     max_tokens: int,
     max_model_len: int,
     configs: MoeConfigs | None = None,
-    tap: RoutingTap | None = None,
+    observers: Sequence[AnyObserver] = (),
     seed: int = 0,
 ) -> Decoder:
     """Make a decoder with shared KV heads and experts in all layers. Raises ValueError for other specs.
 
-    max_tokens: of the largest step. tap: observes the gates' choices. Weights are normal and keep activations near 1.
+    max_tokens: of the largest step. observers: of steps. Weights are normal and keep activations near 1.
     """
     attention, moe = spec.attention, spec.moe
     if not isinstance(attention, AttentionSpec) or moe is None or not all(spec.sparse_layers) or moe.shared is not None:
@@ -73,18 +75,12 @@ def random_decoder(
     storage = expert_storage(spec, dtype)
     configs = configs or expert_configs(spec, storage, device)
     assert configs is not None
-    dispatch = triton_moe(configs, device, dtype, max_tokens)
-
-    def dispatch_of(_: int) -> Dispatch:
-        return dispatch
-
-    heard = dispatch_of if tap is None else tap.around(dispatch_of)
-    ops = GpuOps(device, storage)
+    ops = GpuOps(device, storage, triton_moe(configs, device, dtype, max_tokens))
     return Decoder(
         spec,
         ops,
         weights.matrix(spec.vocab_size, spec.hidden_size) * spec.hidden_size**0.5,
-        [_layer(spec, ops, attention, window, weights, heard(layer)) for layer, window in enumerate(spec.windows)],
+        [_layer(spec, ops, attention, place, weights, observers) for place in range(spec.num_layers)],
         weights.norm(spec.hidden_size, spec.norm_eps),
         weights.linear(ops, spec.vocab_size, spec.hidden_size),
         max_model_len=max_model_len,
@@ -116,9 +112,9 @@ def _layer(
     spec: DecoderSpec,
     ops: GpuOps,
     attention: AttentionSpec,
-    window: int | None,
+    place: int,
     weights: _Weights,
-    dispatch: Dispatch,
+    observers: Sequence[AnyObserver],
 ) -> DecoderLayer:
     hidden, moe = spec.hidden_size, spec.moe
     assert moe is not None
@@ -132,7 +128,7 @@ def _layer(
             ops,
             weights.linear(ops, rows, hidden),
             weights.linear(ops, hidden, attention.num_heads * attention.head_dim),
-            window=window,
+            window=spec.windows[place],
             interleaved=spec.rope.interleaved,
             eps=spec.norm_eps,
             q_norm=weights.ones(attention.head_dim) if has_norms else None,
@@ -149,6 +145,7 @@ def _layer(
             ),
             moe.activation,
             gate_dtype=weights.dtype,
-            dispatch=dispatch,
+            place=place,
+            observers=observers,
         ),
     )

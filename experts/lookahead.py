@@ -15,6 +15,7 @@ from experts.expert_memory import ExpertMemory
 from experts.gates import GatePreview
 from experts.predictor import Float, Ids, StepPredictor, Tap
 from experts.prefetch_planning import PrefetchSwitch
+from experts.prefetcher import LayerListener
 from experts.residency import Priority, ResidencyControl
 
 # Whether prefetches pay, by what steps with and without them waited.
@@ -135,11 +136,11 @@ class LookaheadPlanner:
                 self.ask(layer, range(distance, distance + 1), logits[None])
 
 
-class GateLookahead:
+class GateLookahead(LayerListener):
     """Predicts each layer once per step, some layers before: as many as a load takes, and a little more.
 
-    No probabilities, no learning: on a CPU every microsecond between two layers counts. The calls are those of
-    `experts.prefetcher.Prefetcher`; what is asked for is decided by a `LookaheadPlanner`.
+    No probabilities, no learning: on a CPU every microsecond between two layers counts. What is asked for is decided by
+    a `LookaheadPlanner`.
     """
 
     def __init__(
@@ -171,13 +172,15 @@ class GateLookahead:
         self._is_on = self._judge is None or self._judge.begin_step()
         self._reach = self._planner.reach(self._memory.loads_per_layer())
 
-    def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+    def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        if not len(x):
+            return
         if self._is_on and self._recall is not None and self._recall.is_counting:
             self._chosen[layer] = expert_ids.cpu().numpy()
         if self._preview.tap is Tap.EARLY:
             self._look(layer, x)
 
-    def after_layer(self, layer: int, residual: Tensor) -> None:
+    def after(self, layer: int, residual: Tensor) -> None:
         if self._preview.tap is Tap.LATE:
             self._look(layer, residual)
 

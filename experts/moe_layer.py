@@ -70,7 +70,7 @@ class MoeLayer:
         self._correction_bias = correction_bias
         self._shared, self._shared_gate = shared, shared_gate
         self._dispatch, self._serves_others = dispatch or ops.compute_experts, dispatch is not None
-        self._place, self._observers = place, tuple(observers)
+        self._place, self._observers = place, observers
 
     @property
     def experts(self) -> Experts:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,36 +11,31 @@ from torch import Tensor
 
 from experts.expert_memory import ExpertMemory
 from experts.gates import GatesAhead
-from experts.observer import Dispatch, Experts
+from experts.observer import AnyObserver
 from experts.predictor import BEFORE, Ids, Predictor, RecallSample, Tap
 from experts.predictors import LearntAffinity
 from experts.prefetch_planning import PrefetchPlanner
 from experts.prefix_warmth import PrefixWarmth
-from experts.rank_predictor import RankPredictor, RankShare
+from experts.rank_predictor import RankPredictor
 from experts.routing import NOT_COMPUTED, RoutingRecorder
 from experts.signatures import RequestProfiles, decode_signature
-from kernels.activation import Activation
 
 
-class LayerListener(Protocol):
-    """Hears the computation of steps, and may ask for experts. See `Prefetcher`.
-
-    is_on: whether it asks for any in the step that runs.
-    """
+class LayerListener(AnyObserver):
+    """Observes the layers of steps, and may ask for experts. Whoever knows the plans tells it where steps begin and
+    end. See `Prefetcher`."""
 
     @property
-    def is_on(self) -> bool: ...
+    def is_on(self) -> bool:
+        """Whether it asks for any in the step that runs."""
+        return True
 
     def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None: ...
-
-    def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None: ...
-
-    def after_layer(self, layer: int, residual: Tensor) -> None: ...
 
     def end_step(self, ended_requests: Iterable[int]) -> None: ...
 
 
-class Prefetcher:
+class Prefetcher(LayerListener):
     """Called by the computing thread, which pays for predictions: `ExpertMemory.predictor_seconds` counts that.
 
     A wrong prediction costs time and never changes what is computed. Layers must be told in order within a step.
@@ -66,10 +60,6 @@ class Prefetcher:
         self._token_ids: NDArray[np.int64] = np.empty(0, np.int64)
         self._ids: NDArray[np.int16] = np.empty((0, 0, 0), np.int16)
 
-    @property
-    def is_on(self) -> bool:
-        return True
-
     def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None:
         """A step of T tokens begins: token_ids, requests [T]."""
         started = time.perf_counter()
@@ -80,8 +70,8 @@ class Prefetcher:
         self._plan(BEFORE)
         self._memory.predictor_seconds += time.perf_counter() - started
 
-    def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        """The gate of a layer chose: x [T, H] is what it saw, expert_ids and weights [T, k]."""
+    def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        """The gate of a layer chose for the rows that are followed: x [T, H] is what it saw."""
         started = time.perf_counter()
         chosen = expert_ids.cpu().numpy()
         if len(chosen) == len(self._token_ids):
@@ -91,8 +81,8 @@ class Prefetcher:
         self._plan(layer)
         self._memory.predictor_seconds += time.perf_counter() - started
 
-    def after_layer(self, layer: int, residual: Tensor) -> None:
-        """A layer is computed, residual [T, H]: the last look before the next one. Not called for the last layer."""
+    def after(self, layer: int, residual: Tensor) -> None:
+        """The last look before the next layer."""
         if Tap.LATE not in self._gates:
             return
         started = time.perf_counter()
@@ -122,15 +112,9 @@ class Prefetcher:
 # Predictions on one rank of several: they follow the rows at home, and hear of others that come to be computed.
 
 
-_NOBODY = np.empty((0, 1), np.int64)
-
-
-class RankPrefetcher:
-    """Hears in two ways: as `HomeListener` of the rows at home, as `LayerListener` of those that are computed here.
-
-    The first are what the prefetcher is told, once the loads that the layer needs have begun; the predictor hears of
-    both. Steps are followed from `begin_step` to `end_step` alone.
-    """
+class RankPrefetcher(LayerListener):
+    """Tells the prefetcher of the rank's own rows, once the loads that the layer needs have begun, and the predictor of
+    the rows that are computed here too."""
 
     def __init__(
         self, memory: ExpertMemory, prefetcher: Prefetcher, predictor: RankPredictor, gates: GatesAhead | None
@@ -155,32 +139,26 @@ class RankPrefetcher:
         if self._is_in_step:
             self._home = x, expert_ids, weights
 
-    def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        self._tell(layer, x, expert_ids.cpu().numpy())
-
-    def returned(self, layer: int) -> None:
-        self._tell(layer, None, _NOBODY)
-
-    def after_layer(self, layer: int, residual: Tensor) -> None:
-        if self._is_in_step:
-            self._prefetcher.after_layer(layer, residual)
-
-    def end_step(self, ended_requests: Iterable[int]) -> None:
-        self._is_in_step = False
-        self._prefetcher.end_step(ended_requests)
-
-    def _tell(self, layer: int, x: Tensor | None, computed: Ids) -> None:
-        """Once in a layer. x [M, H], computed [M, k]: the rows that are computed here, and what they chose."""
+    def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        """Rows may arrive while steps are prepared that nobody begins: then there are none at home."""
         home, self._home = self._home, None
         if home is None:
             return
         started = time.perf_counter()
-        self._predictor.visited(layer, home[1].cpu().numpy(), computed)
-        if x is not None and self._gates is not None and self._predictor.wants_gates_of_computed():
+        self._predictor.visited(layer, home[1].cpu().numpy(), expert_ids.cpu().numpy())
+        if len(x) and self._gates is not None and self._predictor.wants_gates_of_computed():
             for distance, logits in self._gates(layer, x):
                 self._predictor.observe_gate_of_computed(layer, distance, logits)
         self._memory.predictor_seconds += time.perf_counter() - started
-        self._prefetcher.observe(layer, *home)
+        self._prefetcher.arrived(layer, *home)
+
+    def after(self, layer: int, residual: Tensor) -> None:
+        if self._is_in_step:
+            self._prefetcher.after(layer, residual)
+
+    def end_step(self, ended_requests: Iterable[int]) -> None:
+        self._is_in_step = False
+        self._prefetcher.end_step(ended_requests)
 
 
 # How much gates know, counted on one rank of several.
@@ -189,7 +167,7 @@ class RankPrefetcher:
 _MAX_ROWS = 8
 
 
-class HomeRecall:
+class HomeRecall(LayerListener):
     """Around a listener that believes gates: counts what these say of the rows at home, at all distances.
 
     The listener itself hears of rows of all ranks, and not of the same in each layer.
@@ -221,14 +199,11 @@ class HomeRecall:
         for distance, logits in self._gates(layer, x[::every]):
             self._recall.rank(self._gates.name, layer, distance, logits)
 
-    def returned(self, layer: int) -> None:
-        """What is counted was said before."""
+    def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        self._inner.arrived(layer, x, expert_ids, weights)
 
-    def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        self._inner.observe(layer, x, expert_ids, weights)
-
-    def after_layer(self, layer: int, residual: Tensor) -> None:
-        self._inner.after_layer(layer, residual)
+    def after(self, layer: int, residual: Tensor) -> None:
+        self._inner.after(layer, residual)
 
     def end_step(self, ended_requests: Iterable[int]) -> None:
         if self._inner.is_on and self._num_rows:
@@ -238,50 +213,6 @@ class HomeRecall:
         self._inner.end_step(ended_requests)
 
 
-# The rows at home on one rank of several, told of on their way to the experts of all ranks.
-
-
-class HomeListener(Protocol):
-    """Hears of the rows at home in each layer."""
-
-    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        """The gate chose for the rows at home, x [T, H], expert_ids and weights [T, k]; they have not travelled yet."""
-
-    def returned(self, layer: int) -> None:
-        """They are back, and what other ranks sent is computed."""
-
-
-class HomeRows:
-    """Tells a listener of the rows that this rank sends to the experts of all ranks, itself included.
-
-    share: what this rank holds and has to do, for those who listen.
-    """
-
-    def __init__(self, moe_layers: Sequence[int], share: RankShare) -> None:
-        """moe_layers: numbers of the layers with experts, ascending; the listener counts these alone."""
-        self._place = {layer: place for place, layer in enumerate(moe_layers)}
-        self.share = share
-        self.listener: HomeListener | None = None
-
-    def around(self, dispatch_of: Callable[[int], Dispatch[Experts]]) -> Callable[[int], Dispatch[Experts]]:
-        """The same dispatches, told of."""
-        return lambda layer: self._around_one(self._place[layer], dispatch_of(layer))
-
-    def _around_one(self, place: int, inner: Dispatch[Experts]) -> Dispatch[Experts]:
-        def dispatch(
-            x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts, activation: Activation
-        ) -> Tensor:
-            listener = self.listener
-            if listener is None:
-                return inner(x, expert_ids, weights, experts, activation)
-            listener.chose(place, x, expert_ids, weights)
-            out = inner(x, expert_ids, weights, experts, activation)
-            listener.returned(place)
-            return out
-
-        return dispatch
-
-
 # What is known of cached prefixes, told to those who load ahead.
 
 
@@ -289,7 +220,7 @@ class HomeRows:
 _MOST_TOKENS = 64
 
 
-class PrefixListener:
+class PrefixListener(LayerListener):
     """Around another listener: warms the experts of a hit's signature, in steps in which that one prefetches at all.
 
     While no request is between its admission and its first decode this is one comparison per layer.
@@ -321,14 +252,17 @@ class PrefixListener:
             may_ask, of_rows = self._inner.is_on, requests.tolist()
             self._tell(lambda: self._warmth.begin_step(of_rows, may_ask=may_ask))
 
-    def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        self._inner.observe(layer, x, expert_ids, weights)
-        if not self._warmth.is_idle:
+    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        self._inner.chose(layer, x, expert_ids, weights)
+
+    def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        self._inner.arrived(layer, x, expert_ids, weights)
+        if len(x) and not self._warmth.is_idle:
             chosen = set(expert_ids.flatten().tolist())
             self._tell(lambda: self._warmth.observed(layer, chosen))
 
-    def after_layer(self, layer: int, residual: Tensor) -> None:
-        self._inner.after_layer(layer, residual)
+    def after(self, layer: int, residual: Tensor) -> None:
+        self._inner.after(layer, residual)
 
     def end_step(self, ended_requests: Iterable[int]) -> None:
         ended = list(ended_requests)

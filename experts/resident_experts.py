@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from experts.expert_memory import ExpertMemory
-from experts.prefetcher import LayerListener
+from experts.observer import AnyObserver
 from experts.slots import SlotArena
 from kernels.activation import Activation
 from kernels.packed_experts import SplitExperts
@@ -17,16 +19,23 @@ class ResidentExperts:
 
     experts: places for all experts of the layer, none there yet. An expert's rows do not depend on when they are
     computed and a token sums its results in the gate's order, so nothing that is decided about residency changes a bit.
-    prefetcher: hears of the rows that are computed here, if there is one.
+    observers: told of the rows that are computed here.
     """
 
-    def __init__(self, memory: ExpertMemory, arena: SlotArena, layer: int, experts: SplitExperts) -> None:
+    def __init__(
+        self,
+        memory: ExpertMemory,
+        arena: SlotArena,
+        layer: int,
+        experts: SplitExperts,
+        observers: Sequence[AnyObserver] = (),
+    ) -> None:
         self._memory = memory
         self._arena = arena
         self._layer = layer
         self._experts = experts
         self._in_slots = [-1] * memory.num_slots(layer)
-        self.prefetcher: LayerListener | None = None
+        self._observers = observers
 
     def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
         if not len(x):
@@ -39,13 +48,15 @@ class ResidentExperts:
         left = set(expert_ids.flatten().tolist())
         some_elsewhere = -1 in left
         left.discard(-1)
-        if not left:
-            return x.new_zeros(x.shape, dtype=torch.float32)
-        access = memory.access(layer, left)
-        if self.prefetcher is not None:
+        access = memory.access(layer, left) if left else None
+        if self._observers:
             # Missing experts are being loaded meanwhile.
             here = (expert_ids >= 0).any(1) if some_elsewhere else slice(None)
-            self.prefetcher.observe(layer, x[here], expert_ids[here], weights[here])
+            arrived = x[here], expert_ids[here], weights[here]
+            for observer in self._observers:
+                observer.arrived(layer, *arrived)
+        if access is None:
+            return x.new_zeros(x.shape, dtype=torch.float32)
         if len(access.ready) == len(left):
             self._follow_slots()
             out = self._experts(x, expert_ids, weights, activation)

@@ -103,9 +103,10 @@ def _observed(
     """What computes steps, and whom to ask about the experts."""
     experts = loaded.experts
     if experts is None:
-        return Rank(loaded.runner), ExpertSources()
+        return Rank(loaded.runner, loaded.observers), ExpertSources()
     listener, observers = prefetches_on_gpu(loaded.decoder, experts, directory, settings)
-    return Rank(loaded.runner, observers), ExpertSources(
+    loaded.observers.extend(observers)
+    return Rank(loaded.runner, loaded.observers), ExpertSources(
         memory=lambda: [experts.memory.stats()],
         prefetches=listener is not None,
         strategy=lambda: expert_strategy(config, listener),

@@ -14,7 +14,7 @@ from moeserve.model_loading import load_model, plan_model
 from moeserve.plan import FinishReason, Request, SamplingParams, TokenLogprobs
 from moeserve.rank import Rank
 from moeserve.serving import build_scheduler
-from moeserve.startup import rank_observers, signature_tap
+from moeserve.startup import signature_tap, start_observing
 from moeserve.steps import LocalExecutor, Steps
 
 
@@ -48,9 +48,10 @@ class LLM:
         model = load_model(Path(model_dir), config, lambda _: None, plan=plan, tap=tap)
         self.spec = model.spec
         self.experts = None if model.experts is None else model.experts.memory
-        merge = None if model.prefetcher is None else signature_merger(model.spec)
+        prefetcher = start_observing(Path(model_dir), model, tap, config, records=False)
+        merge = None if prefetcher is None else signature_merger(model.spec)
         self.scheduler, _ = build_scheduler(config, model.kv, merge_annotations=merge)
-        rank = Rank(model.runner, rank_observers(model, tap, config, records=False))
+        rank = Rank(model.runner, model.observers)
         self.steps = Steps(self.scheduler, LocalExecutor(rank), depth=0)
         self._count = 0
 

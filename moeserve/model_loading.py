@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 
-from experts.observer import RoutingTap
+from experts.observer import AnyObserver
 from experts.placement import Placement
-from experts.prefetcher import HomeRows, PrefixListener
+from experts.routing_tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.packed_experts import PackedExperts
 from moeserve.config import ServeConfig
 from moeserve.device import KvBudget, available_bytes, plan_kv, step_budget
-from moeserve.experts.load_ahead import load_ahead
 from moeserve.experts.memory import CpuResidentModel, ResidencyPlan, open_experts, plan_residency
 from moeserve.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, plan_weights, read_index
+from moeserve.model.decoder import Decoder
 from moeserve.model.families import GenerationDefaults, build_spec, load_config, load_generation_defaults
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import DecoderSpec, ModelError
 from moeserve.model.tensor_reader import Progress
-from moeserve.model.weights import DispatchOf, dispatch_here, load_decoder
+from moeserve.model.weights import DispatchOf, load_decoder
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -73,13 +73,14 @@ class LoadedModel(ServedModel):
     """A model ready to execute plans on a CPU.
 
     packed_experts: those that are here, of each layer that has some. experts: None where all experts are in memory.
-    prefetcher: if some of them are loaded ahead.
+    observers: told what is computed; whoever assembles a rank completes the list before the first step.
     """
 
     runner: ModelRunner
     packed_experts: Sequence[PackedExperts]
     experts: CpuResidentModel | None = None
-    prefetcher: PrefixListener | None = None
+    observers: list[AnyObserver] = field(default_factory=list)
+    decoder: Decoder | None = None
 
 
 def read_spec(directory: Path, config: ServeConfig) -> tuple[DecoderSpec, torch.dtype]:
@@ -148,29 +149,32 @@ def load_model(
     dispatch_of: DispatchOf | None = None,
     tap: RoutingTap | None = None,
     experts: CpuResidentModel | None = None,
-    home_rows: HomeRows | None = None,
+    observers: list[AnyObserver] | None = None,
 ) -> LoadedModel:
     """Reads weights and takes KV memory, as planned or for a rank that is alone, which then warms up.
 
     owned, dispatch_of: see `load_decoder`. A rank of several warms up when all are loaded: they meet in each layer.
-    tap: hears what the gates choose. experts: what a rank of several has opened where not all are in memory.
-    home_rows: what tells of its rows, in `dispatch_of`.
+    tap: hears what the gates choose. experts: what a rank of several has opened where not all are in memory, with the
+    `observers`, which may be added to before the first step.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
     plan = plan or plan_model(directory, config)
     spec, dtype, kv = plan.spec, plan.dtype, plan.kv
     _warn_of_uncompiled_kernels()
+    observers = [] if observers is None else observers
+    if tap is not None:
+        observers.append(tap)
     if experts is None and plan.residency is not None:
-        experts = open_experts(directory, spec, plan.residency, config, report)
-    dispatch = dispatch_of or (dispatch_here if experts is None else experts.dispatch_of)
+        experts = open_experts(directory, spec, plan.residency, config, report, observers=observers)
     decoder = load_decoder(
         directory,
         spec,
         dtype=dtype,
         max_model_len=kv.max_model_len,
         owned_experts=owned if experts is None else no_experts,
-        dispatch_of=dispatch if tap is None else tap.around(dispatch),
+        dispatch_of=dispatch_of or (None if experts is None else experts.dispatch_of),
+        observers=observers,
         progress=_progress(plan, report),
     )
     runner = ModelRunner(decoder, KVPool(spec.kv_layers, kv.num_blocks, config.block_size, dtype), tap)
@@ -187,7 +191,8 @@ def load_model(
         runner,
         decoder.experts,
         experts,
-        None if experts is None else load_ahead(directory, config.expert_prefetch, experts, decoder, home_rows),
+        observers,
+        decoder,
     )
 
 

@@ -6,15 +6,17 @@ import threading
 from pathlib import Path
 
 from experts.errors import ExpertStoreError
-from experts.observer import RoutingTap, StepObserver
+from experts.prefetcher import PrefixListener
+from experts.rank_predictor import RankShare
+from experts.routing_tap import RoutingTap
 from moeserve.config import ServeConfig
 from moeserve.device import choose_device, cuda_absence
+from moeserve.experts.load_ahead import load_ahead
 from moeserve.experts.monitor import ExpertSources, expert_strategy
 from moeserve.experts.observe import ExpertRecording, PrefixSigner, plan_recording, routing_shape, signs_prefixes
 from moeserve.experts.prefetch import PrefetchSteps
 from moeserve.model.spec import DecoderSpec, ModelError
 from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, plan_model
-from moeserve.plan import StepPlan, StepResult
 from moeserve.rank import Rank
 from moeserve.serving import serve
 from moeserve.steps import LocalExecutor
@@ -43,13 +45,14 @@ def _run_on_cpu(context: RunContext, report: Report, stop: threading.Event) -> N
     recording = plan_recording(config, directory, plan.spec)
     tap = routing_tap(plan.spec, config) or signature_tap(plan, config)
     model = load_model(directory, config, report, plan=plan, tap=tap)
+    prefetcher = start_observing(directory, model, tap, config, records=config.record_experts)
     memory = None if model.experts is None else model.experts.memory
     sources = ExpertSources(
         memory=None if memory is None else lambda: [memory.stats()],
-        prefetches=model.prefetcher is not None,
-        strategy=None if memory is None else lambda: expert_strategy(config, model.prefetcher),
+        prefetches=prefetcher is not None,
+        strategy=None if memory is None else lambda: expert_strategy(config, prefetcher),
     )
-    executor = LocalExecutor(Rank(model.runner, rank_observers(model, tap, config, records=config.record_experts)))
+    executor = LocalExecutor(Rank(model.runner, model.observers))
     recorded = None if recording is None else ExpertRecording(recording)
     try:
         serve(context, model, executor, report, stop, recorded, sources, depth=0)
@@ -62,7 +65,7 @@ def routing_tap(spec: DecoderSpec, config: ServeConfig) -> RoutingTap | None:
     """What hears the gates of this process, if routing is recorded."""
     if spec.moe is None or not config.record_experts:
         return None
-    return RoutingTap(spec.moe_layers, spec.moe.num_experts)
+    return make_tap(spec)
 
 
 def signature_tap(plan: ModelPlan, config: ServeConfig) -> RoutingTap | None:
@@ -70,16 +73,35 @@ def signature_tap(plan: ModelPlan, config: ServeConfig) -> RoutingTap | None:
     moe = plan.spec.moe
     if moe is None or plan.residency is None or not signs_prefixes(config):
         return None
-    return RoutingTap(plan.spec.moe_layers, moe.num_experts)
+    return make_tap(plan.spec)
 
 
-def rank_observers(
-    model: LoadedModel, tap: RoutingTap | None, config: ServeConfig, *, records: bool
-) -> list[StepObserver[StepPlan, StepResult]]:
-    """Who observes the steps of a rank on a CPU. records: whether results carry the routing."""
-    if model.prefetcher is None:
-        return []
+def start_observing(
+    directory: Path,
+    model: LoadedModel,
+    tap: RoutingTap | None,
+    config: ServeConfig,
+    *,
+    records: bool,
+    share: RankShare | None = None,
+) -> PrefixListener | None:
+    """Completes the observers of a warm model before its first step. Returns who loads ahead, if somebody does.
+
+    records: whether results carry the routing. share: of a rank of several. The prefetcher asks the decoder's gates,
+    the decoder has the experts, and these have the observers: so the list comes first, and the prefetcher into it last.
+    """
+    if model.experts is None or model.decoder is None:
+        return None
+    prefetcher = load_ahead(directory, config.expert_prefetch, model.experts, model.decoder, share)
     shape = routing_shape(model.spec)
-    if tap is None or shape is None or not config.enable_prefix_caching:
-        return [PrefetchSteps(model.prefetcher)]
-    return [PrefetchSteps(model.prefetcher), PrefixSigner(shape, config.block_size, keeps_routing=records)]
+    if prefetcher is not None:
+        model.observers.extend([PrefetchSteps(prefetcher), prefetcher])
+        if tap is not None and shape is not None and config.enable_prefix_caching:
+            model.observers.append(PrefixSigner(shape, config.block_size, keeps_routing=records))
+    return prefetcher
+
+
+def make_tap(spec: DecoderSpec) -> RoutingTap:
+    """For a model with experts."""
+    assert spec.moe is not None
+    return RoutingTap(len(spec.moe_layers), spec.moe.num_experts)

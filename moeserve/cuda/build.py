@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from experts.observer import RoutingTap
+from experts.observer import AnyObserver
 from kernels.gpu.moe_config import MoeConfigs, WeightStorage
 from kernels.gpu.ops import GpuOps
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage, triton_moe
@@ -15,7 +15,7 @@ from moeserve.cuda.expert_memory import GpuResidentModel
 from moeserve.model.decoder import Decoder
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.tensor_reader import Progress
-from moeserve.model.weights import DispatchOf, load_decoder
+from moeserve.model.weights import load_decoder
 
 
 def build_gpu_decoder(
@@ -29,13 +29,13 @@ def build_gpu_decoder(
     experts: GpuResidentModel | None = None,
     progress: Progress | None = None,
     configs: MoeConfigs | None = None,
-    tap: RoutingTap | None = None,
+    observers: Sequence[AnyObserver] = (),
     storage: WeightStorage | None = None,
 ) -> Decoder:
     """The model in `directory` on `device`, with expert scratch for steps of up to `max_tokens` tokens.
 
     experts: those of which only some are in the device's memory; None to load all. configs: of the experts' kernels,
-    see `expert_configs`. tap: hears what the gates choose. storage: of the experts' weights, default `dtype`.
+    see `expert_configs`. observers: of steps. storage: of the experts' weights, default `dtype`.
     """
     storage = storage or expert_storage(spec, dtype)
     configs = configs or expert_configs(spec, storage, device)
@@ -43,17 +43,15 @@ def build_gpu_decoder(
     if configs is not None and experts is None:
         moe = triton_moe(configs, device, dtype, max_tokens)
     ops = GpuOps(device, storage, moe)
-    dispatch_of: DispatchOf | None = None if experts is None else experts.dispatch_of
-    if tap is not None:
-        dispatch_of = tap.around(dispatch_of or (lambda _: ops.compute_experts))
     return load_decoder(
         directory,
         spec,
         dtype=dtype,
         ops=ops,
-        dispatch_of=dispatch_of,
+        dispatch_of=None if experts is None else experts.dispatch_of,
         owned_experts=None if experts is None else _none,
         max_model_len=max_model_len,
+        observers=observers,
         progress=progress,
     )
 

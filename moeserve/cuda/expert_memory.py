@@ -10,6 +10,7 @@ import torch
 
 from experts.errors import ExpertStoreError
 from experts.expert_memory import ExpertMemory
+from experts.observer import AnyObserver
 from experts.slots import DeviceSlots
 from experts.tiers import DiskTier, ExpertTier, HostTier, SlowedTier
 from kernels.gpu.moe import SlotExperts, SlotLayout
@@ -96,10 +97,12 @@ def open_gpu_experts(
     max_tokens: int,
     progress: Progress,
     configs: MoeConfigs | None = None,
+    observers: Sequence[AnyObserver] = (),
 ) -> GpuResidentModel:
     """Puts the experts of the plan where they are copied from, and takes the memory of the slots. Raises ModelError.
 
-    configs: of the experts' kernels, see `moeserve.cuda.expert_kernels.expert_configs`.
+    configs: of the experts' kernels, see `moeserve.cuda.expert_kernels.expert_configs`. observers: hear of the rows
+    that are computed here.
     """
     spec, layout, num_slots = plan.spec, plan.layout, plan.slots.num_slots
     configs = configs or expert_configs(spec, layout.storage, device)
@@ -115,7 +118,7 @@ def open_gpu_experts(
 
     def layer_of(memory: ExpertMemory, number: int) -> GpuResidentExperts:
         experts = SlotExperts(layout, slots.of_layer(number), configs.shape.num_experts, moe)
-        return GpuResidentExperts(memory, number, experts, max_tokens)
+        return GpuResidentExperts(memory, number, experts, max_tokens, observers)
 
     return resident_model(spec, plan.slots, settings.policy, settings.load, slots, tier, layer_of, tier_name=name)
 

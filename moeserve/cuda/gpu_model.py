@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from experts.observer import RoutingTap
+from experts.observer import AnyObserver
+from experts.routing_tap import RoutingTap
 from kernels.gpu.moe_config import MoeConfigs
 from moeserve.cuda.attention_kernels import attention_shape, tuned_attention
 from moeserve.cuda.batches import AttentionLimits, StepBatches
@@ -58,7 +59,8 @@ class GpuSettings:
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """experts: None where all are in the device's memory."""
+    """experts: None where all are in the device's memory. observers: told what is computed; whoever assembles a rank
+    completes the list before the first step."""
 
     runner: GpuModelRunner
     decoder: Decoder
@@ -66,6 +68,7 @@ class GpuModel:
     weights_bytes: int
     kv_bytes: int
     experts: GpuResidentModel | None
+    observers: list[AnyObserver]
 
 
 def load_gpu_model(
@@ -80,6 +83,7 @@ def load_gpu_model(
     storage = expert_storage(spec, dtype, settings.expert_quantization)
     configs = expert_configs(spec, storage, device)
     bounded, experts = settings.experts, None
+    observers: list[AnyObserver] = []
     plan = None if bounded is None else plan_gpu_residency(spec, dtype, bounded.num_bytes, storage)
     if bounded is not None and plan is not None:
         experts = open_gpu_experts(
@@ -90,10 +94,13 @@ def load_gpu_model(
             settings.max_num_batched_tokens,
             lambda _, done, total: progress(done, total),
             configs,
+            observers,
         )
         # The host decides in every layer which experts to load, so no step can be captured.
         settings = replace(settings, enforce_eager=True)
     tap = gate_tap(spec, settings, None if experts is None else settings.experts)
+    if tap is not None:
+        observers.append(tap)
     decoder = build_gpu_decoder(
         directory,
         spec,
@@ -104,7 +111,7 @@ def load_gpu_model(
         experts=experts,
         progress=progress,
         configs=configs,
-        tap=tap,
+        observers=observers,
         storage=storage,
     )
     weights_bytes = allocated_bytes(device)
@@ -114,7 +121,7 @@ def load_gpu_model(
     runner = make_runner(decoder, kv, settings, configs, tap=tap)
     if experts is not None:
         experts.memory.forget_counts()
-    return GpuModel(runner, decoder, kv, weights_bytes, kv_bytes, experts)
+    return GpuModel(runner, decoder, kv, weights_bytes, kv_bytes, experts, observers)
 
 
 def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memory: int) -> tuple[KvBudget, int]:
@@ -134,7 +141,7 @@ def gate_tap(spec: DecoderSpec, settings: GpuSettings, memory: GpuExpertSettings
     """What hears the gates, if somebody wants to know. memory: None where all experts are in the device's memory."""
     if spec.moe is None or not (settings.hears_gates or (memory is not None and memory.signs_prefixes)):
         return None
-    return RoutingTap(spec.moe_layers, spec.moe.num_experts)
+    return RoutingTap(len(spec.moe_layers), spec.moe.num_experts)
 
 
 def make_runner(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from experts.expert_memory import ExpertMemory
-from experts.prefetcher import LayerListener
+from experts.observer import AnyObserver
 from kernels.gpu.moe import SlotExperts
 from kernels.specs import Activation
 from moeserve.cuda.expert_kernels import rows_at_once
@@ -17,16 +19,23 @@ class GpuResidentExperts:
 
     What is missing is decided on the host, so the host waits for the gate's choice in every layer, and a graph cannot
     record the step. Whether experts are missing or not, the same kernels are launched: none is compiled while serving.
-    prefetcher: hears what the gate chose, if there is one.
+    observers: told of the rows that are computed here, their ids on the host.
     """
 
-    def __init__(self, memory: ExpertMemory, layer: int, experts: SlotExperts, max_rows: int) -> None:
+    def __init__(
+        self,
+        memory: ExpertMemory,
+        layer: int,
+        experts: SlotExperts,
+        max_rows: int,
+        observers: Sequence[AnyObserver] = (),
+    ) -> None:
         """experts: over the slots that the memory fills for this layer, with scratch for `max_rows` rows."""
         self._memory = memory
         self._layer = layer
         self._experts = experts
         self._max_rows = max_rows
-        self.prefetcher: LayerListener | None = None
+        self._observers = observers
 
     def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
         return self.partial(x, expert_ids, weights, _, activation).to(x.dtype)
@@ -38,14 +47,17 @@ class GpuResidentExperts:
         wanted = set(chosen.flatten().tolist())
         some_elsewhere = -1 in wanted
         wanted.discard(-1)
-        if not wanted:
-            return x.new_zeros(x.shape, dtype=torch.float32)
-        memory.access(layer, wanted)
-        if self.prefetcher is not None:
+        if wanted:
+            memory.access(layer, wanted)
+        if self._observers:
             # Missing experts are being loaded meanwhile.
             here = (chosen >= 0).any(1)
             rows = here.nonzero().flatten().to(x.device) if some_elsewhere else slice(None)
-            self.prefetcher.observe(layer, x[rows], chosen[here], weights[rows])
+            arrived = x[rows], chosen[here], weights[rows]
+            for observer in self._observers:
+                observer.arrived(layer, *arrived)
+        if not wanted:
+            return x.new_zeros(x.shape, dtype=torch.float32)
         make = x.new_zeros if some_elsewhere else x.new_empty
         products = make((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
         size = rows_at_once(len(x), self._max_rows)

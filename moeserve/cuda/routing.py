@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from experts.observer import RoutingTap
+from experts.routing_tap import RoutingTap
 from moeserve.cuda.sampler import to_host
 from moeserve.model.decoder import Decoder, ForwardBatch, KvPools
 
@@ -62,7 +62,7 @@ class HeardDecoder:
         if self._tap is None:
             states = self._decoder.states(batch, self._kv_pools)
         else:
-            self._tap.begin()
+            self._tap.clear()
             states = self._decoder.states(batch, self._kv_pools)
             ids = self._tap.take().joined()
             routing = None if ids is None else StepRouting(ids)

@@ -13,13 +13,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from experts.gates import FittedGates, plain_maps, unit_norm
-from experts.moe_layer import Dispatch
+from experts.observer import AnyObserver
 from experts.predictor import Tap
-from kernels.activation import Activation
 from kernels.attention_plan import AttentionPlan, ChunkSpan
-from kernels.moe import moe_experts
 from kernels.ops import PagedRows
-from kernels.packed_experts import PackedExperts
 from moeserve.config import ServeConfig
 from moeserve.model.decoder import ForwardBatch
 from moeserve.model.kv_pool import KVPool
@@ -103,16 +100,28 @@ class TextRead:
     log_likelihood: float
 
 
+class _Seen(AnyObserver):
+    """Of the step that was computed last, by layer: the input and the choice of each gate, and the state behind it."""
+
+    def __init__(self) -> None:
+        self.choices: dict[int, tuple[Tensor, Tensor]] = {}
+        self.after_layers: dict[int, Tensor] = {}
+
+    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        self.choices[layer] = x, expert_ids
+
+    def after(self, layer: int, residual: Tensor) -> None:
+        self.after_layers[layer] = unit_norm(residual)
+
+
 class TextReader:
     """A model with experts, all of them in memory, that reads texts one by one, each in one step."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ModelError."""
         spec, dtype = read_spec(folder, ServeConfig())
-        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
-        self._after: dict[int, Tensor] = {}
-        self.decoder = load_decoder(folder, spec, dtype=dtype, max_model_len=PIECE_TOKENS, dispatch_of=self._listen_to)
-        self.decoder.after_layer = self._hear_after
+        self._seen = _Seen()
+        self.decoder = load_decoder(folder, spec, dtype=dtype, max_model_len=PIECE_TOKENS, observers=[self._seen])
         self._pool = KVPool(spec.kv_layers, PIECE_TOKENS // _BLOCK_SIZE, _BLOCK_SIZE, dtype)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
@@ -131,22 +140,10 @@ class TextReader:
         likelihood = (
             logits[:-1].float().log_softmax(-1).gather(1, torch.tensor(token_ids[1:], dtype=torch.int64)[:, None])
         )
-        seen = [self._seen[layer] for layer in self.decoder.spec.moe_layers]
-        after = [self._after[place] for place in range(len(seen) - 1)]
+        seen = [self._seen.choices[layer] for layer in range(self.num_gates)]
+        after = [self._seen.after_layers[layer] for layer in range(self.num_gates - 1)]
         states = {Tap.EARLY: [x for x, _ in seen], Tap.LATE: after}
         return TextRead(token_ids, [ids for _, ids in seen], states, likelihood.sum().item())
-
-    def _listen_to(self, layer: int) -> Dispatch:
-        def dispatch(
-            x: Tensor, expert_ids: Tensor, weights: Tensor, experts: PackedExperts, activation: Activation
-        ) -> Tensor:
-            self._seen[layer] = x, expert_ids
-            return moe_experts(x, expert_ids, weights, experts, activation)
-
-        return dispatch
-
-    def _hear_after(self, place: int, residual: Tensor) -> None:
-        self._after[place] = unit_norm(residual)
 
 
 def pieces(reader: TextReader, texts: Iterable[str], max_tokens: int) -> Iterator[list[int]]:

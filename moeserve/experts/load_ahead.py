@@ -9,7 +9,8 @@ import structlog
 
 from experts.gates import FittedGates, FittedGatesError, load_fitted_gates, save_fitted_gates
 from experts.observer import StepObserver
-from experts.prefetcher import HomeRows, PrefixListener
+from experts.prefetcher import PrefixListener
+from experts.rank_predictor import RankShare
 from moeserve.config import cache_root
 from moeserve.experts.observe import PrefixSigner, routing_shape
 from moeserve.experts.prefetch import GatedDecoder, PrefetchSteps, ResidentLayers, start_prefetching
@@ -57,7 +58,7 @@ def load_ahead(
     choice: str,
     experts: ResidentLayers,
     decoder: GatedDecoder,
-    home_rows: HomeRows | None = None,
+    share: RankShare | None = None,
 ) -> PrefixListener | None:
     """`start_prefetching` for the checkpoint in `directory`. What was loaded before does not count.
 
@@ -65,7 +66,7 @@ def load_ahead(
     """
     experts.memory.forget_counts()
     fitted = find_fitted_gates(directory)
-    listener = start_prefetching(choice, experts, decoder, home_rows, fitted)
+    listener = start_prefetching(choice, experts, decoder, share, fitted)
     if listener is not None:
         log.info("expert_prefetch", by=choice, gates_fitted=fitted is not None and choice != "gate")
     elif choice != "off":
@@ -81,20 +82,20 @@ def prefetches_on_gpu(
     experts: GpuResidentModel,
     directory: Path,
     settings: GpuSettings,
-    home_rows: HomeRows | None = None,
+    share: RankShare | None = None,
 ) -> tuple[PrefixListener | None, list[StepObserver[StepPlan, StepResult]]]:
     """Who loads ahead, if somebody does, and who observes steps for that. settings: with experts.
 
-    home_rows: of a rank of several, see `moeserve.experts.prefetch.start_prefetching`.
+    share: of a rank of several, see `moeserve.experts.prefetch.start_prefetching`.
     """
     bounded = settings.experts
     assert bounded is not None
     log.info("expert_memory", slots=min(experts.slots.num_slots), others_in=experts.tier, policy=bounded.policy)
-    listener = load_ahead(directory, bounded.prefetch, experts, decoder, home_rows)
+    listener = load_ahead(directory, bounded.prefetch, experts, decoder, share)
     if listener is None:
         return None, []
     shape = routing_shape(decoder.spec)
     if shape is None or not bounded.signs_prefixes:
-        return listener, [PrefetchSteps(listener)]
+        return listener, [PrefetchSteps(listener), listener]
     signer = PrefixSigner(shape, settings.block_size, keeps_routing=settings.hears_gates)
-    return listener, [PrefetchSteps(listener), signer]
+    return listener, [PrefetchSteps(listener), listener, signer]

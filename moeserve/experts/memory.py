@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from experts.errors import ExpertStoreError
 from experts.expert_file import round_to_page
 from experts.expert_memory import ExpertMemory
 from experts.moe_layer import LocalExperts
+from experts.observer import AnyObserver
 from experts.placement import Placement
 from experts.resident_experts import ResidentExperts
 from experts.slots import SlotArena
@@ -73,8 +74,12 @@ def open_experts(
     plan: ResidencyPlan,
     config: ServeConfig,
     report: Callable[[dict[str, Any]], None],
+    observers: Sequence[AnyObserver] = (),
 ) -> CpuResidentModel:
-    """Builds the expert file if need be and takes the memory of the slots. Raises ModelError."""
+    """Build the expert file if need be and take the memory of the slots. Raises ModelError.
+
+    observers: of the rows that are computed here.
+    """
     moe, slots = experts_of(spec), plan.slots
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -97,7 +102,7 @@ def open_experts(
     arena = SlotArena(slots.num_slots, plan.layout.num_bytes, locked)
 
     def layer_of(memory: ExpertMemory, number: int) -> ResidentExperts:
-        return ResidentExperts(memory, arena, number, _places(plan.layout, moe.num_experts))
+        return ResidentExperts(memory, arena, number, _places(plan.layout, moe.num_experts), observers)
 
     _log_opened(config, plan, moe.num_experts, store.path, disk.reads.description)
     return resident_model(spec, slots, config.expert_policy, load, arena, tier, layer_of, tier_name="disk")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,9 +15,9 @@ from experts.observer import StepObserver
 from experts.predictor import Predictor, Tap
 from experts.predictors import LearntAffinity, SignatureSource, open_predictor, taps_of
 from experts.prefetch_planning import PrefetchPlanner, PrefetchRules, PrefetchSwitch
-from experts.prefetcher import HomeRecall, HomeRows, LayerListener, Prefetcher, PrefixListener, RankPrefetcher
+from experts.prefetcher import HomeRecall, LayerListener, Prefetcher, PrefixListener, RankPrefetcher
 from experts.prefix_warmth import PrefixWarmth
-from experts.rank_predictor import RankPredictor
+from experts.rank_predictor import RankPredictor, RankShare
 from experts.residency import Affinity, EvictionPolicy, ResidencyControl
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.signatures import RequestProfiles
@@ -30,12 +30,6 @@ _MAX_DISTANCE = 3
 _HISTORY = 6
 # A request that no plan has named for so many steps is over, or waits so long that it is a new one.
 _FORGOTTEN_AFTER = 64
-
-
-class ListenedLayer(Protocol):
-    """A layer's experts in slots, who tell a listener what the gate chose."""
-
-    prefetcher: LayerListener | None
 
 
 class ResidentLayers(Protocol):
@@ -51,14 +45,13 @@ class ResidentLayers(Protocol):
     def policies(self) -> Sequence[EvictionPolicy]: ...
 
     @property
-    def layers(self) -> Mapping[int, ListenedLayer]: ...
+    def layers(self) -> Mapping[int, object]: ...
 
 
 class GatedDecoder(Protocol):
-    """A decoder whose gates can be asked. after_layer: who hears of computed layers, None for nobody."""
+    """A decoder whose gates can be asked."""
 
     spec: DecoderSpec
-    after_layer: Callable[[int, Tensor], None] | None
 
     def gated_blocks(self) -> Sequence[tuple[GatedBlock, Tensor]]:
         """The blocks with experts, and the weight [H] of the norm in front of each."""
@@ -68,12 +61,12 @@ def start_prefetching(
     choice: str,
     experts: ResidentLayers,
     decoder: GatedDecoder,
-    home_rows: HomeRows | None = None,
+    share: RankShare | None = None,
     fitted: FittedGates | None = None,
 ) -> PrefixListener | None:
-    """Has the layers and the decoder tell a listener what they compute, who loads ahead. choice: `--expert-prefetch`.
+    """Who loads ahead, to be told what the layers compute. choice: `--expert-prefetch`.
 
-    home_rows: of a rank of several, on their way to all experts. fitted: what `moeserve experts fit` found, which takes
+    share: of a rank of several, what it holds and has to do. fitted: what `moeserve experts fit` found, which takes
     the place of the gates unless the choice is `gate`. Returns None where nothing can be predicted: without experts,
     and by gates where one layer has them, for none comes after it. Raises ConfigError for a choice that needs fitted
     gates where there are none.
@@ -89,19 +82,15 @@ def start_prefetching(
             return None
         preview = _preview(decoder, Tap.EARLY, None if choice == "gate" else fitted)
         judge = PrefetchJudge(experts.memory, PrefetchSwitch()) if choice == "auto" else None
-        listener = _believing_gates(experts, preview, decoder.spec.moe.gate.top_k, judge, home_rows)
+        listener = _believing_gates(experts, preview, decoder.spec.moe.gate.top_k, judge, share)
     else:
         num_layers = len(experts.layers)
         gates = {tap: GatesAhead(_preview(decoder, tap, fitted), num_layers) for tap in taps_of(choice)}
-        listener, profiles = _learning(choice, experts, decoder.spec, gates, home_rows)
-    here = None if home_rows is None else home_rows.share.experts_here
-    around = PrefixListener(
+        listener, profiles = _learning(choice, experts, decoder.spec, gates, share)
+    here = None if share is None else share.experts_here
+    return PrefixListener(
         listener, experts.memory, PrefixWarmth(experts.control, decoder.spec.moe.num_experts, here), profiles
     )
-    for layer in experts.layers.values():
-        layer.prefetcher = around
-    decoder.after_layer = around.after_layer
-    return around
 
 
 def _preview(decoder: GatedDecoder, tap: Tap, fitted: FittedGates | None) -> GatePreview:
@@ -114,15 +103,13 @@ def _believing_gates(
     preview: GatePreview,
     top_k: int,
     judge: PrefetchJudge | None,
-    home_rows: HomeRows | None,
+    share: RankShare | None,
 ) -> LayerListener:
     memory, control = experts.memory, experts.control
-    if home_rows is None:
+    if share is None:
         return GateLookahead(memory, control, preview, top_k, judge)
-    lookahead = GateLookahead(memory, control, preview, top_k, judge, home_rows.share.experts_here)
-    counted = HomeRecall(lookahead, GatesAhead(preview, len(experts.layers)), memory.recall)
-    home_rows.listener = counted
-    return counted
+    lookahead = GateLookahead(memory, control, preview, top_k, judge, share.experts_here)
+    return HomeRecall(lookahead, GatesAhead(preview, len(experts.layers)), memory.recall)
 
 
 def _learning(
@@ -130,7 +117,7 @@ def _learning(
     experts: ResidentLayers,
     model: DecoderSpec,
     gates: Mapping[Tap, GatesAhead],
-    home_rows: HomeRows | None,
+    share: RankShare | None,
 ) -> tuple[LayerListener, RequestProfiles | None]:
     """And the profiles that its predictor goes by, if it does."""
     assert model.moe is not None
@@ -139,12 +126,11 @@ def _learning(
     predictor, sources, combined = open_predictor(choice, learnt, experts.memory.recall)
     signature = sources.get("signature")
     profiles = signature.profiles if isinstance(signature, SignatureSource) else None
-    if home_rows is None:
+    if share is None:
         return _prefetcher(experts, predictor, learnt, gates), profiles
-    of_rank = RankPredictor(predictor, combined, learnt, home_rows.share)
+    of_rank = RankPredictor(predictor, combined, learnt, share)
     prefetcher = _prefetcher(experts, of_rank, learnt, gates)
-    home_rows.listener = listener = RankPrefetcher(experts.memory, prefetcher, of_rank, gates.get(Tap.EARLY))
-    return listener, profiles
+    return RankPrefetcher(experts.memory, prefetcher, of_rank, gates.get(Tap.EARLY)), profiles
 
 
 def _prefetcher(

@@ -5,7 +5,7 @@ It computes through `kernels.ops.Ops`, whose bodies were chosen for the device w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -217,7 +217,6 @@ class Decoder:
 
     embedding: [vocab, hidden], possibly of a lower precision than ``dtype``, the dtype of all computation.
     observers: hear of each layer with experts but the last one when it is computed; a replayed graph tells nothing.
-    after_layer: the same as one more observer, set later.
     """
 
     def __init__(
@@ -246,8 +245,7 @@ class Decoder:
         self._rope = RopeTable(spec.rope, max_model_len, torch.float32 if ops.wide_angles else dtype, ops.device)
         # Of the layers with experts but the last layer, their places among those.
         self._observed = {layer: place for place, layer in enumerate(spec.moe_layers) if layer != spec.num_layers - 1}
-        self._observers = tuple(observers)
-        self.after_layer: Callable[[int, Tensor], None] | None = None
+        self._observers = observers
 
     @property
     def experts(self) -> list[Experts]:
@@ -295,7 +293,8 @@ class Decoder:
             normed = ops.norm_of_sum(out, residual, layer.post_norm, multiplier)
             normed = ops.norm_of_sum(layer.feed_forward(normed, num_valid), residual, next_norm, multiplier)
             if number in self._observed:
-                self._tell(self._observed[number], residual)
+                for observer in self._observers:
+                    observer.after(self._observed[number], residual)
         return normed
 
     def serve_others(self) -> Tensor:
@@ -304,12 +303,6 @@ class Decoder:
         for layer in self._layers:
             _serve_others(layer, no_rows)
         return no_rows
-
-    def _tell(self, place: int, residual: Tensor) -> None:
-        if self.after_layer is not None:
-            self.after_layer(place, residual)
-        for observer in self._observers:
-            observer.after(place, residual)
 
 
 def _serve_others(layer: DecoderLayer, no_rows: Tensor) -> None:

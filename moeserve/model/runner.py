@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from experts.observer import RoutingTap
+from experts.routing_tap import RoutingTap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.ops import PagedRows
 from kernels.sampling import apply_penalties, draw, greedy, uniform_at
@@ -121,7 +121,7 @@ class ModelRunner:
         """Compute one forward over all chunks; mutates the KV pool. Without chunks it only serves other ranks."""
         if self._tap is None:
             return Computed(StepResult(plan.step, self._compute(plan)))
-        self._tap.begin()
+        self._tap.clear()
         return Computed(StepResult(plan.step, self._compute(plan), self._tap.take()))
 
     def _compute(self, plan: StepPlan) -> list[ChunkResult]:

@@ -10,6 +10,7 @@ import torch
 
 from experts.collectives import DeviceWaits
 from experts.dispatch import Compute
+from experts.observer import AnyObserver
 from experts.rebalance import ExpertMigrator, PlacedExperts
 from kernels.activation import Activation
 from kernels.gpu.moe import TritonMoe
@@ -47,6 +48,7 @@ def open_rank_experts(
     waits: DeviceWaits,
     device: torch.device,
     progress: Progress,
+    observers: Sequence[AnyObserver],
 ) -> GpuRankExperts:
     """Takes scratch and, where `--expert-memory` does not hold all experts that the rank owns, slots for them, and puts
     them where they are copied from. waits: of the collectives. Raises ConfigError or ModelError."""
@@ -59,7 +61,14 @@ def open_rank_experts(
         compute = in_pieces(triton_moe(configs, device, plan.dtype, max_rows, num_slots), max_rows)
         return GpuRankExperts(lambda _: compute)
     resident = open_gpu_experts(
-        directory, residency, bounded, device, max_rows, lambda _, done, total: progress(done, total), configs
+        directory,
+        residency,
+        bounded,
+        device,
+        max_rows,
+        lambda _, done, total: progress(done, total),
+        configs,
+        observers,
     )
     return GpuRankExperts(lambda layer: _waiting(resident.layers[layer].partial, waits), resident)
 

@@ -13,8 +13,8 @@ import torch
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.observer import StepObserver
-from experts.prefetcher import HomeRows, PrefixListener
+from experts.observer import AnyObserver
+from experts.prefetcher import PrefixListener
 from experts.residency import ExpertMemoryStats
 from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.ops import GpuOps
@@ -40,7 +40,6 @@ from moeserve.model.families import load_generation_defaults
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.weights import load_decoder
 from moeserve.model_loading import ModelPlan, ServedModel, no_experts, owned_experts
-from moeserve.plan import StepPlan, StepResult
 from moeserve.rank import Rank
 from moeserve.ranks.gpu_experts import make_gpu_migrator, open_rank_experts
 from moeserve.ranks.gpu_steps import GpuSteps
@@ -85,8 +84,18 @@ class GpuMember:
         configs = expert_configs(spec, storage, device)
         assert configs is not None
         self._configs = configs
+        self._observers: list[AnyObserver] = []
         here = open_rank_experts(
-            directory, plan, settings, owned, storage, configs, collectives.waits, device, progress or _silent
+            directory,
+            plan,
+            settings,
+            owned,
+            storage,
+            configs,
+            collectives.waits,
+            device,
+            progress or _silent,
+            self._observers,
         )
         self._resident, self._compute = here.resident, here.compute_of(spec.moe_layers[0])
         captures = captures_decodes(shape, eager=settings.enforce_eager, all_resident=here.resident is None)
@@ -103,8 +112,9 @@ class GpuMember:
             for_devices=True,
         )
         self.steps = GpuSteps(self.experts, collectives)
-        self._home_rows = HomeRows(spec.moe_layers, self.experts)
         self._tap = gate_tap(spec, settings, None if here.resident is None else settings.experts)
+        if self._tap is not None:
+            self._observers.append(self._tap)
         self._decoder = self._load_decoder(owned if here.resident is None else no_experts, storage, progress)
         self.migrator = make_gpu_migrator(directory, plan, self.experts, owned, storage, self._decoder.experts)
         self._weights_bytes = allocated_bytes(device)
@@ -112,13 +122,13 @@ class GpuMember:
 
     def _load_decoder(self, owned: OwnedExperts, storage: WeightStorage, progress: Progress | None) -> Decoder:
         """owned: the experts to load with the rest."""
-        dispatch_of = self._home_rows.around(self.experts.dispatch_of)
         return load_decoder(
             self._directory,
             self._plan.spec,
             dtype=self._plan.dtype,
             ops=GpuOps(self.collectives.device, storage),
-            dispatch_of=dispatch_of if self._tap is None else self._tap.around(dispatch_of),
+            dispatch_of=self.experts.dispatch_of,
+            observers=self._observers,
             owned_experts=owned,
             max_model_len=self._settings.max_model_len,
             progress=progress,
@@ -137,12 +147,13 @@ class GpuMember:
         memory = settings.kv_cache_memory or free_for_kv(self.collectives.device, settings)
         kv, kv_bytes = kv_blocks(spec, dtype, settings, self.collectives.agree_on_least(memory))
         self._captured = make_runner(self._decoder, kv, settings, self._configs, self.steps, self._tap)
-        observers: list[StepObserver[StepPlan, StepResult]] = []
         if self._resident is not None:
             self.prefetcher, observers = prefetches_on_gpu(
-                self._decoder, self._resident, self._directory, settings, self._home_rows
+                self._decoder, self._resident, self._directory, settings, self.experts
             )
-        self.runner = Rank(self._captured, [*observers, SentCounter(self.experts.sent)])
+            self._observers += observers
+        self._observers.append(SentCounter(self.experts.sent))
+        self.runner = Rank(self._captured, self._observers)
         self.model = ServedModel(
             spec,
             load_generation_defaults(self._directory),

@@ -9,7 +9,8 @@ import structlog
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.prefetcher import HomeRows, PrefixListener
+from experts.observer import AnyObserver
+from experts.prefetcher import PrefixListener
 from experts.residency import ExpertMemoryStats
 from kernels.moe import moe_experts_partial
 from moeserve.config import ServeConfig
@@ -17,12 +18,11 @@ from moeserve.device import step_budget
 from moeserve.experts.memory import CpuResidentModel, local_of, open_experts
 from moeserve.experts.migrator import make_migrator
 from moeserve.experts.observe import SentCounter
-from moeserve.model.weights import DispatchOf
 from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, owned_experts
 from moeserve.rank import Rank
 from moeserve.ranks.meeting import Meeting
 from moeserve.ranks.messages import StepRows
-from moeserve.startup import rank_observers, routing_tap, signature_tap
+from moeserve.startup import routing_tap, signature_tap, start_observing
 from moeserve.wire import RunContext
 
 log = structlog.get_logger(__name__)
@@ -30,6 +30,8 @@ log = structlog.get_logger(__name__)
 
 class CpuMember:
     """A rank whose model runs on a CPU; see `moeserve.ranks.members.RankMember`."""
+
+    prefetcher: PrefixListener | None = None
 
     def __init__(self, context: RunContext, meeting: Meeting, rank: int, plan: ModelPlan, report: Report) -> None:
         config, directory = context.config, Path(context.model_dir)
@@ -43,8 +45,9 @@ class CpuMember:
             rank, num_ranks, meeting.collectives, collective_timeout(config), interface=meeting.interface
         )
         resident: CpuResidentModel | None = None
+        observers: list[AnyObserver] = []
         if plan.residency is not None:
-            resident = open_experts(directory, plan.spec, plan.residency, config, report)
+            resident = open_experts(directory, plan.spec, plan.residency, config, report, observers)
         self.experts = ExpertParallel(
             self.collectives,
             plan.placement,
@@ -53,11 +56,6 @@ class CpuMember:
             compute=moe_experts_partial,
             local_of=None if resident is None else partial(local_of, resident),
         )
-        home_rows: HomeRows | None = None
-        dispatch_of: DispatchOf = self.experts.dispatch_of
-        if resident is not None and config.expert_prefetch != "off":
-            home_rows = HomeRows(plan.spec.moe_layers, self.experts)
-            dispatch_of = home_rows.around(dispatch_of)
         tap = routing_tap(plan.spec, config) or signature_tap(plan, config)
         owned = owned_experts(plan.spec, plan.placement, rank)
         self.model: LoadedModel = load_model(
@@ -66,19 +64,14 @@ class CpuMember:
             report,
             plan=plan,
             owned=owned,
-            dispatch_of=dispatch_of,
+            dispatch_of=self.experts.dispatch_of,
             tap=tap,
             experts=resident,
-            home_rows=home_rows,
+            observers=observers,
         )
-        observers = rank_observers(self.model, tap, config, records=config.record_experts)
-        self.runner = Rank(self.model.runner, [*observers, SentCounter(self.experts.sent)])
+        self._directory, self._tap = directory, tap
+        self.runner = Rank(self.model.runner, self.model.observers)
         self.migrator = make_migrator(directory, self.model, self.experts, owned)
-
-    @property
-    def prefetcher(self) -> PrefixListener | None:
-        """What loads experts ahead, if any."""
-        return self.model.prefetcher
 
     def warm_up(self) -> None:
         """Takes the shape of dispatch that the settings name, or else the one that is faster here; then warms up."""
@@ -101,6 +94,11 @@ class CpuMember:
         self.experts.forget_counts()
         if self.model.experts is not None:
             self.model.experts.memory.forget_counts()
+        records = self._config.record_experts
+        self.prefetcher = start_observing(
+            self._directory, self.model, self._tap, self._config, records=records, share=self.experts
+        )
+        self.model.observers.append(SentCounter(self.experts.sent))
 
     def begin_step(self, rows: StepRows) -> None:
         self.experts.begin_step(rows.num_rows, rows.num_logit_rows)

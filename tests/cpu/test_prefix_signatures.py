@@ -77,7 +77,7 @@ def test_a_prefix_hit_asks_for_the_experts_of_the_prefix_and_changes_no_bit(
 def test_a_second_request_finds_the_experts_of_its_prefix_loaded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GateLookahead, "observe", lambda *_: None)  # so that only signatures load ahead
+    monkeypatch.setattr(GateLookahead, "arrived", lambda *_: None)  # so that only signatures load ahead
     llm = LLM(model, bounded(model, tmp_path, expert_prefetch="gate"))
     memory = llm.experts
     assert memory is not None

@@ -13,12 +13,10 @@ from torch import Tensor
 from experts.expert_memory import ExpertMemory
 from experts.gates import GatePreview, GatesAhead
 from experts.predictor import RecallSample, Tap
-from experts.prefetcher import HomeRecall, HomeRows, LayerListener, Prefetcher, RankPrefetcher
-from experts.rank_predictor import RankPredictor, RankShare
-from kernels.activation import Activation
+from experts.prefetcher import HomeRecall, LayerListener, Prefetcher, RankPrefetcher
+from experts.rank_predictor import RankPredictor
 
 NUM_EXPERTS, TOP_K = 4, 2
-NONE = cast(Any, None)
 
 
 class Heard:
@@ -60,30 +58,14 @@ def test_own_rows_are_told_once_the_loads_have_begun_and_also_where_nobody_comes
     prefetcher, predictor = Heard(), Heard()
     memory = cast(ExpertMemory, SimpleNamespace(predictor_seconds=0.0))
     listener = RankPrefetcher(memory, cast(Prefetcher, prefetcher), cast(RankPredictor, predictor), gates(2))
-    rows = HomeRows([1, 3], cast(RankShare, None))
-    order: list[str] = []
-
-    def travel(layer: int) -> Any:
-        def dispatch(x: Tensor, ids: Tensor, weights: Tensor, _: object, __: object) -> Tensor:
-            order.append(f"travel {layer}, told {len(prefetcher.calls)}")
-            if layer == 1:
-                listener.observe(0, torch.eye(NUM_EXPERTS)[:1], torch.tensor([[2, -1]]), torch.ones(1, 2))
-            return x
-
-        return dispatch
-
-    dispatch_of = rows.around(travel)
     x, ids, weights = torch.zeros(1, NUM_EXPERTS), torch.tensor([[2, 3]]), torch.ones(1, 2)
-    dispatch_of(1)(x, ids, weights, NONE, Activation())
-    rows.listener = listener
-    # To warm up, steps are computed that nobody has begun.
-    dispatch_of(1)(x, ids, weights, NONE, Activation())
-    assert prefetcher.calls == predictor.calls == []
     listener.begin_step(*step(1))
-    for layer in (1, 3):
-        dispatch_of(layer)(x, ids, weights, NONE, Activation())
+    for layer, come in enumerate(([[2, -1]], [])):
+        listener.chose(layer, x, ids, weights)
+        assert len(prefetcher.calls) == 1 + layer
+        arrived = torch.tensor(come, dtype=torch.int64).view(-1, 2)
+        listener.arrived(layer, torch.eye(NUM_EXPERTS)[: len(come)], arrived, torch.ones(len(come), 2))
     listener.end_step([])
-    assert order[2:] == ["travel 1, told 1", "travel 3, told 2"]
     assert predictor.calls == [
         ("visited", 0, [[2, 3]], [[2, -1]]),
         ("observe_gate_of_computed", 0, 1, [[1, 0, 0, 0]]),
@@ -91,8 +73,8 @@ def test_own_rows_are_told_once_the_loads_have_begun_and_also_where_nobody_comes
     ]
     assert [call[:2] for call in prefetcher.calls] == [
         ("begin_step", [0]),
-        ("observe", 0),
-        ("observe", 1),
+        ("arrived", 0),
+        ("arrived", 1),
         ("end_step", []),
     ]
     assert prefetcher.calls[1][2:] == ([[0, 0, 0, 0]], [[2, 3]], [[1, 1]])
@@ -110,7 +92,7 @@ def test_gates_are_judged_by_the_rows_at_home(num_rows: int) -> None:
         listener.begin_step(*step(num_rows))
         for layer, chosen in enumerate((wrong, right, wrong)):
             listener.chose(layer, rows, chosen, weights)
-            listener.observe(layer, rows, chosen, weights)
+            listener.arrived(layer, rows, chosen, weights)
         listener.end_step([])
         listener.begin_step(*step(0))
         listener.end_step([])
@@ -120,7 +102,7 @@ def test_gates_are_judged_by_the_rows_at_home(num_rows: int) -> None:
     assert counted["gate-early", 1].num_chosen == 2 * judged
     assert counted["gate-early", 1].num_recalled == judged
     assert (counted["gate-early", 2].num_chosen, counted["gate-early", 2].num_recalled) == (judged, 0)
-    assert [call[0] for call in inner.calls].count("observe") == 6
+    assert [call[0] for call in inner.calls].count("arrived") == 6
 
 
 def test_rows_that_a_layer_leaves_out_are_not_judged() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from experts.expert_memory import ExpertMemory
+from experts.observer import AnyObserver
 from experts.residency import ResidencyControl, lru
 from experts.resident_experts import ResidentExperts
 from experts.slots import SlotArena
@@ -35,20 +36,18 @@ class Memory:
         """Nothing is open."""
 
 
-class Listener:
+class Observer(AnyObserver):
     def __init__(self) -> None:
-        self.heard: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.heard: list[tuple[Tensor, Tensor]] = []
 
-    def begin_step(self, token_ids: object, requests: object) -> None: ...
-
-    def observe(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        self.heard.append((x, expert_ids, weights))
-
-    def end_step(self, ended_requests: object) -> None: ...
+    def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        self.heard.append((x, expert_ids))
 
 
 @contextmanager
-def experts_here(dtype: torch.dtype, num_slots: int) -> Iterator[tuple[ResidentExperts, SplitExperts]]:
+def experts_here(
+    dtype: torch.dtype, num_slots: int, observers: Sequence[AnyObserver] = ()
+) -> Iterator[tuple[ResidentExperts, SplitExperts]]:
     """Through slots, and all in memory."""
     torch.manual_seed(0)
     layout = expert_layout(ExpertShape(HIDDEN, INTERMEDIATE, dtype, dtype))
@@ -67,7 +66,7 @@ def experts_here(dtype: torch.dtype, num_slots: int) -> Iterator[tuple[ResidentE
     control = ResidencyControl([num_slots], NUM_EXPERTS, arena.slot_bytes, lambda _: lru(NUM_EXPERTS))
     memory = ExpertMemory(control, arena, Memory(packed))
     try:
-        yield ResidentExperts(memory, arena, 0, through_slots), everything
+        yield ResidentExperts(memory, arena, 0, through_slots, observers), everything
     finally:
         memory.close()
 
@@ -93,20 +92,21 @@ def test_a_ranks_part_has_the_bits_of_experts_in_memory(dtype: torch.dtype, num_
             assert torch.equal(found, expected)
 
 
-def test_rows_without_an_expert_here_are_zeros_and_no_event() -> None:
-    with experts_here(torch.float32, 2) as (bounded, _):
-        listener = bounded.prefetcher = Listener()
+def test_rows_without_an_expert_here_are_zeros_and_have_not_arrived() -> None:
+    observer = Observer()
+    with experts_here(torch.float32, 2, [observer]) as (bounded, _):
         x, ids, weights = rows(3, torch.float32, set())
         assert torch.equal(bounded.partial(x, ids, weights, None, Activation()), torch.zeros(3, HIDDEN))
-        assert listener.heard == []
+        ((heard, of_rows),) = observer.heard
+        assert (heard.shape, of_rows.shape) == ((0, HIDDEN), (0, TOP_K))
 
 
-def test_the_prefetcher_hears_only_of_rows_that_are_computed_here() -> None:
-    with experts_here(torch.float32, 2) as (bounded, _):
-        listener = bounded.prefetcher = Listener()
+def test_observers_hear_only_of_rows_that_are_computed_here() -> None:
+    observer = Observer()
+    with experts_here(torch.float32, 2, [observer]) as (bounded, _):
         x, _, weights = rows(3, torch.float32, set())
         ids = torch.tensor([[1, -1, -1], [-1, -1, -1], [-1, 2, 1]])
         bounded.partial(x, ids, weights, None, Activation())
-        ((heard, of_rows, _),) = listener.heard
+        ((heard, of_rows),) = observer.heard
         assert torch.equal(heard, x[[0, 2]])
         assert torch.equal(of_rows, ids[[0, 2]])

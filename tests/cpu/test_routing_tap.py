@@ -1,4 +1,4 @@
-"""A tap between gate and experts: it hears every choice and changes nothing."""
+"""A tap observes every choice of the gates and changes nothing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from experts.observer import RoutingTap
 from experts.routing import RoutingShape, unpack
+from experts.routing_tap import RoutingTap
 from kernels.moe_gate import GateSpec, select_experts
 from moeserve.config import ServeConfig
 from moeserve.experts.observe import ExpertRecording, plan_recording
 from moeserve.llm import LLM
-from moeserve.model.weights import dispatch_here
 from moeserve.model_loading import load_model, plan_model
 from moeserve.plan import SamplingParams
 from moeserve.startup import routing_tap
@@ -31,12 +30,11 @@ def test_logits_keep_their_bits_and_all_choices_are_heard(case: str, tmp_path: P
     spec = spec_of(tmp_path)
     moe = spec.moe
     assert moe is not None
-    sparse = [layer for layer, is_sparse in enumerate(spec.sparse_layers) if is_sparse]
-    tap = RoutingTap(sparse, moe.num_experts)
-    assert torch.equal(logits_of(load(tmp_path, dispatch_of=tap.around(dispatch_here))), logits_of(load(tmp_path)))
+    tap = RoutingTap(len(spec.moe_layers), moe.num_experts)
+    assert torch.equal(logits_of(load(tmp_path, observers=[tap])), logits_of(load(tmp_path)))
     top_k = moe.gate.top_k
     heard = np.frombuffer(bytes(tap.take()), np.uint8)
-    assert len(heard) == len(sparse) * len(TOKENS) * top_k
+    assert len(heard) == len(spec.moe_layers) * len(TOKENS) * top_k
     assert bytes(tap.take()) == b""
     assert len({tuple(sorted(row)) for row in heard.reshape(-1, top_k).tolist()}) > 1
     assert all(len(set(row)) == top_k and max(row) < moe.num_experts for row in heard.reshape(-1, top_k).tolist())
@@ -45,12 +43,8 @@ def test_logits_keep_their_bits_and_all_choices_are_heard(case: str, tmp_path: P
 def test_a_tap_hears_the_ids_that_the_gate_gave() -> None:
     logits = torch.randn(5, 300)
     ids, weights = select_experts(logits, GateSpec(4, renormalise=True))
-    tap = RoutingTap([2], 300)
-    seen = []
-    dispatch = tap.around(lambda layer: lambda x, i, w, e, a: seen.append((layer, i)) or x)(2)
-    assert dispatch(torch.zeros(5, 8), ids, weights, [], None) is not None  # type: ignore[arg-type]
-    assert seen[0][0] == 2
-    assert torch.equal(seen[0][1], ids)
+    tap = RoutingTap(1, 300)
+    tap.chose(0, torch.zeros(5, 8), ids, weights)
     shape = RoutingShape(1, 300, 4, last_is_sparse=False)
     np.testing.assert_array_equal(unpack(bytes(tap.take()), shape, 5, [])[0], ids.numpy())
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from experts.gates import FittedGates, GatePreview
-from experts.moe_layer import Dispatch
+from experts.observer import AnyObserver
 from experts.predictor import Tap
-from kernels.moe import moe_experts
 from moeserve.config import ConfigError
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.expert_memory import plan_gpu_residency
@@ -76,11 +75,12 @@ def test_fewer_slots_than_experts_change_no_bit(
     host_bytes: int,
     prefetch: str,
 ) -> None:
-    experts = open_experts(model_dir, spec, device, num_slots, host_bytes, tmp_path)
+    observers: list[AnyObserver] = []
+    experts = open_experts(model_dir, spec, device, num_slots, host_bytes, tmp_path, observers=observers)
     try:
         assert experts.tier.startswith("disk" if host_bytes == 0 else "host memory")
-        assert generate(model_dir, spec, device, experts, prefetch, some_gates(spec)) == expected
-        stats = experts.residency()
+        assert generate(model_dir, spec, device, experts, prefetch, some_gates(spec), observers=observers) == expected
+        stats = experts.memory.stats()
         assert stats.counters.num_evictions > 0
         assert stats.counters.num_misses > 0
         assert stats.counters.prefetch_bytes > 0
@@ -110,10 +110,8 @@ def test_memory_that_is_enough_or_too_little_is_told_at_once(spec: DecoderSpec) 
         plan_gpu_residency(spec, DTYPE, 1)
 
 
-class HeardPreviews:
-    """A listener that keeps what gates of later layers say of what it hears, plain and fitted, and asks for nothing."""
-
-    is_on = False
+class HeardPreviews(AnyObserver):
+    """Keeps what gates of later layers say of what it observes, plain and fitted."""
 
     def __init__(self, decoder: Any, fitted: FittedGates) -> None:
         blocks, norms = zip(*decoder.gated_blocks(), strict=True)
@@ -123,10 +121,10 @@ class HeardPreviews:
         self._num_layers = len(blocks)
         self.said: dict[tuple[str, bool, int, int], Tensor] = {}
 
-    def observe(self, layer: int, x: Tensor, *_: Tensor) -> None:
+    def chose(self, layer: int, x: Tensor, *_: Tensor) -> None:
         self._hear(Tap.EARLY, layer, x)
 
-    def after_layer(self, layer: int, residual: Tensor) -> None:
+    def after(self, layer: int, residual: Tensor) -> None:
         self._hear(Tap.LATE, layer, residual)
 
     def _hear(self, tap: Tap, layer: int, state: Tensor) -> None:
@@ -143,28 +141,25 @@ def test_later_gates_say_of_the_states_on_a_gpu_what_they_say_on_a_cpu(
 ) -> None:
     fitted = some_gates(spec)
     experts = open_experts(model_dir, spec, device, 6, 2**30, tmp_path)
+    observers: list[AnyObserver] = []
     try:
         decoder = build_gpu_decoder(
-            model_dir, spec, dtype=DTYPE, device=device, max_tokens=MAX_TOKENS, max_model_len=MAX_LEN, experts=experts
+            model_dir,
+            spec,
+            dtype=DTYPE,
+            device=device,
+            max_tokens=MAX_TOKENS,
+            max_model_len=MAX_LEN,
+            experts=experts,
+            observers=observers,
         )
-        on_gpu = HeardPreviews(decoder, fitted)
-        for layer in experts.layers.values():
-            layer.prefetcher = on_gpu  # type: ignore[assignment]
-        decoder.after_layer = on_gpu.after_layer
+        observers.append(on_gpu := HeardPreviews(decoder, fitted))
         make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS).launch(StepPlan(0, prompt_chunks())).result()
     finally:
         experts.memory.close()
-
-    def dispatch_of(layer: int) -> Dispatch:
-        def dispatch(x: Tensor, *rest: Any) -> Tensor:
-            on_cpu.observe(spec.moe_layers.index(layer), x)
-            return moe_experts(x, *rest)
-
-        return dispatch
-
-    reference = load_decoder(model_dir, spec, dtype=DTYPE, max_model_len=MAX_LEN, dispatch_of=dispatch_of)
-    on_cpu = HeardPreviews(reference, fitted)
-    reference.after_layer = on_cpu.after_layer
+    observers = []
+    reference = load_decoder(model_dir, spec, dtype=DTYPE, max_model_len=MAX_LEN, observers=observers)
+    observers.append(on_cpu := HeardPreviews(reference, fitted))
     PagedRunner(reference, PROMPTS).step([(number, 0, len(prompt)) for number, prompt in enumerate(PROMPTS)])
     assert on_gpu.said.keys() == on_cpu.said.keys()
     assert len(on_cpu.said) == 2 * 2 * 3

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from experts.observer import RoutingTap
 from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.routing_tap import RoutingTap
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.gpu_model import GpuSettings, make_runner
 from moeserve.cuda.runner import GpuModelRunner
@@ -23,7 +23,7 @@ from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import DecoderSpec
-from moeserve.model.weights import dispatch_here, load_decoder
+from moeserve.model.weights import load_decoder
 from moeserve.plan import Chunk, ChunkExtras, Request, SamplingParams, StepPlan, StepResult
 from moeserve.rank import Rank
 from moeserve.scheduler import Scheduler
@@ -82,8 +82,7 @@ class Annotations(RanksObserver):
 def on_cpu(model_dir: Path) -> Served:
     spec = build_spec(load_config(model_dir))
     tap = tap_of(spec)
-    dispatch_of = dispatch_here if tap is None else tap.around(dispatch_here)
-    decoder = load_decoder(model_dir, spec, max_model_len=MAX_LEN, dispatch_of=dispatch_of)
+    decoder = load_decoder(model_dir, spec, max_model_len=MAX_LEN, observers=[] if tap is None else [tap])
     pool = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
     return serve(ModelRunner(decoder, pool, tap), spec, GREEDY, depth=0)
 
@@ -105,7 +104,7 @@ def spec_of(model_dir: Path) -> DecoderSpec:
 
 
 def tap_of(spec: DecoderSpec) -> RoutingTap | None:
-    return None if spec.moe is None else RoutingTap(spec.moe_layers, spec.moe.num_experts)
+    return None if spec.moe is None else RoutingTap(len(spec.moe_layers), spec.moe.num_experts)
 
 
 def make(model_dir: Path, device: torch.device, *, enforce_eager: bool) -> GpuModelRunner:
@@ -113,7 +112,13 @@ def make(model_dir: Path, device: torch.device, *, enforce_eager: bool) -> GpuMo
     settings = GpuSettings(BLOCK_SIZE, 4, 16, MAX_LEN, None, 0.9, enforce_eager)
     tap = tap_of(spec)
     decoder = build_gpu_decoder(
-        model_dir, spec, dtype=torch.float32, device=device, max_tokens=16, max_model_len=MAX_LEN, tap=tap
+        model_dir,
+        spec,
+        dtype=torch.float32,
+        device=device,
+        max_tokens=16,
+        max_model_len=MAX_LEN,
+        observers=[] if tap is None else [tap],
     )
     return make_runner(decoder, KvBudget(NUM_BLOCKS, MAX_LEN), settings, tap=tap)
 

@@ -10,6 +10,7 @@ import torch
 
 from experts.expert_file import round_to_page
 from experts.gates import FittedGates
+from experts.observer import AnyObserver
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.expert_kernels import expert_storage
 from moeserve.cuda.expert_memory import (
@@ -25,7 +26,6 @@ from moeserve.experts.prefetch import PrefetchSteps, start_prefetching
 from moeserve.model.spec import DecoderSpec, silent
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan
 from moeserve.rank import Rank
-from moeserve.steps import Runner
 
 BLOCK_SIZE, MAX_LEN, MAX_TOKENS = 4, 32, 16
 SETTINGS = GpuSettings(BLOCK_SIZE, 4, MAX_TOKENS, MAX_LEN, None, 0.9, enforce_eager=True)
@@ -65,8 +65,10 @@ def generate(
     prefetch: str = "off",
     fitted: FittedGates | None = None,
     quantization: str = "none",
+    observers: list[AnyObserver] | None = None,
 ) -> list[list[ChunkResult]]:
-    """The results of a step of prompts and some steps of decodes."""
+    """The results of a step of prompts and some steps of decodes. observers: those of `experts`, to be completed."""
+    observers = [] if observers is None else observers
     decoder = build_gpu_decoder(
         model_dir,
         spec,
@@ -75,14 +77,15 @@ def generate(
         max_tokens=MAX_TOKENS,
         max_model_len=MAX_LEN,
         experts=experts,
+        observers=observers,
         storage=expert_storage(spec, DTYPE, quantization),
     )
-    runner: Runner = make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS)
+    rank = Rank(make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS), observers)
     if experts is not None and (listener := start_prefetching(prefetch, experts, decoder, fitted=fitted)) is not None:
-        runner = Rank(runner, [PrefetchSteps(listener)])
+        observers.extend([PrefetchSteps(listener), listener])
     chunks, results = prompt_chunks(), []
     for step in range(1 + NUM_DECODES):
-        results.append(runner.launch(StepPlan(step, chunks)).result().chunks)
+        results.append(rank.launch(StepPlan(step, chunks)).result().chunks)
         chunks = following(chunks, results[-1])
     return results
 
@@ -95,6 +98,7 @@ def open_experts(
     host_bytes: int,
     store: Path,
     quantization: str = "none",
+    observers: Sequence[AnyObserver] = (),
 ) -> GpuResidentModel:
     """Settings that pay for `num_slots` in each layer."""
     storage = expert_storage(spec, DTYPE, quantization)
@@ -103,4 +107,4 @@ def open_experts(
     assert plan is not None
     assert set(plan.slots.num_slots) == {num_slots}
     settings = GpuExpertSettings(size, host_bytes, "lru", store, None)
-    return open_gpu_experts(model_dir, plan, settings, device, MAX_TOKENS, silent)
+    return open_gpu_experts(model_dir, plan, settings, device, MAX_TOKENS, silent, observers=observers)
