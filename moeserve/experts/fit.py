@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experts.gates import FittedGates, plain_maps, unit_norm
 from experts.moe_layer import Dispatch
-from experts.predictor import Tap
+from experts.routing_files import Tap
 from kernels.activation import Activation
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.moe import moe_experts
