@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from experts.errors import ExpertStoreError
-from experts.predictor import RecallSample
+from experts.predictors import RecallSample
 from experts.residency import Access, ExpertMemoryStats, ResidencyControl, SlotState, Transfer
 from experts.slots import Slots
 from experts.tiers import ExpertTier

@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experts.predictor import Float, Tap
-from experts.routing_files import TensorFileKind, Tensors
+from experts.routing_files import Tap, TensorFileKind, Tensors
 from kernels.linear import pack_linear
+
+Float = NDArray[np.float32]
 
 # Linear maps from the state at one layer to what the gate of a later one will say, learnt from text; and their file.
 # Pure. A map is as wide as the gate it stands for, so that a fitted preview costs what a plain one does.

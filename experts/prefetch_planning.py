@@ -6,13 +6,15 @@ both in one unit: seconds of waiting (`experts.lookahead`) or experts used (`exp
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.predictor import Predictor
+from experts.predictors import Predictor
 from experts.residency import Affinity, Priority, ResidencyControl
 
 
@@ -61,10 +63,52 @@ class PrefetchSwitch:
         self._mean = 0.0
 
 
+# Seconds waited for experts, seconds spent on predictions, and experts that events asked for, so far.
+Costs = tuple[float, float, int]
+# Steps without prefetches, to know what waiting costs then.
+_REFERENCE_STEPS = 32
+
+
+class PrefetchJudge:
+    """Measures what steps with prefetches wait less than steps without, and has the switch decide.
+
+    Waiting without prefetches is known per expert that a step needs, from the first steps and from the switch's rests.
+    """
+
+    __slots__ = ("_before", "_on", "_reference_left", "_stall_per_expert", "_switch")
+
+    def __init__(self, switch: PrefetchSwitch) -> None:
+        self._switch = switch
+        self._reference_left = _REFERENCE_STEPS
+        self._stall_per_expert: float | None = None
+        self._on = False
+        self._before: Costs = (0.0, 0.0, 0)
+
+    def begin_step(self, costs: Costs) -> bool:
+        """Whether to prefetch in this step."""
+        self._on = self._reference_left == 0 and self._switch.on
+        self._before = costs
+        return self._on
+
+    def end_step(self, costs: Costs) -> None:
+        stall, prediction, num_experts = (after - before for after, before in zip(costs, self._before, strict=True))
+        if not self._on:
+            self._refer(stall / max(num_experts, 1))
+        if self._reference_left > 0:
+            self._reference_left -= 1
+        else:
+            assert self._stall_per_expert is not None
+            # In seconds: what the step waited less than it would have without, against the time of predicting.
+            self._switch.step_done(gain=self._stall_per_expert * num_experts - stall, cost=prediction)
+
+    def _refer(self, stall_per_expert: float) -> None:
+        mean = stall_per_expert if self._stall_per_expert is None else self._stall_per_expert
+        self._stall_per_expert = mean + (stall_per_expert - mean) / _REFERENCE_STEPS
+
+
 # From predictions to prefetches: which absent experts are worth a copy, and how many arrive in time. Pure. Experts
 # are unit jobs on one link, and each layer ahead is a deadline. Taking the likeliest first as long as all taken can
-# still be on time is optimal for such jobs (the greedy rule of a scheduling matroid). With a predictor that follows
-# routes (`experts.predictors`) what is taken is the best part of a spanning tree of routes within a byte budget.
+# still be on time is optimal for such jobs (the greedy rule of a scheduling matroid).
 
 
 Float = NDArray[np.float32]
@@ -190,3 +234,56 @@ class PrefetchPlanner:
                 room[later] -= 1
             ahead[place].wanted.append(expert)
             num_taken += 1
+
+
+class LookaheadPlanner:
+    """Asks for the k experts that each token's preview ranks first, those that most tokens want before the others.
+
+    Every second layer looks, at two layers each, so that each layer is predicted once for half as many looks; the first
+    one looks at all that are near.
+    """
+
+    __slots__ = ("_control", "_experts_here", "_max_distance", "_top_k")
+
+    def __init__(
+        self,
+        control: ResidencyControl,
+        top_k: int,
+        max_distance: int,
+        experts_here: Callable[[int], Collection[int]] | None = None,
+    ) -> None:
+        """experts_here: those of a layer that this rank holds now, None if all."""
+        self._experts_here = experts_here
+        self._control = control
+        self._top_k = top_k
+        self._max_distance = max_distance
+
+    def reach(self, loads_per_layer: float) -> int:
+        """How far a step looks: as many layers as a load takes, one, and the one that does not look itself."""
+        return min(ceil(1 / loads_per_layer) + 2, self._max_distance)
+
+    def distances(self, layer: int, reach: int) -> range:
+        """How far ahead the layers are that `layer` looks at, without a gap; empty if it does not look."""
+        between = min(reach, 2)
+        if layer % between:
+            return range(0)
+        nearest = 1 if layer == 0 else reach - between + 1
+        return range(nearest, min(reach, len(self._control.layers) - 1 - layer) + 1)
+
+    def ask(self, layer: int, distances: range, logits: NDArray[np.floating]) -> None:
+        """logits: [D, T, E], of the gates at layer + each of the D distances. The caller holds whatever lock guards the
+        control."""
+        for distance, wanted in zip(distances, self._wanted(logits), strict=True):
+            if self._experts_here is not None:
+                here = self._experts_here(layer + distance)
+                wanted = [expert for expert in wanted if expert in here]
+            self._control.predict(layer + distance, wanted, Priority.NEXT_LAYER)
+
+    def _wanted(self, logits: NDArray[np.floating]) -> list[list[int]]:
+        """For each distance."""
+        top_k = self._top_k
+        if logits.shape[1] == 1:
+            ranked: list[list[int]] = logits[:, 0].argsort(axis=1)[:, : -top_k - 1 : -1].tolist()
+            return ranked
+        chosen = logits.argpartition(-top_k, axis=2)[:, :, -top_k:].reshape(len(logits), -1)
+        return [[expert for expert, _ in Counter(of_all).most_common()] for of_all in chosen.tolist()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +12,11 @@ from torch import Tensor
 from experts.expert_memory import ExpertMemory
 from experts.gates import GatesAhead
 from experts.observer import AnyObserver
-from experts.predictor import BEFORE, Ids, Predictor, RecallSample, Tap
-from experts.predictors import LearntAffinity
+from experts.predictors import BEFORE, Ids, LearntAffinity, Predictor, RankPredictor, RecallSample
 from experts.prefetch_planning import PrefetchPlanner
 from experts.prefix_warmth import PrefixWarmth
-from experts.rank_predictor import RankPredictor
 from experts.routing import NOT_COMPUTED, RoutingRecorder
-from experts.signatures import RequestProfiles, decode_signature
+from experts.signatures import decode_signature
 
 
 class LayerListener(AnyObserver):
@@ -47,16 +45,13 @@ class Prefetcher(LayerListener):
         predictor: Predictor,
         planner: PrefetchPlanner,
         learnt: LearntAffinity,
-        gates: Mapping[Tap, GatesAhead],
     ) -> None:
-        """planner: asks this predictor and tells the control of this memory. learnt: what the predictor learns from.
-        gates: of each tap that the predictor listens to."""
+        """planner: asks this predictor and tells the control of this memory. learnt: what the predictor learns from."""
         self._memory = memory
         self._predictor = predictor
         self._planner = planner
         self._learnt = learnt
         self._recorder = RoutingRecorder(learnt.statistics)
-        self._gates = gates
         self._token_ids: NDArray[np.int64] = np.empty(0, np.int64)
         self._ids: NDArray[np.int16] = np.empty((0, 0, 0), np.int16)
 
@@ -66,7 +61,7 @@ class Prefetcher(LayerListener):
         spec = self._learnt.statistics.spec
         self._token_ids = token_ids
         self._ids = np.full((spec.num_layers, len(token_ids), spec.top_k), NOT_COMPUTED, np.int16)
-        self._predictor.begin(token_ids, requests)
+        self._predictor.begin(token_ids)
         self._plan(BEFORE)
         self._memory.predictor_seconds += time.perf_counter() - started
 
@@ -76,17 +71,7 @@ class Prefetcher(LayerListener):
         chosen = expert_ids.cpu().numpy()
         if len(chosen) == len(self._token_ids):
             self._ids[layer] = chosen
-        self._predictor.observe(layer, chosen, weights.cpu().numpy())
-        self._hear_gates(Tap.EARLY, layer, x)
-        self._plan(layer)
-        self._memory.predictor_seconds += time.perf_counter() - started
-
-    def after(self, layer: int, residual: Tensor) -> None:
-        """The last look before the next layer."""
-        if Tap.LATE not in self._gates:
-            return
-        started = time.perf_counter()
-        self._hear_gates(Tap.LATE, layer, residual)
+        self._predictor.observe(layer, chosen)
         self._plan(layer)
         self._memory.predictor_seconds += time.perf_counter() - started
 
@@ -95,13 +80,8 @@ class Prefetcher(LayerListener):
         started = time.perf_counter()
         self._recorder.add(self._ids, self._token_ids.tolist())
         self._learnt.step_done()
-        self._predictor.end(ended_requests)
+        self._predictor.end_step()
         self._memory.predictor_seconds += time.perf_counter() - started
-
-    def _hear_gates(self, tap: Tap, layer: int, state: Tensor) -> None:
-        if tap in self._gates and len(state):
-            for distance, logits in self._gates[tap](layer, state):
-                self._predictor.observe_gate(tap, layer, distance, logits)
 
     def _plan(self, layer: int) -> None:
         expected = self._planner.expect(layer)
@@ -116,14 +96,11 @@ class RankPrefetcher(LayerListener):
     """Tells the prefetcher of the rank's own rows, once the loads that the layer needs have begun, and the predictor of
     the rows that are computed here too."""
 
-    def __init__(
-        self, memory: ExpertMemory, prefetcher: Prefetcher, predictor: RankPredictor, gates: GatesAhead | None
-    ) -> None:
-        """predictor: the prefetcher's. gates: of the tap `EARLY`, asked of rows that come; None if gates are not."""
+    def __init__(self, memory: ExpertMemory, prefetcher: Prefetcher, predictor: RankPredictor) -> None:
+        """predictor: the prefetcher's."""
         self._memory = memory
         self._prefetcher = prefetcher
         self._predictor = predictor
-        self._gates = gates
         self._is_in_step = False
         self._home: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -145,10 +122,7 @@ class RankPrefetcher(LayerListener):
         if home is None:
             return
         started = time.perf_counter()
-        self._predictor.visited(layer, home[1].cpu().numpy(), expert_ids.cpu().numpy())
-        if len(x) and self._gates is not None and self._predictor.wants_gates_of_computed():
-            for distance, logits in self._gates(layer, x):
-                self._predictor.observe_gate_of_computed(layer, distance, logits)
+        self._predictor.observe_computed(layer, home[1].cpu().numpy(), expert_ids.cpu().numpy())
         self._memory.predictor_seconds += time.perf_counter() - started
         self._prefetcher.arrived(layer, *home)
 
@@ -216,35 +190,26 @@ class HomeRecall(LayerListener):
 # What is known of cached prefixes, told to those who load ahead.
 
 
-# A profile forgets its older tokens: a prefix is worth no more than these.
-_MOST_TOKENS = 64
-
-
 class PrefixListener(LayerListener):
     """Around another listener: warms the experts of a hit's signature, in steps in which that one prefetches at all.
 
     While no request is between its admission and its first decode this is one comparison per layer.
     """
 
-    def __init__(
-        self, inner: LayerListener, memory: ExpertMemory, warmth: PrefixWarmth, profiles: RequestProfiles | None
-    ) -> None:
-        """warmth: of the memory's control. profiles: of a predictor that goes by them."""
+    def __init__(self, inner: LayerListener, memory: ExpertMemory, warmth: PrefixWarmth) -> None:
+        """warmth: of the memory's control."""
         self._inner = inner
         self._memory = memory
         self._warmth = warmth
-        self._profiles = profiles
 
     @property
     def is_on(self) -> bool:
         return self._inner.is_on
 
-    def recall(self, request: int, signature: bytes, num_tokens: int) -> None:
-        """A request begins whose first `num_tokens` tokens were found in the cache. ValueError for no signature."""
+    def recall(self, request: int, signature: bytes) -> None:
+        """A request begins whose prefix was found in the cache. ValueError for no signature."""
         rates = decode_signature(signature, self._warmth.num_layers, self._warmth.num_experts)
         self._warmth.remember(request, rates)
-        if self._profiles is not None:
-            self._profiles.seed(request, rates, min(num_tokens, _MOST_TOKENS))
 
     def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None:
         self._inner.begin_step(token_ids, requests)

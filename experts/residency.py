@@ -13,7 +13,7 @@ from enum import Enum, IntEnum
 from operator import sub
 from typing import Any, Protocol
 
-from experts.predictor import SourceRecall
+from experts.predictors import SourceRecall
 
 # Which resident expert a layer gives up first. One policy object belongs to one layer and counts its events. Pure.
 

@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +17,6 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from experts.predictor import Tap
 from experts.routing import RoutingShape, RoutingStatistics, StatisticsSpec
 
 Tensors = dict[str, NDArray[np.generic]]
@@ -117,6 +117,17 @@ def _checksum(tables: Tensors) -> str:
 
 
 # Recorded routing: what was chosen for each token, in order, and the controls that take the structure out. Pure.
+
+
+class Tap(Enum):
+    """Where the state is taken from which a later layer's gate is computed ahead of time.
+
+    EARLY: the input of this layer's gate; the experts of this layer and the attention of the next are still to come.
+    LATE: the residual after this layer; nearer to the truth, with the next layer's attention alone to hide behind.
+    """
+
+    EARLY = "early"
+    LATE = "late"
 
 
 @dataclass(frozen=True, slots=True)

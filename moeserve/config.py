@@ -182,17 +182,17 @@ class ServeConfig:
     expert_policy: str = setting(
         "lfru",
         "Which expert is evicted: least recently used, least frequently used, both weighed, least loaded in the file "
-        "of --expert-statistics, or least expected by predictors that learn.",
+        "of --expert-statistics, or least expected by the affinity that --expert-prefetch learns.",
         group="Expert memory",
         choices=("lru", "lfu", "lfru", "static", "affinity"),
     )
     expert_prefetch: str = setting(
         "auto",
         "What predicts the experts to load ahead: off, gate (later gates, applied early), fitted (later gates as "
-        "`moeserve experts fit` predicts them), auto (fitted or else gate, off where that does not pay), or "
-        "predictors that learn, joined by +: popularity, affinity, routes, signature, activation-matrix, gate-early, "
-        "gate-late. The gate predictors are the fitted ones if they are there.",
+        "`moeserve experts fit` predicts them), auto (fitted or else gate, off where that does not pay), or affinity "
+        "(which experts followed the chosen ones so far, learnt while serving).",
         group="Expert memory",
+        choices=("off", "auto", "gate", "fitted", "affinity"),
     )
     expert_store_bandwidth: int | None = setting(
         None,

@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 from experts.errors import ExpertStoreError
+from experts.predictors import RankShare
 from experts.prefetcher import PrefixListener
-from experts.rank_predictor import RankShare
 from experts.routing_tap import RoutingTap
 from moeserve.config import ServeConfig
 from moeserve.device import choose_device, cuda_absence

@@ -20,7 +20,7 @@ from benchmarks.experts.traces import (
     recorded_trace,
     with_controls,
 )
-from experts.predictor import Tap
+from experts.predictors import Tap
 from experts.prefetch_planning import PrefetchRules
 from experts.routing_files import GateGuesses, RoutingTrace
 from experts.simulator import (

@@ -9,8 +9,8 @@ import structlog
 
 from experts.gates import FittedGates, FittedGatesError, load_fitted_gates, save_fitted_gates
 from experts.observer import StepObserver
+from experts.predictors import RankShare
 from experts.prefetcher import PrefixListener
-from experts.rank_predictor import RankShare
 from moeserve.config import cache_root
 from moeserve.experts.observe import PrefixSigner, routing_shape
 from moeserve.experts.prefetch import GatedDecoder, PrefetchSteps, ResidentLayers, start_prefetching

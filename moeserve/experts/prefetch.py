@@ -10,24 +10,27 @@ from torch import Tensor
 
 from experts.expert_memory import ExpertMemory
 from experts.gates import FittedGates, GatedBlock, GatePreview, GatesAhead
-from experts.lookahead import GateLookahead, PrefetchJudge
+from experts.lookahead import GateLookahead
 from experts.observer import StepObserver
-from experts.predictor import Predictor, Tap
-from experts.predictors import LearntAffinity, SignatureSource, open_predictor, taps_of
-from experts.prefetch_planning import PrefetchPlanner, PrefetchRules, PrefetchSwitch
+from experts.predictors import (
+    AFFINITY_SPAN,
+    MAX_DISTANCE,
+    AffinityPredictor,
+    LearntAffinity,
+    Predictor,
+    RankPredictor,
+    RankShare,
+)
+from experts.prefetch_planning import PrefetchJudge, PrefetchPlanner, PrefetchRules, PrefetchSwitch
 from experts.prefetcher import HomeRecall, LayerListener, Prefetcher, PrefixListener, RankPrefetcher
 from experts.prefix_warmth import PrefixWarmth
-from experts.rank_predictor import RankPredictor, RankShare
 from experts.residency import Affinity, EvictionPolicy, ResidencyControl
 from experts.routing import RoutingStatistics, StatisticsSpec
-from experts.signatures import RequestProfiles
+from experts.routing_files import Tap
 from moeserve.config import ConfigError
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import StepPlan, StepResult
 
-_MAX_DISTANCE = 3
-# Layers that affinity looks back.
-_HISTORY = 6
 # A request that no plan has named for so many steps is over, or waits so long that it is a new one.
 _FORGOTTEN_AFTER = 64
 
@@ -64,7 +67,7 @@ def start_prefetching(
     share: RankShare | None = None,
     fitted: FittedGates | None = None,
 ) -> PrefixListener | None:
-    """Who loads ahead, to be told what the layers compute. choice: `--expert-prefetch`.
+    """Make the observer that loads experts ahead. choice: `--expert-prefetch`.
 
     share: of a rank of several, what it holds and has to do. fitted: what `moeserve experts fit` found, which takes
     the place of the gates unless the choice is `gate`. Returns None where nothing can be predicted: without experts,
@@ -76,26 +79,22 @@ def start_prefetching(
     if choice == "fitted" and fitted is None:
         raise ConfigError("--expert-prefetch fitted: no gates are fitted to this model; run moeserve experts fit.")
     listener: LayerListener
-    profiles: RequestProfiles | None = None
-    if choice in ("auto", "gate", "fitted"):
+    if choice == "affinity":
+        listener = _learning(experts, decoder.spec, share)
+    else:
         if len(decoder.spec.moe_layers) == 1:
             return None
-        preview = _preview(decoder, Tap.EARLY, None if choice == "gate" else fitted)
-        judge = PrefetchJudge(experts.memory, PrefetchSwitch()) if choice == "auto" else None
+        preview = _preview(decoder, None if choice == "gate" else fitted)
+        judge = PrefetchJudge(PrefetchSwitch()) if choice == "auto" else None
         listener = _believing_gates(experts, preview, decoder.spec.moe.gate.top_k, judge, share)
-    else:
-        num_layers = len(experts.layers)
-        gates = {tap: GatesAhead(_preview(decoder, tap, fitted), num_layers) for tap in taps_of(choice)}
-        listener, profiles = _learning(choice, experts, decoder.spec, gates, share)
     here = None if share is None else share.experts_here
-    return PrefixListener(
-        listener, experts.memory, PrefixWarmth(experts.control, decoder.spec.moe.num_experts, here), profiles
-    )
+    warmth = PrefixWarmth(experts.control, decoder.spec.moe.num_experts, here)
+    return PrefixListener(listener, experts.memory, warmth)
 
 
-def _preview(decoder: GatedDecoder, tap: Tap, fitted: FittedGates | None) -> GatePreview:
+def _preview(decoder: GatedDecoder, fitted: FittedGates | None) -> GatePreview:
     blocks, norms = zip(*decoder.gated_blocks(), strict=True)
-    return GatePreview(blocks, norms, min(_MAX_DISTANCE, len(blocks) - 1), tap, fitted)
+    return GatePreview(blocks, norms, min(MAX_DISTANCE, len(blocks) - 1), Tap.EARLY, fitted)
 
 
 def _believing_gates(
@@ -112,34 +111,22 @@ def _believing_gates(
     return HomeRecall(lookahead, GatesAhead(preview, len(experts.layers)), memory.recall)
 
 
-def _learning(
-    choice: str,
-    experts: ResidentLayers,
-    model: DecoderSpec,
-    gates: Mapping[Tap, GatesAhead],
-    share: RankShare | None,
-) -> tuple[LayerListener, RequestProfiles | None]:
-    """And the profiles that its predictor goes by, if it does."""
+def _learning(experts: ResidentLayers, model: DecoderSpec, share: RankShare | None) -> LayerListener:
     assert model.moe is not None
-    spec = StatisticsSpec(len(experts.layers), model.moe.num_experts, model.moe.gate.top_k, max_distance=_HISTORY)
+    spec = StatisticsSpec(len(experts.layers), model.moe.num_experts, model.moe.gate.top_k, max_distance=AFFINITY_SPAN)
     learnt = LearntAffinity(RoutingStatistics(spec))
-    predictor, sources, combined = open_predictor(choice, learnt, experts.memory.recall)
-    signature = sources.get("signature")
-    profiles = signature.profiles if isinstance(signature, SignatureSource) else None
+    predictor = AffinityPredictor(learnt, experts.memory.recall)
     if share is None:
-        return _prefetcher(experts, predictor, learnt, gates), profiles
-    of_rank = RankPredictor(predictor, combined, learnt, share)
-    prefetcher = _prefetcher(experts, of_rank, learnt, gates)
-    return RankPrefetcher(experts.memory, prefetcher, of_rank, gates.get(Tap.EARLY)), profiles
+        return _prefetcher(experts, predictor, learnt)
+    of_rank = RankPredictor(predictor, learnt, share)
+    return RankPrefetcher(experts.memory, _prefetcher(experts, of_rank, learnt), of_rank)
 
 
-def _prefetcher(
-    experts: ResidentLayers, predictor: Predictor, learnt: LearntAffinity, gates: Mapping[Tap, GatesAhead]
-) -> Prefetcher:
+def _prefetcher(experts: ResidentLayers, predictor: Predictor, learnt: LearntAffinity) -> Prefetcher:
     rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
-    rules = PrefetchRules(max_distance=_MAX_DISTANCE)
+    rules = PrefetchRules(max_distance=MAX_DISTANCE)
     planner = PrefetchPlanner(predictor, experts.control, experts.memory.slot_bytes, rules, rated or None)
-    return Prefetcher(experts.memory, predictor, planner, learnt, gates)
+    return Prefetcher(experts.memory, predictor, planner, learnt)
 
 
 class PrefetchSteps(StepObserver[StepPlan, StepResult]):
@@ -160,7 +147,7 @@ class PrefetchSteps(StepObserver[StepPlan, StepResult]):
         numbers = [self._number(chunk.request_id) for chunk in plan.chunks]
         for chunk, number in zip(plan.chunks, numbers, strict=True):
             if chunk.annotation is not None:
-                self._prefetcher.recall(number, chunk.annotation, chunk.start)
+                self._prefetcher.recall(number, chunk.annotation)
         counts = np.array([len(chunk.token_ids) for chunk in plan.chunks], np.int64)
         token_ids = np.concatenate(
             [np.asarray(chunk.token_ids, np.int64) for chunk in plan.chunks] or [np.empty(0, int)]

@@ -14,7 +14,6 @@ from experts.expert_file import round_to_page
 from experts.lookahead import GateLookahead
 from experts.prefetcher import PrefixListener
 from experts.prefix_warmth import PrefixWarmth
-from experts.signatures import RequestProfiles
 from moeserve.config import ServeConfig
 from moeserve.llm import LLM
 from moeserve.model.expert_store import layout_in_store
@@ -123,24 +122,3 @@ def test_where_nothing_is_loaded_ahead_nothing_is_described_kept_or_carried(
     for _ in range(2):
         llm.generate([prompt(1, 20)], GREEDY)
     llm.close()
-
-
-def test_a_predictor_by_signatures_begins_with_that_of_the_prefix(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seeded = []
-    seed = RequestProfiles.seed
-    monkeypatch.setattr(
-        RequestProfiles,
-        "seed",
-        lambda profiles, request, rates, tokens: (
-            seeded.append((request in profiles, tokens)),
-            seed(profiles, request, rates, tokens),
-        ),
-    )
-    llm = LLM(model, bounded(model, tmp_path, expert_prefetch="signature"))
-    prefix = prompt(1, 40)
-    for one in (prefix + prompt(2, 9), prefix + prompt(4, 3)):
-        llm.generate([one], GREEDY)
-    llm.close()
-    assert seeded == [(False, 40)]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from experts.expert_memory import ExpertMemory
 from experts.gates import GatePreview, GatesAhead
-from experts.predictor import RecallSample, Tap
+from experts.predictors import RankPredictor, RecallSample
 from experts.prefetcher import HomeRecall, LayerListener, Prefetcher, RankPrefetcher
-from experts.rank_predictor import RankPredictor
+from experts.routing_files import Tap
 
 NUM_EXPERTS, TOP_K = 4, 2
 
@@ -29,9 +29,6 @@ class Heard:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self.calls.append((name, *map(_plain, arguments)))
-
-    def wants_gates_of_computed(self) -> bool:
-        return True
 
 
 class Gate:
@@ -57,7 +54,7 @@ def step(num_rows: int) -> tuple[Any, Any]:
 def test_own_rows_are_told_once_the_loads_have_begun_and_also_where_nobody_comes() -> None:
     prefetcher, predictor = Heard(), Heard()
     memory = cast(ExpertMemory, SimpleNamespace(predictor_seconds=0.0))
-    listener = RankPrefetcher(memory, cast(Prefetcher, prefetcher), cast(RankPredictor, predictor), gates(2))
+    listener = RankPrefetcher(memory, cast(Prefetcher, prefetcher), cast(RankPredictor, predictor))
     x, ids, weights = torch.zeros(1, NUM_EXPERTS), torch.tensor([[2, 3]]), torch.ones(1, 2)
     listener.begin_step(*step(1))
     for layer, come in enumerate(([[2, -1]], [])):
@@ -67,9 +64,8 @@ def test_own_rows_are_told_once_the_loads_have_begun_and_also_where_nobody_comes
         listener.arrived(layer, torch.eye(NUM_EXPERTS)[: len(come)], arrived, torch.ones(len(come), 2))
     listener.end_step([])
     assert predictor.calls == [
-        ("visited", 0, [[2, 3]], [[2, -1]]),
-        ("observe_gate_of_computed", 0, 1, [[1, 0, 0, 0]]),
-        ("visited", 1, [[2, 3]], []),
+        ("observe_computed", 0, [[2, 3]], [[2, -1]]),
+        ("observe_computed", 1, [[2, 3]], []),
     ]
     assert [call[:2] for call in prefetcher.calls] == [
         ("begin_step", [0]),

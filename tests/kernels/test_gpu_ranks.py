@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
         "expert_quantization": "int4",
         "moves": True,
         "num_slots": 3,
-        "prefetch": "popularity+gate-early+gate-late",
+        "prefetch": "affinity",
         **FEW,
     },
 }
