@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import numpy as np
 import structlog
 import torch
 
-from experts.errors import ExpertStoreError
-from experts.memory.deep_nvme import deep_nvme
+from experts.errors import DeepNvmeError, ExpertStoreError
+from experts.memory.deep_nvme import DeepNvme, deep_nvme
 from experts.memory.expert_file import round_to_page
 from experts.memory.expert_memory import ExpertMemory
 from experts.memory.lending import LentExperts, lend_experts
@@ -111,8 +110,7 @@ def open_experts(
 
     root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
     store = ensure_expert_store(directory, spec, plan.layout, plan.dtype, root, progress)
-    compiling = partial(progress, "compiling DeepNVMe, which is done once", 0, 1)
-    nvme = deep_nvme(slots.num_bytes, compiling)
+    nvme = _deep_nvme(slots.num_bytes)
     locked = None if nvme is None else nvme.locked_memory(slots.num_bytes)
     open_reads = PositionedReads if nvme is None else nvme.open
     try:
@@ -134,6 +132,14 @@ def open_experts(
     return resident_model(
         spec, slots, config.expert_policy, load, arena, tier, layer_of, tier_name="disk", lent=lent, peers=peers
     )
+
+
+def _deep_nvme(num_locked: int) -> DeepNvme | None:
+    try:
+        return deep_nvme(num_locked)
+    except DeepNvmeError as error:
+        log.info("deep_nvme_not_used", why=str(error))
+        return None
 
 
 def _log_opened(config: ServeConfig, plan: ResidencyPlan, num_experts: int, rank: int, path: Path, reads: str) -> None:
