@@ -8,26 +8,29 @@ import mmap
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes.util import find_library
+from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from experts.errors import ExpertStoreError
+from experts.errors import DeepNvmeError, ExpertStoreError
 from experts.expert_file import PAGE_BYTES
 from experts.tiers import FileReads, PositionedReads
 
 _BLOCK_BYTES = 128 * 2**10
 _QUEUE_DEPTH = 16
+_NAME = "async_io"  # Of the operator, as DeepSpeed calls it.
 _TORCH_FOLDER = "TORCH_EXTENSIONS_DIR"
 
 
 class DeepNvme:
-    """The compiled operator. It needs libaio with its headers and a compiler, and is built on first use."""
+    """The compiled operator."""
 
     def __init__(self, operator: Any) -> None:
         self._operator = operator
@@ -75,31 +78,49 @@ class NvmeReads:
         self._handle = None
 
 
-def deep_nvme(num_locked: int, compiling: Callable[[], None]) -> DeepNvme | None:
-    """None where the operator cannot be built, or so many bytes may not be locked: into other memory everything would
-    be copied once more, which is slower than plain reads.
+def deep_nvme(num_locked: int) -> DeepNvme:
+    """Load the operator that `compile_deep_nvme` left. Never compiles, which takes minutes. Raises DeepNvmeError.
 
-    compiling: called before it is compiled, which takes minutes, or loaded if that was done before.
+    num_locked: bytes that are to be locked. Into other memory everything would be copied once more, which is slower
+    than plain reads.
     """
-    # Spares those without it the import, which takes a second.
-    if find_library("aio") is None or not _may_lock(num_locked):
-        return None
+    _require_libaio()
+    if not _may_lock(num_locked):
+        raise DeepNvmeError(f"DeepNVMe needs {num_locked} bytes of locked memory, which the limit (ulimit -l) forbids.")
+    library = extensions_folder() / _NAME / f"{_NAME}.so"
+    if not library.exists():
+        raise DeepNvmeError("DeepNVMe is not compiled: `moeserve experts deepnvme` does that once.")
+    spec = spec_from_file_location(_NAME, library)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        operator = module_from_spec(spec)
+        spec.loader.exec_module(operator)
+    except (OSError, ImportError) as error:
+        # For example while another process compiles it.
+        raise DeepNvmeError(f"{library} cannot be loaded: `moeserve experts deepnvme` compiles it.") from error
+    return DeepNvme(operator)
+
+
+def compile_deep_nvme() -> Path:
+    """Compile the operator, for minutes unless that was done before, and return its library. Raises DeepNvmeError."""
+    _require_libaio()
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     builder = AsyncIOBuilder()
     if not builder.is_compatible(verbose=False):
-        return None
-    compiling()
+        raise DeepNvmeError("DeepNVMe cannot be compiled: libaio-dev or a C++ compiler is missing.")
     try:
-        with extensions_kept_in(extensions_folder()):
-            return DeepNvme(builder.load(verbose=False))
-    except (OSError, RuntimeError, ImportError):
+        with extensions_kept_in(extensions_folder()) as folder:
+            builder.load(verbose=False)
+    except (OSError, RuntimeError, ImportError) as error:
         # The last where a compilation was broken off earlier in this process: torch takes it for done.
-        return None
+        raise DeepNvmeError(f"DeepNVMe cannot be compiled: {str(error).partition(chr(10))[0]}") from error
+    return folder / _NAME / f"{_NAME}.so"
 
 
 @contextmanager
-def extensions_kept_in(folder: Path) -> Iterator[None]:
+def extensions_kept_in(folder: Path) -> Iterator[Path]:
     """Torch finds and keeps compiled extensions in `folder`, for one process after the other. Raises OSError.
 
     Torch has a lock too, but that is a file: a process that is killed leaves it behind, and all that come later wait
@@ -113,7 +134,7 @@ def extensions_kept_in(folder: Path) -> Iterator[None]:
             left_behind.unlink()
         os.environ[_TORCH_FOLDER] = str(folder)
         try:
-            yield
+            yield folder
         finally:
             del os.environ[_TORCH_FOLDER]
             if before is not None:
@@ -124,14 +145,20 @@ def extensions_folder() -> Path:
     """One for each environment, where torch keeps those of others.
 
     The compiler is told the folders of torch and DeepSpeed. Another environment has others, and with one folder for all
-    each start in another environment than the last would compile for minutes again.
+    a start in another environment would load what does not fit it.
     """
     from torch.utils.cpp_extension import get_default_build_root  # Where nobody has libaio, nobody waits for it.
 
     root = os.environ.get(_TORCH_FOLDER) or get_default_build_root()
-    environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
-    version = f"python{sys.version_info.major}{sys.version_info.minor}-torch{torch.__version__}"
-    return Path(root) / f"moeserve-{version}-{environment}"
+    environment = hashlib.sha256(f"{sys.prefix} {version('deepspeed')}".encode()).hexdigest()[:8]
+    build = f"python{sys.version_info.major}{sys.version_info.minor}-torch{torch.__version__}"
+    return Path(root) / f"moeserve-{build}-{environment}"
+
+
+def _require_libaio() -> None:
+    # Spares those without it imports that take seconds.
+    if find_library("aio") is None:
+        raise DeepNvmeError("DeepNVMe needs libaio: install libaio-dev and run `moeserve experts deepnvme`.")
 
 
 def _may_lock(num_bytes: int) -> bool:

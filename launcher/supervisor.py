@@ -18,7 +18,6 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from launcher.listener import reachable_address
 from launcher.processes import (
     Child,
     Computing,
@@ -28,6 +27,7 @@ from launcher.processes import (
     child_environment,
     decode_status,
     default_threads,
+    reachable_address,
 )
 from moeserve.frontend.engine_client import ProgressWatch
 from moeserve.wire import DecodeError, Heartbeat, RunContext, decode

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
 
-from experts.deep_nvme import deep_nvme
-from experts.errors import ExpertStoreError
+from experts.deep_nvme import DeepNvme, deep_nvme
+from experts.errors import DeepNvmeError, ExpertStoreError
 from experts.expert_file import round_to_page
 from experts.expert_memory import ExpertMemory
 from experts.moe_layer import LocalExperts
@@ -87,8 +86,7 @@ def open_experts(
 
     root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
     store = ensure_expert_store(directory, spec, plan.layout, plan.dtype, root, progress)
-    compiling = partial(progress, "compiling DeepNVMe, which is done once", 0, 1)
-    nvme = deep_nvme(slots.num_bytes, compiling)
+    nvme = _deep_nvme(slots.num_bytes)
     locked = None if nvme is None else nvme.locked_memory(slots.num_bytes)
     open_reads = PositionedReads if nvme is None else nvme.open
     try:
@@ -106,6 +104,14 @@ def open_experts(
 
     _log_opened(config, plan, moe.num_experts, store.path, disk.reads.description)
     return resident_model(spec, slots, config.expert_policy, load, arena, tier, layer_of, tier_name="disk")
+
+
+def _deep_nvme(num_locked: int) -> DeepNvme | None:
+    try:
+        return deep_nvme(num_locked)
+    except DeepNvmeError as error:
+        log.info("deep_nvme_not_used", why=str(error))
+        return None
 
 
 def _log_opened(config: ServeConfig, plan: ResidencyPlan, num_experts: int, path: Path, reads: str) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experts.deep_nvme import DeepNvme, deep_nvme, extensions_folder, extensions_kept_in
-from experts.errors import ExpertStoreError
+from experts.deep_nvme import DeepNvme, compile_deep_nvme, deep_nvme, extensions_folder, extensions_kept_in
+from experts.errors import DeepNvmeError, ExpertStoreError
 from experts.expert_file import PAGE_BYTES, write_expert_file
 from experts.slots import SlotArena
 from experts.tiers import DiskTier
@@ -19,10 +19,10 @@ EXPERT_BYTES = 5 * PAGE_BYTES + 100
 
 @pytest.fixture(scope="module")
 def nvme() -> DeepNvme:
-    operator = deep_nvme(12 * PAGE_BYTES, lambda: None)
-    if operator is None:
-        pytest.skip("libaio with its headers is not installed")
-    return operator
+    try:
+        return deep_nvme(12 * PAGE_BYTES)
+    except DeepNvmeError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
@@ -67,11 +67,26 @@ def test_every_environment_keeps_what_it_compiled(monkeypatch: pytest.MonkeyPatc
     assert extensions_folder() != first
 
 
-def test_where_the_slots_may_not_be_locked_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_that_may_not_be_locked_are_read_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experts.deep_nvme.find_library", lambda _: "libaio.so")
     monkeypatch.setattr("resource.getrlimit", lambda _: (PAGE_BYTES, PAGE_BYTES))
-    compiled: list[None] = []
-    assert deep_nvme(PAGE_BYTES + 1, lambda: compiled.append(None)) is None
-    assert not compiled
+    with pytest.raises(DeepNvmeError, match="ulimit -l"):
+        deep_nvme(PAGE_BYTES + 1)
+
+
+def test_what_is_not_compiled_is_not_compiled_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("experts.deep_nvme.find_library", lambda _: "libaio.so")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(DeepNvmeError, match="`moeserve experts deepnvme`"):
+        deep_nvme(PAGE_BYTES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_libaio_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experts.deep_nvme.find_library", lambda _: None)
+    for attempt in (lambda: deep_nvme(PAGE_BYTES), compile_deep_nvme):
+        with pytest.raises(DeepNvmeError, match="install libaio-dev"):
+            attempt()
 
 
 def test_a_process_that_was_killed_while_it_compiled_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -85,11 +100,11 @@ def test_a_process_that_was_killed_while_it_compiled_keeps_nobody_waiting(tmp_pa
     assert "TORCH_EXTENSIONS_DIR" not in os.environ
 
 
-def test_a_library_that_was_never_finished_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    def unfinished(_: AsyncIOBuilder, verbose: bool) -> None:
-        raise ImportError("cannot open shared object file")
-
-    monkeypatch.setattr(AsyncIOBuilder, "load", unfinished)
-    assert deep_nvme(PAGE_BYTES, lambda: None) is None
+def test_a_library_that_was_never_finished_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("experts.deep_nvme.find_library", lambda _: "libaio.so")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    unfinished = extensions_folder() / "async_io" / "async_io.so"
+    unfinished.parent.mkdir(parents=True)
+    unfinished.write_bytes(b"\x7fELF")
+    with pytest.raises(DeepNvmeError, match="cannot be loaded"):
+        deep_nvme(PAGE_BYTES)

@@ -80,7 +80,7 @@ def test_fewer_slots_than_experts_change_no_bit(
     try:
         assert experts.tier.startswith("disk" if host_bytes == 0 else "host memory")
         assert generate(model_dir, spec, device, experts, prefetch, some_gates(spec), observers=observers) == expected
-        stats = experts.memory.stats()
+        stats = experts.residency()
         assert stats.counters.num_evictions > 0
         assert stats.counters.num_misses > 0
         assert stats.counters.prefetch_bytes > 0

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from experts.observer import RoutingTap
 from experts.routing import RoutingStatistics, StatisticsSpec
-from experts.routing_tap import RoutingTap
 from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.gpu_model import GpuSettings, make_runner
 from moeserve.cuda.runner import GpuModelRunner

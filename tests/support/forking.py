@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import ctypes
 import gc
+import importlib
 import inspect
 import json
 import os
@@ -25,6 +26,7 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -172,8 +174,8 @@ def _take_over(job: _Job) -> None:
         os.set_inheritable(descriptor, True)
         bound = descriptor + 1
     os.closerange(bound, os.sysconf("SC_OPEN_MAX"))
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     os.environ.clear()
     os.environ.update(job.environment)
@@ -204,6 +206,9 @@ def _run(module: str, arguments: list[str]) -> None:
 
         # The library read the environment when it was loaded.
         torch.set_num_threads(int(threads))
+    if "sitecustomize" in sys.modules:
+        # What it puts into the environment was the server's.
+        importlib.reload(sys.modules["sitecustomize"])
     subprocess.Popen._execute_child = _execute_or_fork  # type: ignore[attr-defined]
     # What was imported in the server is to run once more, as a program.
     for again in {module, arguments[1] if module == "launcher.child" else module}:
@@ -272,14 +277,28 @@ def _server(python_path: str) -> socket.socket:
     return here
 
 
-def _import_the_service() -> None:
-    import torch.distributed.run  # noqa: F401
-    import uvicorn.protocols.http.httptools_impl  # noqa: F401
-    import uvloop  # noqa: F401
+def _import_the_service() -> list[Callable[..., Any]]:
+    """Imports what a service would, and returns something of each part."""
+    from torch.distributed.run import run
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    from uvloop import new_event_loop
 
-    # What Transformers imports once it is asked for the configuration of a model.
-    assert CONFIG_MAPPING["mixtral"]
+    from launcher.rank_group import main as run_ranks
+    from launcher.serve import serve
+    from launcher.worker import main as work
+    from moeserve.frontend.server import serve as serve_http
+    from moeserve.model.source import resolve_model
+    from moeserve.ranks.startup import run_rank
+    from moeserve.startup import run_engine
+
+    # Imported once a model's configuration is asked for.
+    mixtral = CONFIG_MAPPING["mixtral"]
+    return [run, mixtral, HttpToolsProtocol, new_event_loop, run_ranks, serve.main, work, serve_http] + [
+        resolve_model,
+        run_rank,
+        run_engine,
+    ]
 
 
 def main() -> None:
