@@ -29,7 +29,7 @@ from moeserve.model.spec import ModelError
 from moeserve.ranks.messages import RankError
 
 _EXIT_FAILED = 3
-# Torchrun kills what has not ended this long after its SIGTERM.
+# Torchrun kills ranks that have not ended this many seconds after its SIGTERM.
 _TORCHRUN_PATIENCE = 30.0
 
 

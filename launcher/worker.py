@@ -1,7 +1,7 @@
 """The model process: `python -m launcher.worker CONTEXT --status-fd N`, or one of its ranks, under torchrun.
 
 Under the supervisor's torchrun (`launcher.rank_group`) the status pipe is descriptor N of the agent, whose pid is
-`--agent-pid`. Without a status pipe this is a rank of somebody's own torchrun (`launcher.torchrun_worker`).
+`--agent-pid`. Without a status pipe this is a rank of a user's own torchrun (`launcher.torchrun_worker`).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -93,8 +94,8 @@ class Engine:
                     self._send_stats()
         for request_id in list(self._asked_by):
             if ended := self._scheduler.abort(request_id):
-                ended.finish_reason, ended.error = FinishReason.ERROR, "the engine was stopped"
-                self._send_outputs([ended])
+                stopped = replace(ended, finish_reason=FinishReason.ERROR, error="the engine was stopped")
+                self._send_outputs([stopped])
 
     def heartbeat(self) -> Heartbeat:
         """Return the state for the heartbeat thread: `step` moves while requests are open."""

@@ -139,7 +139,7 @@ class Scheduler:
                 self._plan_chunk(request, 1, draft)
             elif num_pending == 0:
                 self._plan_unsampled(request, draft)
-        draft.num_decodes = len(draft.requests)
+        draft.end_decodes()
         awaited = self._waiting.top_priority
         urgent = [request for request in prompts if awaited is None or request.priority <= awaited]
         patient = prompts[len(urgent) :]
@@ -172,7 +172,7 @@ class Scheduler:
             request.num_scheduled_tokens -= num_tokens
             error = computed.error
             if error is None and computed.token_id is None and chunk.sampling is not None:
-                error = "no token was drawn"
+                error = "no token was sampled"
             if request.finished:
                 request.failed |= error is not None
                 self._release(request)
@@ -446,6 +446,10 @@ class PlanDraft:
         self.plans[request.rank].chunks.append(chunk)
         self.requests.append(request)
         self.budgets[request.rank] -= count
+
+    def end_decodes(self) -> None:
+        """Note that all requests from now on are prompts."""
+        self.num_decodes = len(self.requests)
 
     def add_unsampled(self, request: Request, drawn_by: int) -> None:
         """Plan the token that sampled chunk number `drawn_by` of the plan before will give to a plain request."""

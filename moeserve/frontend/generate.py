@@ -37,7 +37,7 @@ from moeserve.wire import Generate, Output, Rejected
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one API names, reads and writes."""
+    """The parts of one API: the prefix of its answer ids, how it reads requests and writes answers."""
 
     id_prefix: str
     parse: Callable[[bytes, ModelFacts], GenerateRequest]

@@ -1,4 +1,4 @@
-"""The small parts of the frontend: admission, hang detection, lengths and seeds, metrics, errors."""
+"""The small parts of the frontend: admission, hang detection, metrics, errors."""
 
 import json
 import subprocess
@@ -7,18 +7,11 @@ from collections import Counter
 
 import pytest
 
-from moeserve.frontend.answer import Answer, build_generates, check_length, derive_seed
-from moeserve.frontend.dialects.internal import GenerateRequest
 from moeserve.frontend.engine_client import ProgressWatch
 from moeserve.frontend.http import ApiError, context_length_exceeded, unavailable
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.services import Admission
-from moeserve.frontend.text import TextTokenizer
-from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs
-from moeserve.wire import Heartbeat, Output, Stats, unpack_token_ids
-from tests.support.tiny_model import byte_tokenizer
-
-TOKENIZER = TextTokenizer(byte_tokenizer())
+from moeserve.wire import Heartbeat, Stats
 
 
 class Clock:
@@ -27,17 +20,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def request(**changes: object) -> GenerateRequest:
-    fields: dict[str, object] = {
-        "model": "tiny",
-        "prompts": ["ab"],
-        "sampling": SamplingParams(max_tokens=0),
-        "max_tokens": 4,
-        "seed": None,
-    }
-    return GenerateRequest(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_admission_counts_choices_and_refuses_what_is_too_much_now() -> None:
@@ -103,72 +85,6 @@ def test_a_frontend_that_was_held_up_itself_gives_the_engine_a_new_chance() -> N
     assert watch.verdict(1.0) is None
     assert watch.verdict(500.0) is None
     assert watch.verdict(503.0) is None
-
-
-def test_lengths_that_do_not_fit_are_told_with_both_counts() -> None:
-    assert check_length(10, None, 16) == 6
-    assert check_length(10, 6, 16) == 6
-    with pytest.raises(ApiError) as caught:
-        check_length(10, 7, 16)
-    assert caught.value.code == "context_length_exceeded"
-    assert "maximum context length is 16 tokens" in caught.value.message
-    assert "17" in caught.value.message
-    assert "10 in the prompt" in caught.value.message
-    with pytest.raises(ApiError):
-        check_length(16, None, 16)
-
-
-def test_samples_have_seeds_of_their_own_and_the_first_one_the_clients() -> None:
-    seeds = [derive_seed(7, sample) for sample in range(16)]
-    assert seeds[0] == 7
-    assert len(set(seeds)) == 16
-    assert all(0 <= derive_seed(seed, sample) < 2**63 for seed in (-1, -(2**63), 2**63 - 1) for sample in (0, 1))
-
-
-def test_every_choice_gets_a_message_of_its_own() -> None:
-    prompts = [[1, 2], [3]]
-    generates = build_generates(
-        request(prompts=["a", "b"], n=2, max_tokens=None, priority=3),
-        prompts,
-        request_id="r",
-        namespace="ns",
-        seed=5,
-        max_model_len=8,
-    )
-    assert [generate.request_id for generate in generates] == ["r-0", "r-1", "r-2", "r-3"]
-    assert [list(unpack_token_ids(generate.token_ids)) for generate in generates] == [[1, 2], [1, 2], [3], [3]]
-    assert [generate.sampling.max_tokens for generate in generates] == [6, 6, 7, 7]
-    assert generates[0].sampling.seed == generates[2].sampling.seed == 5
-    assert {(generate.namespace, generate.priority) for generate in generates} == {("ns", 3)}
-
-
-def test_usage_counts_a_prompt_once_and_what_it_found_before_this_request() -> None:
-    answer = Answer(request(n=2), [[1, 2, 3]], TOKENIZER)
-    answer.take(0, Output("r-0", [97], num_cached_tokens=1))
-    answer.take(1, Output("r-1", [97, 98], num_cached_tokens=2))
-    answer.take(0, Output("r-0", [98], FinishReason.LENGTH, num_cached_tokens=3))
-    usage = answer.usage
-    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 4, 1)
-    assert answer.num_open == 1
-
-
-def test_an_echoed_prompt_comes_first_with_the_probabilities_that_came_in_chunks() -> None:
-    sampling = SamplingParams(max_tokens=0, logprobs=0, prompt_logprobs=0)
-    answer = Answer(request(prompts=["abc"], echo=True, sampling=sampling), [list(b"abc")], TOKENIZER)
-    assert answer.take(0, Output("r", prompt_logprobs=[TokenLogprobs(-1.0)])) == []
-    output = Output("r", [100], prompt_logprobs=[TokenLogprobs(-2.0)], logprobs=[TokenLogprobs(-3.0)])
-    echo, first = answer.take(0, output)
-    assert echo.text == "abc"
-    assert [token.logprobs and token.logprobs.logprob for token in echo.tokens] == [None, -1.0, -2.0]
-    assert [token.offset for token in echo.tokens + first.tokens] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
-def test_a_request_that_failed_in_the_engine_is_an_error_without_its_words(reason: FinishReason) -> None:
-    with pytest.raises(ApiError) as caught:
-        Answer(request(), [[1]], TOKENIZER).take(0, Output("r", [], reason, error="/secret/path.py line 3"))
-    assert caught.value.status == 500
-    assert "secret" not in caught.value.message
 
 
 def test_an_error_has_openais_shape() -> None:

@@ -1,19 +1,25 @@
+"""Leases on shared prefixes: matching, publishing, eviction, sharing in flight, annotations."""
+
+from __future__ import annotations
+
 from array import array
 from collections.abc import Callable
 from functools import reduce
 
+import numpy as np
 import pytest
 
+from experts.signatures import encode_signature, merge_signatures
 from radix_cache import InvariantError, Lease, LeaseError, PrefixCache
 
 SIZE = 4
 
 
-def tokens(count: int, first: int = 0) -> "array[int]":
+def tokens(count: int, first: int = 0) -> array[int]:
     return array("i", range(first, first + count))
 
 
-def run(cache: PrefixCache, prompt: "array[int]", namespace: str = "") -> Lease:
+def run(cache: PrefixCache, prompt: array[int], namespace: str = "") -> Lease:
     """A request that computes and publishes its whole prompt and still holds its lease."""
     lease = cache.match(prompt, namespace)
     num_blocks = -(-len(prompt) // cache.block_size) - len(lease.block_ids)
@@ -22,7 +28,7 @@ def run(cache: PrefixCache, prompt: "array[int]", namespace: str = "") -> Lease:
     return lease
 
 
-def remember(cache: PrefixCache, prompt: "array[int]", namespace: str = "") -> list[int]:
+def remember(cache: PrefixCache, prompt: array[int], namespace: str = "") -> list[int]:
     lease = run(cache, prompt, namespace)
     cache.release(lease)
     return lease.block_ids.tolist()
@@ -295,3 +301,158 @@ def test_check_counts_notices_a_block_too_many(counter: str) -> None:
     setattr(owner, name, getattr(owner, name) + 1)
     with pytest.raises(InvariantError, match="9 of 8"):
         cache.check_counts()
+
+
+def test_lease_without_cache_reads_nothing_but_may_publish() -> None:
+    cache = PrefixCache(8, SIZE)
+    other = cache.match(tokens(9))
+    blocks = cache.extend(other, 2)
+    assert blocks is not None
+    cache.publish(other, tokens(9), 8)
+    lease = cache.match(tokens(9), use_cache=False)
+    assert lease.num_cached_tokens == 0
+    own = cache.extend(lease, 3)
+    assert own is not None
+    assert cache.advance(lease, tokens(9)) == 0
+    assert cache.publish(lease, tokens(9), 9) == own[:2]
+    assert lease.block_ids.tolist() == blocks + own[2:]
+
+
+def test_publish_returns_duplicates_which_stay_taken_until_freed() -> None:
+    cache = PrefixCache(8, SIZE)
+    first, second = cache.match(tokens(9)), cache.match(tokens(9))
+    ids, own = cache.extend(first, 3), cache.extend(second, 3)
+    assert ids is not None
+    assert own is not None
+    assert cache.publish(first, tokens(9), 8) == []
+    assert cache.publish(second, tokens(9), 8) == own[:2]
+    assert second.block_ids.tolist() == [*ids[:2], own[2]]
+    assert (cache.num_free, cache.num_duplicates, cache.num_leased) == (2, 2, 4)
+    cache.check_invariants()
+    assert cache.extend(first, 3) is None
+    cache.free(own[:2])
+    assert (cache.num_free, cache.num_duplicates) == (4, 0)
+
+
+def test_free_takes_each_duplicate_once_and_nothing_else() -> None:
+    cache = PrefixCache(8, SIZE)
+    first, second = cache.match(tokens(9)), cache.match(tokens(9))
+    ids, own = cache.extend(first, 2), cache.extend(second, 2)
+    assert ids is not None
+    assert own is not None
+    cache.publish(first, tokens(9), 8)
+    cache.publish(second, tokens(9), 8)
+    for wrong in (ids, [own[0], own[0]], [own[0], 7], [-1], [99]):
+        with pytest.raises(ValueError, match="not all of"):
+            cache.free(wrong)
+    assert cache.num_duplicates == 2
+    cache.free(own)
+    with pytest.raises(ValueError, match="not all of"):
+        cache.free(own)
+    cache.check_invariants()
+
+
+def test_advance_adopts_published_blocks_in_place_of_own_ones() -> None:
+    cache = PrefixCache(16, SIZE)
+    first, second = cache.match(tokens(14)), cache.match(tokens(14))
+    ids, own = cache.extend(first, 4), cache.extend(second, 2)
+    assert ids is not None
+    assert own is not None
+    assert cache.advance(second, tokens(14)) == 0
+    cache.publish(first, tokens(14), 13)
+    assert cache.advance(second, tokens(14)) == 12
+    assert second.block_ids.tolist() == ids[:3]
+    assert second.num_cached_tokens == second.num_published_tokens == 12
+    assert cache.num_free == 12
+    cache.check_invariants()
+
+
+def test_advance_keeps_own_blocks_behind_the_adopted_ones() -> None:
+    cache = PrefixCache(16, SIZE)
+    first, second = cache.match(tokens(14)), cache.match(tokens(14))
+    ids, own = cache.extend(first, 4), cache.extend(second, 4)
+    assert ids is not None
+    assert own is not None
+    cache.publish(first, tokens(14), 4)
+    assert cache.advance(second, tokens(14)) == 4
+    assert second.block_ids.tolist() == [ids[0], *own[1:]]
+    cache.check_invariants()
+
+
+def test_agents_arriving_together_compute_their_shared_prompt_once() -> None:
+    cache = PrefixCache(32, SIZE)
+    prompts = [tokens(32) + tokens(3, 100 * agent) for agent in range(1, 5)]
+    leases = [cache.match(prompt) for prompt in prompts]
+    for num_computed in (16, 32):
+        cache.extend(leases[0], 4)
+        cache.publish(leases[0], prompts[0], num_computed)
+        for lease, prompt in zip(leases[1:], prompts[1:], strict=True):
+            assert cache.advance(lease, prompt) == num_computed
+    assert cache.num_leased == 8
+    for lease in leases:
+        cache.release(lease)
+    cache.check_invariants()
+
+
+def publish(cache: PrefixCache, prompt: array[int], annotation: bytes, namespace: str = "") -> None:
+    lease = cache.match(prompt, namespace)
+    assert cache.extend(lease, -(-len(prompt) // SIZE) - len(lease.block_ids)) is not None
+    cache.free(cache.publish(lease, prompt, len(prompt)))
+    cache.annotate(lease, annotation)
+    cache.release(lease)
+
+
+def kept(cache: PrefixCache, prompt: array[int], namespace: str = "") -> list[tuple[int, bytes]]:
+    lease = cache.match(prompt, namespace)
+    found = cache.annotations(lease)
+    cache.release(lease)
+    return found
+
+
+def test_a_hit_finds_what_was_kept_along_its_prefix_in_order() -> None:
+    cache = PrefixCache(16, SIZE)
+    publish(cache, tokens(8), b"head")
+    publish(cache, tokens(8) + tokens(4, 50), b"one")
+    publish(cache, tokens(8) + tokens(4, 70), b"other")
+    assert kept(cache, tokens(8) + tokens(9, 50)) == [(8, b"head"), (4, b"one")]
+    assert kept(cache, tokens(8) + tokens(9, 70)) == [(8, b"head"), (4, b"other")]
+    assert kept(cache, tokens(20, 90)) == []
+
+
+def test_both_parts_of_a_run_that_is_cut_keep_it() -> None:
+    cache = PrefixCache(16, SIZE)
+    publish(cache, tokens(12), b"run")
+    assert kept(cache, tokens(5)) == [(4, b"run")]
+    assert kept(cache, tokens(13)) == [(4, b"run"), (8, b"run")]
+
+
+def test_it_goes_with_the_blocks_and_stays_in_its_namespace() -> None:
+    cache = PrefixCache(16, SIZE)
+    publish(cache, tokens(8), b"mine", "me")
+    assert kept(cache, tokens(9), "you") == []
+    assert kept(cache, tokens(9), "me") == [(8, b"mine")]
+    cache.reset()
+    publish(cache, tokens(8), b"", "me")
+    assert kept(cache, tokens(9), "me") == []
+
+
+def test_nothing_is_kept_where_nothing_was_published() -> None:
+    cache = PrefixCache(16, SIZE)
+    lease = cache.match(tokens(9))
+    cache.annotate(lease, b"lost")
+    assert cache.annotations(lease) == []
+    cache.release(lease)
+    for call in (lambda: cache.annotate(lease, b""), lambda: cache.annotations(lease)):
+        with pytest.raises(LeaseError):
+            call()
+
+
+def test_the_expert_signature_of_a_prefix_is_merged_from_its_runs() -> None:
+    cache = PrefixCache(16, SIZE)
+    publish(cache, tokens(8), encode_signature(np.array([[1.0, 0.0]], np.float32)))
+    publish(cache, tokens(12), encode_signature(np.array([[0.0, 1.0]], np.float32)))
+    found = merge_signatures(kept(cache, tokens(13)), num_layers=1, num_experts=2)
+    assert found.tolist() == [pytest.approx([2 / 3, 1 / 3])]
+    publish(cache, tokens(8) + tokens(4, 60), encode_signature(np.array([[1.0, 0.0]], np.float32)))
+    found = merge_signatures(kept(cache, tokens(8) + tokens(5, 60)), num_layers=1, num_experts=2)
+    assert found.tolist() == [[1.0, 0.0]]

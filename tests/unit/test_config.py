@@ -1,9 +1,14 @@
-"""Flags, environment, file and defaults become one configuration, or one clear sentence."""
+"""Settings from flags, environment and TOML, and their documents."""
 
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from launcher.settings_table import settings_table
 from moeserve.config import ConfigError, ServeConfig, load_config, parse_size
 
 
@@ -103,3 +108,21 @@ def test_a_secret_is_never_shown_in_an_error():
 )
 def test_sizes_are_read_in_all_spellings(text, count):
     assert parse_size(text) == count
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_table_in_the_docs_is_the_dataclass():
+    document = (ROOT / "docs" / "configuration.md").read_text()
+    assert settings_table() in document, "paste the output of `python -m launcher.settings_table` into the document"
+
+
+def test_the_example_file_sets_known_settings_to_valid_values():
+    load_config({}, {}, ROOT / "examples" / "moeserve.toml")
+
+
+def test_the_example_file_shows_every_setting():
+    text = (ROOT / "examples" / "moeserve.toml").read_text()
+    shown = tomllib.loads("\n".join(line.removeprefix("# ") for line in text.splitlines() if " = " in line))
+    assert {key.replace("-", "_") for key in shown} == {setting.name for setting in fields(ServeConfig)}
