@@ -17,9 +17,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from launcher.console import ProgressDisplay, ready_banner
+from launcher.listener import is_loopback, open_listener, reachable_address, url
 from launcher.node_supervisor import NodeSupervisor
 from launcher.preflight import LaunchError, check_machine, check_nodes, check_packages, check_settings, gpu_names
-from launcher.processes import Loading, Ready, is_loopback, open_listener, reachable_address, url
+from launcher.processes import Loading, Ready
+from launcher.run_directory import make_context, run_directory
 from launcher.settings_options import ServeCommand, settings_options
 from launcher.supervisor import Listeners, Supervisor
 from moeserve.config import ConfigError, ServeConfig, load_config

@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from launcher.listener import reachable_address
 from launcher.processes import (
     Child,
     Computing,
@@ -27,7 +28,6 @@ from launcher.processes import (
     child_environment,
     decode_status,
     default_threads,
-    reachable_address,
 )
 from moeserve.frontend.engine_client import ProgressWatch
 from moeserve.wire import DecodeError, Heartbeat, RunContext, decode

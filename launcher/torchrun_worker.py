@@ -20,7 +20,8 @@ from rich.console import Console
 from launcher.child import die_with_parent
 from launcher.preflight import LaunchError, check_machine, check_nodes, check_packages, check_settings
 from launcher.processes import child_environment, default_threads
-from launcher.serve import make_context, resolve, run_first_node, say
+from launcher.run_directory import make_context
+from launcher.serve import resolve, run_first_node, say
 from launcher.settings_options import ServeCommand, settings_options
 from launcher.supervisor import WORKER_MODULE
 from moeserve.config import ConfigError, ServeConfig, load_config

@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.processes import open_listener
-from launcher.serve import run_directory
+from launcher.listener import open_listener
+from launcher.run_directory import run_directory
 from launcher.supervisor import Grace, Listeners, Supervisor
 from moeserve.config import ServeConfig
 from moeserve.wire import RunContext
