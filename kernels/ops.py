@@ -6,7 +6,7 @@ assembled. Those of a GPU are `kernels.gpu.ops.GpuOps`, in a module of their own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from kernels.moe_gate import select_experts
 from kernels.norm import layer_norm, rms_norm
 from kernels.packed_experts import ExpertShape, PackedExperts
 from kernels.rope_kv import apply_rotary, rotate_and_store, write_kv
+from kernels.sampling import Draw, sample
 from kernels.specs import GateSpec
 
 # gate_up [2I, H] (gate rows first), down [H, I] and their biases [2I] and [H], if there are any.
@@ -164,6 +165,9 @@ class Ops(Protocol):
     def sigmoid(self, x: Tensor) -> Tensor:
         """Of x's dtype."""
 
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+        """See `kernels.sampling.sample`."""
+
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
@@ -291,6 +295,9 @@ class CpuOps:
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return sigmoid(x)
+
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+        return sample(logits, draws)
 
 
 class _LinearPerHead:

@@ -25,12 +25,12 @@ from moeserve.cuda.memory import kv_memory
 from moeserve.cuda.peers import Peers
 from moeserve.cuda.routing import HeardDecoder
 from moeserve.cuda.runner import GpuModelRunner
-from moeserve.cuda.sampler import SCORED_AT_ONCE
 from moeserve.cuda.step_arrays import capture_sizes
 from moeserve.cuda.warm_up import BeginStep, alone, launch_all_variants, launch_blank_step, launch_variants
 from moeserve.device import KvBudget, share_kv
 from moeserve.model.decoder import Decoder
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
+from moeserve.model.sampler import SCORED_AT_ONCE
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.tensor_reader import Progress
 

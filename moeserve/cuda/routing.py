@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from experts.observer import RoutingTap
-from moeserve.cuda.sampler import to_host
+from kernels.ops import Ops
+from kernels.transfer import to_host
 from moeserve.model.decoder import Decoder, ForwardBatch, KvPools
 
 
@@ -67,6 +68,11 @@ class HeardDecoder:
             ids = self._tap.take().joined()
             routing = None if ids is None else StepRouting(ids)
         return Computed(states, self.logits(states) if with_logits else None, routing)
+
+    @property
+    def ops(self) -> Ops:
+        """The decoder's."""
+        return self._decoder.ops
 
     def logits(self, states: Tensor) -> Tensor:
         """See `Decoder.logits`."""

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeserve.cuda.batches import StepBatches, to_device
+from kernels.transfer import to_device
+from moeserve.cuda.batches import StepBatches
 from moeserve.cuda.decode_graphs import DecodeSteps
 from moeserve.cuda.routing import Computed, HeardDecoder, StepRouting
-from moeserve.cuda.sampler import Drawn, ScoredTokens, draw_tokens
 from moeserve.cuda.step_arrays import StepArrays, step_arrays
 from moeserve.model.kv_pool import KVPool
+from moeserve.model.sampler import Drawn, ScoredTokens, draw_tokens
 from moeserve.plan import ChunkResult, StepPlan, StepResult, wanted_logits
 
 # How the host waits for a place in the device's queue.
@@ -46,8 +47,7 @@ class LaunchedStep:
         """Waits for the device."""
         if self.done is not None:
             self.wait(self.done)
-        sampled = [chunk for chunk in self.plan.chunks if chunk.sampling is not None]
-        drawn = iter(() if self.drawn is None else self.drawn.results(sampled))
+        drawn = iter(() if self.drawn is None else self.drawn.results())
         results = []
         for number, chunk in enumerate(self.plan.chunks):
             result = next(drawn) if chunk.sampling is not None else ChunkResult()
@@ -103,7 +103,7 @@ class GpuModelRunner:
         last = [place[-1] for chunk, place in zip(plan.chunks, places, strict=True) if chunk.sampling is not None]
         drawn = None
         if sampled:
-            drawn = draw_tokens(self._logits(computed, last, len(logit_rows)), sampled)
+            drawn = draw_tokens(self._decoder.ops, self._logits(computed, last, len(logit_rows)), sampled)
             self._drawn = drawn.token_ids
         prompt_logprobs = {}
         for number, targets, num_top in scored:

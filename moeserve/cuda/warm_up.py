@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from kernels.gpu.moe_config import MoeConfigs
+from kernels.sampling import Draw
 from moeserve.cuda.batches import AttentionLimits, StepBatches
 from moeserve.cuda.launch_variants import LaunchVariants, StepLimits, StepShape
-from moeserve.cuda.sampler import launch_all_draws
 from moeserve.cuda.step_arrays import StepArrays
 from moeserve.model.decoder import Decoder, KvPools
 
@@ -40,7 +40,15 @@ def launch_all_variants(
     """Every kernel of a step that is not captured, then those that draw. Writes no KV; reads what lies in block 0."""
     for shape in variants.steps():
         launch_blank_step(decoder, kv_pools, batches, shape, block_size, begin_step)
-    launch_all_draws(decoder.spec.vocab_size, decoder.dtype, decoder.device)
+    launch_all_draws(decoder)
+
+
+def launch_all_draws(decoder: Decoder) -> None:
+    """Each way of drawing, from logits as they are and from adjusted ones, which are in fp32."""
+    for dtype in {decoder.dtype, torch.float32}:
+        logits = torch.zeros((1, decoder.spec.vocab_size), dtype=dtype, device=decoder.device)
+        for draw in (Draw(0.0), Draw(1.0), Draw(1.0, top_k=1, top_p=0.5, min_p=0.5)):
+            decoder.ops.sample(logits, [draw])
 
 
 def launch_blank_step(

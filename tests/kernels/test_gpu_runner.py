@@ -226,7 +226,7 @@ def test_a_prompt_is_scored_in_parts_with_the_log_probabilities_of_the_cpu(
 ) -> None:
     if "llama" not in str(model_dir):
         pytest.skip("scoring does not depend on the model")
-    monkeypatch.setattr("moeserve.cuda.sampler.SCORED_AT_ONCE", 3)
+    monkeypatch.setattr("moeserve.model.sampler.SCORED_AT_ONCE", 3)
     spec, prompt = spec_of(model_dir), array("i", PROMPTS[0])
     scored = ChunkExtras(prompt_targets=prompt[1:], num_top_logprobs=2)
     plan = StepPlan(
