@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -11,8 +11,9 @@ from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.ops import PagedRows
 from moeserve.model.decoder import Decoder, ForwardBatch
 from moeserve.model.kv_pool import KVPool
-from moeserve.model.sampler import ScoredTokens, draw_tokens
-from moeserve.plan import Chunk, ChunkResult, StepPlan, StepResult, wanted_logits
+from moeserve.model.sampler import sample_step
+from moeserve.model.step_arrays import step_arrays
+from moeserve.plan import Chunk, StepPlan, StepResult, wanted_logits
 
 _WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
 
@@ -32,24 +33,9 @@ class ModelRunner:
         if not plan.chunks:
             self._decoder.serve_others()
             return StepResult(plan.step, [])
-        logit_rows, rows_of_chunk = wanted_logits(plan.chunks)
+        logit_rows, places = wanted_logits(plan.chunks)
         states = self._decoder.states(self._make_batch(plan.chunks, logit_rows), self._kv_pool.layers)
-        sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
-        last = [rows[-1] for chunk, rows in zip(plan.chunks, rows_of_chunk, strict=True) if chunk.sampling is not None]
-        drawn: Iterator[ChunkResult] = iter(())
-        if sampled:
-            of_sampled = states if len(last) == len(logit_rows) else states[last]
-            drawn = iter(draw_tokens(self._decoder.ops, self._decoder.logits(of_sampled), sampled).results())
-        results = []
-        for chunk, rows in zip(plan.chunks, rows_of_chunk, strict=True):
-            result = next(drawn) if chunk.sampling is not None else ChunkResult()
-            if chunk.extras is not None and chunk.extras.prompt_targets:
-                targets = chunk.extras.prompt_targets
-                scored = states[rows.start : rows.start + len(targets)]
-                num_top = chunk.extras.num_top_logprobs
-                result.prompt_logprobs = ScoredTokens(self._decoder.logits, scored, targets, num_top).all()
-            results.append(result)
-        return StepResult(plan.step, results)
+        return StepResult(plan.step, sample_step(self._decoder, plan.chunks, places, states).results())
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None) -> None:
@@ -72,27 +58,16 @@ class ModelRunner:
             )
 
     def _make_batch(self, chunks: list[Chunk], logit_rows: list[int]) -> ForwardBatch:
-        block_size = self._kv_pool.block_size
-        token_ids: array[int] = array("i")
-        positions: array[int] = array("q")
-        slots: array[int] = array("q")
-        spans = []
-        for chunk in chunks:
-            count = len(chunk.token_ids)
-            first, last = chunk.start, chunk.start + count
-            token_ids += chunk.token_ids
-            positions.extend(range(first, last))
-            if count == 1:
-                slots.append(chunk.block_table[first // block_size] * block_size + first % block_size)
-            else:
-                for block in range(first // block_size, (last - 1) // block_size + 1):
-                    base = (chunk.block_table[block] - block) * block_size
-                    start, stop = max(first, block * block_size), min(last, (block + 1) * block_size)
-                    slots.extend(range(base + start, base + stop))
-            spans.append(ChunkSpan(count, first, chunk.block_table))
+        arrays = step_arrays(chunks, self._kv_pool.block_size)
+        spans = [
+            ChunkSpan(len(chunk.token_ids), chunk.start, table)
+            for chunk, table in zip(chunks, arrays.block_tables, strict=True)
+        ]
         return ForwardBatch(
-            token_ids=torch.frombuffer(token_ids, dtype=torch.int32).to(torch.int64),
-            positions=torch.frombuffer(positions, dtype=torch.int64),
-            attention=PagedRows(torch.frombuffer(slots, dtype=torch.int64), AttentionPlan(spans, block_size)),
-            logit_rows=None if len(logit_rows) == len(token_ids) else torch.tensor(logit_rows, dtype=torch.int64),
+            token_ids=torch.frombuffer(arrays.token_ids, dtype=torch.int64),
+            positions=torch.frombuffer(arrays.positions, dtype=torch.int64),
+            attention=PagedRows(
+                torch.frombuffer(arrays.slots, dtype=torch.int64), AttentionPlan(spans, self._kv_pool.block_size)
+            ),
+            logit_rows=None if len(logit_rows) == arrays.num_rows else torch.tensor(logit_rows, dtype=torch.int64),
         )

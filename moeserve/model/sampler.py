@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.ops import Ops
 from kernels.sampling import Draw
 from kernels.transfer import to_device, to_host
+from moeserve.model.decoder import Decoder
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, TokenLogprobs
 
 NOT_FINITE = "the model produced logits that are not finite"
@@ -23,6 +24,56 @@ NOT_FINITE = "the model produced logits that are not finite"
 SCORED_AT_ONCE = 256
 # Rows that are penalised together: counts of every token of the vocabulary are kept for each.
 _PENALISED_AT_ONCE = 32
+
+
+@dataclass(slots=True)
+class SampledStep:
+    """What the chunks of a step give: drawn tokens, None if no chunk draws one, and log probabilities of prompts by the
+    chunk's place."""
+
+    chunks: Sequence[Chunk]
+    drawn: Drawn | None
+    prompt_logprobs: dict[int, ScoredTokens]
+
+    def results(self) -> list[ChunkResult]:
+        """One per chunk, after the device is done."""
+        drawn = iter(() if self.drawn is None else self.drawn.results())
+        results = []
+        for number, chunk in enumerate(self.chunks):
+            result = next(drawn) if chunk.sampling is not None else ChunkResult()
+            if number in self.prompt_logprobs:
+                result.prompt_logprobs = self.prompt_logprobs[number].all()
+            results.append(result)
+        return results
+
+
+def sample_step(
+    decoder: Decoder,
+    chunks: Sequence[Chunk],
+    places: Sequence[range],
+    states: Tensor,
+    logits: Tensor | None = None,
+) -> SampledStep:
+    """Launches what the chunks want of states [S, H] of the wanted rows.
+
+    places: of each chunk among them. logits: [S, vocab] of the states if they are there; otherwise few rows of logits
+    are there at a time.
+    """
+    drawing = [chunk for chunk in chunks if chunk.sampling is not None]
+    drawn = None
+    if drawing:
+        last = [place[-1] for chunk, place in zip(chunks, places, strict=True) if chunk.sampling is not None]
+        of_rows = states if logits is None else logits
+        if len(last) < len(of_rows):
+            of_rows = of_rows[to_device(array("q", last), of_rows.device)]
+        drawn = draw_tokens(decoder.ops, decoder.logits(of_rows) if logits is None else of_rows, drawing)
+    prompt_logprobs = {}
+    for number, (chunk, place) in enumerate(zip(chunks, places, strict=True)):
+        if chunk.extras is not None and chunk.extras.prompt_targets:
+            targets = chunk.extras.prompt_targets
+            scored = states[place.start : place.start + len(targets)]
+            prompt_logprobs[number] = ScoredTokens(decoder.logits, scored, targets, chunk.extras.num_top_logprobs)
+    return SampledStep(chunks, drawn, prompt_logprobs)
 
 
 def draw_tokens(ops: Ops, logits: Tensor, chunks: Sequence[Chunk]) -> Drawn:
@@ -59,7 +110,7 @@ def _draw_of(chunk: Chunk) -> Draw:
 
 @dataclass(slots=True)
 class Drawn:
-    """Tokens [S] int64 of a step on the device, for the next one, and their copies [S] at home with what goes with
+    """Tokens [S] int64 of a step on the device, for the next one, and their copies [S] on the host with what goes with
     them: the rows' largest logits [S] fp32, and for rows that want log probabilities these with their places in them.
     """
 
@@ -83,7 +134,7 @@ class Drawn:
 
 
 class Logprobs:
-    """Log probabilities of one token per row of some logits, with the likeliest of each row, on their way home."""
+    """Log probabilities of one token per row of logits, with the likeliest of each row, on their way to the host."""
 
     def __init__(self, logits: Tensor, token_ids: Tensor, num_top: int) -> None:
         """logits [S, V], token_ids [S] int64 on the same device."""

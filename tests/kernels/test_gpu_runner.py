@@ -14,12 +14,12 @@ import torch
 
 from experts.observer import RoutingTap
 from experts.routing import RoutingRecorder, RoutingStatistics, StatisticsSpec
-from moeserve.cuda.build import build_gpu_decoder
-from moeserve.cuda.gpu_model import GpuSettings, make_runner
-from moeserve.cuda.runner import GpuModelRunner
 from moeserve.device import KvBudget
 from moeserve.experts.observe import AnnotatingLauncher, ExpertRecording, RecordingLauncher, TappedRunner, routing_shape
 from moeserve.model.families import build_spec, load_config
+from moeserve.model.gpu_build import build_gpu_decoder
+from moeserve.model.gpu_model import GpuSettings, make_runner
+from moeserve.model.gpu_runner import GpuModelRunner
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import DecoderSpec

@@ -14,10 +14,10 @@ from kernels.gpu.attention_config import AttentionConfigs, AttentionShape, Exten
 from kernels.gpu.attention_kernels import SplitWork
 from kernels.gpu.ops import Sequences
 from kernels.transfer import to_device
-from moeserve.cuda.attention_kernels import attention_shape
-from moeserve.cuda.step_arrays import ExtendLimits, StepArrays, share_prompts
 from moeserve.model.decoder import ForwardBatch
+from moeserve.model.gpu_kernels import attention_shape
 from moeserve.model.spec import DecoderSpec
+from moeserve.model.step_arrays import ExtendLimits, StepArrays, share_prompts
 
 # Table widths are multiples of this: Triton compiles anew for a stride that is no multiple of 16.
 _TABLE_STEP = 16
