@@ -183,6 +183,9 @@ class CpuOps:
     device = torch.device("cpu")
     keeps_narrow = True
     wide_angles = False
+    compute_experts = staticmethod(moe_experts)
+    sample = staticmethod(sample)
+    sigmoid = staticmethod(sigmoid)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         return pack_linear(weight, bias, dtype)
@@ -287,17 +290,6 @@ class CpuOps:
     ) -> tuple[Tensor, Tensor]:
         assert num_valid is None
         return select_experts(logits, spec, correction_bias)
-
-    def compute_experts(
-        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: PackedExperts, activation: Activation
-    ) -> Tensor:
-        return moe_experts(x, expert_ids, expert_weights, experts, activation)
-
-    def sigmoid(self, x: Tensor) -> Tensor:
-        return sigmoid(x)
-
-    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-        return sample(logits, draws)
 
 
 class _LinearPerHead:
