@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 
 from moeserve.config import ServeConfig
-from moeserve.cuda.attention_kernels import kv_dtype_of
-from moeserve.cuda.expert_memory import GpuExpertSettings
-from moeserve.cuda.gpu_model import GpuModel, GpuSettings, load_gpu_model
 from moeserve.device import available_bytes, current_gpu, step_budget
 from moeserve.experts.load_ahead import prefetches_on_gpu
 from moeserve.experts.monitor import ExpertSources, expert_strategy
 from moeserve.experts.observe import ExpertRecording, plan_recording, signs_prefixes
 from moeserve.experts.settings import measured_load
 from moeserve.model.families import build_spec, load_config, load_generation_defaults
+from moeserve.model.gpu_expert_memory import GpuExpertSettings
+from moeserve.model.gpu_kernels import kv_dtype_of
+from moeserve.model.gpu_model import GpuModel, GpuSettings, load_gpu_model
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.tensor_reader import Progress
 from moeserve.model_loading import Report, ServedModel

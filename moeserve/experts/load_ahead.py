@@ -18,8 +18,8 @@ from moeserve.experts.settings import statistics_key
 from moeserve.plan import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from moeserve.cuda.expert_memory import GpuResidentModel
-    from moeserve.cuda.gpu_model import GpuSettings
+    from moeserve.model.gpu_expert_memory import GpuResidentModel
+    from moeserve.model.gpu_model import GpuSettings
 
 
 # Where the gates fitted to a model are kept: in the cache, by the checkpoint's folder and configuration.

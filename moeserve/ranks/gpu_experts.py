@@ -17,11 +17,11 @@ from kernels.gpu.moe import TritonMoe
 from kernels.gpu.moe_config import MoeConfigs, WeightStorage
 from kernels.gpu.moe_weights import GpuExperts
 from kernels.gpu.ops import store_expert
-from moeserve.cuda.expert_kernels import rows_at_once, triton_moe
-from moeserve.cuda.expert_memory import GpuResidentModel, open_gpu_experts, plan_gpu_residency
-from moeserve.cuda.gpu_model import GpuSettings
 from moeserve.experts.migrator import Rereader
 from moeserve.model.checkpoint import OwnedExperts
+from moeserve.model.gpu_expert_memory import GpuResidentModel, open_gpu_experts, plan_gpu_residency
+from moeserve.model.gpu_kernels import rows_at_once, triton_moe
+from moeserve.model.gpu_model import GpuSettings
 from moeserve.model.tensor_reader import Progress
 from moeserve.model_loading import ModelPlan
 

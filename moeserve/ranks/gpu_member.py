@@ -18,9 +18,13 @@ from experts.prefetcher import PrefixListener
 from experts.residency import ExpertMemoryStats
 from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.ops import GpuOps
-from moeserve.cuda.expert_kernels import expert_configs, expert_storage
-from moeserve.cuda.expert_warm_up import launch_expert_variants
-from moeserve.cuda.gpu_model import (
+from moeserve.experts.load_ahead import prefetches_on_gpu
+from moeserve.experts.observe import SentCounter
+from moeserve.model.checkpoint import OwnedExperts
+from moeserve.model.decoder import Decoder
+from moeserve.model.families import load_generation_defaults
+from moeserve.model.gpu_kernels import expert_configs, expert_storage
+from moeserve.model.gpu_model import (
     GpuSettings,
     allocated_bytes,
     compute_largest_step,
@@ -30,13 +34,9 @@ from moeserve.cuda.gpu_model import (
     kv_blocks,
     make_runner,
 )
-from moeserve.cuda.runner import GpuModelRunner
-from moeserve.cuda.step_arrays import capture_sizes
-from moeserve.experts.load_ahead import prefetches_on_gpu
-from moeserve.experts.observe import SentCounter
-from moeserve.model.checkpoint import OwnedExperts
-from moeserve.model.decoder import Decoder
-from moeserve.model.families import load_generation_defaults
+from moeserve.model.gpu_runner import GpuModelRunner
+from moeserve.model.gpu_setup import launch_expert_variants
+from moeserve.model.step_arrays import capture_sizes
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.weights import load_decoder
 from moeserve.model_loading import ModelPlan, ServedModel, no_experts, owned_experts

@@ -9,7 +9,7 @@ import torch
 from experts.collectives import Collectives, RecordedTraffic
 from experts.dispatch import ExpertParallel
 from kernels.gpu.moe_weights import GpuExperts
-from moeserve.cuda.launch_variants import StepShape
+from moeserve.model.step_arrays import StepShape
 from moeserve.ranks.messages import StepRows
 
 # Its sizes follow from the number of rows alone, so a graph can hold it.
@@ -17,7 +17,7 @@ _CAPTURED_SHAPE = "allgather"
 
 
 class GpuSteps:
-    """See `moeserve.cuda.peers.Peers`. decode_size is that of the step that has begun."""
+    """See `moeserve.model.gpu_runner.Peers`. decode_size is that of the step that has begun."""
 
     def __init__(self, experts: ExpertParallel[GpuExperts], collectives: Collectives) -> None:
         self._experts, self._collectives = experts, collectives

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from experts.residency import ExpertMemoryStats
-from moeserve.cuda.step_arrays import padded_size
+from moeserve.model.step_arrays import padded_size
 from moeserve.plan import StepPlan
 from moeserve.wire import Message
 

@@ -32,7 +32,7 @@ def names_under(folder: str) -> list[str]:
 
 MODULES = [
     *names_under("kernels"),
-    *names_under("moeserve/cuda"),
+    *[name for name in names_under("moeserve/model") if ".gpu_" in name],
     *names_under("moeserve/tune"),
     "moeserve.steps",
     "moeserve.device",

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from moeserve.cuda.gpu_model import load_gpu_model
 from moeserve.device import KvBudget
+from moeserve.model.gpu_model import load_gpu_model
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.weights import load_decoder

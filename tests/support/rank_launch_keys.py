@@ -19,18 +19,16 @@ from experts.collectives import Collectives, DeviceWaits
 from experts.expert_file import round_to_page
 from experts.placement import contiguous
 from kernels.gpu.moe_config import WeightStorage
-from moeserve.cuda.attention_kernels import kv_dtype_of
-from moeserve.cuda.batches import AttentionLimits
-from moeserve.cuda.expert_kernels import expert_configs, expert_storage
-from moeserve.cuda.expert_memory import GpuExpertSettings, slot_layout
-from moeserve.cuda.gpu_model import GpuSettings
-from moeserve.cuda.launch_variants import StepLimits, StepShape
-from moeserve.cuda.step_arrays import capture_sizes
-from moeserve.cuda.warm_up import blank_arrays, launch_all_variants, launch_variants
 from moeserve.device import KvBudget
 from moeserve.model.families import build_spec, load_config
+from moeserve.model.gpu_batches import AttentionLimits
+from moeserve.model.gpu_expert_memory import GpuExpertSettings, slot_layout
+from moeserve.model.gpu_kernels import expert_configs, expert_storage, kv_dtype_of
+from moeserve.model.gpu_model import GpuSettings
+from moeserve.model.gpu_setup import StepLimits, blank_arrays, launch_all_variants, launch_variants
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.spec import DecoderSpec
+from moeserve.model.step_arrays import StepShape, capture_sizes
 from moeserve.model_loading import ModelPlan
 from moeserve.plan import StepPlan
 from moeserve.ranks.gpu_member import GpuMember

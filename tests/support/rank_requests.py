@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 
 from experts.expert_file import round_to_page
-from moeserve.cuda.attention_kernels import kv_dtype_of
-from moeserve.cuda.expert_kernels import expert_storage
-from moeserve.cuda.expert_memory import GpuExpertSettings, slot_layout
-from moeserve.cuda.gpu_model import GpuSettings
 from moeserve.device import KvBudget
+from moeserve.model.gpu_expert_memory import GpuExpertSettings, slot_layout
+from moeserve.model.gpu_kernels import expert_storage, kv_dtype_of
+from moeserve.model.gpu_model import GpuSettings
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Request, SamplingParams

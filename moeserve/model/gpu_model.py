@@ -10,29 +10,30 @@ import torch
 from experts.observer import AnyObserver
 from experts.routing_tap import RoutingTap
 from kernels.gpu.moe_config import MoeConfigs
-from moeserve.cuda.attention_kernels import attention_shape, tuned_attention
-from moeserve.cuda.batches import AttentionLimits, StepBatches
-from moeserve.cuda.build import build_gpu_decoder
-from moeserve.cuda.decode_graphs import DecodeSteps
-from moeserve.cuda.expert_kernels import expert_configs, expert_storage
-from moeserve.cuda.expert_memory import (
+from moeserve.device import KvBudget, kv_memory, share_kv
+from moeserve.model.decoder import Decoder
+from moeserve.model.gpu_batches import AttentionLimits, StepBatches
+from moeserve.model.gpu_build import build_gpu_decoder
+from moeserve.model.gpu_expert_memory import (
     GpuExpertSettings,
     GpuResidentModel,
     open_gpu_experts,
     plan_gpu_residency,
 )
-from moeserve.cuda.launch_variants import StepLimits, StepShape
-from moeserve.cuda.memory import kv_memory
-from moeserve.cuda.peers import Peers
-from moeserve.cuda.routing import HeardDecoder
-from moeserve.cuda.runner import GpuModelRunner
-from moeserve.cuda.sampler import SCORED_AT_ONCE
-from moeserve.cuda.step_arrays import capture_sizes
-from moeserve.cuda.warm_up import BeginStep, alone, launch_all_variants, launch_blank_step, launch_variants
-from moeserve.device import KvBudget, share_kv
-from moeserve.model.decoder import Decoder
+from moeserve.model.gpu_kernels import attention_shape, expert_configs, expert_storage, tuned_attention
+from moeserve.model.gpu_runner import DecodeSteps, GpuModelRunner, HeardDecoder, Peers
+from moeserve.model.gpu_setup import (
+    BeginStep,
+    StepLimits,
+    alone,
+    launch_all_variants,
+    launch_blank_step,
+    launch_variants,
+)
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
+from moeserve.model.sampler import SCORED_AT_ONCE
 from moeserve.model.spec import DecoderSpec
+from moeserve.model.step_arrays import StepShape, capture_sizes
 from moeserve.model.tensor_reader import Progress
 
 
