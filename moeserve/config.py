@@ -188,15 +188,15 @@ class ServeConfig:
     )
     expert_policy: str = setting(
         "lfru",
-        "Which expert is evicted: least recently used, least frequently used, both weighed, least loaded in the file "
+        "Which expert makes room: least recently used, least frequently used, both weighed, least loaded in the file "
         "of --expert-statistics, or least expected by predictors that learn.",
         group="Expert memory",
         choices=("lru", "lfu", "lfru", "static", "affinity"),
     )
     expert_prefetch: str = setting(
         "auto",
-        "What predicts the experts to load ahead: off, gate (later gates, applied early), fitted (later gates as "
-        "`moeserve experts fit` predicts them), auto (fitted or else gate, off where that does not pay), or "
+        "What experts are loaded ahead by: off, gate (what later gates would choose now), fitted (what they will, by "
+        "`moeserve experts fit`), auto (fitted if it is there, else gate, but off where that does not pay), or "
         "predictors that learn, joined by +: popularity, affinity, routes, signature, activation-matrix, gate-early, "
         "gate-late. The gate predictors are the fitted ones if they are there.",
         group="Expert memory",
