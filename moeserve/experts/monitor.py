@@ -70,8 +70,10 @@ class ExpertMonitor:
             samples |= _recording_samples(recording, sources.placement())
         if sources.links is not None:
             links = sources.links()
-            samples["expert_link_rows"] = [[source, target, rows] for source, target, rows, _ in links]
-            samples["expert_link_bytes"] = [[source, target, num_bytes] for source, target, _, num_bytes in links]
+            samples["moeserve_expert_link_rows"] = [[source, target, rows] for source, target, rows, _ in links]
+            samples["moeserve_expert_link_bytes"] = [
+                [source, target, num_bytes] for source, target, _, num_bytes in links
+            ]
         if sources.memory is not None:
             ranks = sources.memory()
             samples |= _memory_samples(ranks)
@@ -177,24 +179,24 @@ def _recording_samples(recording: ExpertRecording, placement: Placement | None) 
     balance: list[list[str | int | float]] = [
         [layer, "experts", value] for layer, value in enumerate(_balance_of_experts(load))
     ]
-    samples: FeatureSamples = {"expert_recorded_tokens": [[recording.recorder.num_tokens]]}
+    samples: FeatureSamples = {"moeserve_expert_recorded_tokens": [[recording.recorder.num_tokens]]}
     if placement is not None:
         remote = recording.remote_ranks
         balance += [[layer, "ranks", value] for layer, value in enumerate(balancedness(load, placement).tolist())]
-        samples["expert_remote_rows"] = [[remote.num_sent]]
-        samples["expert_rows"] = [[remote.num_rows]]
-    samples["expert_balancedness"] = balance
+        samples["moeserve_expert_remote_rows"] = [[remote.num_sent]]
+        samples["moeserve_expert_rows"] = [[remote.num_rows]]
+    samples["moeserve_expert_balancedness"] = balance
     return samples
 
 
 def _memory_samples(ranks: Sequence[ExpertMemoryStats]) -> FeatureSamples:
     return {
-        "expert_stall_seconds": _by_rank(of_rank.stall_seconds for of_rank in ranks),
-        "expert_hits": _by_rank(of_rank.counters.num_hits for of_rank in ranks),
-        "expert_misses": _by_rank(of_rank.counters.num_misses for of_rank in ranks),
-        "expert_evictions": _by_rank(of_rank.counters.num_evictions for of_rank in ranks),
-        "expert_demand_bytes": _by_rank(of_rank.counters.demand_bytes for of_rank in ranks),
-        "expert_resident": _by_rank(sum(map(len, of_rank.resident)) for of_rank in ranks),
+        "moeserve_expert_stall_seconds": _by_rank(of_rank.stall_seconds for of_rank in ranks),
+        "moeserve_expert_hits": _by_rank(of_rank.counters.num_hits for of_rank in ranks),
+        "moeserve_expert_misses": _by_rank(of_rank.counters.num_misses for of_rank in ranks),
+        "moeserve_expert_evictions": _by_rank(of_rank.counters.num_evictions for of_rank in ranks),
+        "moeserve_expert_demand_bytes": _by_rank(of_rank.counters.demand_bytes for of_rank in ranks),
+        "moeserve_expert_resident": _by_rank(sum(map(len, of_rank.resident)) for of_rank in ranks),
     }
 
 
@@ -203,18 +205,20 @@ def _prefetch_samples(ranks: Sequence[ExpertMemoryStats]) -> FeatureSamples:
     counters = [of_rank.counters for of_rank in ranks]
     sources = [(rank, count) for rank, of_rank in enumerate(ranks) for count in of_rank.recall]
     return {
-        "expert_predictor_seconds": _by_rank(of_rank.predictor_seconds for of_rank in ranks),
-        "expert_late": _by_rank(of_rank.num_late for of_rank in counters),
-        "expert_prefetched_bytes": _by_rank(of_rank.prefetch_bytes for of_rank in counters),
-        "expert_prefetch_bytes": [
+        "moeserve_expert_predictor_seconds": _by_rank(of_rank.predictor_seconds for of_rank in ranks),
+        "moeserve_expert_late": _by_rank(of_rank.num_late for of_rank in counters),
+        "moeserve_expert_prefetched_bytes": _by_rank(of_rank.prefetch_bytes for of_rank in counters),
+        "moeserve_expert_prefetch_bytes": [
             [rank, outcome, getattr(of_rank, f"{outcome}_bytes")]
             for rank, of_rank in enumerate(counters)
             for outcome in ("useful", "late", "wasted", "cancelled")
         ],
-        "expert_foreseeable": _by_distance(of_rank.num_foreseeable for of_rank in counters),
-        "expert_foreseen": _by_distance(of_rank.num_foreseen for of_rank in counters),
-        "expert_ranked_choices": [[rank, count.source, count.distance, count.num_chosen] for rank, count in sources],
-        "expert_recalled_choices": [
+        "moeserve_expert_foreseeable": _by_distance(of_rank.num_foreseeable for of_rank in counters),
+        "moeserve_expert_foreseen": _by_distance(of_rank.num_foreseen for of_rank in counters),
+        "moeserve_expert_ranked_choices": [
+            [rank, count.source, count.distance, count.num_chosen] for rank, count in sources
+        ],
+        "moeserve_expert_recalled_choices": [
             [rank, count.source, count.distance, count.num_recalled] for rank, count in sources
         ],
     }
@@ -222,13 +226,13 @@ def _prefetch_samples(ranks: Sequence[ExpertMemoryStats]) -> FeatureSamples:
 
 def _rebalancing_samples(stats: RebalanceStats, placement_version: int) -> FeatureSamples:
     samples: FeatureSamples = {
-        "expert_placement_version": [[placement_version]],
-        "expert_migrations": [[stats.num_migrations]],
-        "expert_migration_failures": [[stats.num_failures]],
-        "expert_migrated": [[stats.num_experts_loaded]],
+        "moeserve_expert_placement_version": [[placement_version]],
+        "moeserve_expert_migrations": [[stats.num_migrations]],
+        "moeserve_expert_migration_failures": [[stats.num_failures]],
+        "moeserve_expert_migrated": [[stats.num_experts_loaded]],
     }
     if stats.seconds_since_success is not None:
-        samples["expert_migration_age_seconds"] = [[stats.seconds_since_success]]
+        samples["moeserve_expert_migration_age_seconds"] = [[stats.seconds_since_success]]
     return samples
 
 

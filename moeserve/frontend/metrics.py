@@ -132,63 +132,67 @@ def _engine_metrics(stats: Stats) -> Iterator[Metric]:
 # The experts' metrics by name in `Stats.features`: kind, documentation and labels. Layers are numbered among those that
 # have experts. A metric that the engine leaves out is not exported: a zero would say that the feature is in use.
 _FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, Sequence[str]]] = {
-    "expert_recorded_tokens": (CounterMetricFamily, "Tokens whose routing was recorded", ()),
-    "expert_balancedness": (
+    "moeserve_expert_recorded_tokens": (CounterMetricFamily, "Tokens whose routing was recorded", ()),
+    "moeserve_expert_balancedness": (
         GaugeMetricFamily,
         "Mean over maximum of the recent load, of the experts of a layer or of the ranks that hold them",
         ("layer", "of"),
     ),
-    "expert_remote_rows": (CounterMetricFamily, "Rows times the other ranks that hold experts of theirs", ()),
-    "expert_rows": (CounterMetricFamily, "Rows: tokens times layers with experts", ()),
-    "expert_link_rows": (
+    "moeserve_expert_remote_rows": (CounterMetricFamily, "Rows times the other ranks that hold experts of theirs", ()),
+    "moeserve_expert_rows": (CounterMetricFamily, "Rows: tokens times layers with experts", ()),
+    "moeserve_expert_link_rows": (
         CounterMetricFamily,
         "Rows that a rank sent to another, padding included",
         ("from", "to"),
     ),
-    "expert_link_bytes": (
+    "moeserve_expert_link_bytes": (
         CounterMetricFamily,
         "Bytes that a rank handed over for another, both ways",
         ("from", "to"),
     ),
-    "expert_stall_seconds": (CounterMetricFamily, "Time that the computation waited for experts", ("rank",)),
-    "expert_misses": (CounterMetricFamily, "Experts that were not in memory when they were wanted", ("rank",)),
-    "expert_hits": (CounterMetricFamily, "Experts that were in memory when they were wanted", ("rank",)),
-    "expert_evictions": (CounterMetricFamily, "Experts that left memory for others", ("rank",)),
-    "expert_demand_bytes": (CounterMetricFamily, "Bytes read because they were wanted at once", ("rank",)),
-    "expert_resident": (GaugeMetricFamily, "Experts in memory, all layers", ("rank",)),
-    "expert_predictor_seconds": (CounterMetricFamily, "Time spent on predictions", ("rank",)),
-    "expert_late": (CounterMetricFamily, "Experts that were wanted while their prefetch was under way", ("rank",)),
-    "expert_prefetched_bytes": (CounterMetricFamily, "Bytes read ahead", ("rank",)),
-    "expert_prefetch_bytes": (
+    "moeserve_expert_stall_seconds": (CounterMetricFamily, "Time that the computation waited for experts", ("rank",)),
+    "moeserve_expert_misses": (CounterMetricFamily, "Experts that were not in memory when they were wanted", ("rank",)),
+    "moeserve_expert_hits": (CounterMetricFamily, "Experts that were in memory when they were wanted", ("rank",)),
+    "moeserve_expert_evictions": (CounterMetricFamily, "Experts that left memory for others", ("rank",)),
+    "moeserve_expert_demand_bytes": (CounterMetricFamily, "Bytes read because they were wanted at once", ("rank",)),
+    "moeserve_expert_resident": (GaugeMetricFamily, "Experts in memory, all layers", ("rank",)),
+    "moeserve_expert_predictor_seconds": (CounterMetricFamily, "Time spent on predictions", ("rank",)),
+    "moeserve_expert_late": (
+        CounterMetricFamily,
+        "Experts that were wanted while their prefetch was under way",
+        ("rank",),
+    ),
+    "moeserve_expert_prefetched_bytes": (CounterMetricFamily, "Bytes read ahead", ("rank",)),
+    "moeserve_expert_prefetch_bytes": (
         CounterMetricFamily,
         "Bytes read ahead, by what became of them",
         ("rank", "outcome"),
     ),
-    "expert_foreseeable": (
+    "moeserve_expert_foreseeable": (
         CounterMetricFamily,
         "Experts that layers needed for which some had been named, by how many layers ahead",
         ("rank", "distance"),
     ),
-    "expert_foreseen": (
+    "moeserve_expert_foreseen": (
         CounterMetricFamily,
         "Of the foreseeable experts, those that had been named: their ratio is the recall of predictions",
         ("rank", "distance"),
     ),
-    "expert_ranked_choices": (
+    "moeserve_expert_ranked_choices": (
         CounterMetricFamily,
         "Experts chosen in layers that a source had ranked so many layers before, of a sample of the steps",
         ("rank", "source", "distance"),
     ),
-    "expert_recalled_choices": (
+    "moeserve_expert_recalled_choices": (
         CounterMetricFamily,
         "Of the ranked choices, those among the source's first k: their ratio is its recall",
         ("rank", "source", "distance"),
     ),
-    "expert_placement_version": (GaugeMetricFamily, "Number of the placement in use", ()),
-    "expert_migrations": (CounterMetricFamily, "Layers placed anew", ()),
-    "expert_migration_failures": (CounterMetricFamily, "Layers that could not be", ()),
-    "expert_migrated": (CounterMetricFamily, "Experts read for that, by all ranks", ()),
-    "expert_migration_age_seconds": (GaugeMetricFamily, "Time since a layer was last placed anew", ()),
+    "moeserve_expert_placement_version": (GaugeMetricFamily, "Number of the placement in use", ()),
+    "moeserve_expert_migrations": (CounterMetricFamily, "Layers placed anew", ()),
+    "moeserve_expert_migration_failures": (CounterMetricFamily, "Layers that could not be", ()),
+    "moeserve_expert_migrated": (CounterMetricFamily, "Experts read for that, by all ranks", ()),
+    "moeserve_expert_migration_age_seconds": (GaugeMetricFamily, "Time since a layer was last placed anew", ()),
 }
 
 
@@ -196,7 +200,7 @@ def feature_metrics(features: FeatureSamples) -> Iterator[Metric]:
     """Yield a metric for each known name in `features`."""
     for name, (kind, documentation, labels) in _FEATURES.items():
         if name in features:
-            metric = kind(f"moeserve_{name}", documentation, labels=labels)
+            metric = kind(name, documentation, labels=labels)
             for *values, value in features[name]:
                 metric.add_metric([str(label) for label in values], float(value))
             yield metric
