@@ -36,7 +36,7 @@ class DeepNvme:
         self._operator = operator
 
     def open(self, path: Path) -> FileReads:
-        """Where the file system refuses such reads, others."""
+        """Reads of a file; `PositionedReads` where the file system refuses DeepNVMe's."""
         reads = NvmeReads(path, self._handle())
         try:
             reads.read(0, memoryview(mmap.mmap(-1, PAGE_BYTES)))
@@ -55,7 +55,7 @@ class DeepNvme:
 
 
 class NvmeReads:
-    """Reads of one file through a handle of its own: waiting waits for all that a handle does."""
+    """Reads of one file through a handle of its own: waiting waits for all reads of a handle."""
 
     description = "DeepNVMe"
 
@@ -123,8 +123,8 @@ def compile_deep_nvme() -> Path:
 def extensions_kept_in(folder: Path) -> Iterator[Path]:
     """Torch finds and keeps compiled extensions in `folder`, for one process after the other. Raises OSError.
 
-    Torch has a lock too, but that is a file: a process that is killed leaves it behind, and all that come later wait
-    for it without end. Whoever holds the lock here knows that nobody else is at work.
+    Torch's own lock is a file: a process that is killed leaves it behind, and all later ones wait for it without end.
+    The process that holds the lock here knows that no other is at work.
     """
     before = os.environ.get(_TORCH_FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,12 +142,12 @@ def extensions_kept_in(folder: Path) -> Iterator[Path]:
 
 
 def extensions_folder() -> Path:
-    """One for each environment, where torch keeps those of others.
+    """A folder of this environment, beside torch's folders of extensions.
 
     The compiler is told the folders of torch and DeepSpeed. Another environment has others, and with one folder for all
     a start in another environment would load what does not fit it.
     """
-    from torch.utils.cpp_extension import get_default_build_root  # Where nobody has libaio, nobody waits for it.
+    from torch.utils.cpp_extension import get_default_build_root  # Slow to import, and not needed without libaio.
 
     root = os.environ.get(_TORCH_FOLDER) or get_default_build_root()
     environment = hashlib.sha256(f"{sys.prefix} {version('deepspeed')}".encode()).hexdigest()[:8]

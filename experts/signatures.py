@@ -1,4 +1,4 @@
-"""The signature of a run of tokens: which experts they used, in few bytes, to be kept with a cached prefix. Pure.
+"""The signature of a run of tokens: which experts they used, in few bytes, kept with a cached prefix. Torch-free.
 
 A byte per layer and expert if that fits into MAX_SIGNATURE_BYTES, else as many of each layer's busiest experts as do:
 an expert number (two bytes) and a byte each.
@@ -18,7 +18,8 @@ _ENTRY = np.dtype([("expert", "<u2"), ("rate", "u1")])
 
 
 def encode_signature(rates: Float) -> bytes:
-    """rates: [L, E], the share of tokens that chose each expert, 0 … 1. What was chosen at all stays so, if it is kept.
+    """rates: [L, E], the share of tokens that chose each expert, 0 … 1. An expert that was chosen at all and is kept
+    has a rate above 0.
 
     ValueError for more layers than there are bytes for.
     """
@@ -35,7 +36,7 @@ def encode_signature(rates: Float) -> bytes:
 
 
 def decode_signature(data: bytes, num_layers: int, num_experts: int) -> Float:
-    """[L, E] rates; 0 for what was not kept. ValueError for bytes that are no signature of these sizes."""
+    """[L, E]: the rates, 0 for experts not kept. ValueError for bytes that are no signature of these sizes."""
     size = num_layers * num_experts
     dense = size <= MAX_SIGNATURE_BYTES
     expected = size if dense else num_layers * _num_kept(num_layers) * _ENTRY.itemsize
@@ -55,7 +56,7 @@ def decode_signature(data: bytes, num_layers: int, num_experts: int) -> Float:
 def merge_signatures(parts: Sequence[tuple[int, bytes]], num_layers: int, num_experts: int) -> Float:
     """[L, E]: the rates of a path from those of its parts, each with its number of tokens.
 
-    ValueError for no part, or one that is not of these sizes.
+    ValueError without a part, or for a part that is not of these sizes.
     """
     num_tokens = sum(count for count, _ in parts)
     if num_tokens <= 0:

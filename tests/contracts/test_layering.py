@@ -40,7 +40,7 @@ WITH_TORCH = {
     "experts.gates",
     "experts.prefetcher",
     "experts.prefix_warmth",
-    "experts.observer",
+    "experts.routing_tap",
     "moeserve.experts.load_ahead",
     "moeserve.experts.migrator",
     "moeserve.experts.prefetch",
