@@ -86,7 +86,7 @@ def tune(arguments: tuple[str, ...]) -> None:
         "trace": ("launcher.experts_commands:trace", "Record a routing trace of a running server."),
         "simulate": ("moeserve.experts.simulate:simulate_command", "Replay a routing trace through the expert memory."),
         "fit": ("launcher.experts_commands:fit", "Fit gates to a model, to load its experts ahead by."),
-        "deepnvme": ("launcher.experts_commands:deepnvme", "Compile the faster reader of experts."),
+        "deepnvme": ("moeserve.experts.deepnvme:deepnvme", "Compile the faster reader of experts."),
         "report": ("launcher.experts_commands:report", "Draw load, affinity and balance from a file."),
     },
 )

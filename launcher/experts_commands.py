@@ -174,20 +174,3 @@ def report(file: Path, out: Path) -> None:
         raise click.ClickException(f"{error.filename or out} cannot be written ({error.strerror or error}).") from None
     for path in paths:
         click.echo(str(path))
-
-
-@click.command()
-def deepnvme() -> None:
-    """Compile DeepNVMe, through which --expert-memory then reads experts faster; it takes minutes, once.
-
-    It needs libaio with its headers (libaio-dev) and a C++ compiler.
-    """
-    from experts.deep_nvme import compile_deep_nvme
-    from experts.errors import DeepNvmeError
-
-    try:
-        with Console(stderr=True).status("compiling"):
-            library = compile_deep_nvme()
-    except DeepNvmeError as error:
-        raise click.ClickException(str(error)) from None
-    click.echo(library)

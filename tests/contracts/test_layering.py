@@ -35,6 +35,7 @@ WITH_TORCH = {
     "experts.expert_memory",
     "experts.tiers",
     "experts.resident_experts",
+    "moeserve.experts.deepnvme",
     "moeserve.experts.fit",
     "experts.lookahead",
     "experts.gates",

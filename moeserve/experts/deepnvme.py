@@ -1,0 +1,23 @@
+"""`moeserve experts deepnvme`: compiles the faster reader of experts, once for an environment."""
+
+from __future__ import annotations
+
+import click
+from rich.console import Console
+
+from experts.deep_nvme import compile_deep_nvme
+from experts.errors import DeepNvmeError
+
+
+@click.command()
+def deepnvme() -> None:
+    """Compile DeepNVMe, through which --expert-memory then reads experts faster; it takes minutes, once.
+
+    It needs libaio with its headers (libaio-dev) and a C++ compiler.
+    """
+    try:
+        with Console(stderr=True).status("compiling"):
+            library = compile_deep_nvme()
+    except DeepNvmeError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(library)
