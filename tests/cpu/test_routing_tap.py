@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from experts.observer import RoutingTap
+from experts.routing_tap import RoutingTap
 from experts.routing import RoutingShape, unpack
 from kernels.moe_gate import GateSpec, select_experts
 from moeserve.config import ServeConfig

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from experts.observer import RoutingTap
+from experts.routing_tap import RoutingTap
 from experts.routing import RoutingStatistics, StatisticsSpec
 from moeserve.device import KvBudget
 from moeserve.experts.observe import ExpertRecording, PrefixSigner, RecordingPlan, routing_shape
