@@ -239,8 +239,9 @@ def test_a_prompt_is_scored_in_parts_with_the_log_probabilities_of_the_cpu(
     decoder = load_decoder(model_dir, spec, max_model_len=MAX_LEN)
     expected = ModelRunner(decoder, KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32)).run(plan)
     runner = make(model_dir, device, enforce_eager=False)
-    forward, pieces = runner._decoder.logits, []
-    monkeypatch.setattr(runner._decoder, "logits", lambda states: pieces.append(len(states)) or forward(states))
+    on_device, pieces = runner._computes.decoder, []
+    forward = on_device.logits
+    monkeypatch.setattr(on_device, "logits", lambda states: pieces.append(len(states)) or forward(states))
     found = runner.run(plan)
     assert [chunk.token_id for chunk in found.chunks] == [chunk.token_id for chunk in expected.chunks]
     assert found.chunks[0].prompt_logprobs is None
