@@ -37,7 +37,6 @@ WITH_TORCH = {
     "experts.lookahead",
     "experts.gates",
     "experts.prefetcher",
-    "experts.prefix_warmth",
     "experts.observer",
     "moeserve.experts.load_ahead",
     "moeserve.experts.migrator",
