@@ -40,7 +40,6 @@ WITH_TORCH = {
     "experts.lookahead",
     "experts.gates",
     "experts.prefetcher",
-    "experts.prefix_warmth",
     "experts.routing_tap",
     "moeserve.experts.load_ahead",
     "moeserve.experts.migrator",

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from experts.routing_tap import RoutingTap
 from experts.routing import RoutingShape, unpack
+from experts.routing_tap import RoutingTap
 from kernels.moe_gate import GateSpec, select_experts
 from moeserve.config import ServeConfig
 from moeserve.experts.observe import ExpertRecording, plan_recording

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from experts.routing_tap import RoutingTap
 from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.routing_tap import RoutingTap
 from moeserve.device import KvBudget
 from moeserve.experts.observe import ExpertRecording, PrefixSigner, RecordingPlan, routing_shape
 from moeserve.model.families import build_spec, load_config
