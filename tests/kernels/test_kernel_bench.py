@@ -18,6 +18,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.kernel_change
 def test_interpreted_it_checks_every_family(tmp_path, capsys):
     assert run(interpret=True, out_dir=tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -5,6 +5,8 @@ import pytest
 from tests.support.machine_code import MOST_PER_KIB
 from tests.support.separate_process import compiled, numbers, output_of
 
+pytestmark = pytest.mark.kernel_change
+
 
 def test_batches_of_all_sizes_share_one_compiled_variant():
     counts = dict(line.split() for line in output_of("tests.support.attention_variants"))

@@ -8,6 +8,7 @@ import pytest
 from tests.support.separate_process import compiled
 
 
+@pytest.mark.kernel_change
 def test_norms_rotation_sampling_and_copies_compile_for_compute_capability_9_without_spilling():
     compiled("compile_cases_small")
 

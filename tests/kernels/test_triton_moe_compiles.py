@@ -7,6 +7,7 @@ import pytest
 from tests.support.machine_code import MOST_PER_KIB
 from tests.support.separate_process import compiled, numbers
 
+pytestmark = pytest.mark.kernel_change
 LINE = re.compile(r"(?P<variant>\w+) (?P<weights>\w+) (?P<tokens>\d+): _(gate_up|down)_kernel .*")
 
 

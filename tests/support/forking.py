@@ -294,11 +294,8 @@ def _import_the_service() -> list[Callable[..., Any]]:
 
     # Imported once a model's configuration is asked for.
     mixtral = CONFIG_MAPPING["mixtral"]
-    return [run, mixtral, HttpToolsProtocol, new_event_loop, run_ranks, serve.main, work, serve_http] + [
-        resolve_model,
-        run_rank,
-        run_engine,
-    ]
+    parts = [run, mixtral, HttpToolsProtocol, new_event_loop, resolve_model]
+    return [*parts, serve.main, serve_http, run_ranks, work, run_rank, run_engine]
 
 
 def main() -> None:
