@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from launcher.chat import server_option
-from moeserve.experts.report import ReportError, read_report_source
+from moeserve.experts.report import ReportError, draw_report, read_report_source
 
 _TIMEOUT = 60.0
 _POLL_SECONDS = 1.0

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forking import popen
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,7 +32,7 @@ def test_both_shapes_agree_with_local_experts_and_with_each_other(
 ) -> None:
     sizes = [str(num_ranks), str(num_redundant), dtype, str(tmp_path / "s")]
     ranks = [
-        subprocess.Popen(
+        popen(
             [sys.executable, "-m", "tests.support.dispatch_rank", str(rank), *sizes],
             cwd=ROOT,
             stdout=subprocess.PIPE,

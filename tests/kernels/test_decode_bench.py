@@ -37,6 +37,7 @@ def test_the_bound_of_a_known_model():
     assert bound_tokens_per_second(1000, 4, 5000.0) == 20.0
 
 
+@pytest.mark.kernel_change
 def test_all_requests_decode_in_every_timed_step(device):
     loads, limits, ticks = [Load(1, 5, 2), Load(3, 9, 2)], Limits(4, 16), count()
     bench = DecodeBench(TINY, loads, limits, device, clock=lambda: float(next(ticks)))

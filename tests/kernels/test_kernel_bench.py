@@ -17,6 +17,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.kernel_change
 def test_interpreted_it_checks_every_family(capsys):
     assert main(["--interpret"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -83,7 +83,11 @@ def test_steps_keep_within_the_limits(tmp_path):
     assert all(len(step.prompt_lens) <= 2 and max(step.prompt_lens, default=1) <= 100 for step in of.steps())
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.long)], ids=["few", "more"])
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(CASES, marks=pytest.mark.kernel_change), pytest.param(MORE_CASES, marks=pytest.mark.long)],
+    ids=["few", "more"],
+)
 def test_no_step_reaches_a_kernel_that_start_up_has_not(cases):
     lines = output_of("tests.support.launch_keys", *cases)
     assert [line for line in lines if line.startswith("NEW")] == []
@@ -95,7 +99,12 @@ def test_no_step_reaches_a_kernel_that_start_up_has_not(cases):
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="ranks meet through deepspeed")
 @pytest.mark.parametrize(
-    "cases", [CASES_OF_RANKS, pytest.param(MORE_CASES_OF_RANKS, marks=pytest.mark.long)], ids=["few", "more"]
+    "cases",
+    [
+        pytest.param(CASES_OF_RANKS, marks=pytest.mark.kernel_change),
+        pytest.param(MORE_CASES_OF_RANKS, marks=pytest.mark.long),
+    ],
+    ids=["few", "more"],
 )
 def test_no_step_of_several_ranks_reaches_a_kernel_that_start_up_has_not(cases):
     lines = output_of("tests.support.rank_launch_keys", *cases)

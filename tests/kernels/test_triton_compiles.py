@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.separate_process import compiled, numbers, output_of
 
+pytestmark = pytest.mark.kernel_change
 PRODUCT = re.compile(r"(?P<variant>\w+) (?P<weights>\w+) (?P<tokens>\d+): _(gate_up|down)_\w+_kernel .*")
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,6 +15,13 @@ from experts.routing_files import shuffled_control, uniform_control
 from experts.simulator import MIXTRAL_LIKE, synthetic_trace
 
 
+@cache
+def balanced(num_items, num_ranks):
+    """Ranks of the items in every assignment that gives all ranks as many."""
+    even = [rank for rank in range(num_ranks) for _ in range(num_items // num_ranks)]
+    return np.array(sorted(set(itertools.permutations(even))))
+
+
 @given(st.sampled_from([(4, 2), (6, 2), (6, 3), (8, 4), (5, 5)]), st.integers(0, 10**6), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_the_assignment_is_the_best_of_all(sizes, seed, whole_numbers):
@@ -21,11 +29,7 @@ def test_the_assignment_is_the_best_of_all(sizes, seed, whole_numbers):
     random = np.random.default_rng(seed)
     gain = random.integers(0, 4, sizes).astype(float) if whole_numbers else random.normal(size=sizes)
     even = np.arange(num_items) % num_ranks
-    most = max(
-        gain[np.arange(num_items), list(ranks)].sum()
-        for ranks in itertools.product(range(num_ranks), repeat=num_items)
-        if (np.bincount(ranks, minlength=num_ranks) == num_items // num_ranks).all()
-    )
+    most = gain[np.arange(num_items), balanced(num_items, num_ranks)].sum(axis=1).max()
     found = balanced_assignment(gain, random.permutation(even))
     assert (np.bincount(found, minlength=num_ranks) == num_items // num_ranks).all()
     assert gain[np.arange(num_items), found].sum() == pytest.approx(most)
@@ -67,7 +71,7 @@ def most_staying(transitions, num_ranks):
 
 
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(8, 2), (6, 3)])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_alternating_assignment_comes_within_two_percent_of_the_optimum(num_experts, num_ranks, seed):
     spec = replace(MIXTRAL_LIKE, num_experts=num_experts)
     transitions = synthetic_trace(spec, 10, 100, seed).transitions()
