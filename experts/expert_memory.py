@@ -58,18 +58,13 @@ class ExpertMemory:
         control: ResidencyControl,
         arena: Slots,
         tier: ExpertTier,
-        tier_of: Callable[[int, int], str] = lambda layer, expert: "disk",
-        tiers: Sequence[str] = ("disk",),
     ) -> None:
-        """tier_of(layer, expert): the name, one of `tiers`, under which misses of an expert are counted."""
         self.stall_seconds = 0.0
         self.predictor_seconds = 0.0
         self.recall = RecallSample()
         self._control = control
         self._arena = arena
         self._tier = tier
-        self._tier_of = tier_of
-        self._misses = dict.fromkeys(tiers, 0)
         self._changed = threading.Condition()
         self._closing = False
         self._error: Exception | None = None
@@ -83,8 +78,6 @@ class ExpertMemory:
             self._check()
             access = self._control.access(layer, experts)
             self._pace.access(time.perf_counter() - self.stall_seconds)
-            for expert in access.missing:
-                self._misses[self._tier_of(layer, expert)] += 1
             if access.missing:
                 self._changed.notify_all()
         self._before_use(layer, access.ready)
@@ -167,7 +160,6 @@ class ExpertMemory:
                 counters=counters,
                 stall_seconds=self.stall_seconds,
                 predictor_seconds=self.predictor_seconds,
-                misses_by_tier=dict(self._misses),
                 num_in_flight=self._control.num_in_flight,
                 resident=[layer.resident() for layer in self._control.layers],
                 recall=self.recall.counts(),
@@ -177,7 +169,6 @@ class ExpertMemory:
         """Starts counting at zero; what is resident stays."""
         with self._changed:
             self._control.forget_counts()
-            self._misses = dict.fromkeys(self._misses, 0)
             self.stall_seconds = self.predictor_seconds = 0.0
         self.recall.forget()
 

@@ -658,15 +658,14 @@ def _added(counts: tuple[int, ...], distance: int, number: int) -> tuple[int, ..
 class ExpertMemoryStats:
     """Since the start: the counters of residency, and what they cost.
 
-    stall_seconds: the computation waited for experts. misses_by_tier: by name of the tier they came from. resident:
-    the experts that are ready now, layer by layer. num_in_flight: loads under way now. predictor_seconds: computation
-    spent on predictions. recall: of each source that predicts, of a sample of the steps.
+    stall_seconds: the computation waited for experts. resident: the experts that are ready now, layer by layer.
+    num_in_flight: loads under way now. predictor_seconds: computation spent on predictions. recall: of each source that
+    predicts, of a sample of the steps.
     """
 
     counters: ResidencyCounters
     stall_seconds: float
     predictor_seconds: float
-    misses_by_tier: dict[str, int]
     num_in_flight: int
     resident: list[list[int]]
     recall: list[SourceRecall] = field(default_factory=list)
@@ -703,15 +702,3 @@ def _smallest(slots: Sequence[int], num_held: Sequence[int]) -> list[int]:
     open_layers = [layer for layer, held in enumerate(num_held) if slots[layer] < held]
     fewest = min(slots[layer] for layer in open_layers)
     return [layer for layer in open_layers if slots[layer] == fewest]
-
-
-@dataclass(frozen=True, slots=True)
-class LentMemory:
-    """What a rank lends; `pid` and `descriptor` tell the others where it is. The lender keeps it open."""
-
-    pid: int
-    descriptor: int
-
-    @property
-    def path(self) -> str:
-        return f"/proc/{self.pid}/fd/{self.descriptor}"

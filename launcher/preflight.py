@@ -20,9 +20,8 @@ class LaunchError(Exception):
 
 
 _SHORTEST_TIMEOUT_OF_RANKS = 4.0
-_FOR_SEVERAL_RANKS = ("dispatch", "placement", "num_redundant_experts", "rebalance_interval", "expert_peer_memory")
+_FOR_SEVERAL_RANKS = ("dispatch", "placement", "num_redundant_experts", "rebalance_interval")
 _FOR_EXPERT_MEMORY = (
-    "expert_peer_memory",
     "expert_store_dir",
     "expert_policy",
     "expert_prefetch",

@@ -170,13 +170,6 @@ class ServeConfig:
         kind="size",
         minimum=1,
     )
-    expert_peer_memory: int | None = setting(
-        None,
-        "Memory that each rank lends its peers on the same machine for experts they would read from disk.",
-        group="Expert memory",
-        kind="size",
-        minimum=1,
-    )
     expert_store_dir: str | None = setting(
         None, "Folder for the file that experts are read from; by default in the model cache.", group="Expert memory"
     )

@@ -78,8 +78,6 @@ def incapability(capability: tuple[int, int], needs_fp8: bool) -> str | None:
 
 
 def _unsupported(config: ServeConfig) -> str | None:
-    if config.expert_peer_memory is not None:
-        return "--expert-peer-memory works on CPUs only; each rank keeps its experts in its own host memory"
     for name in ("expert_quantization", "kv_cache_dtype"):
         if getattr(config, name) != getattr(ServeConfig, name):
             flag = f"--{name.replace('_', '-')}"

@@ -109,7 +109,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
         plan_weights(spec, index, of_rank).loaded_num_bytes(dtype.itemsize, narrow=narrow) for of_rank in owned
     )
     if residency is not None:
-        weights_bytes += num_ranks * residency.slots.num_bytes + residency.num_lent_bytes
+        weights_bytes += num_ranks * residency.slots.num_bytes
     name = str(dtype).removeprefix("torch.")
     free = available_bytes()
     if weights_bytes > free:

@@ -251,8 +251,8 @@ class ExpertMemoryCounters(Message):
     """Of a rank's `experts.residency.ExpertMemoryStats`, since the start. prefetch: None if nothing is predicted."""
 
     stall_seconds: float
-    misses_by_tier: dict[str, int]
     num_hits: int
+    num_misses: int
     num_evictions: int
     num_resident: int
     demand_bytes: int

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import structlog
 import torch
 
@@ -18,15 +17,14 @@ from experts.expert_file import round_to_page
 from experts.expert_memory import ExpertMemory
 from experts.moe_layer import LocalExperts
 from experts.observer import AnyObserver
-from experts.peer_memory import LentExperts, PeerTier, lend, lend_experts
 from experts.placement import Placement
 from experts.resident_experts import ResidentExperts
 from experts.slots import SlotArena
 from experts.tiers import DiskTier, ExpertTier, PositionedReads, SlowedTier
 from kernels.packed_experts import ExpertLayout, SplitExperts
-from moeserve.config import ConfigError, ServeConfig
+from moeserve.config import ServeConfig
 from moeserve.experts.resident_model import ResidentModel, SlotPlan, experts_of, in_mib, plan_slots, resident_model
-from moeserve.experts.settings import measured_load, read_statistics
+from moeserve.experts.settings import measured_load
 from moeserve.model.expert_store import ensure_expert_store, layout_in_store
 from moeserve.model.spec import DecoderSpec, ModelError
 
@@ -35,17 +33,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResidencyPlan:
-    """dtype: of computing. lent: what each rank keeps for the others (`--expert-peer-memory`); empty without that."""
+    """dtype: of computing."""
 
     layout: ExpertLayout
     dtype: torch.dtype
     slots: SlotPlan
-    lent: tuple[LentExperts, ...] = ()
-
-    @property
-    def num_lent_bytes(self) -> int:
-        """What all ranks lend each other."""
-        return sum(map(len, self.lent)) * self.slots.slot_bytes
 
 
 CpuResidentModel = ResidentModel[ResidentExperts]
@@ -67,27 +59,13 @@ def plan_residency(
     slots = plan_slots(
         config.expert_memory, layout.num_bytes, held, moe.gate.top_k, several_ranks=placement is not None
     )
-    if slots is None:
-        return None
-    lent: tuple[LentExperts, ...] = ()
-    if config.expert_peer_memory is not None and placement is not None:
-        if config.expert_peer_memory < slots.slot_bytes:
-            raise ConfigError(
-                f"--expert-peer-memory {in_mib(config.expert_peer_memory)} holds no expert of "
-                f"{in_mib(slots.slot_bytes)}."
-            )
-        statistics = read_statistics(directory, config)
-        load = np.ones((num_layers, moe.num_experts)) if statistics is None else statistics.load()
-        lent = lend_experts(placement, slots.num_slots, load, config.expert_peer_memory // slots.slot_bytes)
-    return ResidencyPlan(layout, dtype, slots, lent)
+    return None if slots is None else ResidencyPlan(layout, dtype, slots)
 
 
-def residency_with(
-    num_slots: tuple[int, ...], lent: tuple[LentExperts, ...], directory: Path, spec: DecoderSpec, dtype: torch.dtype
-) -> ResidencyPlan:
-    """A rank's plan when another one has decided on the slots and on what is lent. Raises ModelError."""
+def residency_with(num_slots: tuple[int, ...], directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> ResidencyPlan:
+    """A rank's plan when another one has decided on the slots. Raises ModelError."""
     layout = layout_in_store(directory, spec, dtype)
-    return ResidencyPlan(layout, dtype, SlotPlan(num_slots, round_to_page(layout.num_bytes)), lent)
+    return ResidencyPlan(layout, dtype, SlotPlan(num_slots, round_to_page(layout.num_bytes)))
 
 
 def open_experts(
@@ -96,13 +74,11 @@ def open_experts(
     plan: ResidencyPlan,
     config: ServeConfig,
     report: Callable[[dict[str, Any]], None],
-    rank: int = 0,
     observers: Sequence[AnyObserver] = (),
 ) -> CpuResidentModel:
-    """Builds the expert file if need be, takes the memory of the slots and fills what `rank` lends. Raises ModelError.
+    """Builds the expert file if need be and takes the memory of the slots. Raises ModelError.
 
-    Where ranks lend each other memory, `ResidentModel.peers` is to be told where, before the first step. observers:
-    hear of the rows that are computed here.
+    observers: hear of the rows that are computed here.
     """
     moe, slots = experts_of(spec), plan.slots
 
@@ -117,26 +93,22 @@ def open_experts(
     open_reads = PositionedReads if nvme is None else nvme.open
     try:
         disk = DiskTier(store.path, store.source, open_reads)
-        lent = lend(plan.lent[rank], disk, slots.slot_bytes) if plan.lent else None
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
     tier: ExpertTier = disk
     if config.expert_store_bandwidth is not None:
         tier = SlowedTier(disk, config.expert_store_bandwidth)
-    peers = PeerTier(plan.lent, disk.header, tier) if plan.lent else None
     load = measured_load(directory, config, (len(spec.moe_layers), moe.num_experts))
     arena = SlotArena(slots.num_slots, plan.layout.num_bytes, locked)
 
     def layer_of(memory: ExpertMemory, number: int) -> ResidentExperts:
         return ResidentExperts(memory, arena, number, _places(plan.layout, moe.num_experts), observers)
 
-    _log_opened(config, plan, moe.num_experts, rank, store.path, disk.reads.description)
-    return resident_model(
-        spec, slots, config.expert_policy, load, arena, tier, layer_of, tier_name="disk", lent=lent, peers=peers
-    )
+    _log_opened(config, plan, moe.num_experts, store.path, disk.reads.description)
+    return resident_model(spec, slots, config.expert_policy, load, arena, tier, layer_of, tier_name="disk")
 
 
-def _log_opened(config: ServeConfig, plan: ResidencyPlan, num_experts: int, rank: int, path: Path, reads: str) -> None:
+def _log_opened(config: ServeConfig, plan: ResidencyPlan, num_experts: int, path: Path, reads: str) -> None:
     """reads: how the file at `path` is read."""
     slots = plan.slots
     log.info(
@@ -144,7 +116,6 @@ def _log_opened(config: ServeConfig, plan: ResidencyPlan, num_experts: int, rank
         slots=f"{min(slots.num_slots)} of {num_experts} per layer",
         size=in_mib(slots.num_bytes),
         policy=config.expert_policy,
-        **({"lent": f"{len(plan.lent[rank])} experts"} if plan.lent else {}),
         store=str(path),
         read=reads,
         **({"emulated_bytes_per_second": config.expert_store_bandwidth} if config.expert_store_bandwidth else {}),

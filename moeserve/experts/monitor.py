@@ -196,8 +196,8 @@ def _memory_counters(stats: ExpertMemoryStats, prefetches: bool) -> ExpertMemory
     )
     return ExpertMemoryCounters(
         stall_seconds=stats.stall_seconds,
-        misses_by_tier=stats.misses_by_tier,
         num_hits=counters.num_hits,
+        num_misses=counters.num_misses,
         num_evictions=counters.num_evictions,
         num_resident=sum(map(len, stats.resident)),
         demand_bytes=counters.demand_bytes,

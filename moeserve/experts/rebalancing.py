@@ -140,7 +140,7 @@ class RankMemories:
     def __init__(self, own: Callable[[], ExpertMemoryStats], num_ranks: int, num_layers: int) -> None:
         self._own = own
         # What is true of all before their first step: they begin to count when they have warmed up.
-        nothing = ExpertMemoryStats(ResidencyCounters(), 0.0, 0.0, {}, 0, [[] for _ in range(num_layers)])
+        nothing = ExpertMemoryStats(ResidencyCounters(), 0.0, 0.0, 0, [[] for _ in range(num_layers)])
         self._told = [nothing] * (num_ranks - 1)
 
     def heed(self, message: object) -> None:

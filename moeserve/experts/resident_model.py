@@ -8,8 +8,7 @@ from typing import Generic, TypeVar
 
 from experts.expert_file import round_to_page
 from experts.expert_memory import ExpertMemory
-from experts.peer_memory import PeerTier
-from experts.residency import EvictionPolicy, LentMemory, ResidencyControl, least_slots, make_policies, share_slots
+from experts.residency import EvictionPolicy, ResidencyControl, least_slots, make_policies, share_slots
 from experts.slots import Slots
 from experts.tiers import ExpertTier
 from moeserve.config import ConfigError
@@ -66,10 +65,7 @@ Layer = TypeVar("Layer")
 
 @dataclass(frozen=True, slots=True)
 class ResidentModel(Generic[Layer]):
-    """layers: by their numbers in the model. tier: where the experts that have no slot are, for people.
-
-    lent: what this rank lends. peers: reads what all lend, once it is told where that is.
-    """
+    """layers: by their numbers in the model. tier: where the experts that have no slot are, for people."""
 
     memory: ExpertMemory
     control: ResidencyControl
@@ -77,8 +73,6 @@ class ResidentModel(Generic[Layer]):
     layers: Mapping[int, Layer]
     slots: SlotPlan
     tier: str
-    lent: LentMemory | None = None
-    peers: PeerTier | None = None
 
     def dispatch_of(self, layer: int) -> Layer:
         return self.layers[layer]
@@ -94,10 +88,8 @@ def resident_model(
     layer_of: Callable[[ExpertMemory, int], Layer],
     *,
     tier_name: str,
-    lent: LentMemory | None = None,
-    peers: PeerTier | None = None,
 ) -> ResidentModel[Layer]:
-    """Starts to copy from `tier`, or through `peers` where there are some, into `slots`, as a policy decides.
+    """Starts to copy from `tier` into `slots`, as a policy decides.
 
     load: [L, E], for a policy that goes by it. layer_of(memory, number): of a layer by its number among those with
     experts.
@@ -106,9 +98,6 @@ def resident_model(
     num_experts = spec.moe.num_experts
     policies = make_policies(policy, len(spec.moe_layers), num_experts, load)
     control = ResidencyControl(plan.num_slots, num_experts, plan.slot_bytes, policies.__getitem__)
-    if peers is None:
-        memory = ExpertMemory(control, slots, tier)
-    else:
-        memory = ExpertMemory(control, slots, peers, peers.tier_of, ("peer", "disk"))
+    memory = ExpertMemory(control, slots, tier)
     layers = {layer: layer_of(memory, number) for number, layer in enumerate(spec.moe_layers)}
-    return ResidentModel(memory, control, policies, layers, plan, tier_name, lent, peers)
+    return ResidentModel(memory, control, policies, layers, plan, tier_name)

@@ -18,8 +18,6 @@ def check_expert_memory(config: ServeConfig) -> None:
     """Raises ConfigError."""
     if config.expert_policy == "static" and config.expert_statistics is None:
         raise ConfigError("--expert-policy static needs --expert-statistics with a file to learn from.")
-    if config.expert_peer_memory is not None and config.nnodes > 1:
-        raise ConfigError("--expert-peer-memory works between ranks of one machine, not with --nnodes.")
     if config.expert_prefetch in ("off", "auto", "gate", "fitted"):
         if config.expert_policy == "affinity":
             raise ConfigError("--expert-policy affinity goes by what predictors learn: name some in --expert-prefetch.")
@@ -65,12 +63,7 @@ def read_statistics(directory: Path, config: ServeConfig) -> RoutingStatistics |
 
 def goes_by_statistics(config: ServeConfig) -> bool:
     """Whether anything is decided by what earlier runs have seen."""
-    return (
-        config.placement in LEARNT
-        or config.num_redundant_experts > 0
-        or config.expert_policy == "static"
-        or config.expert_peer_memory is not None
-    )
+    return config.placement in LEARNT or config.num_redundant_experts > 0 or config.expert_policy == "static"
 
 
 def needed_statistics(directory: Path, config: ServeConfig, needed_by: str) -> RoutingStatistics:

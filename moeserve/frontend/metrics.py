@@ -65,16 +65,12 @@ def _memory(ranks: Sequence[ExpertMemoryCounters]) -> Iterator[Metric]:
         "Time that the computation waited for experts",
         [rank.stall_seconds for rank in ranks],
     )
-    misses = CounterMetricFamily(
-        "moeserve_expert_misses",
-        "Experts that were not in memory when they were wanted, by source",
-        labels=["rank", "tier"],
-    )
-    for number, rank in enumerate(ranks):
-        for tier, count in sorted(rank.misses_by_tier.items()):
-            misses.add_metric([str(number), tier], count)
-    yield misses
     for name, documentation, values in (
+        (
+            "moeserve_expert_misses",
+            "Experts that were not in memory when they were wanted",
+            [rank.num_misses for rank in ranks],
+        ),
         (
             "moeserve_expert_hits",
             "Experts that were in memory when they were wanted",

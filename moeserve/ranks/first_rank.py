@@ -69,11 +69,8 @@ def _load_together(
     loaded = hub.gather(Loaded, stop, patience=_LOADING_PATIENCE * context.config.engine_timeout)
     if loaded is None:
         return None
-    all_lent = (member.lent, *(loaded[rank].lent for rank in hub.others))
-    lent = tuple(memory for memory in all_lent if memory is not None)
     for rank in hub.others:
-        hub.send(rank, Start(lent))
-    member.meet_peers(lent)
+        hub.send(rank, Start())
     try:
         member.warm_up()
     except CollectiveError as error:
@@ -91,7 +88,7 @@ def _setup_of(plan: ModelPlan, context: RunContext) -> Setup:
         plan.kv.num_blocks,
         plan.kv.max_model_len,
         plan.placement.ranks,
-        *((None, ()) if plan.residency is None else (plan.residency.slots.num_slots, plan.residency.lent)),
+        None if plan.residency is None else plan.residency.slots.num_slots,
     )
 
 

@@ -5,7 +5,6 @@ Importing this loads Triton. Where the device is a CPU (Triton's interpreter), t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,7 +58,6 @@ class GpuMember:
     """
 
     prefetcher: PrefixListener | None = None
-    lent = None
     _captured: GpuModelRunner | None = None
 
     def __init__(
@@ -135,9 +133,6 @@ class GpuMember:
             max_model_len=self._settings.max_model_len,
             progress=progress,
         )
-
-    def meet_peers(self, lent: Sequence[object]) -> None:
-        """No memory is lent."""
 
     @torch.inference_mode()
     def warm_up(self) -> None:

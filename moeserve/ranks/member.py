@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,10 +9,9 @@ import structlog
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
-from experts.errors import ExpertStoreError
 from experts.observer import AnyObserver
 from experts.prefetcher import PrefixListener
-from experts.residency import ExpertMemoryStats, LentMemory
+from experts.residency import ExpertMemoryStats
 from kernels.moe import moe_experts_partial
 from moeserve.config import ServeConfig
 from moeserve.device import step_budget
@@ -23,7 +21,7 @@ from moeserve.experts.observe import SentCounter
 from moeserve.model_loading import LoadedModel, ModelPlan, Report, load_model, owned_experts
 from moeserve.rank import Rank
 from moeserve.ranks.meeting import Meeting
-from moeserve.ranks.messages import RankError, StepRows
+from moeserve.ranks.messages import StepRows
 from moeserve.startup import routing_tap, signature_tap, start_observing
 from moeserve.wire import RunContext
 
@@ -49,7 +47,7 @@ class CpuMember:
         resident: CpuResidentModel | None = None
         observers: list[AnyObserver] = []
         if plan.residency is not None:
-            resident = open_experts(directory, plan.spec, plan.residency, config, report, rank, observers)
+            resident = open_experts(directory, plan.spec, plan.residency, config, report, observers)
         self.experts = ExpertParallel(
             self.collectives,
             plan.placement,
@@ -74,20 +72,6 @@ class CpuMember:
         self._directory, self._tap = directory, tap
         self.runner = Rank(self.model.runner, self.model.observers)
         self.migrator = make_migrator(directory, self.model, self.experts, owned)
-
-    @property
-    def lent(self) -> LentMemory | None:
-        """Where the experts are that this rank keeps for others."""
-        return None if self.model.experts is None else self.model.experts.lent
-
-    def meet_peers(self, lent: Sequence[LentMemory]) -> None:
-        """Has the rank read what all ranks lend, in their order, before the first step. Raises RankError."""
-        peers = None if self.model.experts is None else self.model.experts.peers
-        if peers is not None:
-            try:
-                peers.attach(lent)
-            except ExpertStoreError as error:
-                raise RankError(str(error)) from error
 
     def warm_up(self) -> None:
         """Takes the shape of dispatch that the settings name, or else the one that is faster here; then warms up."""

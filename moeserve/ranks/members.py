@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
 from experts.placement import Placement
-from experts.residency import ExpertMemoryStats, LentMemory
+from experts.residency import ExpertMemoryStats
 from moeserve.config import ServeConfig
 from moeserve.device import KvBudget, choose_device, cuda_absence, current_gpu
 from moeserve.experts.monitor import Prefetching
@@ -27,7 +26,7 @@ class RankMember(Protocol):
     """A rank at work. `runner` and `model` are there after `warm_up`.
 
     migrator: brings experts that are placed anew. prefetcher: loads experts ahead, if any.
-    lent: where the experts are that this rank keeps for others. dispatch_shape: in use, None before it is known.
+    dispatch_shape: in use, None before it is known.
     """
 
     dispatch_shape: str | None
@@ -49,12 +48,6 @@ class RankMember(Protocol):
 
     @property
     def prefetcher(self) -> Prefetching | None: ...
-
-    @property
-    def lent(self) -> LentMemory | None: ...
-
-    def meet_peers(self, lent: Sequence[LentMemory]) -> None:
-        """Has the rank read what all ranks lend, in their order, before the first step. Raises RankError."""
 
     def warm_up(self) -> None:
         """What all ranks do together before the first step."""

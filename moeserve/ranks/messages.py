@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from experts.residency import ExpertMemoryStats, LentMemory
+from experts.residency import ExpertMemoryStats
 from moeserve.cuda.step_arrays import padded_size
 from moeserve.plan import StepPlan
 from moeserve.wire import Message
@@ -46,8 +46,7 @@ class Setup(Message):
 
     `settings` are those of rank 0 (JSON of a `ServeConfig` without keys), which hold for all ranks.
     placement[layer][expert]: the ranks that hold the expert (`experts.placement`). expert_slots: of each
-    layer on each rank, None where all experts of a rank are in memory. lent[rank]: the experts (layer, expert) that a
-    rank keeps for the others.
+    layer on each rank, None where all experts of a rank are in memory.
     """
 
     settings: bytes
@@ -56,20 +55,16 @@ class Setup(Message):
     max_model_len: int
     placement: tuple[tuple[tuple[int, ...], ...], ...]
     expert_slots: tuple[int, ...] | None = None
-    lent: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 class Loaded(Message):
-    """A rank has its weights. lent: where the experts are that it keeps for others."""
+    """A rank has its weights."""
 
     rank: int
-    lent: LentMemory | None = None
 
 
 class Start(Message):
-    """All ranks have theirs. lent: of every rank in order; empty where nothing is lent."""
-
-    lent: tuple[LentMemory, ...] = ()
+    """All ranks have theirs."""
 
 
 class Forward(Message):

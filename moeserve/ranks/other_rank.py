@@ -56,9 +56,8 @@ def run_other_rank(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]],
         context = replace(context, config=_shared_config(context.config, setup.settings))
         _check_device(rank, own, context.config.device)
         member = make_member(context, meeting, rank, _plan_of(setup, context), lambda _: None)
-        link.send(Loaded(rank, member.lent))
-        if isinstance(start := link.receive(), Start):
-            member.meet_peers(start.lent)
+        link.send(Loaded(rank))
+        if isinstance(link.receive(), Start):
             member.warm_up()
             report({"event": "computing"})
             RankSteps(rank, link, member, beats).run()
@@ -85,7 +84,7 @@ def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
     spec, dtype = read_spec(directory, context.config)
     residency = None
     if setup.expert_slots is not None:
-        residency = residency_with(setup.expert_slots, setup.lent, directory, spec, dtype)
+        residency = residency_with(setup.expert_slots, directory, spec, dtype)
     return ModelPlan(spec, dtype, KvBudget(setup.num_blocks, setup.max_model_len), 0, placement, residency)
 
 

@@ -39,7 +39,6 @@ WITH_TORCH = {
     "experts.prefetcher",
     "experts.prefix_warmth",
     "experts.routing_tap",
-    "experts.peer_memory",
     "moeserve.experts.load_ahead",
     "moeserve.experts.migrator",
     "moeserve.experts.prefetch",

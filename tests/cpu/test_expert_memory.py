@@ -114,7 +114,6 @@ def test_random_eviction_and_prefetches_change_no_bit(
     assert (stats.predictor_seconds > 0) == (prefetch != "off")
     assert {count.source for count in stats.recall} == sources
     assert all(0 <= count.num_recalled <= count.num_chosen > 0 for count in stats.recall)
-    assert stats.misses_by_tier == {"disk": stats.counters.num_misses}
     assert all(len(layer) <= num_slots for layer in stats.resident)
     assert stats.stall_seconds > 0
 

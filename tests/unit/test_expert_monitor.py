@@ -132,7 +132,7 @@ def memory(resident: list[list[int]], num_hits: int = 9) -> ExpertMemoryStats:
     counters = ResidencyCounters(
         num_hits=num_hits, num_late=1, num_misses=2, num_evictions=3, demand_bytes=40, useful_bytes=7
     )
-    return ExpertMemoryStats(counters, 0.5, 0.25, {"disk": 2}, 0, resident)
+    return ExpertMemoryStats(counters, 0.5, 0.25, 0, resident)
 
 
 def test_a_bounded_memory_tells_of_stalls_and_of_prefetches_only_where_there_are_any(tmp_path: Path):
@@ -141,7 +141,7 @@ def test_a_bounded_memory_tells_of_stalls_and_of_prefetches_only_where_there_are
         operator = ExpertMonitor(FACTS, None, sources, tmp_path)
         found = samples(operator.stats())
         assert found["moeserve_expert_stall_seconds_total", "0"] == 0.5
-        assert found["moeserve_expert_misses_total", "0", "disk"] == 2
+        assert found["moeserve_expert_misses_total", "0"] == 2
         assert found["moeserve_expert_resident", "0"] == 3
         outcomes = {key[2] for key in found if key[0] == "moeserve_expert_prefetch_bytes_total"}
         assert outcomes == ({"useful", "late", "wasted", "cancelled"} if prefetches else set())
@@ -192,8 +192,8 @@ def test_bytes_read_ahead_and_what_was_foreseen_have_plain_labels():
     )
     memory = ExpertMemoryCounters(
         stall_seconds=0.0,
-        misses_by_tier={},
         num_hits=0,
+        num_misses=0,
         num_evictions=0,
         num_resident=0,
         demand_bytes=0,
@@ -217,7 +217,7 @@ def test_recall_is_told_in_all_and_by_source_where_there_are_prefetches(tmp_path
         SourceRecall("affinity", 2, 40, 9),
         SourceRecall("gate-early", 1, 4, 3),
     ]
-    of_rank = ExpertMemoryStats(counters, 0.5, 0.25, {"disk": 2}, 0, [[0]], recall)
+    of_rank = ExpertMemoryStats(counters, 0.5, 0.25, 0, [[0]], recall)
     operator = ExpertMonitor(FACTS, None, ExpertSources(memory=lambda: [of_rank], prefetches=True), tmp_path)
     assert operator.command("experts", {})["recall"] == [
         {

@@ -23,7 +23,6 @@ def test_several_ranks_predict_as_one_does(choice):
         ({"expert_prefetch": "affinity+affinity"}, "twice"),
         ({"expert_prefetch": "off", "expert_policy": "affinity"}, "name some in"),
         ({"expert_policy": "static"}, "static needs --expert-statistics"),
-        ({"expert_memory": 9, "expert_peer_memory": 9, "expert_parallel_size": 2, "nnodes": 2}, "one machine"),
     ],
 )
 def test_what_contradicts_is_refused(settings, words):

@@ -96,11 +96,6 @@ def test_a_gpu_is_used_only_where_it_is_asked_for() -> None:
     ("settings", "absence", "reason"),
     [
         ({}, "torch finds no CUDA device", "no CUDA device"),
-        (
-            {"expert_parallel_size": 2, "expert_memory": 2**30, "expert_peer_memory": 2**20},
-            None,
-            "--expert-peer-memory works on CPUs only",
-        ),
         ({"block_size": 24}, None, "power of two"),
         ({"expert_quantization": "int8", "dtype": "float32"}, None, "--expert-quantization is for 16 bits"),
         ({"kv_cache_dtype": "fp8_e4m3", "dtype": "float32"}, None, "--kv-cache-dtype is for 16 bits"),

@@ -13,8 +13,6 @@ from moeserve.config import ConfigError, ServeConfig
     [
         ({"dispatch": "alltoall"}, "--dispatch", "--expert-parallel-size"),
         ({"num_redundant_experts": 2}, "--num-redundant-experts", "--expert-parallel-size"),
-        ({"expert_peer_memory": 1 << 30}, "--expert-peer-memory", "--expert-parallel-size"),
-        ({"expert_peer_memory": 1 << 30, "expert_parallel_size": 2}, "--expert-peer-memory", "--expert-memory"),
         ({"expert_policy": "lru"}, "--expert-policy", "--expert-memory"),
         ({"expert_prefetch": "gate"}, "--expert-prefetch", "--expert-memory"),
         ({"expert_store_dir": "store"}, "--expert-store-dir", "--expert-memory"),
