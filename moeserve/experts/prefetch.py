@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from experts.expert_memory import ExpertMemory
-from experts.gates import FittedGates, GatedBlock, GatePreview, GatesAhead
+from experts.gates import (
+    FittedGates,
+    GatedBlock,
+    GatePreview,
+    GatesAhead,
+    load_fitted_gates,
+    save_fitted_gates,
+)
 from experts.lookahead import GateLookahead, PrefetchJudge
 from experts.observer import StepObserver
 from experts.predictor import Predictor, Tap
@@ -21,7 +29,8 @@ from experts.rank_predictor import RankPredictor, RankShare
 from experts.residency import Affinity, EvictionPolicy, ResidencyControl
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.signatures import RequestProfiles
-from moeserve.config import ConfigError
+from moeserve.config import ConfigError, cache_root
+from moeserve.experts.settings import statistics_key
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import StepPlan, StepResult
 
@@ -185,3 +194,25 @@ class PrefetchSteps(StepObserver[StepPlan, StepResult]):
         for name in gone:
             del self._last_step[name]
         return [self._number_of.pop(name) for name in gone]
+
+
+# Where the gates fitted to a model are kept: in the cache, by the checkpoint's folder and configuration.
+
+
+def fitted_gates_path(directory: Path) -> Path:
+    """Of the checkpoint in `directory`, whether there is a file or not."""
+    return cache_root() / "gates" / f"{directory.resolve().name}-{statistics_key(directory)[:16]}.safetensors"
+
+
+def find_fitted_gates(directory: Path) -> FittedGates | None:
+    """Those of the checkpoint in `directory`. Raises FittedGatesError for a file that cannot be used."""
+    path = fitted_gates_path(directory)
+    return load_fitted_gates(path, statistics_key(directory)) if path.exists() else None
+
+
+def keep_fitted_gates(directory: Path, fitted: FittedGates) -> Path:
+    """Has `find_fitted_gates` find them from now on; returns the file."""
+    path = fitted_gates_path(directory)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_fitted_gates(path, fitted, statistics_key(directory))
+    return path

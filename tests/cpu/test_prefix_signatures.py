@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import moeserve.startup
+import moeserve.assemble
 from experts.expert_file import round_to_page
 from experts.lookahead import GateLookahead
 from experts.prefetcher import PrefixListener
@@ -17,8 +17,8 @@ from experts.prefix_warmth import PrefixWarmth
 from experts.signatures import RequestProfiles
 from moeserve.config import ServeConfig
 from moeserve.llm import LLM
+from moeserve.memory_plan import read_spec
 from moeserve.model.expert_store import layout_in_store
-from moeserve.model_loading import read_spec
 from moeserve.plan import SamplingParams
 from radix_cache import PrefixCache
 from tests.support.tiny_models import save
@@ -110,8 +110,8 @@ def test_where_nothing_is_loaded_ahead_nothing_is_described_kept_or_carried(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("built")
 
-    monkeypatch.setattr(moeserve.startup, "RoutingTap", refuse)
-    monkeypatch.setattr(moeserve.startup, "PrefixSigner", refuse)
+    monkeypatch.setattr(moeserve.assemble, "RoutingTap", refuse)
+    monkeypatch.setattr(moeserve.assemble, "PrefixSigner", refuse)
     monkeypatch.setattr(PrefixCache, "annotate", refuse)
     monkeypatch.setattr(PrefixCache, "annotations", refuse)
     config = {

@@ -10,7 +10,7 @@ import torch
 from experts.expert_file import round_to_page
 from experts.routing_files import load_trace
 from moeserve.cuda.expert_memory import slot_layout
-from moeserve.experts.load_ahead import keep_fitted_gates
+from moeserve.experts.prefetch import keep_fitted_gates
 from moeserve.model.families import build_spec, load_config
 from tests.support.fitted_gates import some_gates
 from tests.support.service import ROOT, Service, service

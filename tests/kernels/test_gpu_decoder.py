@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeserve.cuda.build import build_gpu_decoder
 from moeserve.model.families import build_spec, load_config
+from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.gpu_logits import MAX_LEN, MAX_TOKENS, difference, gpu_logits, two_requests
 from tests.support.tiny_models import CASES, save
 

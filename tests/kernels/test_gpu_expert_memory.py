@@ -14,7 +14,6 @@ from experts.gates import FittedGates, GatePreview
 from experts.observer import AnyObserver
 from experts.predictor import Tap
 from moeserve.config import ConfigError
-from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.expert_memory import plan_gpu_residency
 from moeserve.cuda.gpu_model import make_runner
 from moeserve.device import KvBudget
@@ -23,6 +22,7 @@ from moeserve.model.spec import DecoderSpec
 from moeserve.model.weights import load_decoder
 from moeserve.plan import ChunkResult, StepPlan
 from tests.support.fitted_gates import some_gates
+from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.gpu_experts import (
     DTYPE,
     MAX_LEN,

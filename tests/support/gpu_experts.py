@@ -11,7 +11,6 @@ import torch
 from experts.expert_file import round_to_page
 from experts.gates import FittedGates
 from experts.observer import AnyObserver
-from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.expert_kernels import expert_storage
 from moeserve.cuda.expert_memory import (
     GpuExpertSettings,
@@ -25,7 +24,8 @@ from moeserve.device import KvBudget
 from moeserve.experts.prefetch import PrefetchSteps, start_prefetching
 from moeserve.model.spec import DecoderSpec, silent
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan
-from moeserve.rank import Rank
+from moeserve.rank import ObservedRunner
+from tests.support.gpu_decoder import build_gpu_decoder
 
 BLOCK_SIZE, MAX_LEN, MAX_TOKENS = 4, 32, 16
 SETTINGS = GpuSettings(BLOCK_SIZE, 4, MAX_TOKENS, MAX_LEN, None, 0.9, enforce_eager=True)
@@ -80,7 +80,7 @@ def generate(
         observers=observers,
         storage=expert_storage(spec, DTYPE, quantization),
     )
-    rank = Rank(make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS), observers)
+    rank = ObservedRunner(make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS), observers)
     if experts is not None and (listener := start_prefetching(prefetch, experts, decoder, fitted=fitted)) is not None:
         observers.extend([PrefetchSteps(listener), listener])
     chunks, results = prompt_chunks(), []

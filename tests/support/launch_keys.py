@@ -24,7 +24,6 @@ from experts.expert_file import round_to_page
 from kernels.gpu.moe_config import Device, WeightStorage
 from moeserve.cuda.attention_kernels import kv_dtype_of
 from moeserve.cuda.batches import AttentionLimits, StepBatches
-from moeserve.cuda.build import build_gpu_decoder
 from moeserve.cuda.decode_graphs import DecodeSteps
 from moeserve.cuda.expert_kernels import expert_configs, expert_storage
 from moeserve.cuda.expert_memory import (
@@ -44,6 +43,7 @@ from moeserve.model.kv_pool import KVPool
 from moeserve.model.spec import DecoderSpec, silent
 from moeserve.plan import Chunk, ChunkExtras, SamplingParams, StepPlan
 from tests.support.caught_launches import launches_go_to
+from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.tiny_models import save
 
 # What configurations are chosen for.

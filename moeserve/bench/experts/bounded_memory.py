@@ -19,9 +19,9 @@ from moeserve.bench.experts.texts import documents
 from moeserve.bench.experts.unavailable import Unavailable
 from moeserve.config import ServeConfig
 from moeserve.llm import LLM, Completion
+from moeserve.memory_plan import read_spec
 from moeserve.model.expert_store import layout_in_store
 from moeserve.model.spec import ModelError
-from moeserve.model_loading import read_spec
 from moeserve.plan import SamplingParams
 
 _PROMPT_TOKENS = 24

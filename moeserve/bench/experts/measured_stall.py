@@ -12,7 +12,7 @@ from moeserve.bench.experts.figures import Figure, at_least, at_most
 from moeserve.bench.experts.measuring import Amount
 from moeserve.bench.experts.recording import BUILDS, folder_of
 from moeserve.experts.fit import TextReader, fit_gates, half_of_topics, pieces
-from moeserve.experts.load_ahead import find_fitted_gates, keep_fitted_gates
+from moeserve.experts.prefetch import find_fitted_gates, keep_fitted_gates
 
 _PREDICTORS = ("gate", "fitted")
 _FITTED_TOKENS = 8192
