@@ -86,7 +86,7 @@ class MoeLayer:
         """x [T, H] -> [T, H], a new tensor. T is at least 1. Rows from `num_valid` (int32 scalar on the device) on are
         padding and meet no expert."""
         ops = self._ops
-        logits = self._gate(x.to(self._gate_dtype))
+        logits = self._gate(x if x.dtype is self._gate_dtype else x.to(self._gate_dtype))
         ids, weights = ops.select_experts(logits, self._gate_spec, self._correction_bias, num_valid)
         for observer in self._observers:
             observer.chose(self._place, x, ids, weights)

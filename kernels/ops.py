@@ -6,7 +6,7 @@ assembled. Those of a GPU are `kernels.gpu.ops.GpuOps`, in a module of their own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from kernels.moe_gate import select_experts
 from kernels.norm import layer_norm, rms_norm
 from kernels.packed_experts import ExpertShape, PackedExperts
 from kernels.rope_kv import apply_rotary, rotate_and_store, write_kv
+from kernels.sampling import Draw, sample
 from kernels.specs import GateSpec
 
 # gate_up [2I, H] (gate rows first), down [H, I] and their biases [2I] and [H], if there are any.
@@ -164,6 +165,9 @@ class Ops(Protocol):
     def sigmoid(self, x: Tensor) -> Tensor:
         """Of x's dtype."""
 
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+        """See `kernels.sampling.sample`."""
+
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
@@ -179,6 +183,9 @@ class CpuOps:
     device = torch.device("cpu")
     keeps_narrow = True
     wide_angles = False
+    compute_experts = staticmethod(moe_experts)
+    sample = staticmethod(sample)
+    sigmoid = staticmethod(sigmoid)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         return pack_linear(weight, bias, dtype)
@@ -283,14 +290,6 @@ class CpuOps:
     ) -> tuple[Tensor, Tensor]:
         assert num_valid is None
         return select_experts(logits, spec, correction_bias)
-
-    def compute_experts(
-        self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: PackedExperts, activation: Activation
-    ) -> Tensor:
-        return moe_experts(x, expert_ids, expert_weights, experts, activation)
-
-    def sigmoid(self, x: Tensor) -> Tensor:
-        return sigmoid(x)
 
 
 class _LinearPerHead:

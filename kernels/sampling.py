@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,34 +13,50 @@ _TOP_P_CANDIDATES = 1024
 _MASK_64 = (1 << 64) - 1
 
 
-def greedy(logits: Tensor) -> tuple[list[float], list[int]]:
-    """The largest logit and its token of each row of [S, V]; a NaN in a row comes out as that row's value."""
-    values, token_ids = logits.max(dim=-1)
-    return values.tolist(), token_ids.tolist()
+class Draw(NamedTuple):
+    """How a token is drawn from a row of logits. `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing.
 
-
-def apply_penalties(
-    row: Tensor, history: Tensor, num_prompt_tokens: int, presence: float, frequency: float, repetition: float
-) -> None:
-    """Changes logits [V] of tokens that occurred in `history` (int64, prompt then output), in place.
-
-    Repetition (Keskar et al., 2019) divides positive and multiplies negative logits of every token seen; presence and
-    frequency subtract once, or once per occurrence, for tokens of the output.
+    temperature: 0 for the likeliest token, which needs nothing else.
     """
-    if repetition != 1.0:
-        seen = history.unique()
-        logits = row[seen]
-        row[seen] = torch.where(logits > 0, logits / repetition, logits * repetition)
-    if presence or frequency:
-        tokens, counts = history[num_prompt_tokens:].unique(return_counts=True)
-        row[tokens] -= presence + frequency * counts.to(row.dtype)
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    position: int = 0
+
+    @property
+    def filters(self) -> bool:
+        return bool(self.top_k or self.top_p < 1.0 or self.min_p)
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+    """A token of each row of logits [S, V] (int64 [S]), and the row's largest logit (fp32 [S]).
+
+    NaN is the largest of a row that has one. Of a row whose largest is not finite the token means nothing.
+    """
+    largest, token_ids = logits.max(-1)
+    largest = largest.float()
+    for row, wanted in enumerate(draws):
+        if wanted.temperature and math.isfinite(largest[row]):
+            token_ids[row] = draw(
+                logits[row].float(),
+                wanted.temperature,
+                wanted.top_k,
+                wanted.top_p,
+                wanted.min_p,
+                uniform_at(wanted.seed, wanted.position),
+            )
+    return token_ids, largest
 
 
 def draw(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
     """A token from logits [V] (fp32) at `temperature` > 0, by inverting the distribution function at `uniform` [0, 1).
 
     `top_k` (0: off) keeps the likeliest k, `top_p` of those the fewest whose probabilities reach it, `min_p` those at
-    least that share of the likeliest.
+    least that share of the likeliest. Without top_k and top_p the function sums in the vocabulary's order, with them
+    from the likeliest down.
     """
     scaled = row / temperature
     candidates: Tensor | None = None

@@ -55,7 +55,7 @@ log = structlog.get_logger(__name__)
 
 
 class Body(Protocol):
-    """What a device does in its own way when a rank is assembled: `_CpuBody`, or `moeserve.cuda.gpu_model.GpuBody`.
+    """What a device does in its own way when a rank is assembled: `_CpuBody`, or `moeserve.gpu_body.GpuBody`.
 
     resident: None where all experts are in memory. captured_sizes: of decode steps that ranks replay together. depth:
     see `moeserve.steps.Steps`.
@@ -197,7 +197,7 @@ def _open_body(
                 **resident.reads,
             )
         return _CpuBody(plan, config, resident)
-    from moeserve.cuda.gpu_model import GpuBody, gpu_settings  # Triton is loaded where it is used.
+    from moeserve.gpu_body import GpuBody, gpu_settings  # Triton is loaded where it is used.
 
     settings = gpu_settings(directory, plan.spec, config)
     body = GpuBody(

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # Settings that only a GPU honours.
 _OF_A_GPU = ("gpu_memory_utilization", "enforce_eager", "expert_quantization", "kv_cache_dtype")
+# Graphs keep what a decode step allocates, once for all sizes, and the driver's copies of their nodes. An estimate.
+GRAPH_BYTES = 512 * 2**20
 # A prompt's chunk costs a GPU hardly more than a decode step: both read all experts.
 _USUAL_TOKENS = {"cpu": 256, "cuda": 4096}
 
@@ -207,6 +209,19 @@ def share_kv(
             f"{_mib(needed)} (--kv-cache-memory)."
         )
     return KvBudget(num_blocks, min(wanted, capacity))
+
+
+def kv_memory(
+    *, total_bytes: int, free_bytes: int, reserved_bytes: int, peak_bytes: int, utilization: float, with_graphs: bool
+) -> int:
+    """Bytes for KV so that no more than `utilization` of the device is used; 0 if nothing is left.
+
+    total_bytes and free_bytes as the driver tells, reserved_bytes what this process's allocator holds now, peak_bytes
+    the most it has handed out at a time, weights included, in a step of the largest size.
+    """
+    of_others = max(0, total_bytes - free_bytes - reserved_bytes)
+    graphs = GRAPH_BYTES if with_graphs else 0
+    return max(0, int(total_bytes * utilization) - of_others - peak_bytes - graphs)
 
 
 def _mib(num_bytes: int) -> str:

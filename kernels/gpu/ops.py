@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,10 +19,15 @@ from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.moe_weights import GpuExperts, empty_weights, store_weights
 from kernels.gpu.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv
+from kernels.gpu.sampling import greedy, sample
 from kernels.linear import Linear, TorchLinear
 from kernels.ops import ExpertMatrices, GatedBlock, HeadLinear, NormWeights, StepInputs
 from kernels.packed_experts import ExpertShape
+from kernels.sampling import Draw
 from kernels.specs import GateSpec
+from kernels.transfer import to_device
+
+_SIGN = 1 << 63
 
 
 @dataclass(slots=True)
@@ -206,6 +212,26 @@ class GpuOps:
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
+
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+        if not any(draw.temperature for draw in draws):
+            return greedy(logits)
+        device = self.device
+        filters = {}
+        if any(draw.filters for draw in draws):
+            filters = {
+                "top_k": to_device(array("i", (draw.top_k for draw in draws)), device),
+                "top_p": to_device(array("f", (draw.top_p for draw in draws)), device),
+                "min_p": to_device(array("f", (draw.min_p for draw in draws)), device),
+            }
+        return sample(
+            logits,
+            to_device(array("f", (draw.temperature for draw in draws)), device),
+            # Seeds count modulo 2 ** 64.
+            to_device(array("q", ((draw.seed + _SIGN) % (2 * _SIGN) - _SIGN for draw in draws)), device),
+            to_device(array("q", (draw.position for draw in draws)), device),
+            **filters,
+        )
 
 
 def store_expert(

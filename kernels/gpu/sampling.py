@@ -1,11 +1,12 @@
-"""Choosing tokens from logits on a GPU without sorting them.
+"""Choosing tokens from logits on a GPU without sorting them: the tokens that `kernels.sampling` draws.
 
-A draw at temperature T is the argmax of logits / T plus Gumbel noise (Gumbel, 1954), which comes from a counter-based
-generator (Philox 4x32-10; Salmon et al., 2011) keyed by the row's seed and counted by position and token: so it depends
-on seed and position alone, not on the batch. It is another stream than that of `kernels.sampling`, which inverts the
-distribution function: the two draw from the same distribution, but not the same tokens. Greedy tokens are the same.
-
-Filters become one threshold per row (`kernels.gpu.sampling`).
+A draw inverts the distribution function at the uniform number of `kernels.sampling.uniform_at`, so it depends on seed
+and position alone, not on the batch, and is the same token on every device up to rounding. Without top-k and top-p the
+function sums tokens in the vocabulary's order: the units of a row are summed side by side, then one program per row
+finds the unit and the token in it. With them it sums from the likeliest token down: the smallest logit that is kept and
+the one that is drawn are found digit by digit of their bit pattern, two bits at a time (radix selection), among
+candidates held in registers. Of tokens with the drawn logit one is chosen in the vocabulary's order. Where the filters
+end among tokens of equal logits all of these are kept; sorting would cut between them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,281 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Top-k, top-p and min-p as one threshold per row of logits, without sorting. The k-th largest logit, and the
-# smallest logit of the nucleus, are found digit by digit of their bit pattern, two bits at a time (radix selection),
-# among candidates that are held in registers. Tokens equal to the threshold are all kept, where sorting would cut
-# between them.
+from kernels.sampling import Draw
+from kernels.sampling import sample as draw_on_cpu
 
-
+# Logits of a row that one program sums.
+_UNIT = 4096
 # Lanes of a row: of each the four largest logits are kept in registers.
 _SCAN = 4096
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token with the largest logit of each row of [S, V] (int64 [S]), and that logit (fp32 [S]).
+
+    A row with a NaN has NaN for its largest logit, and some token.
+    """
+    return _pick(logits, None, None, None, None)
+
+
+def sample(
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A token of each row of logits [S, V] (int64 [S]), and the row's largest logit (fp32 [S]; NaN if there is one).
+
+    temperatures [S] fp32, 0 for greedy rows. seeds, positions [S] int64. top_k [S] int32 (0: off), top_p [S] fp32 (1:
+    off) and min_p [S] fp32 (0: off) are given together or not at all. Reads the logits once, with filters twice as a
+    rule; more often where a lane of the scan hides kept tokens.
+    """
+    kept = None
+    if top_k is not None and top_p is not None and min_p is not None:
+        kept = _keep(logits, temperatures, seeds, positions, top_k, top_p, min_p)
+    return _pick(logits, temperatures, seeds, positions, kept)
+
+
+def filter_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The smallest logit of each row [S, V] that the filters keep (fp32 [S]); minus infinity for rows without any."""
+    anywhere = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    return _keep(logits, temperatures, anywhere, anywhere, top_k, top_p, min_p)[0]
+
+
+def _pick(
+    logits: Tensor,
+    temperatures: Tensor | None,
+    seeds: Tensor | None,
+    positions: Tensor | None,
+    kept: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    num_rows, vocab = logits.shape
+    if logits.stride(1) != 1:
+        raise ValueError("a row of logits must be contiguous")
+    num_units = triton.cdiv(vocab, _UNIT)
+    device = logits.device
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
+    largest = torch.empty(num_rows, dtype=torch.float32, device=device)
+    if not num_rows:
+        return token_ids, largest
+    # Several tensors, not parts of one: where the second began would follow the number of rows, and with it what
+    # Triton knows of its alignment and compiles for.
+    bests, sums, largest_of_unit = (
+        torch.empty((num_rows, num_units), dtype=torch.float32, device=device) for _ in range(3)
+    )
+    tokens = torch.empty((num_rows, num_units), dtype=torch.int32, device=device)
+    # What is absent is never read; any tensor stands in for it.
+    lows, highs, uniforms = (largest, largest, largest) if kept is None else kept[1:]
+    shared = {
+        "VOCAB": vocab,
+        "NUM_UNITS": num_units,
+        "UNIT": _UNIT,
+        "SAMPLE": temperatures is not None,
+        "FILTER": kept is not None,
+    }
+    temperatures = largest if temperatures is None else temperatures
+    _sum_kernel[(num_rows, num_units)](
+        logits, temperatures, lows, highs, bests, tokens, sums, largest_of_unit, logits.stride(0), **shared, num_warps=4
+    )
+    _choose_kernel[(num_rows,)](
+        logits,
+        temperatures,
+        lows,
+        highs,
+        uniforms,
+        largest if seeds is None else seeds,
+        largest if positions is None else positions,
+        bests,
+        tokens,
+        sums,
+        largest_of_unit,
+        token_ids,
+        largest,
+        logits.stride(0),
+        **shared,
+        BLOCK=triton.next_power_of_2(num_units),
+        num_warps=4,
+    )
+    return token_ids, largest
+
+
+def _keep(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the filters leave of each row [S, V], and where in it the draw falls.
+
+    Returns the smallest logit that is kept (fp32 [S], minus infinity for rows without filters); then the interval of
+    logits (fp32 [S] each) within which the token is drawn in the vocabulary's order, and the uniform number (fp64 [S])
+    that it is drawn at. As in `kernels.sampling`: top-k first, of those the fewest likeliest whose probabilities reach
+    top_p, of those the tokens with at least min_p of the likeliest's.
+    """
+    num_rows, vocab = logits.shape
+    thresholds, lows, highs = (torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+    uniforms = torch.empty(num_rows, dtype=torch.float64, device=logits.device)
+    if num_rows:
+        _keep_kernel[(num_rows,)](
+            logits,
+            temperatures,
+            top_k,
+            top_p,
+            min_p,
+            seeds,
+            positions,
+            thresholds,
+            lows,
+            highs,
+            uniforms,
+            logits.stride(0),
+            VOCAB=vocab,
+            BLOCK=_SCAN,
+            num_warps=8,
+        )
+    return thresholds, lows, highs, uniforms
+
+
+@triton.jit
+def _uniform(seed, position):
+    """`kernels.sampling.uniform_at`: int64 scalars -> fp64."""
+    state = seed.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    state += position.to(tl.uint64, bitcast=True) * 0xD1342543DE82EF95
+    state += 0x2545F4914F6CDD1D
+    for _ in tl.static_range(2):
+        state += 0x9E3779B97F4A7C15
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+        state = state ^ (state >> 31)
+    return (state >> 11).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _load_unit(logits, low, high, unit, VOCAB: tl.constexpr, UNIT: tl.constexpr, FILTER: tl.constexpr):
+    """The logits of a unit and which of them are kept; NaN never is."""
+    token = unit * UNIT + tl.arange(0, UNIT)
+    values = tl.load(logits + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
+    kept = (token < VOCAB) & (values == values)
+    if FILTER:
+        kept = kept & (values >= low) & (values <= high)
+    return values, kept
+
+
+@triton.jit
+def _worth_below(values, kept, best, inverse):
+    """Of logits: their share of the softmax, but for a factor. The best has 1."""
+    # Bounded, since minus infinity times 0 and minus infinity less itself are NaN.
+    best = tl.where(best > float("-inf"), best, 0.0)
+    below = tl.where(kept & (values < best), tl.maximum(values - best, -1e30), 0.0)
+    return tl.where(kept & (values > float("-inf")), tl.exp(below * inverse), 0.0)
+
+
+@triton.jit
+def _sum_kernel(
+    logits,
+    temperatures,
+    lows,
+    highs,
+    bests,
+    tokens,
+    sums,
+    largest,
+    row_stride: tl.int64,
+    VOCAB: tl.constexpr,
+    NUM_UNITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    FILTER: tl.constexpr,
+):
+    """Of a unit of a row: the largest logit, the largest that is kept with its first token, and the sum of worths."""
+    row = tl.program_id(0).to(tl.int64)
+    unit = tl.program_id(1)
+    low = tl.load(lows + row) if FILTER else 0.0
+    high = tl.load(highs + row) if FILTER else 0.0
+    values, kept = _load_unit(logits + row * row_stride, low, high, unit, VOCAB, UNIT, FILTER)
+    candidates = tl.where(kept, values, float("-inf"))
+    best = tl.max(candidates, 0)
+    token = unit * UNIT + tl.arange(0, UNIT)
+    place = row * NUM_UNITS + unit
+    tl.store(bests + place, best)
+    tl.store(tokens + place, tl.min(tl.where(candidates == best, token, VOCAB - 1), 0))
+    num_nan = tl.sum((values != values).to(tl.int32), 0)
+    any_value = tl.max(tl.where(values == values, values, float("-inf")), 0)
+    tl.store(largest + place, tl.where(num_nan > 0, float("nan"), any_value))
+    if SAMPLE:
+        temperature = tl.load(temperatures + row)
+        inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
+        tl.store(sums + place, tl.sum(_worth_below(values, kept, best, inverse), 0))
+
+
+@triton.jit
+def _choose_kernel(
+    logits,
+    temperatures,
+    lows,
+    highs,
+    uniforms,
+    seeds,
+    positions,
+    bests,
+    tokens,
+    sums,
+    largest_of_unit,
+    token_ids,
+    largest,
+    row_stride: tl.int64,
+    VOCAB: tl.constexpr,
+    NUM_UNITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    FILTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row. It reads one unit of the row again where it draws."""
+    row = tl.program_id(0).to(tl.int64)
+    units = tl.arange(0, BLOCK)
+    inside = units < NUM_UNITS
+    place = row * NUM_UNITS + units
+    best_of_unit = tl.load(bests + place, mask=inside, other=float("-inf"))
+    first = tl.load(tokens + place, mask=inside, other=VOCAB - 1)
+    best = tl.max(best_of_unit, 0)
+    token = tl.min(tl.where(best_of_unit == best, first, VOCAB - 1), 0)
+    values = tl.load(largest_of_unit + place, mask=inside, other=float("-inf"))
+    num_nan = tl.sum((values != values).to(tl.int32), 0)
+    tl.store(largest + row, tl.where(num_nan > 0, float("nan"), tl.max(tl.where(inside, values, float("-inf")), 0)))
+    if SAMPLE:
+        temperature = tl.load(temperatures + row)
+        if temperature > 0:
+            inverse = 1.0 / temperature
+            if FILTER:
+                low, high, uniform = tl.load(lows + row), tl.load(highs + row), tl.load(uniforms + row)
+            else:
+                low, high = 0.0, 0.0
+                uniform = _uniform(tl.load(seeds + row), tl.load(positions + row))
+            share = tl.load(sums + place, mask=inside, other=0.0).to(tl.float64)
+            worth = share * _worth_below(best_of_unit, inside, best, inverse).to(tl.float64)
+            unit, rest = _invert(worth, uniform)
+            values, kept = _load_unit(logits + row * row_stride, low, high, unit, VOCAB, UNIT, FILTER)
+            worth = _worth_below(values, kept, best, inverse).to(tl.float64)
+            inner, rest = _invert(worth, rest)
+            token = tl.minimum(unit * UNIT + inner, VOCAB - 1)
+    tl.store(token_ids + row, token.to(tl.int64))
+
+
+@triton.jit
+def _invert(worth, uniform):
+    """Where the sum of worths [N] fp64 first exceeds `uniform` of the whole, and how far into that place in [0, 1)."""
+    places = tl.arange(0, worth.shape[0])
+    reached = tl.cumsum(worth, 0)
+    target = uniform * tl.max(reached, 0)
+    # The last place with a worth ends the search where rounding would not.
+    last = tl.max(tl.where(worth > 0, places, 0), 0)
+    place = tl.minimum(tl.sum((reached <= target).to(tl.int32), 0), last)
+    here = tl.sum(tl.where(places == place, worth, 0.0), 0)
+    before = tl.sum(tl.where(places == place, reached, 0.0), 0) - here
+    rest = (target - before) / tl.where(here > 0, here, 1.0)
+    return place, tl.minimum(tl.maximum(rest, 0.0), 1.0)
 
 
 @triton.jit
@@ -82,13 +350,14 @@ def _worth(values, inside, floor, largest, inverse):
 
 
 @triton.jit
-def _row_worth(logits, floor, largest, inverse, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def _row_worth(logits, floor, ceiling, largest, inverse, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the logits of a row from `floor` to `ceiling`."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, VOCAB, BLOCK):
         inside = first + lanes < VOCAB
         values = tl.load(logits + first + lanes, mask=inside, other=float("-inf")).to(tl.float32)
-        total += _worth(values, inside, floor, largest, inverse)
+        total += _worth(values, inside & (values <= ceiling), floor, largest, inverse)
     return tl.sum(total, 0)
 
 
@@ -118,21 +387,26 @@ def _search_row(logits, target, floor, largest, inverse, VOCAB: tl.constexpr, BL
 
 
 @triton.jit
-def _threshold_kernel(
+def _keep_kernel(
     logits,
     temperatures,
     top_ks,
     top_ps,
     min_ps,
+    seeds,
+    positions,
     thresholds,
+    lows,
+    highs,
+    uniforms,
     row_stride: tl.int64,
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per row. It reads the row once and keeps the four largest logits of each of BLOCK lanes.
 
-    What both filters look for is among them unless a lane hides more of what is kept; only then is the row read again,
-    once per digit.
+    What is looked for is among them unless a lane hides more of what is kept; only then is the row read again, once per
+    digit.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
@@ -141,8 +415,11 @@ def _threshold_kernel(
     top_k = tl.load(top_ks + row)
     top_p = tl.load(top_ps + row)
     min_p = tl.load(min_ps + row)
+    uniform = _uniform(tl.load(seeds + row), tl.load(positions + row))
     has_top_k = (top_k > 0) & (top_k < VOCAB)
     threshold = float("-inf")
+    low = float("-inf")
+    high = float("inf")
     if (temperature > 0) & (has_top_k | (top_p < 1) | (min_p > 0)):
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         second = best
@@ -159,6 +436,7 @@ def _threshold_kernel(
         hidden = tl.max(fourth, 0)
         values = tl.join(tl.join(best, second), tl.join(third, fourth)).reshape(4 * BLOCK)
         keys = _ordered(values)
+        inverse = 1.0 / temperature
         if min_p > 0:
             threshold = largest + temperature * tl.log(min_p)
         # The nucleus is taken of what top-k left; min-p comes after it.
@@ -169,237 +447,38 @@ def _threshold_kernel(
                 floor = _search_row(logits, top_k, float("-inf"), 0.0, 0.0, VOCAB, BLOCK)
             threshold = tl.maximum(threshold, floor)
         if top_p < 1:
-            inverse = 1.0 / temperature
             worth = _worth(values, values > float("-inf"), floor, largest, inverse)
             held = tl.sum(worth, 0)
             total = held
             if (hidden >= floor) & (hidden > float("-inf")):
-                total = _row_worth(logits, floor, largest, inverse, VOCAB, BLOCK)
+                total = _row_worth(logits, floor, float("inf"), largest, inverse, VOCAB, BLOCK)
             cut = _search(keys, worth, top_p * total)
             if (held < top_p * total) | ((hidden >= cut) & (hidden > float("-inf"))):
                 cut = _search_row(logits, top_p * total, floor, largest, inverse, VOCAB, BLOCK)
             threshold = tl.maximum(threshold, cut)
-    tl.store(thresholds + row, threshold)
-
-
-def filter_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The smallest logit of each row [S, V] that the filters keep (fp32 [S]); minus infinity for rows without any.
-
-    As in `kernels.sampling`: top-k first, of those the fewest likeliest whose probabilities reach top_p, of those what
-    has at least min_p of the likeliest's.
-    """
-    num_rows, vocab = logits.shape
-    thresholds = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-    if num_rows:
-        _threshold_kernel[(num_rows,)](
-            logits,
-            temperatures,
-            top_k,
-            top_p,
-            min_p,
-            thresholds,
-            logits.stride(0),
-            VOCAB=vocab,
-            BLOCK=_SCAN,
-            num_warps=8,
-        )
-    return thresholds
-
-
-# Both are part of the random stream: another unit draws other tokens.
-_LANES = 1024
-_UNIT = 4 * _LANES
-
-
-@triton.jit
-def _gumbel(word):
-    """Gumbel noise from 32 random bits. Small uniforms keep their precision: they make the largest values."""
-    uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    series = uniform * (1.0 + uniform * (0.5 + uniform * 0.3333333333))
-    exponential = tl.where(uniform < 1e-3, series, -tl.log(1.0 - uniform))
-    return -tl.log(exponential)
-
-
-@triton.jit
-def _pick_kernel(
-    logits,
-    temperatures,
-    thresholds,
-    seeds,
-    positions,
-    best_scores,
-    best_tokens,
-    largest,
-    row_stride: tl.int64,
-    VOCAB: tl.constexpr,
-    NUM_UNITS: tl.constexpr,
-    LANES: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    FILTER: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    unit = tl.program_id(1)
-    lanes = tl.arange(0, LANES)
-    if SAMPLE:
-        temperature = tl.load(temperatures + row)
-        inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)
-        noisy = temperature > 0
-        position = tl.load(positions + row)
-        counter = (unit * LANES + lanes).to(tl.uint32)
-        none = counter * 0
-        low = none + (position & 0xFFFFFFFF).to(tl.uint32)
-        high = none + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        word_0, word_1, word_2, word_3 = tl.philox(tl.load(seeds + row), counter, low, high, none)
-    if FILTER:
-        threshold = tl.load(thresholds + row)
-    scores = tl.full([LANES], float("-inf"), tl.float32)
-    tokens = unit * 4 * LANES + lanes
-    maxima = tl.full([LANES], float("-inf"), tl.float32)
-    num_nan = tl.zeros([LANES], tl.int32)
-    for quarter in tl.static_range(4):
-        token = (unit * 4 + quarter) * LANES + lanes
-        inside = token < VOCAB
-        values = tl.load(logits + row * row_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-        num_nan += (values != values).to(tl.int32)
-        maxima = tl.maximum(maxima, values)
-        score = values
-        if FILTER:
-            score = tl.where(score >= threshold, score, float("-inf"))
-        if SAMPLE:
-            if quarter == 0:
-                noise = _gumbel(word_0)
-            elif quarter == 1:
-                noise = _gumbel(word_1)
-            elif quarter == 2:
-                noise = _gumbel(word_2)
+        low = threshold
+        if has_top_k | (top_p < 1):
+            # From the likeliest down; any positive target is first reached by the likeliest.
+            worth = _worth(values, values > float("-inf"), threshold, largest, inverse)
+            total = tl.sum(worth, 0)
+            target = tl.maximum(uniform.to(tl.float32) * total, 1e-37)
+            if (hidden >= threshold) & (hidden > float("-inf")):
+                total = _row_worth(logits, threshold, float("inf"), largest, inverse, VOCAB, BLOCK)
+                target = tl.maximum(uniform.to(tl.float32) * total, 1e-37)
+                low = _search_row(logits, target, threshold, largest, inverse, VOCAB, BLOCK)
+                reached = _row_worth(logits, low, float("inf"), largest, inverse, VOCAB, BLOCK)
+                equal = _row_worth(logits, low, low, largest, inverse, VOCAB, BLOCK)
             else:
-                noise = _gumbel(word_3)
-            score = score * inverse + tl.where(noisy, noise, 0.0)
-        # Strictly larger: of equal scores the first token wins, as in torch.
-        better = (score > scores) & inside
-        scores = tl.where(better, score, scores)
-        tokens = tl.where(better, token, tokens)
-    best = tl.max(scores, 0)
-    token = tl.min(tl.where(scores == best, tokens, VOCAB - 1), 0)
-    place = row * NUM_UNITS + unit
-    tl.store(best_scores + place, best)
-    tl.store(best_tokens + place, token)
-    value = tl.max(maxima, 0)
-    tl.store(largest + place, tl.where(tl.sum(num_nan, 0) > 0, float("nan"), value))
-
-
-@triton.jit
-def _finish_kernel(
-    best_scores,
-    best_tokens,
-    largest_of_unit,
-    token_ids,
-    largest,
-    VOCAB: tl.constexpr,
-    NUM_UNITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    units = tl.arange(0, BLOCK)
-    inside = units < NUM_UNITS
-    place = row * NUM_UNITS + units
-    scores = tl.load(best_scores + place, mask=inside, other=float("-inf"))
-    tokens = tl.load(best_tokens + place, mask=inside, other=VOCAB - 1)
-    best = tl.max(scores, 0)
-    tl.store(token_ids + row, tl.min(tl.where(scores == best, tokens, VOCAB - 1), 0).to(tl.int64))
-    values = tl.load(largest_of_unit + place, mask=inside, other=float("-inf"))
-    num_nan = tl.sum((values != values).to(tl.int32), 0)
-    tl.store(largest + row, tl.where(num_nan > 0, float("nan"), tl.max(values, 0)))
-
-
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token with the largest logit of each row of [S, V] (int64 [S]), and that logit (fp32 [S]).
-
-    A row with a NaN has NaN for its largest logit, and some token.
-    """
-    return _pick(logits, None, None, None, None)
-
-
-def sample(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    *,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """A token of each row of logits [S, V] (int64 [S]), and the row's largest logit (fp32 [S]; NaN if there is one).
-
-    temperatures [S] fp32, 0 for greedy rows. seeds, positions [S] int64. top_k [S] int32 (0: off), top_p [S] fp32 (1:
-    off) and min_p [S] fp32 (0: off) are given together or not at all. Reads the logits once, with filters
-    twice as a rule (`kernels.gpu.sampling` says when oftener).
-    """
-    thresholds = None
-    if top_k is not None and top_p is not None and min_p is not None:
-        thresholds = filter_thresholds(logits, temperatures, top_k, top_p, min_p)
-    return _pick(logits, temperatures, thresholds, seeds, positions)
-
-
-def _pick(
-    logits: Tensor,
-    temperatures: Tensor | None,
-    thresholds: Tensor | None,
-    seeds: Tensor | None,
-    positions: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    num_rows, vocab = logits.shape
-    if logits.stride(1) != 1:
-        raise ValueError("a row of logits must be contiguous")
-    num_units = triton.cdiv(vocab, _UNIT)
-    device = logits.device
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-    largest = torch.empty(num_rows, dtype=torch.float32, device=device)
-    if not num_rows:
-        return token_ids, largest
-    # Two tensors, not halves of one: where the second began would follow the number of rows, and with it what Triton
-    # knows of its alignment and compiles for.
-    scores = torch.empty((num_rows, num_units), dtype=torch.float32, device=device)
-    of_unit = torch.empty_like(scores)
-    tokens = torch.empty((num_rows, num_units), dtype=torch.int32, device=device)
-    _pick_kernel[(num_rows, num_units)](
-        logits,
-        largest if temperatures is None else temperatures,
-        largest if thresholds is None else thresholds,
-        largest if seeds is None else seeds,
-        largest if positions is None else positions,
-        scores,
-        tokens,
-        of_unit,
-        logits.stride(0),
-        VOCAB=vocab,
-        NUM_UNITS=num_units,
-        LANES=_LANES,
-        SAMPLE=temperatures is not None,
-        FILTER=thresholds is not None,
-        num_warps=4,
-    )
-    _finish_kernel[(num_rows,)](
-        scores,
-        tokens,
-        of_unit,
-        token_ids,
-        largest,
-        VOCAB=vocab,
-        NUM_UNITS=num_units,
-        BLOCK=triton.next_power_of_2(num_units),
-        num_warps=1,
-    )
-    return token_ids, largest
-
-
-# The draws of `kernels.gpu.sampling` in plain torch: the same random stream, filters by sorting.
-
-
-_MASK_32 = 0xFFFFFFFF
-_KEYS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = (0xD2511F53, 0xCD9E8D57)
+                low = _search(keys, worth, target)
+                reached = tl.sum(tl.where(values >= low, worth, 0.0), 0)
+                equal = tl.sum(tl.where(values == low, worth, 0.0), 0)
+            high = low
+            rest = 1.0 - (reached - target) / tl.where(equal > 0, equal, 1.0)
+            uniform = tl.minimum(tl.maximum(rest, 0.0), 1.0).to(tl.float64)
+    tl.store(thresholds + row, threshold)
+    tl.store(lows + row, low)
+    tl.store(highs + row, high)
+    tl.store(uniforms + row, uniform)
 
 
 def sample_reference(
@@ -412,23 +491,15 @@ def sample_reference(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.gpu.sampling.sample`."""
-    values = logits.float()
-    largest = values.max(-1).values
-    kept = values
-    if top_k is not None and top_p is not None and min_p is not None:
-        thresholds = filter_thresholds_reference(logits, temperatures, top_k, top_p, min_p)
-        kept = values.masked_fill(values < thresholds[:, None], -torch.inf)
-    token_ids = torch.empty(len(values), dtype=torch.int64, device=logits.device)
-    for row, (temperature, seed, position) in enumerate(
-        zip(temperatures.tolist(), seeds.tolist(), positions.tolist(), strict=True)
-    ):
-        scores = kept[row]
-        if temperature > 0:
-            noise = gumbel_noise(seed, position, values.shape[1]).to(values.device)
-            scores = scores.double() / temperature + noise
-        token_ids[row] = int((scores == scores.max()).nonzero()[0]) if not scores.isnan().any() else 0
-    return token_ids, largest
+    """`sample` as a CPU does it."""
+    filters = [values.tolist() for values in (top_k, top_p, min_p) if values is not None]
+    per_row = zip(*filters, seeds.tolist(), positions.tolist(), strict=True)
+    draws = [
+        Draw(temperature, *(numbers if filters else (0, 1.0, 0.0, *numbers)))
+        for temperature, numbers in zip(temperatures.tolist(), per_row, strict=True)
+    ]
+    token_ids, largest = draw_on_cpu(logits.cpu(), draws)
+    return token_ids.to(logits.device), largest.to(logits.device)
 
 
 def filter_thresholds_reference(
@@ -452,32 +523,3 @@ def filter_thresholds_reference(
             least = values[0] + temperature * torch.tensor(share).log()
             thresholds[row] = torch.maximum(thresholds[row], least)
     return thresholds
-
-
-def gumbel_noise(seed: int, position: int, vocab: int) -> Tensor:
-    """The noise [V] (fp64) of every token at one position."""
-    tokens = torch.arange(vocab)
-    counter = tokens // (4 * _LANES) * _LANES + tokens % _LANES
-    words = philox(seed, counter, position)
-    word = words.gather(0, (tokens // _LANES % 4)[None])[0]
-    uniform = ((word.double() + 0.5) * 2.0**-32).clamp(max=0.99999994)
-    return -(-torch.log1p(-uniform)).log()
-
-
-def philox(seed: int, counter: Tensor, position: int) -> Tensor:
-    """Four words of 32 random bits [4, N] (int64) per counter [N], keyed by `seed` (Philox 4x32-10)."""
-    key = [seed & _MASK_32, (seed >> 32) & _MASK_32]
-    zero = torch.zeros_like(counter)
-    words = [counter, zero + (position & _MASK_32), zero + ((position >> 32) & _MASK_32), zero]
-    for _ in range(10):
-        product_0, product_1 = words[0] * _ROUNDS[0], words[2] * _ROUNDS[1]
-        # The products need 64 bits unsigned; as signed ones they wrap, and the mask takes the sign off again.
-        high_0, high_1 = (product_0 >> 32) & _MASK_32, (product_1 >> 32) & _MASK_32
-        words = [
-            high_1 ^ words[1] ^ key[0],
-            product_1 & _MASK_32,
-            high_0 ^ words[3] ^ key[1],
-            product_0 & _MASK_32,
-        ]
-        key = [(key[0] + _KEYS[0]) & _MASK_32, (key[1] + _KEYS[1]) & _MASK_32]
-    return torch.stack(words)

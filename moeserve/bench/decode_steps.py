@@ -15,11 +15,11 @@ from experts.routing import RoutingShape, unpack
 from experts.routing_tap import RoutingTap
 from kernels.gpu.moe_config import MoeConfigs
 from moeserve.bench.random_model import qwen3_moe_spec, random_decoder
-from moeserve.cuda.expert_kernels import expert_configs, expert_storage
-from moeserve.cuda.gpu_model import GpuSettings, make_runner
-from moeserve.cuda.runner import GpuModelRunner
 from moeserve.device import KvBudget
 from moeserve.model.decoder import Decoder
+from moeserve.model.gpu_kernels import expert_configs, expert_storage
+from moeserve.model.gpu_model import GpuSettings, make_runner
+from moeserve.model.gpu_runner import GpuModelRunner
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduler import Scheduler

@@ -103,7 +103,7 @@ def _sections(device: torch.device, num_sms: int) -> list[Section]:
     from moeserve.bench.kernel_cases_moe import ALONE_NUM_TOKENS, SHAPES, combine_cases, moe_cases, quantised_cases
     from moeserve.bench.kernel_cases_sampling import sampling_cases
     from moeserve.bench.kernel_cases_small import copy_cases, gate_cases, norm_cases
-    from moeserve.cuda.expert_kernels import moe_configs
+    from moeserve.model.gpu_kernels import moe_configs
 
     configs = partial(moe_configs, device=device)
     experts = [
@@ -143,7 +143,7 @@ def _attention_case(case: AttentionCase, device: torch.device, num_sms: int) -> 
     from moeserve.bench.kernel_attention import prepare
     from moeserve.bench.kernel_case import KernelCase
     from moeserve.bench.kernel_peers_attention import attention_peers
-    from moeserve.cuda.attention_kernels import tuned_attention
+    from moeserve.model.gpu_kernels import tuned_attention
 
     prepared = prepare(case, device, num_sms, configs=tuned_attention(case.shape, device))
     peers = attention_peers(prepared)

@@ -14,9 +14,9 @@ from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.gpu.ops import GpuOps
 from kernels.linear import Linear
 from kernels.ops import NormWeights
-from moeserve.cuda.expert_kernels import expert_configs, expert_storage, triton_moe
 from moeserve.model.decoder import Decoder, DecoderLayer, GqaAttention
 from moeserve.model.families import build_spec
+from moeserve.model.gpu_kernels import expert_configs, expert_storage, triton_moe
 from moeserve.model.spec import AttentionSpec, DecoderSpec
 
 

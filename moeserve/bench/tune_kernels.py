@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kernels.gpu.moe_config import MoeConfig
 
 BLOCK_SIZE, GROUP_SIZES = 16, (128, 64, 32)
-# As `moeserve serve` calls them; what they stand for is `moeserve.cuda.attention_kernels.kv_dtype_of`.
+# As `moeserve serve` calls them; what they stand for is `moeserve.model.gpu_kernels.kv_dtype_of`.
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 Sizes = tuple[int, int, int, int]
 _SHAPE = re.compile(r"(\d+),(\d+),(\d+),(\d+)")
@@ -191,8 +191,7 @@ def _tune_attention(spec: DecoderSpec, block_size: int, weights: WeightFormat, k
     from kernels.gpu.attention_config import write_attention
     from kernels.gpu.moe_config import file_name
     from moeserve.bench.tune_attention import tune_attention
-    from moeserve.cuda.attention_kernels import attention_shape, kv_dtype_of
-    from moeserve.cuda.expert_kernels import platform_of, tuned_folder
+    from moeserve.model.gpu_kernels import attention_shape, kv_dtype_of, platform_of, tuned_folder
 
     device = torch.device("cuda")
     dtypes: dict[WeightFormat, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
@@ -230,7 +229,7 @@ def _tune_experts(shape: MoeShape, all_num_tokens: tuple[int, ...], out: Path | 
 
     from kernels.gpu.moe_config import file_name, write_tuned
     from moeserve.bench.tune_moe import tune_shape
-    from moeserve.cuda.expert_kernels import platform_of, tuned_folder
+    from moeserve.model.gpu_kernels import platform_of, tuned_folder
 
     device = torch.device("cuda")
     platform = platform_of(device)

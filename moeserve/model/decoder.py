@@ -235,7 +235,7 @@ class Decoder:
         self.dtype = dtype
         self.device = ops.device
         self.max_model_len = max_model_len
-        self._ops = ops
+        self.ops = ops
         self._embedding = embedding
         self._layers = tuple(layers)
         # What follows each layer's second sum.
@@ -272,7 +272,7 @@ class Decoder:
         only. On a GPU it waits for nothing and allocates only what the caching allocator holds, so that a graph can
         record it; rows with slot -1 come out as noise.
         """
-        spec, ops, rows, num_valid = self.spec, self._ops, batch.logit_rows, batch.num_valid
+        spec, ops, rows, num_valid = self.spec, self.ops, batch.logit_rows, batch.num_valid
         residual = F.embedding(batch.token_ids, self._embedding).to(self.dtype)
         if spec.embedding_multiplier != 1.0:
             residual.mul_(spec.embedding_multiplier)

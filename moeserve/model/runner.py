@@ -2,107 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from experts.routing_tap import RoutingTap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.ops import PagedRows
-from kernels.sampling import apply_penalties, draw, greedy, uniform_at
 from moeserve.model.decoder import Decoder, ForwardBatch
 from moeserve.model.kv_pool import KVPool
-from moeserve.plan import (
-    Chunk,
-    ChunkExtras,
-    ChunkResult,
-    Computed,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-    wanted_logits,
-)
-
-# Tokens and log probabilities of a step, row by row: a pure function of logits, sampling data, seed and position.
-
-
-NOT_FINITE = "the model produced logits that are not finite"
-
-
-def sample(logits: Tensor, chunks: list[Chunk]) -> list[ChunkResult]:
-    """One result per row of logits [S, V] (any float dtype); row i belongs to `chunks[i]`, which has `sampling`.
-
-    A row with NaN or infinite logits gives an error for its request alone. Mutates nothing.
-    """
-    logits = logits.float()
-    largest, likeliest = greedy(logits)
-    results = []
-    for index, chunk in enumerate(chunks):
-        sampling = chunk.sampling
-        assert sampling is not None
-        if not math.isfinite(largest[index]):
-            results.append(ChunkResult(error=NOT_FINITE))
-            continue
-        is_plain = sampling.temperature == 0.0 and chunk.extras is None and not sampling.logit_bias
-        token_id = likeliest[index] if is_plain else _choose(logits[index], chunk, sampling)
-        logprobs = None
-        if sampling.logprobs is not None:
-            logprobs = token_logprobs(logits[index : index + 1], [token_id], sampling.logprobs)[0]
-        results.append(ChunkResult(token_id, logprobs))
-    return results
-
-
-def token_logprobs(logits: Tensor, token_ids: list[int] | array[int], num_top: int) -> list[TokenLogprobs]:
-    """Log probabilities of one token per row of logits [S, V], with the `num_top` likeliest of each row."""
-    logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, dtype=torch.int64)[:, None])[:, 0].tolist()
-    if not num_top:
-        return [TokenLogprobs(value) for value in chosen]
-    values, places = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
-    tops = zip(places.tolist(), values.tolist(), strict=True)
-    return [
-        TokenLogprobs(value, tuple(zip(ids, best, strict=True)))
-        for value, (ids, best) in zip(chosen, tops, strict=True)
-    ]
-
-
-def _choose(row: Tensor, chunk: Chunk, sampling: SamplingParams) -> int:
-    row = adjusted_row(row, chunk, sampling)
-    if sampling.temperature == 0.0:
-        return int(row.argmax())
-    uniform = uniform_at(sampling.seed, chunk.start + len(chunk.token_ids))
-    return draw(row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, uniform)
-
-
-def adjusted_row(row: Tensor, chunk: Chunk, sampling: SamplingParams) -> Tensor:
-    """A copy of logits [V] with the penalties, then the biases, then the bans that the chunk wishes."""
-    row = row.clone()
-    if chunk.extras is not None:
-        _apply_extras(row, chunk.extras, sampling)
-    if sampling.logit_bias:
-        places = torch.tensor(list(sampling.logit_bias), dtype=torch.int64)
-        row[places] += torch.tensor(list(sampling.logit_bias.values()), dtype=row.dtype)
-    if chunk.extras is not None and chunk.extras.banned_token_ids:
-        row[list(chunk.extras.banned_token_ids)] = -torch.inf
-    return row
-
-
-def _apply_extras(row: Tensor, extras: ChunkExtras, sampling: SamplingParams) -> None:
-    if extras.history is None:
-        return
-    apply_penalties(
-        row,
-        torch.tensor(extras.history, dtype=torch.int64),
-        extras.num_prompt_tokens,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.repetition_penalty,
-    )
-
+from moeserve.model.sampler import sample_step
+from moeserve.model.step_arrays import step_arrays
+from moeserve.plan import Chunk, ChunkResult, Computed, StepPlan, StepResult, wanted_logits
 
 _WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
 
@@ -130,21 +42,9 @@ class ModelRunner:
         if not plan.chunks:
             self._decoder.serve_others()
             return []
-        logit_rows, rows_of_chunk = wanted_logits(plan.chunks)
-        logits = self._decoder.forward(self._make_batch(plan.chunks, logit_rows), self._kv_pool.layers)
-        sampled = [chunk for chunk in plan.chunks if chunk.sampling is not None]
-        last_rows = [rows[-1] for chunk, rows in zip(plan.chunks, rows_of_chunk, strict=True) if chunk.sampling]
-        whole = len(last_rows) == len(logit_rows)
-        drawn = iter(sample(logits if whole else logits[last_rows], sampled) if sampled else ())
-        results = []
-        for chunk, rows in zip(plan.chunks, rows_of_chunk, strict=True):
-            result = next(drawn) if chunk.sampling is not None else ChunkResult()
-            if chunk.extras is not None and chunk.extras.prompt_targets:
-                targets = chunk.extras.prompt_targets
-                of_targets = logits[rows.start : rows.start + len(targets)]
-                result.prompt_logprobs = token_logprobs(of_targets, targets, chunk.extras.num_top_logprobs)
-            results.append(result)
-        return results
+        logit_rows, places = wanted_logits(plan.chunks)
+        states = self._decoder.states(self._make_batch(plan.chunks, logit_rows), self._kv_pool.layers)
+        return sample_step(self._decoder, plan.chunks, places, states).results()
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None) -> None:
@@ -167,27 +67,16 @@ class ModelRunner:
             )
 
     def _make_batch(self, chunks: list[Chunk], logit_rows: list[int]) -> ForwardBatch:
-        block_size = self._kv_pool.block_size
-        token_ids: array[int] = array("i")
-        positions: array[int] = array("q")
-        slots: array[int] = array("q")
-        spans = []
-        for chunk in chunks:
-            count = len(chunk.token_ids)
-            first, last = chunk.start, chunk.start + count
-            token_ids += chunk.token_ids
-            positions.extend(range(first, last))
-            if count == 1:
-                slots.append(chunk.block_table[first // block_size] * block_size + first % block_size)
-            else:
-                for block in range(first // block_size, (last - 1) // block_size + 1):
-                    base = (chunk.block_table[block] - block) * block_size
-                    start, stop = max(first, block * block_size), min(last, (block + 1) * block_size)
-                    slots.extend(range(base + start, base + stop))
-            spans.append(ChunkSpan(count, first, chunk.block_table))
+        arrays = step_arrays(chunks, self._kv_pool.block_size)
+        spans = [
+            ChunkSpan(len(chunk.token_ids), chunk.start, table)
+            for chunk, table in zip(chunks, arrays.block_tables, strict=True)
+        ]
         return ForwardBatch(
-            token_ids=torch.frombuffer(token_ids, dtype=torch.int32).to(torch.int64),
-            positions=torch.frombuffer(positions, dtype=torch.int64),
-            attention=PagedRows(torch.frombuffer(slots, dtype=torch.int64), AttentionPlan(spans, block_size)),
-            logit_rows=None if len(logit_rows) == len(token_ids) else torch.tensor(logit_rows, dtype=torch.int64),
+            token_ids=torch.frombuffer(arrays.token_ids, dtype=torch.int64),
+            positions=torch.frombuffer(arrays.positions, dtype=torch.int64),
+            attention=PagedRows(
+                torch.frombuffer(arrays.slots, dtype=torch.int64), AttentionPlan(spans, self._kv_pool.block_size)
+            ),
+            logit_rows=None if len(logit_rows) == arrays.num_rows else torch.tensor(logit_rows, dtype=torch.int64),
         )

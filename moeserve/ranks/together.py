@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moeserve.cuda.step_arrays import padded_size
+from moeserve.model.step_arrays import padded_size
 from moeserve.plan import StepPlan
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from experts.collectives import Collectives, RecordedTraffic
     from experts.dispatch import ExpertParallel
-    from moeserve.cuda.launch_variants import StepShape
+    from moeserve.model.step_arrays import StepShape
 
 # Its sizes follow from the number of rows alone, so a graph can hold it.
 _CAPTURED_SHAPE = "allgather"
@@ -57,7 +57,7 @@ class StepRows:
 
 
 class GroupSteps:
-    """Tells the exchange of rows of every step. On GPUs it is `moeserve.cuda.peers.Peers`.
+    """Tells the exchange of rows of every step. On GPUs it is `moeserve.model.gpu_runner.Peers`.
 
     decode_size: of the step that has begun, None for one that is not captured.
     """

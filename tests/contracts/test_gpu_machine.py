@@ -32,12 +32,14 @@ def names_under(folder: str) -> list[str]:
 
 MODULES = [
     *names_under("kernels"),
-    *names_under("moeserve/cuda"),
+    *[name for name in names_under("moeserve/model") if ".gpu_" in name],
     *[
         name
         for name in names_under("moeserve/bench")
         if name.rsplit(".", 1)[1].startswith(("kernel_", "tune_", "decode_"))
     ],
+    "moeserve.gpu_body",
+    "moeserve.rank",
     "moeserve.bench.moe_case",
     "moeserve.bench.random_model",
     "moeserve.steps",

@@ -68,6 +68,29 @@ def test_a_step_without_wanted_rows_still_stores_keys_and_values(case: str) -> N
     assert torch.equal(runner.step([(0, 15, 21)]), _whole(decoder)[0][15:])
 
 
+class _Log:
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int, tuple[int, ...]]] = []
+
+    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        assert len(x) == len(expert_ids) == len(weights)
+        self.heard.append(("chose", layer, tuple(expert_ids.shape)))
+
+    def after(self, layer: int, residual: Tensor) -> None:
+        self.heard.append(("after", layer, tuple(residual.shape)))
+
+
+def test_observers_hear_of_every_layer_with_experts_and_of_its_end_but_for_the_last(tmp_path: Path) -> None:
+    save("deepseek_v3-yarn", tmp_path)
+    spec, log = build_spec(load_config(tmp_path)), _Log()
+    assert spec.moe is not None
+    assert len(spec.moe_layers) == 2 < spec.num_layers
+    decoder = load_decoder(tmp_path, spec, max_model_len=80, observers=[log])
+    PagedRunner(decoder, _REQUESTS).step([(0, 0, 7)], logit_rows=[6])
+    top_k = spec.moe.gate.top_k
+    assert log.heard == [("chose", 0, (7, top_k)), ("after", 0, (7, spec.hidden_size)), ("chose", 1, (1, top_k))]
+
+
 def _gqa(**fields: object) -> object:
     def change(spec: DecoderSpec) -> DecoderSpec:
         assert isinstance(spec.attention, AttentionSpec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from moeserve.cuda.launch_variants import StepShape
+from moeserve.model.step_arrays import StepShape
 from moeserve.ranks.together import GroupSteps, StepRows
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.ops import CpuOps
 from kernels.sampling import draw, uniform_at
-from moeserve.model.runner import NOT_FINITE, sample, token_logprobs
-from moeserve.plan import Chunk, ChunkExtras, SamplingParams
+from moeserve.model.sampler import NOT_FINITE, ScoredTokens, draw_tokens
+from moeserve.plan import Chunk, ChunkExtras, ChunkResult, SamplingParams
 
 VOCAB = 50
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
@@ -18,6 +19,10 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 def chunk(sampling: SamplingParams, position: int = 5, extras: ChunkExtras | None = None) -> Chunk:
     return Chunk("r", array("i", [1]), position, array("i", [0]), sampling, extras)
+
+
+def sample(logits: torch.Tensor, chunks: list[Chunk]) -> list[ChunkResult]:
+    return draw_tokens(CpuOps(), logits, chunks).results()
 
 
 def test_greedy_takes_the_largest_logit() -> None:
@@ -119,6 +124,6 @@ def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
 
 def test_prompt_logprobs_name_one_token_per_row() -> None:
     logits = torch.randn(3, VOCAB)
-    found = token_logprobs(logits, array("i", [1, 2, 3]), 0)
+    found = ScoredTokens(lambda states: states, logits, array("i", [1, 2, 3]), 0).all()
     assert [entry.logprob for entry in found] == pytest.approx(logits.log_softmax(-1)[range(3), [1, 2, 3]].tolist())
     assert found[0].top == ()

@@ -11,8 +11,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 import moeserve.bench.tune_attention as tune_attention_module
-import moeserve.cuda.attention_kernels as attention_kernels
-import moeserve.cuda.expert_kernels as expert_kernels
+import moeserve.model.gpu_kernels as attention_kernels
+import moeserve.model.gpu_kernels as expert_kernels
 from kernels.gpu.attention_config import (
     MAX_CANDIDATES,
     AttentionConfigs,
@@ -28,8 +28,8 @@ from kernels.gpu.attention_config import (
 )
 from kernels.gpu.moe_config import Platform, TuningError, file_name
 from moeserve.bench.tune_attention import Batch, Batches, tune_attention
-from moeserve.cuda.batches import AttentionLimits
 from moeserve.model.families import build_spec, load_config
+from moeserve.model.gpu_batches import AttentionLimits
 from tests.support.commands import invoke
 from tests.support.tiny_models import save
 

@@ -11,13 +11,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from moeserve.cuda.batches import AttentionLimits
-from moeserve.cuda.decode_graphs import DecodeSteps
-from moeserve.cuda.launch_variants import StepShape
-from moeserve.cuda.routing import Computed, HeardDecoder
-from moeserve.cuda.step_arrays import StepArrays
-from moeserve.cuda.warm_up import blank_arrays
 from moeserve.model.decoder import ForwardBatch
+from moeserve.model.gpu_batches import AttentionLimits
+from moeserve.model.gpu_runner import Computed, DecodeSteps, HeardDecoder
+from moeserve.model.gpu_setup import blank_arrays
+from moeserve.model.step_arrays import StepArrays, StepShape
 from tests.support.checkpoints import spec_of
 from tests.support.tiny_models import save
 

@@ -14,10 +14,10 @@ from experts.gates import FittedGates, GatePreview
 from experts.observer import AnyObserver
 from experts.predictor import Tap
 from moeserve.config import ConfigError
-from moeserve.cuda.expert_memory import plan_gpu_residency
-from moeserve.cuda.gpu_model import make_runner
 from moeserve.device import KvBudget
 from moeserve.model.families import build_spec, load_config
+from moeserve.model.gpu_expert_memory import plan_gpu_residency
+from moeserve.model.gpu_model import make_runner
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.weights import load_decoder
 from moeserve.plan import ChunkResult, StepPlan

@@ -14,11 +14,11 @@ import torch
 
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_tap import RoutingTap
-from moeserve.cuda.gpu_model import GpuSettings, make_runner
-from moeserve.cuda.runner import GpuModelRunner
 from moeserve.device import KvBudget
 from moeserve.experts.observe import ExpertRecording, PrefixSigner, RecordingPlan, routing_shape
 from moeserve.model.families import build_spec, load_config
+from moeserve.model.gpu_model import GpuSettings, make_runner
+from moeserve.model.gpu_runner import GpuModelRunner
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import DecoderSpec
@@ -202,7 +202,7 @@ def test_a_prompt_is_scored_in_parts_with_the_log_probabilities_of_the_cpu(
 ) -> None:
     if "llama" not in str(model_dir):
         pytest.skip("scoring does not depend on the model")
-    monkeypatch.setattr("moeserve.cuda.sampler.SCORED_AT_ONCE", 3)
+    monkeypatch.setattr("moeserve.model.sampler.SCORED_AT_ONCE", 3)
     spec, prompt = spec_of(model_dir), array("i", PROMPTS[0])
     scored = ChunkExtras(prompt_targets=prompt[1:], num_top_logprobs=2)
     plan = StepPlan(

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import pytest
 
 from kernels.gpu.moe_config import Device, MoeConfigs, MoeShape, Platform
-from moeserve.cuda.launch_variants import LaunchVariants, StepLimits, StepShape
-from moeserve.cuda.step_arrays import ExtendLimits
+from moeserve.model.gpu_setup import LaunchVariants, StepLimits
+from moeserve.model.step_arrays import ExtendLimits, StepShape
 from tests.support.separate_process import output_of
 
 HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)

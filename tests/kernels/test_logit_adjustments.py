@@ -6,8 +6,7 @@ from array import array
 import pytest
 import torch
 
-from moeserve.cuda.logit_adjustments import adjusted_logits
-from moeserve.model.runner import adjusted_row
+from moeserve.model.sampler import adjusted_logits
 from moeserve.plan import Chunk, ChunkExtras, SamplingParams
 
 VOCAB = 50
@@ -35,8 +34,21 @@ def random_chunk(draw):
 
 
 def row_by_row(logits, chunks):
-    """As a CPU adjusts them."""
-    return torch.stack([adjusted_row(row, one, one.sampling) for row, one in zip(logits.float(), chunks, strict=True)])
+    """By the definitions, one token after another."""
+    adjusted = logits.float().clone()
+    for row, one in zip(adjusted, chunks, strict=True):
+        sampling, history = one.sampling, (one.extras and one.extras.history) or ()
+        repetition = torch.tensor(sampling.repetition_penalty)
+        for token in set(history):
+            row[token] = row[token] / repetition if row[token] > 0 else row[token] * repetition
+            count = list(history[one.extras.num_prompt_tokens :]).count(token)
+            if count:
+                row[token] -= sampling.presence_penalty + sampling.frequency_penalty * torch.tensor(float(count))
+        for token, bias in (sampling.logit_bias or {}).items():
+            row[token] += bias
+        for token in one.extras.banned_token_ids if one.extras else ():
+            row[token] = -torch.inf
+    return adjusted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

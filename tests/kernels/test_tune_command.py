@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moeserve.bench.tune_moe as tune_moe
-import moeserve.cuda.expert_kernels as expert_kernels
+import moeserve.model.gpu_kernels as expert_kernels
 from kernels.gpu.moe import device_of, moe_experts_reference
 from kernels.gpu.moe_config import MoeShape, heuristic_config
 from moeserve.bench.moe_case import ACTIVATION, make_case

@@ -11,17 +11,17 @@ import torch
 from experts.expert_file import round_to_page
 from experts.gates import FittedGates
 from experts.observer import AnyObserver
-from moeserve.cuda.expert_kernels import expert_storage
-from moeserve.cuda.expert_memory import (
+from moeserve.device import KvBudget
+from moeserve.experts.prefetch import PrefetchSteps, start_prefetching
+from moeserve.model.gpu_expert_memory import (
     GpuExpertSettings,
     GpuResidentModel,
     open_gpu_experts,
     plan_gpu_residency,
     slot_layout,
 )
-from moeserve.cuda.gpu_model import GpuSettings, make_runner
-from moeserve.device import KvBudget
-from moeserve.experts.prefetch import PrefetchSteps, start_prefetching
+from moeserve.model.gpu_kernels import expert_storage
+from moeserve.model.gpu_model import GpuSettings, make_runner
 from moeserve.model.spec import DecoderSpec, silent
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan
 from moeserve.rank import ObservedRunner

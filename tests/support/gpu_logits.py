@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.attention_config import AttentionConfigs
-from moeserve.cuda.attention_kernels import attention_shape
-from moeserve.cuda.batches import AttentionLimits, StepBatches
-from moeserve.cuda.step_arrays import step_arrays
 from moeserve.model.decoder import Decoder
+from moeserve.model.gpu_batches import AttentionLimits, StepBatches
+from moeserve.model.gpu_kernels import attention_shape
 from moeserve.model.kv_pool import KVPool
+from moeserve.model.step_arrays import step_arrays
 from moeserve.plan import Chunk
 from tests.support.paged_runner import PagedRunner
 

@@ -18,29 +18,25 @@ from pathlib import Path
 import torch
 
 import kernels.gpu.ops
-import moeserve.cuda.batches
-import moeserve.cuda.expert_kernels
+import moeserve.model.gpu_batches
+import moeserve.model.gpu_kernels
 from experts.expert_file import round_to_page
 from kernels.gpu.moe_config import Device, WeightStorage
-from moeserve.cuda.attention_kernels import kv_dtype_of
-from moeserve.cuda.batches import AttentionLimits, StepBatches
-from moeserve.cuda.decode_graphs import DecodeSteps
-from moeserve.cuda.expert_kernels import expert_configs, expert_storage
-from moeserve.cuda.expert_memory import (
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.gpu_batches import AttentionLimits, StepBatches
+from moeserve.model.gpu_expert_memory import (
     GpuExpertSettings,
     GpuResidentModel,
     open_gpu_experts,
     plan_gpu_residency,
     slot_layout,
 )
-from moeserve.cuda.launch_variants import StepLimits, StepShape
-from moeserve.cuda.routing import HeardDecoder
-from moeserve.cuda.runner import GpuModelRunner
-from moeserve.cuda.step_arrays import capture_sizes
-from moeserve.cuda.warm_up import blank_arrays, launch_all_variants, launch_variants
-from moeserve.model.families import build_spec, load_config
+from moeserve.model.gpu_kernels import expert_configs, expert_storage, kv_dtype_of
+from moeserve.model.gpu_runner import DecodeSteps, GpuModelRunner, HeardDecoder
+from moeserve.model.gpu_setup import StepLimits, blank_arrays, launch_all_variants, launch_variants
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.spec import DecoderSpec, silent
+from moeserve.model.step_arrays import StepShape, capture_sizes
 from moeserve.plan import Chunk, ChunkExtras, SamplingParams, StepPlan
 from tests.support.caught_launches import launches_go_to
 from tests.support.gpu_decoder import build_gpu_decoder
@@ -140,8 +136,8 @@ def open_experts(folder: Path, spec: DecoderSpec, storage: WeightStorage) -> Gpu
 
 def choose_for_hopper() -> None:
     """Rather than for the few processors that the interpreter makes up."""
-    moeserve.cuda.expert_kernels.device_of = lambda _: HOPPER
-    moeserve.cuda.batches._num_sms = lambda _: HOPPER.num_multiprocessors
+    moeserve.model.gpu_kernels.device_of = lambda _: HOPPER
+    moeserve.model.gpu_batches._num_sms = lambda _: HOPPER.num_multiprocessors
 
 
 @contextlib.contextmanager

@@ -21,19 +21,17 @@ from experts.placement import contiguous
 from kernels.gpu.moe_config import WeightStorage
 from moeserve.assemble import LoadedRank, load_rank
 from moeserve.config import ServeConfig
-from moeserve.cuda.attention_kernels import kv_dtype_of
-from moeserve.cuda.batches import AttentionLimits
-from moeserve.cuda.expert_kernels import expert_configs, expert_storage
-from moeserve.cuda.expert_memory import slot_layout
-from moeserve.cuda.launch_variants import StepLimits, StepShape
-from moeserve.cuda.runner import GpuModelRunner
-from moeserve.cuda.step_arrays import capture_sizes
-from moeserve.cuda.warm_up import blank_arrays, launch_all_variants, launch_variants
 from moeserve.device import KvBudget
 from moeserve.memory_plan import ModelPlan
 from moeserve.model.families import build_spec, load_config
+from moeserve.model.gpu_batches import AttentionLimits
+from moeserve.model.gpu_expert_memory import slot_layout
+from moeserve.model.gpu_kernels import expert_configs, expert_storage, kv_dtype_of
+from moeserve.model.gpu_runner import GpuModelRunner
+from moeserve.model.gpu_setup import StepLimits, blank_arrays, launch_all_variants, launch_variants
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.spec import DecoderSpec
+from moeserve.model.step_arrays import StepShape, capture_sizes
 from moeserve.plan import StepPlan
 from moeserve.rank import Rank
 from moeserve.ranks.together import StepRows

@@ -7,9 +7,8 @@ from array import array
 import pytest
 
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.cuda.memory import GRAPH_BYTES, kv_memory
-from moeserve.cuda.step_arrays import ExtendLimits, capture_sizes, padded_size, share_prompts, step_arrays
-from moeserve.device import choose_device, incapability, step_budget, too_few_gpus
+from moeserve.device import GRAPH_BYTES, choose_device, incapability, kv_memory, step_budget, too_few_gpus
+from moeserve.model.step_arrays import ExtendLimits, capture_sizes, padded_size, share_prompts, step_arrays
 from moeserve.plan import Chunk, SamplingParams
 
 GIB = 2**30

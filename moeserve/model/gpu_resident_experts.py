@@ -11,7 +11,7 @@ from experts.expert_memory import ExpertMemory
 from experts.observer import AnyObserver
 from kernels.gpu.moe import SlotExperts
 from kernels.specs import Activation
-from moeserve.cuda.expert_kernels import rows_at_once
+from moeserve.model.gpu_kernels import rows_at_once
 
 
 class GpuResidentExperts:

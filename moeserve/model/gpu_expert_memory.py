@@ -16,11 +16,11 @@ from experts.tiers import DiskTier, ExpertTier, HostTier, SlowedTier
 from kernels.gpu.moe import SlotExperts, SlotLayout
 from kernels.gpu.moe_config import MoeConfigs, WeightStorage
 from kernels.packed_experts import ExpertShape
-from moeserve.cuda.expert_kernels import expert_configs, expert_storage, triton_moe
-from moeserve.cuda.resident_experts import GpuResidentExperts
 from moeserve.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.model.checkpoint import OwnedExperts, read_index
 from moeserve.model.expert_weights import packed_experts
+from moeserve.model.gpu_kernels import expert_configs, expert_storage, triton_moe
+from moeserve.model.gpu_resident_experts import GpuResidentExperts
 from moeserve.model.spec import DecoderSpec, ModelError, Progress
 
 
@@ -96,7 +96,7 @@ def open_gpu_experts(
 ) -> GpuResidentModel:
     """Puts the experts of the plan where they are copied from, and takes the memory of the slots. Raises ModelError.
 
-    configs: of the experts' kernels, see `moeserve.cuda.expert_kernels.expert_configs`. observers: hear of the rows
+    configs: of the experts' kernels, see `moeserve.model.gpu_kernels.expert_configs`. observers: hear of the rows
     that are computed here.
     """
     spec, layout, num_slots = plan.spec, plan.layout, plan.slots.num_slots

@@ -57,6 +57,19 @@ def share_prompts(prompt_lens: Sequence[int], extends: ExtendLimits | None) -> t
     return (first, end) if first < end else None, max([*prompt_lens[:first], *prompt_lens[end:]], default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Sequences with one new token each, then prompts. The logits of `num_logits` rows, the last ones, are wanted."""
+
+    num_decodes: int
+    prompt_lens: tuple[int, ...]
+    num_logits: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + sum(self.prompt_lens)
+
+
 @dataclass(slots=True)
 class StepArrays:
     """Rows of a step, one chunk after another.
@@ -97,7 +110,11 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
         arrays.token_ids.extend(iter(chunk.token_ids))
         arrays.positions.extend(range(first, last))
         table = chunk.block_table
-        arrays.slots.extend(table[p // block_size] * block_size + p % block_size for p in range(first, last))
+        for block in range(first // block_size, (last - 1) // block_size + 1):
+            base = (table[block] - block) * block_size
+            arrays.slots.extend(
+                range(base + max(first, block * block_size), base + min(last, (block + 1) * block_size))
+            )
         arrays.seq_lens.append(last)
         arrays.query_starts.append(arrays.num_rows)
         arrays.block_tables.append(table[: (last - 1) // block_size + 1])

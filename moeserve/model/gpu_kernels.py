@@ -1,4 +1,5 @@
-"""Puts the GPU kernels of a model's experts together: measured configurations where there are any, and scratch."""
+"""The GPU kernels of a model: shapes of its attention and experts, measured configurations where there are any, and
+scratch."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from pathlib import Path
 import torch
 import triton
 
+from kernels.gpu.attention_config import AttentionConfigs, AttentionShape
 from kernels.gpu.moe import MoeWorkspace, TritonMoe, device_of
 from kernels.gpu.moe_config import PACKAGED, MoeConfigs, MoeShape, Platform, WeightFormat, WeightStorage
 from kernels.gpu.moe_weights import FORMAT_OF
 from moeserve.config import ConfigError, cache_root
-from moeserve.model.spec import DecoderSpec
+from moeserve.model.spec import DecoderSpec, MlaSpec
 
 _QUANTISED: dict[str, WeightFormat] = {"int8": "int8", "fp8": "fp8", "int4": "int4"}
 # Of values that share an int4 scale, the first that the model's sizes allow.
@@ -87,3 +89,30 @@ def expert_configs(spec: DecoderSpec, storage: WeightStorage, device: torch.devi
         return None
     sizes = (moe.num_experts, moe.intermediate_size, spec.hidden_size, moe.gate.top_k)
     return moe_configs(MoeShape(*sizes, storage.format, storage.group_size), device)
+
+
+def attention_shape(
+    spec: DecoderSpec, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> AttentionShape:
+    """With keys and values stored as `kv_dtype`, default `dtype`.
+
+    Latent attention has one KV head, whose values are part of its keys.
+    """
+    attention = spec.attention
+    if isinstance(attention, MlaSpec):
+        heads, kv_heads, value_dim = attention.num_heads, 1, attention.kv_lora_rank
+        key_dim = value_dim + attention.rope_dim
+    else:
+        heads, kv_heads, key_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        value_dim = key_dim
+    return AttentionShape(heads, kv_heads, key_dim, value_dim, block_size, dtype, kv_dtype or dtype)
+
+
+def kv_dtype_of(name: str) -> torch.dtype | None:
+    """What `--kv-cache-dtype` says of keys and values; None for the dtype of the activations."""
+    return torch.float8_e4m3fn if name == "fp8_e4m3" else None
+
+
+def tuned_attention(shape: AttentionShape, device: torch.device) -> AttentionConfigs:
+    """The user's tuned files before those of the package."""
+    return AttentionConfigs.find(shape, platform_of(device), (tuned_folder(), PACKAGED))

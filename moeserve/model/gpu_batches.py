@@ -13,10 +13,11 @@ from kernels.gpu.attention import ExtendRun, Partials
 from kernels.gpu.attention_config import AttentionConfigs, AttentionShape, ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_kernels import SplitWork
 from kernels.gpu.ops import Sequences
-from moeserve.cuda.attention_kernels import attention_shape
-from moeserve.cuda.step_arrays import ExtendLimits, StepArrays, share_prompts
+from kernels.transfer import to_device
 from moeserve.model.decoder import ForwardBatch
+from moeserve.model.gpu_kernels import attention_shape
 from moeserve.model.spec import DecoderSpec
+from moeserve.model.step_arrays import ExtendLimits, StepArrays, share_prompts
 
 # Table widths are multiples of this: Triton compiles anew for a stride that is no multiple of 16.
 _TABLE_STEP = 16
@@ -24,7 +25,6 @@ _TABLE_STEP = 16
 _INTERPRETED_SMS = 4
 # Waves of programs that short extends of one step may fill: more would need scratch and gain nothing by splitting.
 _EXTEND_WAVES = 4
-_TYPES = {"q": torch.int64, "i": torch.int32, "f": torch.float32}
 
 
 Works = dict[int | None, SplitWork]
@@ -229,14 +229,6 @@ class DecodeBatch:
             work.update(self._sequences.seq_lens)
 
 
-def to_device(values: array[int] | array[float], device: torch.device) -> Tensor:
-    """A tensor of an array's numbers. The copy does not wait for the device."""
-    tensor = torch.frombuffer(values, dtype=_TYPES[values.typecode]) if len(values) else _empty(values.typecode)
-    if device.type == "cpu":
-        return tensor.clone()
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def token_ids_of(arrays: StepArrays, drawn: Tensor | None, device: torch.device) -> Tensor:
     """The rows' tokens [T] int64: from the host, or from what the previous step has drawn on the device."""
     token_ids = to_device(arrays.token_ids, device)
@@ -255,10 +247,6 @@ def block_table(tables: Sequence[array[int]], width: int, device: torch.device) 
         rows += table
         rows.extend([0] * (width - len(table)))
     return to_device(rows, device).view(len(tables), width)
-
-
-def _empty(typecode: str) -> Tensor:
-    return torch.empty(0, dtype=_TYPES[typecode])
 
 
 def _round_up(width: int) -> int:

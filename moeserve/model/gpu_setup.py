@@ -1,0 +1,184 @@
+"""Launches before serving whatever serving may launch, so that no request waits for the compiler.
+
+What a kernel is compiled for must follow from the model, the device and the few choices that `LaunchVariants` names.
+Numbers that vary from step to step (tokens, sequences, table widths) are arguments that Triton does not specialise on.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.gpu.moe_config import MoeConfigs
+from kernels.gpu.moe_weights import GpuExperts
+from kernels.sampling import Draw
+from kernels.specs import Activation
+from moeserve.model.decoder import Decoder, KvPools
+from moeserve.model.gpu_batches import AttentionLimits, StepBatches
+from moeserve.model.spec import MoeSpec
+from moeserve.model.step_arrays import ExtendLimits, StepArrays, StepShape, share_prompts
+
+# Of a number of new tokens: what makes one configuration of kernels differ from another.
+Choice = Callable[[int], Hashable]
+# Told of every step that is launched: several ranks have to know the sizes of each other's.
+BeginStep = Callable[[StepShape], None]
+
+
+def alone(_: StepShape) -> None:
+    """For a rank that has no others."""
+
+
+def launch_variants(limits: AttentionLimits, configs: MoeConfigs | None, step: StepLimits) -> LaunchVariants:
+    """Of the steps of a model that are not captured."""
+    experts = None if configs is None else configs.variant
+    return LaunchVariants(step, limits.prefill, experts, limits.extends(step.max_seqs), limits.spec.sparse_layers)
+
+
+@torch.inference_mode()
+def launch_all_variants(
+    decoder: Decoder,
+    kv_pools: KvPools,
+    batches: StepBatches,
+    variants: LaunchVariants,
+    block_size: int,
+    begin_step: BeginStep = alone,
+) -> None:
+    """Every kernel of a step that is not captured, then those that draw. Writes no KV; reads what lies in block 0."""
+    for shape in variants.steps():
+        launch_blank_step(decoder, kv_pools, batches, shape, block_size, begin_step)
+    launch_all_draws(decoder)
+
+
+def launch_all_draws(decoder: Decoder) -> None:
+    """Each way of drawing, from logits as they are and from adjusted ones, which are in fp32."""
+    for dtype in {decoder.dtype, torch.float32}:
+        logits = torch.zeros((1, decoder.spec.vocab_size), dtype=dtype, device=decoder.device)
+        for draw in (Draw(0.0), Draw(1.0), Draw(1.0, top_k=1, top_p=0.5, min_p=0.5)):
+            decoder.ops.sample(logits, [draw])
+
+
+def launch_blank_step(
+    decoder: Decoder,
+    kv_pools: KvPools,
+    batches: StepBatches,
+    shape: StepShape,
+    block_size: int,
+    begin_step: BeginStep = alone,
+) -> torch.Tensor:
+    """Logits without meaning of a step of this shape, which stores nothing."""
+    begin_step(shape)
+    arrays = blank_arrays(shape, block_size, decoder.spec.vocab_size)
+    rows = range(arrays.num_rows - shape.num_logits, arrays.num_rows)
+    return decoder.forward(batches.make(arrays, rows, None), kv_pools)
+
+
+def blank_arrays(shape: StepShape, block_size: int, vocab_size: int) -> StepArrays:
+    """New sequences without slots, whose contexts lie in block 0."""
+    lengths = (1,) * shape.num_decodes + shape.prompt_lens
+    arrays = StepArrays(num_decodes=shape.num_decodes, max_query_len=max(lengths))
+    for length in lengths:
+        # Spread over the vocabulary, so that the gate spreads them over the experts.
+        arrays.token_ids.extend(position * 31 % vocab_size for position in range(length))
+        arrays.positions.extend(range(length))
+        arrays.slots.extend([-1] * length)
+        arrays.seq_lens.append(length)
+        arrays.query_starts.append(arrays.num_rows)
+        arrays.block_tables.append(array("i", [0] * -(-length // block_size)))
+    return arrays
+
+
+def launch_expert_variants(
+    compute: Callable[[Tensor, Tensor, Tensor, GpuExperts, Activation], Tensor],
+    experts: GpuExperts,
+    decoder: Decoder,
+    moe: MoeSpec,
+    variant: Choice,
+    max_rows: int,
+    ids: Sequence[int],
+) -> None:
+    """Launches every variant that up to `max_rows` rows are computed with: rows that arrive from other ranks follow no
+    step's shape. experts: of some layer, which goes by `ids`."""
+    smallest = {variant(num_rows): num_rows for num_rows in range(max_rows, 0, -1)}
+    for num_rows in smallest.values():
+        x = torch.zeros((num_rows, decoder.spec.hidden_size), dtype=decoder.dtype, device=decoder.device)
+        places = torch.arange(num_rows * moe.gate.top_k).remainder(len(ids)).view(num_rows, -1)
+        chosen = torch.tensor(ids)[places].to(decoder.device)
+        compute(x, chosen, torch.zeros(chosen.shape, device=decoder.device), experts, moe.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What no step exceeds: tokens, sequences, tokens of one sequence."""
+
+    max_tokens: int
+    max_seqs: int
+    max_len: int
+
+
+class LaunchVariants:
+    """The variants of attention and experts that steps of a model launch, of those that are not captured.
+
+    prefill: by the longest prompt of a step that is no short extend. experts: by its rows, None for a model without
+    any. extends: which prompts are short extends, None for none. sparse_layers: which layers have experts.
+    """
+
+    def __init__(
+        self,
+        limits: StepLimits,
+        prefill: Choice,
+        experts: Choice | None,
+        extends: ExtendLimits | None,
+        sparse_layers: Sequence[bool],
+    ) -> None:
+        self._limits, self._prefill, self._experts, self._extends = limits, prefill, experts, extends
+        self._meet_all, self._meet_wanted = any(sparse_layers[:-1]), sparse_layers[-1]
+
+    def of_step(self, shape: StepShape) -> frozenset[Hashable]:
+        """What a step launches. Experts of the last layer meet only rows whose logits are wanted."""
+        found: set[Hashable] = set()
+        if shape.num_decodes:
+            found.add("decode")
+        run, longest = share_prompts(shape.prompt_lens, self._extends)
+        if run is not None:
+            found.add("extend")
+        if longest:
+            found.add(("prefill", self._prefill(longest)))
+        if self._experts is not None:
+            numbers = (shape.num_tokens * self._meet_all, shape.num_logits * self._meet_wanted)
+            found |= {("experts", self._experts(rows)) for rows in numbers if rows}
+        return frozenset(found)
+
+    def all(self) -> frozenset[Hashable]:
+        """What steps within the limits launch between them."""
+        return frozenset().union(*(self.of_step(shape) for shape in self._simple_steps()))
+
+    def steps(self) -> list[StepShape]:
+        """Few steps that launch `all` between them, the largest first."""
+        missing = set(self.all())
+        chosen = []
+        for shape in sorted(self._simple_steps(), key=lambda shape: -shape.num_tokens):
+            launched = self.of_step(shape)
+            if launched & missing:
+                missing -= launched
+                chosen.append(shape)
+        return chosen
+
+    def _simple_steps(self) -> Iterator[StepShape]:
+        """One decode, and prompts of every number of tokens, as long as can be: every choice depends on one number.
+
+        And as many prompts as can be, of one token each: more than are computed as short extends. Where experts meet
+        wanted rows alone, all rows are.
+        """
+        limits = self._limits
+        yield StepShape(1, (), 1)
+        most = min(limits.max_seqs, limits.max_tokens)
+        yield StepShape(0, (1,) * most, most)
+        for num_tokens in range(1, limits.max_tokens + 1):
+            whole, rest = divmod(num_tokens, limits.max_len)
+            lengths = (limits.max_len,) * whole + ((rest,) if rest else ())
+            if len(lengths) <= limits.max_seqs:
+                yield StepShape(0, lengths, len(lengths) if self._meet_all else num_tokens)

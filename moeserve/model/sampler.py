@@ -1,0 +1,241 @@
+"""Tokens and log probabilities of a step: a pure function of logits, sampling data, seed and position.
+
+Everything is launched at once and waits for nothing; results are read when they are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Ops
+from kernels.sampling import Draw
+from kernels.transfer import to_device, to_host
+from moeserve.model.decoder import Decoder
+from moeserve.plan import Chunk, ChunkResult, SamplingParams, TokenLogprobs
+
+NOT_FINITE = "the model produced logits that are not finite"
+# Rows of logits that a prompt's log probabilities are made of together.
+SCORED_AT_ONCE = 256
+# Rows that are penalised together: counts of every token of the vocabulary are kept for each.
+_PENALISED_AT_ONCE = 32
+
+
+@dataclass(slots=True)
+class SampledStep:
+    """What the chunks of a step give: drawn tokens, None if no chunk draws one, and log probabilities of prompts by the
+    chunk's place."""
+
+    chunks: Sequence[Chunk]
+    drawn: Drawn | None
+    prompt_logprobs: dict[int, ScoredTokens]
+
+    def results(self) -> list[ChunkResult]:
+        """One per chunk, after the device is done."""
+        drawn = iter(() if self.drawn is None else self.drawn.results())
+        results = []
+        for number, chunk in enumerate(self.chunks):
+            result = next(drawn) if chunk.sampling is not None else ChunkResult()
+            if number in self.prompt_logprobs:
+                result.prompt_logprobs = self.prompt_logprobs[number].all()
+            results.append(result)
+        return results
+
+
+def sample_step(
+    decoder: Decoder,
+    chunks: Sequence[Chunk],
+    places: Sequence[range],
+    states: Tensor,
+    logits: Tensor | None = None,
+) -> SampledStep:
+    """Launches what the chunks want of states [S, H] of the wanted rows.
+
+    places: of each chunk among them. logits: [S, vocab] of the states if they are there; otherwise few rows of logits
+    are there at a time.
+    """
+    drawing = [chunk for chunk in chunks if chunk.sampling is not None]
+    drawn = None
+    if drawing:
+        last = [place[-1] for chunk, place in zip(chunks, places, strict=True) if chunk.sampling is not None]
+        of_rows = states if logits is None else logits
+        if len(last) < len(of_rows):
+            of_rows = of_rows[to_device(array("q", last), of_rows.device)]
+        drawn = draw_tokens(decoder.ops, decoder.logits(of_rows) if logits is None else of_rows, drawing)
+    prompt_logprobs = {}
+    for number, (chunk, place) in enumerate(zip(chunks, places, strict=True)):
+        if chunk.extras is not None and chunk.extras.prompt_targets:
+            targets = chunk.extras.prompt_targets
+            scored = states[place.start : place.start + len(targets)]
+            prompt_logprobs[number] = ScoredTokens(decoder.logits, scored, targets, chunk.extras.num_top_logprobs)
+    return SampledStep(chunks, drawn, prompt_logprobs)
+
+
+def draw_tokens(ops: Ops, logits: Tensor, chunks: Sequence[Chunk]) -> Drawn:
+    """Launches the draws for logits [S, V] (any float dtype), row i being that of `chunks[i]`, which has `sampling`."""
+    draws = [_draw_of(chunk) for chunk in chunks]
+    adjusted = adjusted_logits(logits, chunks)
+    token_ids, largest = ops.sample(adjusted, draws)
+    if adjusted is not logits:
+        # A banned token may be the only one that is finite; what counts is what the model said.
+        largest = logits.float().amax(-1)
+    rows_of: dict[int, list[int]] = {}
+    for row, chunk in enumerate(chunks):
+        if chunk.sampling is not None and chunk.sampling.logprobs is not None:
+            rows_of.setdefault(chunk.sampling.logprobs, []).append(row)
+    logprobs: dict[int, tuple[Logprobs, int]] = {}
+    for num_top, rows in rows_of.items():
+        some_logits, some_ids = logits, token_ids
+        if len(rows) < len(chunks):
+            places = to_device(array("q", rows), logits.device)
+            some_logits, some_ids = logits[places], token_ids[places]
+        found = Logprobs(some_logits, some_ids, num_top)
+        logprobs |= {row: (found, place) for place, row in enumerate(rows)}
+    return Drawn(token_ids, to_host(token_ids), to_host(largest), logprobs)
+
+
+def _draw_of(chunk: Chunk) -> Draw:
+    sampling = chunk.sampling
+    assert sampling is not None
+    if sampling.temperature == 0.0:
+        return Draw(0.0)
+    position = chunk.start + len(chunk.token_ids)
+    return Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed, position)
+
+
+@dataclass(slots=True)
+class Drawn:
+    """Tokens [S] int64 of a step on the device, for the next one, and their copies [S] on the host with what goes with
+    them: the rows' largest logits [S] fp32, and for rows that want log probabilities these with their places in them.
+    """
+
+    token_ids: Tensor
+    home: Tensor
+    largest: Tensor
+    logprobs: dict[int, tuple[Logprobs, int]]
+
+    def results(self) -> list[ChunkResult]:
+        """One result per sampled chunk, after the device is done. A row that is not finite fails alone."""
+        results = []
+        for row, (token_id, largest) in enumerate(zip(self.home.tolist(), self.largest.tolist(), strict=True)):
+            if not math.isfinite(largest):
+                results.append(ChunkResult(error=NOT_FINITE))
+            elif row in self.logprobs:
+                found, place = self.logprobs[row]
+                results.append(ChunkResult(token_id, found.of_row(place)))
+            else:
+                results.append(ChunkResult(token_id))
+        return results
+
+
+class Logprobs:
+    """Log probabilities of one token per row of logits, with the likeliest of each row, on their way to the host."""
+
+    def __init__(self, logits: Tensor, token_ids: Tensor, num_top: int) -> None:
+        """logits [S, V], token_ids [S] int64 on the same device."""
+        logprobs = logits.float().log_softmax(-1)
+        self._chosen = to_host(logprobs.gather(1, token_ids[:, None])[:, 0])
+        self._top = tuple(to_host(part) for part in logprobs.topk(min(num_top, logits.shape[1]))) if num_top else None
+
+    def of_row(self, row: int) -> TokenLogprobs:
+        """After the device is done."""
+        value = float(self._chosen[row])
+        if self._top is None:
+            return TokenLogprobs(value)
+        values, places = (part[row].tolist() for part in self._top)
+        return TokenLogprobs(value, tuple(zip(places, values, strict=True)))
+
+
+class ScoredTokens:
+    """Log probabilities of the tokens that follow some states: few rows of logits are there at a time."""
+
+    def __init__(
+        self, logits_of: Callable[[Tensor], Tensor], states: Tensor, token_ids: array[int], num_top: int
+    ) -> None:
+        """states [S, H] and the S tokens."""
+        targets = to_device(token_ids, states.device).long()
+        self._parts = [
+            (len(some), Logprobs(logits_of(some), some_targets, num_top))
+            for some, some_targets in zip(states.split(SCORED_AT_ONCE), targets.split(SCORED_AT_ONCE), strict=True)
+        ]
+
+    def all(self) -> list[TokenLogprobs]:
+        """After the device is done."""
+        return [found.of_row(row) for count, found in self._parts for row in range(count)]
+
+
+def adjusted_logits(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+    """A copy of logits [S, V] in fp32 with the penalties, then the biases, then the bans that `chunks`, one per row,
+    wish; the same tensor if no row wishes any. A row's bits do not depend on the others."""
+    penalised = [row for row, chunk in enumerate(chunks) if chunk.extras is not None and chunk.extras.history]
+    places, biases, banned = _changes(chunks, logits.shape[1])
+    if not (penalised or places or banned):
+        return logits
+    device = logits.device
+    flat = logits.to(torch.float32, copy=True).view(-1)
+    for first in range(0, len(penalised), _PENALISED_AT_ONCE):
+        _penalise(flat, logits.shape[1], penalised[first : first + _PENALISED_AT_ONCE], chunks)
+    if places:
+        # A row names a token once, so nothing is added twice.
+        flat.index_add_(0, to_device(places, device), to_device(biases, device))
+    if banned:
+        flat.index_fill_(0, to_device(banned, device), -torch.inf)
+    return flat.view(logits.shape)
+
+
+def _changes(chunks: Sequence[Chunk], vocab_size: int) -> tuple[array[int], array[float], array[int]]:
+    """Biased places among all rows' logits, their biases, and banned places."""
+    places, biases, banned = array("q"), array("f"), array("q")
+    for row, chunk in enumerate(chunks):
+        first = row * vocab_size
+        if chunk.sampling is not None and chunk.sampling.logit_bias:
+            places.extend(first + token for token in chunk.sampling.logit_bias)
+            biases.extend(chunk.sampling.logit_bias.values())
+        if chunk.extras is not None:
+            banned.extend(first + token for token in chunk.extras.banned_token_ids)
+    return places, biases, banned
+
+
+def _penalise(flat: Tensor, vocab_size: int, rows: Sequence[int], chunks: Sequence[Chunk]) -> None:
+    """Changes logits [S * V] of tokens that occurred in the histories (prompt, then output) of some rows.
+
+    Repetition (Keskar et al., 2019) divides positive and multiplies negative logits of every token seen; presence and
+    frequency subtract once, or once per occurrence, for tokens of the output.
+    """
+    device = flat.device
+    joined, lengths, num_prompt, samplings = array("i"), array("q"), array("q"), list[SamplingParams]()
+    for row in rows:
+        sampling, extras = chunks[row].sampling, chunks[row].extras
+        assert sampling is not None
+        assert extras is not None
+        assert extras.history is not None
+        joined.extend(extras.history)
+        lengths.append(len(extras.history))
+        num_prompt.append(extras.num_prompt_tokens)
+        samplings.append(sampling)
+
+    num_tokens = to_device(lengths, device)
+    row_of = torch.repeat_interleave(num_tokens, output_size=len(joined))
+    token_ids = to_device(joined, device)
+    place_in_row = torch.arange(len(joined), device=device) - (num_tokens.cumsum(0) - num_tokens)[row_of]
+    is_output = place_in_row >= to_device(num_prompt, device)[row_of]
+    # Whole numbers, whose sum does not depend on the order.
+    in_counts = row_of * vocab_size + token_ids
+    counts = torch.zeros(len(rows) * vocab_size, device=device).index_add_(0, in_counts, is_output.float())[in_counts]
+
+    def of_token(values: Sequence[float]) -> Tensor:
+        return to_device(array("f", values), device)[row_of]
+
+    repetition = of_token([sampling.repetition_penalty for sampling in samplings])
+    presence = of_token([sampling.presence_penalty for sampling in samplings])
+    frequency = of_token([sampling.frequency_penalty for sampling in samplings])
+    places = to_device(array("q", rows), device)[row_of] * vocab_size + token_ids
+    found = flat[places]
+    found = torch.where(found > 0, found / repetition, found * repetition)
+    # Where a token occurs several times the same value is written each time.
+    flat.index_copy_(0, places, torch.where(counts > 0, found - (presence + frequency * counts), found))
