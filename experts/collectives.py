@@ -1,4 +1,4 @@
-"""What ranks send each other during a step: three collectives through `deepspeed.comm`, over gloo or NCCL.
+"""Collectives between the ranks of a step, through `deepspeed.comm` over gloo or NCCL, and bounded waits for a GPU.
 
 Importing this loads torch.distributed and deepspeed; a service of one rank does not.
 """
@@ -23,73 +23,22 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from experts.errors import CollectiveError
 
-# Waiting for a GPU as long as ranks may be apart and no longer: what the device waits for may never come.
-
-
-# A rank that is missing must be noticed before the device's queue of about a thousand launches is full, which would
-# block the host for good; a mark stands for up to twenty.
+# Ranks arrive from loading at different times.
+_SECONDS_TO_MEET = 60
+# NCCL ends the whole process of a rank that has waited so long; `DeviceWaits` names the missing rank before that.
+_NCCL_SECONDS = 3600
+# A missing rank must be noticed before the device's queue of about a thousand launches is full, which would block the
+# host for good; a mark stands for up to twenty launches.
 _MARKS_AHEAD = 32
 _POLL_SECONDS = 20e-6
-
-
-class DeviceWaits:
-    """All of it does nothing for a CPU, whose collectives are over when they return.
-
-    seconds: how long a wait may take, which may change.
-    """
-
-    def __init__(self, device: torch.device, seconds: float) -> None:
-        self.seconds = seconds
-        self._on_gpu = self._marking = device.type == "cuda"
-        self._marks: deque[torch.cuda.Event] = deque()
-
-    def mark(self) -> None:
-        """Marks a place in the device's queue, and waits for the place of some marks before. Raises CollectiveError."""
-        if not self._marking:
-            return
-        event = torch.cuda.Event()
-        event.record()
-        self._marks.append(event)
-        if len(self._marks) > _MARKS_AHEAD:
-            self.wait_for(self._marks.popleft())
-
-    @contextmanager
-    def without_marks(self) -> Iterator[None]:
-        """While a graph is captured: what is queued then does not run, so no mark behind it is ever reached."""
-        before, self._marking = self._marking, False
-        try:
-            yield
-        finally:
-            self._marking = before
-
-    def wait_for(self, event: torch.cuda.Event) -> None:
-        """Raises CollectiveError if the device does not get there in time."""
-        deadline = time.monotonic() + self.seconds
-        while not event.query():
-            if time.monotonic() > deadline:
-                raise CollectiveError(f"the GPU waited for other ranks for {self.seconds:g} s")
-            time.sleep(_POLL_SECONDS)
-
-    def wait_for_device(self) -> None:
-        """Until everything queued is done. Raises CollectiveError."""
-        if self._on_gpu:
-            event = torch.cuda.Event()
-            event.record()
-            self.wait_for(event)
-
-
-# Ranks come from loading, at different times.
-_SECONDS_TO_MEET = 60
-# NCCL ends the whole process of a rank that has waited so long. Before that the waits here say which one is missing.
-_NCCL_SECONDS = 3600
 
 
 class Collectives:
     """All ranks call the same methods in the same order, with sizes that agree. Tensors are contiguous, on `device`.
 
-    On a GPU a call returns once it is queued on the current stream; what the host waits for, it waits for in `waits`.
-    `num_entered` counts the calls: of ranks that wait for one another the one at fault has entered the fewest.
-    `bytes_to[r]` counts what was handed over for rank r; nothing for this one.
+    On a GPU a call returns once it is queued on the current stream; the host waits in `waits` alone. `num_entered`
+    counts the calls: of ranks that wait for one another the one at fault has entered the fewest. `bytes_to[r]` counts
+    the bytes handed over for rank r, none for this rank.
     """
 
     def __init__(
@@ -102,10 +51,10 @@ class Collectives:
         interface: str = "lo",
         device: torch.device | None = None,
     ) -> None:
-        """Meets the other ranks in a file on this machine, or in torchrun's store if that is None.
+        """Meet the other ranks in a file on this machine, or in torchrun's store if `rendezvous` is None.
 
-        Raises CollectiveError. timeout: seconds a rank waits in a collective for the others. interface: the network
-        that is listened on, and no other; what travels there is neither encrypted nor authenticated. device: this
+        Raises CollectiveError. timeout: seconds a rank waits in a collective for the others. interface: the only
+        network that is listened on; traffic there is neither encrypted nor authenticated. device: this
         rank's GPU, made current before, for NCCL; by default the CPU, for gloo.
         """
         self.device = device or torch.device("cpu")
@@ -117,7 +66,7 @@ class Collectives:
         self.waits = DeviceWaits(self.device, timeout)
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-        # Registering the buffers of a captured collective is an exchange among the hosts that nobody bounds in time.
+        # Registering the buffers of a captured collective is an exchange among the hosts without a time limit.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
         # The shared-memory operations are compiled at the first use, which takes a minute, and none is called here.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -137,16 +86,16 @@ class Collectives:
             raise CollectiveError(_first_line(error)) from error
         self.be_patient(timeout)
         if not self._on_gpu:
-            # By name they could not be told yet: a thread names itself once it runs.
+            # New threads are found by comparing: a thread has its name only once it runs.
             _let_senders_finish(_threads() - before)
 
     def be_patient(self, seconds: float) -> None:
-        """From now on a rank waits so long for the others."""
+        """Set how long a rank waits for the others."""
         self.waits.seconds = seconds
         _set_pg_timeout(timedelta(seconds=_NCCL_SECONDS if self._on_gpu else seconds))
 
     def all_to_all(self, rows: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
-        """Sends the next `to_ranks[r]` of `rows` [N, ...] to rank r; returns `from_ranks[r]` rows of each rank r."""
+        """Send the next `to_ranks[r]` of `rows` [N, ...] to rank r; return `from_ranks[r]` rows of each rank r."""
         received = rows.new_empty((sum(from_ranks), *rows.shape[1:]))
         with self._entered():
             comm.all_to_all_single(received, rows, list(from_ranks), list(to_ranks))
@@ -157,7 +106,7 @@ class Collectives:
         return received
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """`rows` [N, ...] of every rank, N being the same for all: [num_ranks * N, ...] in rank order.
+        """Return the `rows` [N, ...] of every rank, N being the same for all: [num_ranks * N, ...] in rank order.
 
         At the sizes of a step gloo's own all-gather takes longer than an all-to-all of copies.
         """
@@ -172,7 +121,7 @@ class Collectives:
         return self.all_to_all(torch.cat([rows] * self.num_ranks), sizes, sizes)
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """Sums over ranks what each one has for this one: `parts` [num_ranks * N, ...] -> [N, ...].
+        """Sum over ranks the part that each has for this rank: `parts` [num_ranks * N, ...] -> [N, ...].
 
         The sum runs in rank order, so that a row has the same bits wherever it stands. The reduce-scatters of gloo and
         NCCL promise no order; gloo's, at the sizes of a step, takes longer than this all-to-all too.
@@ -186,16 +135,16 @@ class Collectives:
         return total
 
     def agree_on_least(self, number: int) -> int:
-        """The least of the ranks' numbers, known to all. Waits for the others."""
+        """Return the least of the ranks' numbers to all of them. Waits for the others."""
         return int(self.all_gather(torch.tensor([number], device=self.device)).min())
 
     def add_up(self, number: int) -> int:
-        """The sum of the ranks' numbers, known to all. Waits for the others."""
+        """Return the sum of the ranks' numbers to all of them. Waits for the others."""
         return int(self.all_gather(torch.tensor([number], device=self.device)).sum())
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        """Counts a collective, and keeps the host from running far ahead of the device in it."""
+        """Count a collective, and keep the host from running far ahead of the device in it."""
         self.num_entered += 1
         try:
             yield
@@ -204,7 +153,7 @@ class Collectives:
         self.waits.mark()
 
     def close(self) -> None:
-        """Leaves the group, without waiting for the others."""
+        """Leave the group, without waiting for the others."""
         comm.destroy_process_group()
 
 
@@ -213,7 +162,7 @@ def _threads() -> set[int]:
 
 
 def _let_senders_finish(threads: set[int]) -> None:
-    """Keeps gloo's threads, its event loop above all, from taking the core of a thread that is just sending.
+    """Keep gloo's threads, its event loop above all, from taking the core of a thread that is sending.
 
     Woken while another thread has the connection locked, the loop asks again and again until it is free. On the same
     core that thread cannot go on meanwhile, and both lose a time slice of 3 to 4 ms, in about every third exchange on
@@ -229,7 +178,88 @@ def _first_line(error: RuntimeError) -> str:
     return str(error).partition("\n")[0]
 
 
-# What a captured graph sends to other ranks: counted with every replay, when the host calls no collective.
+class DeviceWaits:
+    """Waits for a GPU, bounded in time: the device itself may wait for a rank that never comes.
+
+    Does nothing on a CPU, whose collectives are over when they return. seconds: how long a wait may take; may change.
+    """
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self.seconds = seconds
+        self._on_gpu = self._marking = device.type == "cuda"
+        self._marks: deque[torch.cuda.Event] = deque()
+
+    def mark(self) -> None:
+        """Mark a place in the device's queue, and wait for the place of some marks before. Raises CollectiveError."""
+        if not self._marking:
+            return
+        event = torch.cuda.Event()
+        event.record()
+        self._marks.append(event)
+        if len(self._marks) > _MARKS_AHEAD:
+            self.wait_for(self._marks.popleft())
+
+    @contextmanager
+    def without_marks(self) -> Iterator[None]:
+        """For capturing a graph: work queued then does not run, so a mark behind it is never reached."""
+        before, self._marking = self._marking, False
+        try:
+            yield
+        finally:
+            self._marking = before
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for an event. Raises CollectiveError if the device does not reach it in time."""
+        deadline = time.monotonic() + self.seconds
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise CollectiveError(f"the GPU waited for other ranks for {self.seconds:g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def wait_for_device(self) -> None:
+        """Wait until everything queued is done. Raises CollectiveError."""
+        if self._on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+            self.wait_for(event)
+
+
+class RecordedTraffic:
+    """Counts what a captured graph sends to other ranks at every replay, when the host calls no collective.
+
+    A replay counts as all of the graph's collectives, and is marked in the device's queue as one.
+    """
+
+    def __init__(self, collectives: CountedCollectives, exchange: CountedRows) -> None:
+        self._collectives, self._exchange = collectives, exchange
+        self._num_entered = 0
+        self._bytes_to: Sequence[int] = ()
+        self._rows_to: Sequence[int] = ()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the collectives called inside, which are captured: nothing is sent yet, and nothing can be waited for."""
+        collectives, exchange = self._collectives, self._exchange
+        before = collectives.num_entered, collectives.bytes_to, exchange.rows_to
+        zeros = [0] * len(collectives.bytes_to)
+        collectives.num_entered, collectives.bytes_to, exchange.rows_to = 0, [*zeros], [*zeros]
+        try:
+            with collectives.waits.without_marks():
+                yield
+            self._num_entered, self._bytes_to = collectives.num_entered, collectives.bytes_to
+            self._rows_to = exchange.rows_to
+        finally:
+            collectives.num_entered, collectives.bytes_to, exchange.rows_to = before
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Count a replay, launched inside. Raises CollectiveError if one of some replays before does not end in time."""
+        collectives, exchange = self._collectives, self._exchange
+        collectives.num_entered += self._num_entered
+        collectives.bytes_to = [sum(pair) for pair in zip(collectives.bytes_to, self._bytes_to, strict=True)]
+        exchange.rows_to = [sum(pair) for pair in zip(exchange.rows_to, self._rows_to, strict=True)]
+        yield
+        collectives.waits.mark()
 
 
 class Marks(Protocol):
@@ -254,38 +284,3 @@ class CountedRows(Protocol):
     """See `experts.exchange.Exchange`."""
 
     rows_to: list[int]
-
-
-class RecordedTraffic:
-    """Of one graph. A replay counts as all of its collectives, and is marked in the device's queue as one."""
-
-    def __init__(self, collectives: CountedCollectives, exchange: CountedRows) -> None:
-        self._collectives, self._exchange = collectives, exchange
-        self._num_entered = 0
-        self._bytes_to: Sequence[int] = ()
-        self._rows_to: Sequence[int] = ()
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """What is called inside is captured: nothing is sent yet, and nothing can be waited for."""
-        collectives, exchange = self._collectives, self._exchange
-        before = collectives.num_entered, collectives.bytes_to, exchange.rows_to
-        zeros = [0] * len(collectives.bytes_to)
-        collectives.num_entered, collectives.bytes_to, exchange.rows_to = 0, [*zeros], [*zeros]
-        try:
-            with collectives.waits.without_marks():
-                yield
-            self._num_entered, self._bytes_to = collectives.num_entered, collectives.bytes_to
-            self._rows_to = exchange.rows_to
-        finally:
-            collectives.num_entered, collectives.bytes_to, exchange.rows_to = before
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """The graph is launched inside. Raises CollectiveError if one of some replays before does not end in time."""
-        collectives, exchange = self._collectives, self._exchange
-        collectives.num_entered += self._num_entered
-        collectives.bytes_to = [sum(pair) for pair in zip(collectives.bytes_to, self._bytes_to, strict=True)]
-        exchange.rows_to = [sum(pair) for pair in zip(exchange.rows_to, self._rows_to, strict=True)]
-        yield
-        collectives.waits.mark()

@@ -33,7 +33,7 @@ class DeepNvme:
         self._operator = operator
 
     def open(self, path: Path) -> FileReads:
-        """Where the file system refuses such reads, others."""
+        """Reads of a file; `PositionedReads` where the file system refuses DeepNVMe's."""
         reads = NvmeReads(path, self._handle())
         try:
             reads.read(0, memoryview(mmap.mmap(-1, PAGE_BYTES)))
@@ -52,7 +52,7 @@ class DeepNvme:
 
 
 class NvmeReads:
-    """Reads of one file through a handle of its own: waiting waits for all that a handle does."""
+    """Reads of one file through a handle of its own: waiting waits for all reads of a handle."""
 
     description = "DeepNVMe"
 
@@ -76,12 +76,12 @@ class NvmeReads:
 
 
 def deep_nvme(num_locked: int, compiling: Callable[[], None]) -> DeepNvme | None:
-    """None where the operator cannot be built, or so many bytes may not be locked: into other memory everything would
-    be copied once more, which is slower than plain reads.
+    """The operator; None where it cannot be built, or `num_locked` bytes may not be locked in memory.
 
-    compiling: called before it is compiled, which takes minutes, or loaded if that was done before.
+    Into memory that is not locked everything would be copied once more, which is slower than plain reads. compiling:
+    called before the operator is compiled, which takes minutes, or loaded if it was compiled before.
     """
-    # Spares those without it the import, which takes a second.
+    # Where libaio is missing, this spares the import, which takes a second.
     if find_library("aio") is None or not _may_lock(num_locked):
         return None
     from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -94,16 +94,16 @@ def deep_nvme(num_locked: int, compiling: Callable[[], None]) -> DeepNvme | None
         with extensions_kept_in(extensions_folder()):
             return DeepNvme(builder.load(verbose=False))
     except (OSError, RuntimeError, ImportError):
-        # The last where a compilation was broken off earlier in this process: torch takes it for done.
+        # ImportError where a compilation was broken off earlier in this process: torch takes it for done.
         return None
 
 
 @contextmanager
 def extensions_kept_in(folder: Path) -> Iterator[None]:
-    """Torch finds and keeps compiled extensions in `folder`, for one process after the other. Raises OSError.
+    """Have torch find and keep compiled extensions in `folder`, for one process after the other. Raises OSError.
 
-    Torch has a lock too, but that is a file: a process that is killed leaves it behind, and all that come later wait
-    for it without end. Whoever holds the lock here knows that nobody else is at work.
+    Torch's own lock is a file: a process that is killed leaves it behind, and all later ones wait for it without end.
+    The process that holds the lock here knows that no other is at work.
     """
     before = os.environ.get(_TORCH_FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,12 +121,12 @@ def extensions_kept_in(folder: Path) -> Iterator[None]:
 
 
 def extensions_folder() -> Path:
-    """One for each environment, where torch keeps those of others.
+    """A folder of this environment, beside torch's folders of extensions.
 
-    The compiler is told the folders of torch and DeepSpeed. Another environment has others, and with one folder for all
-    each start in another environment than the last would compile for minutes again.
+    The compiler is given the folders of torch and DeepSpeed, which differ between environments: with one folder for all
+    environments, each start in another one than the last would compile for minutes again.
     """
-    from torch.utils.cpp_extension import get_default_build_root  # Where nobody has libaio, nobody waits for it.
+    from torch.utils.cpp_extension import get_default_build_root  # Slow to import, and not needed without libaio.
 
     root = os.environ.get(_TORCH_FOLDER) or get_default_build_root()
     environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]

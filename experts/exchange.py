@@ -1,9 +1,9 @@
 """Two ways for rows to reach the ranks that own their experts and to come back, behind the same two functions.
 
-`dispatch` brings every row to the ranks that own some of its chosen experts, `combine` brings home what they made of
-it. Each rank sums, by weight, what its experts give to a row before it travels back; at home these parts are added in
-rank order, in fp32. So both shapes give the same bits, and a row's bits depend on no other row: only on the placement
-and, where experts have replicas, on the row's home, which decides among them.
+`dispatch` brings every row to the ranks that own some of its chosen experts, `combine` brings their results home. Each
+rank sums, by weight, what its experts give to a row before it travels back; at home these parts are added in rank
+order, in fp32. So both shapes give the same bits, and a row's bits depend on no other row: only on the placement and,
+where experts have replicas, on the row's home, which decides among them.
 """
 
 from __future__ import annotations
@@ -19,65 +19,14 @@ from torch import Tensor
 
 from experts.collectives import Collectives
 
-# A layer's placement as the tables that dispatch looks experts up in.
-
-
-@dataclass(frozen=True, slots=True)
-class SlotTables:
-    """What rank `here` has to know of a layer's placement; the first two [R, E + 1] int64, -1 for "not there".
-
-    to_ranks[r, e]: the slot on rank r that serves expert e for tokens at home here.
-    from_homes[h, e]: the slot here that serves expert e for tokens at home on rank h.
-    The last column is -1 throughout: expert -1 of a row that is padding finds it. homes: [R, 1], 0 to R - 1.
-    """
-
-    to_ranks: Tensor
-    from_homes: Tensor
-    homes: Tensor
-
-    @classmethod
-    def of(
-        cls,
-        destinations: NDArray[np.int64],
-        experts_of: Sequence[Sequence[int]],
-        here: int,
-        device: torch.device | None = None,
-    ) -> SlotTables:
-        """destinations: as `Placement.destinations`. experts_of[rank][slot]: the expert in a rank's slot."""
-        num_ranks = len(destinations)
-        slots = np.full(destinations.shape, -1, np.int64)
-        for of_rank, experts in zip(slots, experts_of, strict=True):
-            of_rank[list(experts)] = np.arange(len(experts))
-        nowhere = np.full((num_ranks, 1), -1, np.int64)
-        served = destinations[here] == np.arange(num_ranks)[:, None]
-        return cls(
-            torch.from_numpy(np.hstack((np.where(served, slots, -1), nowhere))).to(device),
-            torch.from_numpy(np.hstack((np.where(destinations == here, slots[here], -1), nowhere))).to(device),
-            torch.arange(num_ranks, device=device)[:, None],
-        )
-
-    def become(self, other: SlotTables) -> None:
-        """Takes over another placement where the tables lie, so that graphs which read them there go by it."""
-        self.to_ranks.copy_(other.to_ranks)
-        self.from_homes.copy_(other.from_homes)
-
-    def slots_on_ranks(self, expert_ids: Tensor) -> Tensor:
-        """Ids [T, k] of tokens at home here -> [R, T, k]."""
-        return self.to_ranks[:, expert_ids]
-
-    def slots_here(self, expert_ids: Tensor) -> Tensor:
-        """Ids [R * T, k], T tokens of each home in rank order -> [R * T, k]."""
-        of_homes = expert_ids.view(len(self.from_homes), -1)
-        return self.from_homes[self.homes, of_homes].view(expert_ids.shape)
-
 
 @dataclass(slots=True)
 class Arrived:
     """Rows [M, H] that this rank's experts are to compute, of all ranks in rank order.
 
     slots: [M, k] int64, this rank's expert slots, -1 for experts that other ranks compute. weights: [M, k] fp32.
-    num_from[r] of the rows came from rank r; of_home[r] are the numbers of the rows of this rank that went to rank r.
-    The last two are empty where their sizes are known otherwise.
+    num_from[r]: how many rows came from rank r. of_home[r]: the numbers of this rank's rows that went to rank r. The
+    last two are empty where all sizes follow from the plan.
     """
 
     rows: Tensor
@@ -102,7 +51,7 @@ class Exchange(Protocol):
 
 
 class AllToAll:
-    """One row per (token, rank that serves at least one of its experts); how many is told beforehand, rank to rank."""
+    """One row per (token, rank that serves at least one of its experts); the ranks exchange the counts first."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -150,54 +99,10 @@ class AllToAll:
         return out
 
 
-class AllGather:
-    """Every row goes to every rank, padded to the longest rank's number: all sizes are known from the plan.
-
-    Where the ranks have equally many rows nothing here depends on the step: a graph can hold it. Rows whose experts
-    are -1 meet none.
-    """
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self.rows_to = [0] * collectives.num_ranks
-
-    def dispatch(
-        self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
-    ) -> Arrived:
-        longest = max(num_rows)
-        packed = pack_rows(x, expert_ids, weights)
-        if len(packed) < longest:
-            # Every bit set is expert -1, which is nowhere; what else such a row says nobody reads.
-            packed = torch.cat((packed, packed.new_full((longest - len(packed), packed.shape[1]), 255)))
-        me = self._collectives.rank
-        self.rows_to = [total + longest * (rank != me) for rank, total in enumerate(self.rows_to)]
-        rows, ids, of_rows = unpack_rows(self._collectives.all_gather(packed), x, expert_ids.shape[1])
-        return Arrived(rows, tables.slots_here(ids), of_rows)
-
-    def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
-        return self._collectives.reduce_scatter(partial)[: num_rows[self._collectives.rank]]
-
-
-def pack_rows(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """One row of bytes each, so that a row, its experts (or slots) and their weights travel in one collective."""
-    parts = (x.contiguous(), weights.contiguous(), ids.to(torch.int16))
-    return torch.cat([part.view(torch.uint8) for part in parts], 1)
-
-
-def unpack_rows(packed: Tensor, like: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = [like.shape[1] * like.element_size(), 4 * top_k, 2 * top_k]
-    # `contiguous` would leave a single row with its stride, at an offset that may be no multiple of its numbers' size.
-    rows, weights, ids = (part.new_empty(part.shape).copy_(part) for part in packed.split(sizes, 1))
-    return rows.view(like.dtype), ids.view(torch.int16).long(), weights.view(torch.float32)
-
-
-# The all-to-all shape where rows are on a GPU: the host waits once a layer, for the numbers of rows.
-
-
 class DeviceAllToAll:
-    """As `experts.exchange.AllToAll`, with the same bits: one row per (token, rank that serves some of its experts).
+    """`AllToAll` for rows on a GPU, with the same bits: the host waits once a layer, for the numbers of rows.
 
-    The rows that stay take part in the exchange, which for them is a copy, so that what arrives is in order.
+    Rows that stay take part in the exchange, which for them is a copy, so that what arrives is in order.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -210,7 +115,7 @@ class DeviceAllToAll:
         slots = tables.slots_on_ranks(expert_ids)
         num_ranks, num_here, top_k = slots.shape
         reached = (slots >= 0).any(2)
-        # Of every (rank, row) pair, rank by rank; what is behind the last is cut off when the numbers are known.
+        # All (rank, row) pairs, rank by rank; the padding behind them is cut off once the numbers are known.
         pairs = reached.flatten().nonzero_static(size=num_ranks * num_here).flatten()
         num_to, num_from = self._exchange_counts(reached.sum(1))
         pairs = pairs[: sum(num_to)]
@@ -229,15 +134,106 @@ class DeviceAllToAll:
         parts = self._collectives.all_to_all(partial, arrived.num_from, num_to).split(num_to)
         out = partial.new_zeros((num_rows[self._collectives.rank], partial.shape[1]))
         for rows, part in zip(arrived.of_home, parts, strict=True):
-            # A row is there at most once for each rank, so no two additions meet.
+            # Each rank has a row at most once, so no two additions meet.
             out.index_add_(0, rows, part)
         return out
 
     def _exchange_counts(self, num_to: Tensor) -> tuple[list[int], list[int]]:
-        """How many rows go to each rank, and come from it."""
+        """Return how many rows go to each rank, and how many come from it."""
         ones = [1] * len(num_to)
         num_from = self._collectives.all_to_all(num_to, ones, ones)
         counts = torch.stack((num_to, num_from))
         self._collectives.waits.wait_for_device()
         to_ranks, from_ranks = counts.tolist()
         return to_ranks, from_ranks
+
+
+class AllGather:
+    """Every row goes to every rank, padded to the longest rank's number: all sizes follow from the plan.
+
+    Where the ranks have equally many rows nothing depends on the step, so a graph can capture it. Rows whose experts
+    are -1 meet no expert.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self.rows_to = [0] * collectives.num_ranks
+
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
+    ) -> Arrived:
+        longest = max(num_rows)
+        packed = pack_rows(x, expert_ids, weights)
+        if len(packed) < longest:
+            # Every bit set is expert -1, which is nowhere; the rest of such a row is not read.
+            packed = torch.cat((packed, packed.new_full((longest - len(packed), packed.shape[1]), 255)))
+        me = self._collectives.rank
+        self.rows_to = [total + longest * (rank != me) for rank, total in enumerate(self.rows_to)]
+        rows, ids, of_rows = unpack_rows(self._collectives.all_gather(packed), x, expert_ids.shape[1])
+        return Arrived(rows, tables.slots_here(ids), of_rows)
+
+    def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
+        return self._collectives.reduce_scatter(partial)[: num_rows[self._collectives.rank]]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTables:
+    """A layer's placement as the tables in which rank `here` looks experts up; the first two [R, E + 1] int64, -1 for
+    "not there".
+
+    to_ranks[r, e]: the slot on rank r that serves expert e for tokens at home here.
+    from_homes[h, e]: the slot here that serves expert e for tokens at home on rank h.
+    The last column is -1 throughout, for expert -1 of a padding row. homes: [R, 1], 0 to R - 1.
+    """
+
+    to_ranks: Tensor
+    from_homes: Tensor
+    homes: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        destinations: NDArray[np.int64],
+        experts_of: Sequence[Sequence[int]],
+        here: int,
+        device: torch.device | None = None,
+    ) -> SlotTables:
+        """destinations: as `Placement.destinations`. experts_of[rank][slot]: the expert in a rank's slot."""
+        num_ranks = len(destinations)
+        slots = np.full(destinations.shape, -1, np.int64)
+        for of_rank, experts in zip(slots, experts_of, strict=True):
+            of_rank[list(experts)] = np.arange(len(experts))
+        nowhere = np.full((num_ranks, 1), -1, np.int64)
+        served = destinations[here] == np.arange(num_ranks)[:, None]
+        return cls(
+            torch.from_numpy(np.hstack((np.where(served, slots, -1), nowhere))).to(device),
+            torch.from_numpy(np.hstack((np.where(destinations == here, slots[here], -1), nowhere))).to(device),
+            torch.arange(num_ranks, device=device)[:, None],
+        )
+
+    def become(self, other: SlotTables) -> None:
+        """Take over another placement in place, so that captured graphs which read these tables follow it."""
+        self.to_ranks.copy_(other.to_ranks)
+        self.from_homes.copy_(other.from_homes)
+
+    def slots_on_ranks(self, expert_ids: Tensor) -> Tensor:
+        """Ids [T, k] of tokens at home here -> [R, T, k]."""
+        return self.to_ranks[:, expert_ids]
+
+    def slots_here(self, expert_ids: Tensor) -> Tensor:
+        """Ids [R * T, k], T tokens of each home in rank order -> [R * T, k]."""
+        of_homes = expert_ids.view(len(self.from_homes), -1)
+        return self.from_homes[self.homes, of_homes].view(expert_ids.shape)
+
+
+def pack_rows(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """[T, bytes]: each row with its experts (or slots) and their weights, to travel in one collective."""
+    parts = (x.contiguous(), weights.contiguous(), ids.to(torch.int16))
+    return torch.cat([part.view(torch.uint8) for part in parts], 1)
+
+
+def unpack_rows(packed: Tensor, like: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = [like.shape[1] * like.element_size(), 4 * top_k, 2 * top_k]
+    # `contiguous` would leave a single row with its stride, at an offset that may be no multiple of its numbers' size.
+    rows, weights, ids = (part.new_empty(part.shape).copy_(part) for part in packed.split(sizes, 1))
+    return rows.view(like.dtype), ids.view(torch.int16).long(), weights.view(torch.float32)

@@ -1,7 +1,7 @@
 """The file of an expert store: every expert of every layer in the layout in which it is computed, one record each.
 
 A record starts on a page, so that it can be read past the page cache straight into a slot. The first pages are a
-header: what the file was made of, its sizes, and a CRC-32 of each record. The header is written last, so a file whose
+header: the source of the weights, the sizes, and a CRC-32 of each record. The header is written last, so a file whose
 writer died has none.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from experts.errors import ExpertStoreError
 
 PAGE_BYTES = 4096
-# What to do about a damaged file: everything in it follows from the checkpoint.
+# The advice about a damaged file: everything in it follows from the checkpoint.
 REMEDY = "delete it, and the next start builds it anew"
 VERSION = 1
 _MAGIC = b"MOEXPERT"
@@ -65,7 +65,7 @@ class ExpertFileHeader:
 def write_expert_file(
     path: Path, *, source: bytes, num_layers: int, num_experts: int, expert_bytes: int, experts: Iterable[memoryview]
 ) -> None:
-    """Writes `experts`, layer by layer, each of `expert_bytes`, one at a time; the file is on disk on return."""
+    """Write `experts`, layer by layer, each of `expert_bytes`, one at a time; the file is on disk on return."""
     checksums = array("I")
     header = ExpertFileHeader(source, num_layers, num_experts, expert_bytes, checksums)
     padding = bytes(round_to_page(expert_bytes) - expert_bytes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from experts.errors import ExpertStoreError
-from experts.predictor import RecallSample
+from experts.predictors import RecallSample
 from experts.residency import Access, ExpertMemoryStats, ResidencyControl, SlotState, Transfer
 from experts.slots import Slots
 from experts.tiers import ExpertTier
@@ -16,39 +16,8 @@ from experts.tiers import ExpertTier
 _SMOOTHING = 0.01
 
 
-class Pace:
-    """How fast the link is beside the computation: means over the last hundred or so observations."""
-
-    def __init__(self, expert_bytes: int) -> None:
-        self._expert_bytes = expert_bytes
-        self._last_access: float | None = None
-        self._layer_seconds: float | None = None
-        self._seconds_per_byte: float | None = None
-
-    @property
-    def loads_per_layer(self) -> float:
-        """Experts that the link brings while one layer is computed; 1 until both were observed."""
-        if self._layer_seconds is None or self._seconds_per_byte is None:
-            return 1.0
-        return self._layer_seconds / (self._seconds_per_byte * self._expert_bytes)
-
-    def access(self, now: float) -> None:
-        """A layer's event begins. now: seconds, of which waiting for experts is taken off."""
-        if self._last_access is not None:
-            self._layer_seconds = _smoothed(self._layer_seconds, now - self._last_access)
-        self._last_access = now
-
-    def copied(self, num_bytes: int, seconds: float) -> None:
-        if num_bytes:
-            self._seconds_per_byte = _smoothed(self._seconds_per_byte, seconds / num_bytes)
-
-
-def _smoothed(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + _SMOOTHING * (value - mean)
-
-
 class ExpertMemory:
-    """One thread computes and calls the methods; another one, owned by this object, copies.
+    """The slots of a fast tier. One thread computes and calls the methods; another, owned by this object, copies.
 
     An event goes `access`, then `wait_ready` and `release` until all its experts are computed.
     """
@@ -73,7 +42,7 @@ class ExpertMemory:
         self._copier.start()
 
     def access(self, layer: int, experts: Iterable[int]) -> Access:
-        """An event begins; what is missing starts to load. Raises ExpertStoreError if a load has failed before."""
+        """Begin an event; missing experts start to load. Raises ExpertStoreError if a load has failed before."""
         with self._changed:
             self._check()
             access = self._control.access(layer, experts)
@@ -84,7 +53,7 @@ class ExpertMemory:
         return access
 
     def wait_ready(self, layer: int, experts: Collection[int]) -> list[int]:
-        """Those of the event's `experts` that are ready, at least one: waits for it if need be.
+        """Return the event's `experts` that are ready, waiting for one if none is.
 
         Raises ExpertStoreError if a load failed.
         """
@@ -99,14 +68,14 @@ class ExpertMemory:
         return ready
 
     def release(self, layer: int, experts: Sequence[int]) -> None:
-        """These of the event are computed; their slots may be filled with others."""
+        """Let the slots of these experts of the event, which are computed, be filled with others."""
         self._arena.after_use(layer)
         with self._changed:
             self._control.release(layer, experts)
             self._wake_copier()
 
     def turns(self, layer: int, experts: Collection[int]) -> Iterator[list[int]]:
-        """The event's `experts` in turns as they come: each turn is released when the next one is asked for."""
+        """Yield the event's `experts` in turns as they come; each turn is released when the next one is asked for."""
         left = set(experts)
         while left:
             ready = self.wait_ready(layer, left)
@@ -118,9 +87,9 @@ class ExpertMemory:
             left.difference_update(ready)
 
     def decide(self, decision: Callable[[float], None]) -> None:
-        """Has predictions entered into the `ResidencyControl`, while nobody else looks at it.
+        """Call `decision`, which enters predictions into the `ResidencyControl`, under its lock.
 
-        The argument of `decision` is how many experts the link brings while one layer is computed, as measured.
+        The argument of `decision` is `loads_per_layer`.
         """
         with self._changed:
             decision(self._pace.loads_per_layer)
@@ -142,12 +111,12 @@ class ExpertMemory:
             return self._control.layers[layer].contents()
 
     def num_waiting(self, layer: int) -> int:
-        """Experts of the current event that wait for a slot, which a release may give them."""
+        """Experts of the current event that wait for a slot."""
         return self._control.layers[layer].num_waiting
 
     @property
     def slot_bytes(self) -> int:
-        """What one expert takes."""
+        """The size of one expert."""
         return self._arena.slot_bytes
 
     def num_slots(self, layer: int) -> int:
@@ -166,14 +135,14 @@ class ExpertMemory:
             )
 
     def forget_counts(self) -> None:
-        """Starts counting at zero; what is resident stays."""
+        """Start counting at zero; residency stays as it is."""
         with self._changed:
             self._control.forget_counts()
             self.stall_seconds = self.predictor_seconds = 0.0
         self.recall.forget()
 
     def close(self) -> None:
-        """Ends the copying thread and lets go of the tier."""
+        """End the copying thread and close the tier."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -181,7 +150,7 @@ class ExpertMemory:
         self._tier.close()
 
     def _wake_copier(self) -> None:
-        """If there is work for it: waking for nothing, it would hold the interpreter against the computation."""
+        """Wake the copier if it has work: waking for nothing, it would hold the interpreter against the computation."""
         if self._control.has_waiting:
             self._changed.notify_all()
 
@@ -208,7 +177,7 @@ class ExpertMemory:
                 self._changed.notify_all()
 
     def _next(self) -> Transfer | None:
-        """What to copy now; waits for it. None at the end."""
+        """Wait for the next transfer to copy. None at the end."""
         with self._changed:
             while not self._closing:
                 if (transfer := self._control.next_transfer()) is not None:
@@ -233,3 +202,34 @@ class ExpertMemory:
                 if self._closing or self._control.must_stop(transfer):
                     self._control.stop(transfer)
                     return
+
+
+class Pace:
+    """The speed of the link relative to the computation: means over the last hundred or so observations."""
+
+    def __init__(self, expert_bytes: int) -> None:
+        self._expert_bytes = expert_bytes
+        self._last_access: float | None = None
+        self._layer_seconds: float | None = None
+        self._seconds_per_byte: float | None = None
+
+    @property
+    def loads_per_layer(self) -> float:
+        """Experts that the link brings while one layer is computed; 1 until both were observed."""
+        if self._layer_seconds is None or self._seconds_per_byte is None:
+            return 1.0
+        return self._layer_seconds / (self._seconds_per_byte * self._expert_bytes)
+
+    def access(self, now: float) -> None:
+        """A layer's event begins. now: seconds, waiting for experts subtracted."""
+        if self._last_access is not None:
+            self._layer_seconds = _smoothed(self._layer_seconds, now - self._last_access)
+        self._last_access = now
+
+    def copied(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes:
+            self._seconds_per_byte = _smoothed(self._seconds_per_byte, seconds / num_bytes)
+
+
+def _smoothed(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _SMOOTHING * (value - mean)

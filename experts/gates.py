@@ -1,4 +1,4 @@
-"""What the gates of later layers say of the state at an earlier one."""
+"""Ask the gates of later layers about the state at an earlier one: plain gates, or maps fitted to them."""
 
 from __future__ import annotations
 
@@ -12,60 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experts.predictor import Float, Tap
-from experts.routing_files import TensorFileKind, Tensors
+from experts.routing_files import Tap, TensorFileKind, Tensors
 from kernels.linear import pack_linear
 
-# Linear maps from the state at one layer to what the gate of a later one will say, learnt from text; and their file.
-# Pure. A map is as wide as the gate it stands for, so that a fitted preview costs what a plain one does.
-
-
-class FittedGatesError(Exception):
-    """A file of fitted gates that cannot serve; the message is one sentence for the operator."""
-
-
-@dataclass(frozen=True, slots=True)
-class FittedGates:
-    """maps[tap, distance]: [L - distance, E, H + 1] float; those of l give the scores of layer l + distance, the last
-    column is the constant. num_tokens: learnt from."""
-
-    maps: Mapping[tuple[Tap, int], NDArray[np.floating]]
-    num_tokens: int
-
-    def max_distance(self, tap: Tap) -> int:
-        """How far ahead there are maps of this tap, without a gap from 1 on; 0 for none."""
-        distance = 0
-        while (tap, distance + 1) in self.maps:
-            distance += 1
-        return distance
-
-
-_KIND = TensorFileKind("file of fitted gates", {"kind": "fitted gates", "format": "1"}, FittedGatesError, "; remove it")
-
-
-def save_fitted_gates(path: Path, fitted: FittedGates, key: str) -> None:
-    """Replaces the file in one move. key: `experts.routing_files.model_key` of the model."""
-    tensors: Tensors = {
-        f"{tap.value}.{distance}": np.ascontiguousarray(maps, np.float16)
-        for (tap, distance), maps in fitted.maps.items()
-    }
-    _KIND.save(path, tensors, {"model": key, "num_tokens": str(fitted.num_tokens)})
-
-
-def load_fitted_gates(path: Path, key: str) -> FittedGates:
-    """The maps in the file. FittedGatesError if it is missing, torn, of another model or of another format."""
-    return _KIND.load(path, _restore, key)
-
-
-def _restore(tensors: Tensors, metadata: dict[str, str]) -> FittedGates:
-    maps = {_tap_and_distance(name): tensor for name, tensor in tensors.items()}
-    return FittedGates(maps, int(metadata["num_tokens"]))  # type: ignore[arg-type]
-
-
-def _tap_and_distance(name: str) -> tuple[Tap, int]:
-    tap, distance = name.split(".")
-    return Tap(tap), int(distance)
-
+Float = NDArray[np.float32]
+# (distances, state [T, H]) -> [D, T, E]: the scores of the gates at these distances.
+_Judge = Callable[[range, Tensor], Float]
 
 # A norm's weight below this share of the largest cannot be taken back out of the state.
 _LEAST_SHARE = 1e-3
@@ -76,7 +28,7 @@ class GatedBlock(Protocol):
     """A layer's gate, apart from its experts."""
 
     def preview(self, x: Tensor) -> Tensor:
-        """What the gate would rank for a state x [T, H] that is not its own input: [T, E], the larger the likelier."""
+        """[T, E]: the gate's scores for a state x [T, H] that is not its own input, the larger the likelier."""
 
 
 class MappedGate(Protocol):
@@ -93,7 +45,7 @@ class GatePreview:
 
     The state of the tap `EARLY` is the input of the gate of layer l: a norm of the residual stream, scaled by the
     weights of that layer's norm. That of `LATE` is the residual stream after layer l. Both are scaled by the weights of
-    the norm at layer l + d. What the layers in between will add is not known yet: `fitted` has learnt it, as far as it
+    the norm at layer l + d. The layers in between have not added their part yet: `fitted` has learnt it, as far as it
     is linear in the state, and judges in place of the gate at the same cost.
     """
 
@@ -116,9 +68,7 @@ class GatePreview:
 
     def __call__(self, layer: int, distances: range, state: Tensor) -> Float:
         """state [T, H] -> [D, T, E], the larger the likelier, for layers at consecutive distances, all of which must
-        exist.
-
-        Fitted gates say what they say of all distances in one product.
+        exist. Fitted gates compute all distances in one product.
         """
         x = state if self.tap is Tap.EARLY else unit_norm(state)
         return self._judges[layer](distances, x)
@@ -131,15 +81,16 @@ def unit_norm(residual: Tensor) -> Tensor:
 
 
 def scale_between(norms: Sequence[Tensor], layer: int, distance: int, tap: Tap) -> Tensor:
-    """[H]: from the state at `layer` (of the tap `LATE`: of unit norm) to that in front of the later gate."""
+    """[H]: the factor from the state at `layer` (for the tap `LATE` of unit norm) to the input of the later gate."""
     return norms[layer + distance] if tap is Tap.LATE else _ratio(norms[layer + distance], norms[layer])
 
 
 def plain_maps(
     layers: Sequence[MappedGate], norms: Sequence[Tensor], max_distance: int
 ) -> dict[tuple[Tap, int, int], Tensor]:
-    """By tap, layer and distance [E, H + 1] float32: what the gates say of a state, the constant last. Zeros for a gate
-    that is no linear map."""
+    """By tap, layer and distance [E, H + 1] float32: the gates as maps of the state, the constant last. Zeros for a
+    gate that is no linear map.
+    """
     found = {}
     for later, layer_ahead in enumerate(layers):
         gate = layer_ahead.gate_map(norms[0].dtype)
@@ -150,10 +101,6 @@ def plain_maps(
                 scale = scale_between(norms, later - distance, distance, tap).float()
                 found[tap, later - distance, distance] = gate * torch.cat([scale, torch.ones(1)])
     return found
-
-
-# Asked for distances and a state [T, H], says [D, T, E].
-_Judge = Callable[[range, Tensor], Float]
 
 
 def _gates(layers: Sequence[GatedBlock], norms: Sequence[Tensor], layer: int, max_distance: int, tap: Tap) -> _Judge:
@@ -180,7 +127,7 @@ def _maps(fitted: FittedGates, tap: Tap, max_distance: int, num_layers: int, nor
 
 
 def _stacked(maps: Sequence[Tensor]) -> _Judge:
-    """maps: of a layer, [E, H + 1] for each distance; none of the last layer, which nobody asks."""
+    """maps: of a layer, [E, H + 1] for each distance; the last layer has none."""
     if not maps:
         return lambda distances, x: np.empty((0, len(x), 0), np.float32)
     together = torch.cat(list(maps))
@@ -194,7 +141,7 @@ def _stacked(maps: Sequence[Tensor]) -> _Judge:
 
 
 def _on_host(x: Tensor) -> Float:
-    """Most calls are on a CPU between two layers, where what changes nothing takes time as well."""
+    """As float32 on the host. Most calls are on a CPU between two layers, where a conversion to the same type costs."""
     if x.dtype is torch.float32 and x.device.type == "cpu":
         return x.numpy()
     return x.float().cpu().numpy()
@@ -205,11 +152,8 @@ def _ratio(wanted: Tensor, given: Tensor) -> Tensor:
     return torch.where(is_small, 0.0, wanted / given)
 
 
-# What the gates of all layers within reach say of a state, for whoever wants to hear all of them.
-
-
 class GatesAhead:
-    """name: that of the preview's tap as a source of predictions."""
+    """Asks the gates of all layers within reach. name: of the preview's tap as a source of predictions."""
 
     def __init__(self, preview: GatePreview, num_layers: int) -> None:
         self._preview = preview
@@ -217,8 +161,59 @@ class GatesAhead:
         self.name = f"gate-{preview.tap.value}"
 
     def __call__(self, layer: int, state: Tensor) -> list[tuple[int, NDArray[np.float32]]]:
-        """Distances and logits [T, E], of a state [T, H] at the layer, T > 0."""
+        """Distances and logits [T, E] for a state [T, H] at the layer, T > 0."""
         distances = range(1, min(self._preview.max_distance, self._num_layers - 1 - layer) + 1)
         if not distances:
             return []
         return list(zip(distances, self._preview(layer, distances, state), strict=True))
+
+
+class FittedGatesError(Exception):
+    """A file of fitted gates that cannot serve; the message is one sentence for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittedGates:
+    """Linear maps from the state at one layer to what the gate of a later one will say, learnt from text.
+
+    maps[tap, distance]: [L - distance, E, H + 1] float; map l gives the scores of layer l + distance, its last column
+    is the constant. A map is as wide as the gate it stands for, so a fitted preview costs what a plain one does.
+    num_tokens: learnt from.
+    """
+
+    maps: Mapping[tuple[Tap, int], NDArray[np.floating]]
+    num_tokens: int
+
+    def max_distance(self, tap: Tap) -> int:
+        """How far ahead there are maps of this tap, without a gap from 1 on; 0 without any."""
+        distance = 0
+        while (tap, distance + 1) in self.maps:
+            distance += 1
+        return distance
+
+
+_KIND = TensorFileKind("file of fitted gates", {"kind": "fitted gates", "format": "1"}, FittedGatesError, "; remove it")
+
+
+def save_fitted_gates(path: Path, fitted: FittedGates, key: str) -> None:
+    """Replace the file in one move. key: `experts.routing_files.model_key` of the model."""
+    tensors: Tensors = {
+        f"{tap.value}.{distance}": np.ascontiguousarray(maps, np.float16)
+        for (tap, distance), maps in fitted.maps.items()
+    }
+    _KIND.save(path, tensors, {"model": key, "num_tokens": str(fitted.num_tokens)})
+
+
+def load_fitted_gates(path: Path, key: str) -> FittedGates:
+    """The maps in the file. FittedGatesError if it is missing, torn, of another model or of another format."""
+    return _KIND.load(path, _restore, key)
+
+
+def _restore(tensors: Tensors, metadata: dict[str, str]) -> FittedGates:
+    maps = {_tap_and_distance(name): tensor for name, tensor in tensors.items()}
+    return FittedGates(maps, int(metadata["num_tokens"]))  # type: ignore[arg-type]
+
+
+def _tap_and_distance(name: str) -> tuple[Tap, int]:
+    tap, distance = name.split(".")
+    return Tap(tap), int(distance)

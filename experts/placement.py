@@ -1,4 +1,4 @@
-"""Which ranks hold which experts. Pure."""
+"""Placements: which ranks hold which experts, and what that costs on recorded routing. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+Float = NDArray[np.float64]
+Ids = NDArray[np.integer]
+# The ranks that hold an expert.
 Ranks = tuple[int, ...]
 
 
@@ -18,12 +21,10 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """ranks[layer][expert]: the ranks that hold the expert, the first of them by default.
+    """ranks[layer][expert]: the ranks that hold the expert, its default rank first.
 
-    Layers are those that have experts, in the model's order.
-
-    Every expert is somewhere, never twice on a rank, and within a layer all ranks hold equally many: their
-    expert memory is one array. PlacementError otherwise.
+    Layers are the layers with experts, in the model's order. Every expert has a rank and is never twice on one, and
+    within a layer all ranks hold equally many: their expert memory is one array. PlacementError otherwise.
     """
 
     num_ranks: int
@@ -58,22 +59,22 @@ class Placement:
         return np.array([[ranks[0] for ranks in experts] for experts in self.ranks], np.int64)
 
     def with_layer(self, layer: int, ranks: tuple[Ranks, ...]) -> Placement:
-        """The same but for one layer. ranks[expert]."""
+        """The same placement with other ranks[expert] in one layer."""
         return Placement(self.num_ranks, (*self.ranks[:layer], ranks, *self.ranks[layer + 1 :]))
 
     def destinations(self, layer: int) -> NDArray[np.int64]:
-        """[R, E]: where a token at home on a rank is sent for an expert.
+        """[R, E]: the rank to which a token at home on rank r is sent for expert e.
 
-        At home if the expert is there. The other homes take its replicas in turn. The choice depends on nothing but
-        the home, so that a request computes the same in any batch.
+        Its home if the expert is there; the other homes take the replicas in turn. The choice depends on the home
+        alone, so that a request computes the same in any batch.
         """
         return np.array([destinations_of(ranks, self.num_ranks) for ranks in self.ranks[layer]], np.int64).T
 
 
 def refilled(slots: Sequence[int], held: Collection[int]) -> tuple[int, ...]:
-    """The experts of a rank's slots once it holds `held`: who stays keeps its slot, the others fill those of leavers.
+    """The experts of a rank's slots once it holds `held`: experts that stay keep their slots, the others fill the rest.
 
-    slots[s]: the expert in slot s now; equally many as `held`.
+    slots[s]: the expert in slot s now; as many slots as experts in `held`.
     """
     arriving = iter(sorted(set(held) - set(slots)))
     return tuple(expert if expert in held else next(arriving) for expert in slots)
@@ -127,82 +128,6 @@ def _share(num_experts: int, num_ranks: int) -> int:
     if num_ranks < 1 or num_experts % num_ranks:
         raise PlacementError(f"{num_experts} experts cannot be shared equally among {num_ranks} ranks.")
     return num_experts // num_ranks
-
-
-# The best assignment of items to ranks with equal numbers of items on each. Pure.
-
-
-Gain = NDArray[np.float64]
-RankOf = NDArray[np.int64]
-
-
-def balanced_assignment(gain: Gain, start: RankOf) -> RankOf:
-    """A new rank_of [E] that maximises the sum of gain[e, rank_of[e]] with E / R items on each of R ranks. Exact.
-
-    gain: [E, R]. start: [E], any balanced assignment; the closer to the best, the faster. An assignment is optimal if
-    no cyclic exchange among ranks gains (Klein's cycle cancelling for transportation problems; Ahuja, Magnanti and
-    Orlin, "Network Flows", section 9.6), and for a cycle only the best mover between each two ranks matters, so the
-    search is over R nodes.
-    """
-    rank_of = start.astype(np.int64, copy=True)
-    tolerance = 1e-9 * max(1.0, float(np.abs(gain).max(initial=0.0)))
-    while True:
-        moves, movers = _best_moves(gain, rank_of)
-        cycle = _best_exchange(moves, tolerance) or _improving_cycle(moves, tolerance)
-        if not cycle:
-            return rank_of
-        for source, target in zip(cycle, cycle[1:] + cycle[:1], strict=True):
-            rank_of[movers[source, target]] = target
-
-
-def _best_moves(gain: Gain, rank_of: RankOf) -> tuple[Gain, RankOf]:
-    """[R, R]: what moving one item from a rank to another gains at best, and which item that is."""
-    num_ranks = gain.shape[1]
-    items = np.argsort(rank_of, kind="stable")
-    delta = gain[items] - gain[items, rank_of[items]][:, None]
-    delta = delta.reshape(num_ranks, -1, num_ranks)
-    best = delta.argmax(axis=1)
-    moves = np.take_along_axis(delta, best[:, None], axis=1)[:, 0]
-    movers = np.take_along_axis(items.reshape(num_ranks, -1), best, axis=1)
-    np.fill_diagonal(moves, -np.inf)
-    return moves, movers
-
-
-def _best_exchange(moves: Gain, tolerance: float) -> list[int]:
-    both = moves + moves.T
-    source, target = np.unravel_index(both.argmax(), both.shape)
-    return [int(source), int(target)] if both[source, target] > tolerance else []
-
-
-def _improving_cycle(moves: Gain, tolerance: float) -> list[int]:
-    """A cycle of ranks with a positive sum of moves, or none (Bellman and Ford, from every node at once)."""
-    num_ranks = len(moves)
-    reached = np.zeros(num_ranks)
-    before = np.zeros(num_ranks, np.int64)
-    step = tolerance / num_ranks
-    last = -1
-    for _ in range(num_ranks):
-        through = reached[:, None] + moves
-        found = through.max(axis=0)
-        better = found > reached + step
-        if not better.any():
-            return []
-        before = np.where(better, through.argmax(axis=0), before)
-        reached = np.where(better, found, reached)
-        last = int(better.argmax())
-    for _ in range(num_ranks):
-        last = int(before[last])
-    cycle = [last]
-    while (previous := int(before[cycle[-1]])) != last:
-        cycle.append(previous)
-    return cycle[::-1]
-
-
-# What a placement costs on recorded routing: remote ranks, hops, balance. Pure.
-
-
-Float = NDArray[np.float64]
-Ids = NDArray[np.integer]
 
 
 def remote_ranks(routing: Ids, homes: Ids, placement: Placement) -> Float:

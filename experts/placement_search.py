@@ -1,4 +1,4 @@
-"""A placement by name, from the sizes of the model and what is known of its routing. Pure."""
+"""Find placements: by name, by load, co-activation or affinity, and a few moves at a time while serving. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from experts.placement import (
     Placement,
     PlacementError,
     Ranks,
-    balanced_assignment,
     contiguous,
     destinations_of,
     from_first_ranks,
@@ -22,289 +21,96 @@ from experts.placement import (
 )
 from experts.routing import RoutingStatistics
 
-# Placement by affinity between layers: a token's next expert should be where its last one was. Pure. ExFlow's
-# objective (arXiv 2401.08383): the fewest transitions between ranks, with equally many experts per rank and layer.
-# It is summed over pair counts, so that the work does not depend on how many tokens were seen. Two moves take turns
-# until neither gains: while its neighbours stay, the best ranks of one layer are an exact assignment; and the best
-# chain of single exchanges in all layers is found by dynamic programming. The objective says nothing about load, nor
-# about serving in which tokens return home after every layer.
-
-
-RankOf = NDArray[np.int64]
 Counts = NDArray[np.float64]
+Float = NDArray[np.float64]
+Gain = NDArray[np.float64]
+Ids = NDArray[np.integer]
+Load = NDArray[np.floating]
+# [E] or [L, E]: the rank of each expert.
+RankOf = NDArray[np.int64]
+# The heaviest load afterwards, and which ranks hold each expert: [E, R].
+Move = tuple[float, NDArray[np.bool_]]
 
+# By name: placements that need no statistics, and placements that are learnt from them.
+PLAIN: Final = ("contiguous", "round-robin")
+LEARNT: Final = ("balanced", "coactivation", "affinity")
+
+# Exchanges within a layer that affinity considers at a time.
 _NUM_EXCHANGES = 32
-
-
-def affinity_placement(
-    transitions: NDArray[np.floating], num_ranks: int, *, num_starts: int = 8, num_kicks: int = 20, seed: int = 0
-) -> Placement:
-    """transitions: [L - 1, E, E] counts of expert i at layer l and j at l + 1. Deterministic.
-
-    num_starts: placements grown from different layers, of which the best is taken further. num_kicks: how often a
-    random run of layers is made anew, and kept if it is no worse. PlacementError if the ranks cannot share the experts
-    equally.
-    """
-    counts = transitions.astype(np.float64)
-    num_layers, num_experts = len(counts) + 1, counts.shape[1]
-    even = round_robin(num_layers, num_experts, num_ranks).first_ranks()
-    random = np.random.default_rng(seed)
-    best, most = even, staying(even, counts)
-    for attempt in range(num_starts + num_kicks):
-        if attempt < num_starts:
-            begin, end = 0, num_layers
-        else:
-            begin, end = np.sort(random.choice(num_layers + 1, 2, replace=False)).tolist()
-        found = _renewed(best, begin, end, counts, random)
-        stays = staying(found, counts)
-        if stays >= most:
-            best, most = found, stays
-    return from_first_ranks(best, num_ranks)
-
-
-def staying(rank_of: RankOf, transitions: NDArray[np.floating]) -> float:
-    """The count of transitions within a rank. rank_of: [L, E]."""
-    same = rank_of[:-1, :, None] == rank_of[1:, None, :]
-    return float((transitions * same).sum())
-
-
-def _renewed(rank_of: RankOf, begin: int, end: int, counts: Counts, random: np.random.Generator) -> RankOf:
-    """With layers begin … end - 1 made anew: one at random, the others outwards from it, then all in turns."""
-    found = rank_of.copy()
-    origin = int(random.integers(begin, end))
-    found[origin] = random.permutation(found[origin])
-    for layer in range(origin + 1, end):
-        found[layer] = balanced_assignment(_gain(found, layer, counts, after=False), found[layer])
-    for layer in range(origin - 1, begin - 1, -1):
-        found[layer] = balanced_assignment(_gain(found, layer, counts, before=False), found[layer])
-    stays = staying(found, counts)
-    while True:
-        for layer in [*range(begin, end), *range(end - 2, begin - 1, -1)]:
-            found[layer] = balanced_assignment(_gain(found, layer, counts), found[layer])
-        found[begin:end] = _exchange_along(found, begin, end, counts)
-        now = staying(found, counts)
-        if now <= stays * (1 + 1e-9):
-            return found
-        stays = now
-
-
-def _exchange_along(rank_of: RankOf, begin: int, end: int, counts: Counts) -> RankOf:
-    """[end - begin, E]: the best of all placements that differ by at most one exchange in each of these layers.
-
-    Experts that follow each other have to move together, which no layer does by itself. Of each layer the exchanges
-    that cost least there are considered, and the best chain of them is found by dynamic programming.
-    """
-    num_ranks = int(rank_of[0].max()) + 1
-    options = [_exchanges(rank_of[layer], _gain(rank_of, layer, counts)) for layer in range(begin, end)]
-    places = [np.eye(num_ranks)[option] for option in options]
-    best = np.zeros(len(options[0]))
-    if begin > 0:
-        best = np.einsum("ir,pir->p", counts[begin - 1].T @ np.eye(num_ranks)[rank_of[begin - 1]], places[0])
-    before = []
-    for step in range(1, len(options)):
-        reached = counts[begin + step - 1].T @ places[step - 1]
-        stays = best[:, None] + np.tensordot(reached, places[step], ((1, 2), (1, 2)))
-        before.append(stays.argmax(axis=0))
-        best = stays.max(axis=0)
-    if end < len(rank_of):
-        best = best + np.einsum("ir,pir->p", counts[end - 1] @ np.eye(num_ranks)[rank_of[end]], places[-1])
-    chosen = [int(best.argmax())]
-    for step in reversed(before):
-        chosen.append(int(step[chosen[-1]]))
-    return np.stack([option[index] for option, index in zip(options, reversed(chosen), strict=True)])
-
-
-def _exchanges(rank_of: RankOf, gain: Counts) -> RankOf:
-    """[N, E]: the placement as it is, then those after the exchanges that cost least while the neighbours stay."""
-    here = np.take_along_axis(gain, rank_of[:, None], axis=1)
-    there = gain[:, rank_of]
-    cost = here + here.T - there - there.T
-    cost[rank_of[:, None] == rank_of] = np.inf
-    one, other = np.triu_indices(len(rank_of), 1)
-    cost = cost[one, other]
-    order = np.argsort(cost, kind="stable")[:_NUM_EXCHANGES]
-    order = order[cost[order] < np.inf]
-    options = np.repeat(rank_of[None], len(order) + 1, axis=0)
-    rows = np.arange(1, len(order) + 1)
-    options[rows, one[order]], options[rows, other[order]] = rank_of[other[order]], rank_of[one[order]]
-    return options
-
-
-def _gain(rank_of: RankOf, layer: int, counts: Counts, *, before: bool = True, after: bool = True) -> Counts:
-    """[E, R]: transitions from the layer before and to the one after that stay, for each rank of each expert."""
-    num_ranks = int(rank_of[0].max()) + 1
-    gain = np.zeros((rank_of.shape[1], num_ranks))
-    if before and layer > 0:
-        gain += counts[layer - 1].T @ np.eye(num_ranks)[rank_of[layer - 1]]
-    if after and layer < len(counts):
-        gain += counts[layer] @ np.eye(num_ranks)[rank_of[layer + 1]]
-    return gain
-
-
-# The expert sets of a layer's tokens, and how many ranks they touch. Pure.
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSets:
-    """Distinct sets only. ids: [N, k], ascending; weight: [N] tokens with the set.
-
-    homes: [N], the rank that the tokens touch in any case; -1 where it is not told.
-    """
-
-    num_experts: int
-    num_ranks: int
-    ids: NDArray[np.int64]
-    weight: Float
-    homes: NDArray[np.int64]
-
-    def load(self) -> Float:
-        """[E]: tokens that choose the expert."""
-        return summed_at(self.ids, self.weight, self.num_experts)
-
-    def on_rank(self, rank_of: RankOf) -> NDArray[np.int64]:
-        """[N, R]: what keeps a set on a rank: its experts there, and its home."""
-        size = len(self.ids) * self.num_ranks
-        rows = np.arange(len(self.ids))[:, None] * self.num_ranks
-        found = np.bincount((rows + rank_of[self.ids]).reshape(-1), minlength=size).reshape(-1, self.num_ranks)
-        known = self.homes >= 0
-        found[known, self.homes[known]] += 1
-        return found
-
-    def ranks_touched(self, rank_of: RankOf) -> float:
-        """Summed over tokens, home included where it is told."""
-        return float(self.weight @ (self.on_rank(rank_of) > 0).sum(axis=1))
-
-
-def token_sets(
-    ids: NDArray[np.integer], num_experts: int, num_ranks: int, homes: NDArray[np.integer] | None = None
-) -> TokenSets:
-    """ids: [T, k], distinct within a token. homes: [T]."""
-    keyed = np.column_stack([np.sort(ids, axis=1).astype(np.int64), np.full(len(ids), -1) if homes is None else homes])
-    distinct, counts = np.unique(keyed, axis=0, return_counts=True)
-    return TokenSets(num_experts, num_ranks, distinct[:, :-1], counts.astype(np.float64), distinct[:, -1])
-
-
-def summed_at(cells: NDArray[np.int64], weight: Float, size: int) -> Float:
-    """[size]: the weights of the rows [N] in whose cells [N, M] the place occurs."""
-    return np.bincount(cells.reshape(-1), np.repeat(weight, cells.shape[1]), size).astype(np.float64, copy=False)
-
-
-# Exchanges of experts between ranks until tokens touch as few ranks as they can. Pure. The number of distinct ranks
-# per token is the connectivity of a hypergraph whose edges are the tokens' expert sets. What every exchange of two
-# experts would gain is known exactly for all pairs at once, and kept up to date by looking at no more than the
-# tokens that choose one of the two (Fiduccia and Mattheyses' gains, for Kernighan and Lin's exchanges). The best one
-# is made even if it loses, and its experts then rest for some steps (Glover's tabu search).
-
-
+# Exchanges that co-activation makes beyond the best placement found.
+_PATIENCE = 8
+# Of the held-out tokens, which are compared in runs because neighbours choose alike.
+_NUM_RUNS = 16
+_STANDARD_ERRORS = 2.0
+# Gains are whole tokens, computed in floating point.
 _ONE_TOKEN = 0.5
+# What a unit of load above the bound weighs, in tokens.
 _OVERLOAD = 1e3
 
 
-class Exchanges:
-    """A placement of one layer and what each exchange would gain. `make` mutates it.
+def choose_placement(
+    name: str,
+    sizes: Sequence[int],
+    *,
+    num_redundant: int = 0,
+    num_nodes: int = 1,
+    num_groups: int = 1,
+    statistics: RoutingStatistics | None = None,
+) -> Placement:
+    """The placement `name` of PLAIN or LEARNT.
 
-    alone_with[e, f]: tokens with both of which e is the only thing on its rank; the diagonal is what e's leaving saves.
-    arriving[e, r]: tokens of e that touch nothing on rank r yet.
+    sizes: layers with experts, experts, ranks. num_redundant: replicas per layer, of the busiest experts.
+
+    num_nodes, num_groups: see `load_balanced`; the other placements do not look at them.
+
+    Without statistics all experts count as equally busy. PlacementError where the sizes do not divide, or where the
+    statistics are missing, empty or of other sizes.
     """
-
-    def __init__(self, sets: TokenSets, rank_of: RankOf) -> None:
-        self.rank_of = rank_of.copy()
-        self._sets = sets
-        self._on_rank = sets.on_rank(rank_of)
-        self._alone_with = np.zeros((sets.num_experts, sets.num_experts))
-        self._arriving = np.zeros((sets.num_experts, sets.num_ranks))
-        order = np.argsort(sets.ids.reshape(-1), kind="stable") // sets.ids.shape[1]
-        ends = np.cumsum(np.bincount(sets.ids.reshape(-1), minlength=sets.num_experts))
-        self._sets_of = np.split(order, ends[:-1])
-        self._count(np.arange(len(sets.ids)), 1.0)
-
-    def gain(self) -> Float:
-        """[E, E]: rank touches saved if e and f change places; meaningless within a rank.
-
-        A token with both touches the same ranks afterwards: what leaving seemed to save there is taken back.
-        """
-        half = self._alone_with.diagonal()[:, None] - self._arriving[:, self.rank_of] - self._alone_with
-        return half + half.T
-
-    def make(self, one: int, other: int) -> None:
-        chosen = np.unique(np.concatenate([self._sets_of[one], self._sets_of[other]]))
-        self._count(chosen, -1.0)
-        ids = self._sets.ids[chosen]
-        moved = (ids == one).sum(axis=1) - (ids == other).sum(axis=1)
-        here, there = self.rank_of[[one, other]]
-        self._on_rank[chosen, here] -= moved
-        self._on_rank[chosen, there] += moved
-        self.rank_of[[one, other]] = there, here
-        self._count(chosen, 1.0)
-
-    def _count(self, chosen: NDArray[np.int64], sign: float) -> None:
-        """Adds what these sets contribute to both tables, or takes it away."""
-        size, num_ranks = self._sets.num_experts, self._sets.num_ranks
-        ids, weight = self._sets.ids[chosen], sign * self._sets.weight[chosen]
-        on_rank = self._on_rank[chosen]
-        row, place = np.nonzero(np.take_along_axis(on_rank, self.rank_of[ids], axis=1) == 1)
-        cells = ids[row, place][:, None] * size + ids[row]
-        self._alone_with += summed_at(cells, weight[row], size * size).reshape(size, size)
-        row, rank = np.nonzero(on_rank == 0)
-        cells = ids[row] * num_ranks + rank[:, None]
-        self._arriving += summed_at(cells, weight[row], size * num_ranks).reshape(size, num_ranks)
+    num_layers, num_experts, num_ranks = sizes
+    if statistics is None:
+        if name in LEARNT:
+            raise PlacementError(f"A {name} placement is learnt from statistics, and there are none.")
+        load = np.ones((num_layers, num_experts), np.float32)
+    else:
+        load = statistics.load()
+        if load.shape != (num_layers, num_experts):
+            raise PlacementError(
+                f"The statistics are of {load.shape[0]} layers with {load.shape[1]} experts, "
+                f"but the model has {num_layers} with {num_experts}."
+            )
+        if name in LEARNT and not load.any():
+            raise PlacementError(f"A {name} placement is learnt from statistics, and these are empty.")
+    if name == "balanced":
+        return load_balanced(load, num_ranks, num_redundant=num_redundant, num_nodes=num_nodes, num_groups=num_groups)
+    if name == "contiguous":
+        placement = contiguous(num_layers, num_experts, num_ranks)
+    elif name == "round-robin":
+        placement = round_robin(num_layers, num_experts, num_ranks)
+    else:
+        assert statistics is not None
+        placement = _learnt(name, statistics, num_ranks)
+    return with_replicas(placement, load, num_redundant) if num_redundant else placement
 
 
-def fewest_ranks(sets: TokenSets, start: RankOf, bound: float, patience: int) -> RankOf:
-    """The best placement [E] on the way from `start`, which ends `patience` exchanges after it.
-
-    bound: of the load of a rank. What is above it weighs more than any rank touched, so it goes first if it can.
-    """
-    exchanges = Exchanges(sets, start)
-    load = sets.load()
-    best, gained, most, since = start, 0.0, 0.0, 0
-    rests_until = np.zeros(sets.num_experts, np.int64)
-    tenure = max(2, sets.num_experts // 8)
-    for step in range(1, 100 * sets.num_experts):
-        gain = exchanges.gain() - _OVERLOAD * _more_overload(exchanges.rank_of, load, sets.num_ranks, bound)
-        gain[exchanges.rank_of[:, None] == exchanges.rank_of] = -np.inf
-        resting = rests_until >= step
-        gain[(resting[:, None] | resting) & (gained + gain < most + _ONE_TOKEN)] = -np.inf
-        one, other = divmod(int(gain.argmax()), sets.num_experts)
-        if gain[one, other] == -np.inf:
-            break
-        gained += float(gain[one, other])
-        exchanges.make(one, other)
-        rests_until[[one, other]] = step + tenure
-        since += 1
-        if gained > most + _ONE_TOKEN:
-            best, most, since = exchanges.rank_of.copy(), gained, 0
-        elif since == patience:
-            break
-    return best
-
-
-def cost(sets: TokenSets, rank_of: RankOf, bound: float) -> float:
-    """What `fewest_ranks` makes least."""
-    total = np.bincount(rank_of, sets.load(), sets.num_ranks)
-    return sets.ranks_touched(rank_of) + _OVERLOAD * float(np.maximum(total - bound, 0).sum())
-
-
-def _more_overload(rank_of: RankOf, load: Float, num_ranks: int, bound: float) -> Float:
-    """[E, E]: load above the bound that an exchange adds."""
-    total = np.bincount(rank_of, load, num_ranks)[rank_of]
-    after = np.maximum((total - load)[:, None] + load - bound, 0) - np.maximum(total - bound, 0)[:, None]
-    added: Float = after + after.T
-    return added
-
-
-# Placement by load with replicas of the busiest experts. Pure. The three greedy steps of EPLB (github.com/deepseek-
-# ai/EPLB): groups of experts to nodes, replicas to experts within a node, replicas to ranks. Unlike there, a rank
-# never holds an expert twice, and the order of an expert's ranks spreads the homes that have no replica.
-
-
-Load = NDArray[np.floating]
+def _learnt(name: str, statistics: RoutingStatistics, num_ranks: int) -> Placement:
+    num_layers, num_experts = statistics.load().shape
+    if name == "coactivation":
+        return coactivation_placement(statistics.recent(), num_experts, num_ranks)
+    if name == "affinity":
+        if num_layers == 1:
+            return round_robin(num_layers, num_experts, num_ranks)
+        return affinity_placement(statistics.transitions(1), num_ranks)
+    raise PlacementError(f"There is no placement {name!r}.")
 
 
 def load_balanced(
     load: Load, num_ranks: int, *, num_redundant: int = 0, num_nodes: int = 1, num_groups: int = 1
 ) -> Placement:
-    """Equal load for the ranks, as far as it goes.
+    """Give the ranks equal loads, as far as possible, with replicas of the busiest experts.
+
+    The three greedy steps of EPLB (github.com/deepseek-ai/EPLB): groups of experts to nodes, replicas to experts within
+    a node, replicas to ranks. Unlike there, a rank never holds an expert twice, and the order of an expert's ranks
+    spreads the homes that have no replica.
 
     load: [L, E]. num_redundant: replicas per layer beyond the E first ones. num_nodes: the ranks are split evenly over
     them; num_groups: experts of a group (equal runs of ids) stay in one node, if the nodes can share the groups.
@@ -326,7 +132,7 @@ def load_balanced(
 
 
 def with_replicas(placement: Placement, load: Load, num_redundant: int) -> Placement:
-    """Adds replicas of the busiest experts to a placement that has none; what it holds already stays where it is.
+    """Add replicas of the busiest experts to a placement that has none; experts stay where they are.
 
     load: [L, E]. Each copy goes to the lightest rank that has room and lacks the expert. PlacementError if
     the copies cannot be shared equally.
@@ -346,7 +152,7 @@ def with_replicas(placement: Placement, load: Load, num_redundant: int) -> Place
 
 
 def ordered_ranks(held: Sequence[Sequence[int]], load: Load, num_ranks: int) -> tuple[Ranks, ...]:
-    """Orders each expert's ranks so that homes left over by turns go to the ranks that are lightest so far."""
+    """Order each expert's ranks so that homes left over by turns go to the ranks that are lightest so far."""
     total = np.zeros(num_ranks)
     ordered: list[Ranks] = [()] * len(held)
     for expert in sorted(range(len(held)), key=lambda candidate: (-float(load[candidate]), candidate)):
@@ -445,27 +251,17 @@ def _exchange(held: list[set[int]], total: list[float], share_of: dict[int, floa
     return rank
 
 
-# Placement by co-activation: experts that a token chooses together share a rank. Pure. A token costs one row per
-# rank that it touches, so what counts is the number of distinct ranks, home excluded. What is found has to be better
-# on tokens that it was not fitted to, and no rank may be busier than it would be anyway: in skewed routing the
-# popular experts on one rank would be the cheapest placement and the slowest.
-
-
-Ids = NDArray[np.integer]
-
-_PATIENCE = 8
-# Of the held-out tokens, which are compared in runs because neighbours choose alike.
-_NUM_RUNS = 16
-_STANDARD_ERRORS = 2.0
-
-
 def coactivation_placement(
     routing: Ids, num_experts: int, num_ranks: int, homes: Ids | None = None, *, max_load: float | None = 1.1
 ) -> Placement:
-    """The fewest distinct ranks per token that exchanges find, each layer by itself. Deterministic.
+    """Place experts that tokens choose together on one rank, each layer by itself. Deterministic.
 
-    routing: [L, T, k], a sample of tokens in order (`RoutingStatistics.recent`). homes: [T]; worth telling where
-    requests that choose alike live together, otherwise a home says nothing about experts. max_load: bound of a rank's
+    A token costs one row per rank that it touches, so the number of distinct ranks is minimised, home excluded. A
+    placement has to be better on tokens that it was not fitted to, and no rank may be busier than it would be anyway:
+    in skewed routing the popular experts on one rank would be the cheapest placement and the slowest.
+
+    routing: [L, T, k], a sample of tokens in order (`RoutingStatistics.recent`). homes: [T]; useful where
+    requests that choose alike live together; otherwise a home says nothing about experts. max_load: bound of a rank's
     load in units of the mean, or the best balance known where that is above it. None: what the busiest rank has in the
     plain placement, contiguous or round-robin, that touches fewer ranks.
 
@@ -477,12 +273,10 @@ def coactivation_placement(
     if num_ranks == 1 or half < _NUM_RUNS:
         return from_first_ranks(plain, num_ranks)
     seen, unseen = (None, None) if homes is None else (homes[:half], homes[half:])
-    learnt = _coactivation_placement_learnt(routing[:, :half], plain, plain, num_ranks, seen, max_load)
+    learnt = _fewest_remote_ranks(routing[:, :half], plain, plain, num_ranks, seen, max_load)
     if not _helps(learnt, plain, routing[:, half:], num_ranks, unseen):
         return from_first_ranks(plain, num_ranks)
-    return from_first_ranks(
-        _coactivation_placement_learnt(routing, plain, learnt, num_ranks, homes, max_load), num_ranks
-    )
+    return from_first_ranks(_fewest_remote_ranks(routing, plain, learnt, num_ranks, homes, max_load), num_ranks)
 
 
 def _better_plain(routing: Ids, num_experts: int, num_ranks: int, homes: Ids | None) -> RankOf:
@@ -503,13 +297,13 @@ def _touches(rank_of: RankOf, routing: Ids, num_ranks: int, homes: Ids | None) -
 
 
 def _helps(learnt: RankOf, plain: RankOf, routing: Ids, num_ranks: int, homes: Ids | None) -> bool:
-    """Whether the tokens show more than chance that the learnt placement touches fewer ranks."""
+    """Whether the learnt placement touches fewer ranks, beyond what chance explains."""
     saved = _touches(plain, routing, num_ranks, homes) - _touches(learnt, routing, num_ranks, homes)
     of_runs = np.array([run.mean() for run in np.array_split(saved, _NUM_RUNS)])
     return float(of_runs.mean()) > _STANDARD_ERRORS * float(of_runs.std(ddof=1)) / _NUM_RUNS**0.5
 
 
-def _coactivation_placement_learnt(
+def _fewest_remote_ranks(
     routing: Ids, plain: RankOf, start: RankOf, num_ranks: int, homes: Ids | None, max_load: float | None
 ) -> RankOf:
     """[L, E]: layer by layer the best that exchanges lead to, from `start` and from balanced loads."""
@@ -543,7 +337,7 @@ def _refined(rank_of: RankOf, sets: TokenSets, bound: float) -> RankOf:
 
 
 def _with_ranks_named(rank_of: RankOf, sets: TokenSets) -> RankOf:
-    """Gives each group of experts the rank where most of its tokens live. Exact."""
+    """Give each group of experts the rank where most of its tokens live. Exact."""
     visited = sets.on_rank(rank_of)
     visited[np.arange(len(sets.homes)), sets.homes] -= 1
     at_home = np.eye(sets.num_ranks)[sets.homes] * sets.weight[:, None]
@@ -551,70 +345,320 @@ def _with_ranks_named(rank_of: RankOf, sets: TokenSets) -> RankOf:
     return balanced_assignment(visits, np.arange(sets.num_ranks))[rank_of]
 
 
-# Those that need no statistics, then those that do.
-PLAIN: Final = ("contiguous", "round-robin")
-LEARNT: Final = ("balanced", "coactivation", "affinity")
+@dataclass(frozen=True, slots=True)
+class TokenSets:
+    """The distinct expert sets of a layer's tokens. ids: [N, k], ascending. weight: [N], tokens with the set.
 
-
-def choose_placement(
-    name: str,
-    sizes: Sequence[int],
-    *,
-    num_redundant: int = 0,
-    num_nodes: int = 1,
-    num_groups: int = 1,
-    statistics: RoutingStatistics | None = None,
-) -> Placement:
-    """sizes: layers with experts, experts, ranks. num_redundant: replicas per layer, of the busiest experts.
-
-    num_nodes, num_groups: see `load_balanced`; the other placements do not look at them.
-
-    Without statistics all experts count as equally busy. PlacementError where the sizes do not divide, or where the
-    statistics are missing, empty or of other sizes.
+    homes: [N], the rank that the tokens touch in any case; -1 where it is unknown.
     """
-    num_layers, num_experts, num_ranks = sizes
-    if statistics is None:
-        if name in LEARNT:
-            raise PlacementError(f"A {name} placement is learnt from statistics, and there are none.")
-        load = np.ones((num_layers, num_experts), np.float32)
-    else:
-        load = statistics.load()
-        if load.shape != (num_layers, num_experts):
-            raise PlacementError(
-                f"The statistics are of {load.shape[0]} layers with {load.shape[1]} experts, "
-                f"but the model has {num_layers} with {num_experts}."
-            )
-        if name in LEARNT and not load.any():
-            raise PlacementError(f"A {name} placement is learnt from statistics, and these are empty.")
-    if name == "balanced":
-        return load_balanced(load, num_ranks, num_redundant=num_redundant, num_nodes=num_nodes, num_groups=num_groups)
-    if name == "contiguous":
-        placement = contiguous(num_layers, num_experts, num_ranks)
-    elif name == "round-robin":
-        placement = round_robin(num_layers, num_experts, num_ranks)
-    else:
-        assert statistics is not None
-        placement = _learnt(name, statistics, num_ranks)
-    return with_replicas(placement, load, num_redundant) if num_redundant else placement
+
+    num_experts: int
+    num_ranks: int
+    ids: NDArray[np.int64]
+    weight: Float
+    homes: NDArray[np.int64]
+
+    def load(self) -> Float:
+        """[E]: tokens that choose the expert."""
+        return summed_at(self.ids, self.weight, self.num_experts)
+
+    def on_rank(self, rank_of: RankOf) -> NDArray[np.int64]:
+        """[N, R]: how many of a set's experts are on a rank, its home counted as one more."""
+        size = len(self.ids) * self.num_ranks
+        rows = np.arange(len(self.ids))[:, None] * self.num_ranks
+        found = np.bincount((rows + rank_of[self.ids]).reshape(-1), minlength=size).reshape(-1, self.num_ranks)
+        known = self.homes >= 0
+        found[known, self.homes[known]] += 1
+        return found
+
+    def ranks_touched(self, rank_of: RankOf) -> float:
+        """Distinct ranks, summed over tokens; the home counts where it is known."""
+        return float(self.weight @ (self.on_rank(rank_of) > 0).sum(axis=1))
 
 
-def _learnt(name: str, statistics: RoutingStatistics, num_ranks: int) -> Placement:
-    num_layers, num_experts = statistics.load().shape
-    if name == "coactivation":
-        return coactivation_placement(statistics.recent(), num_experts, num_ranks)
-    if name == "affinity":
-        if num_layers == 1:
-            return round_robin(num_layers, num_experts, num_ranks)
-        return affinity_placement(statistics.transitions(1), num_ranks)
-    raise PlacementError(f"There is no placement {name!r}.")
+def token_sets(
+    ids: NDArray[np.integer], num_experts: int, num_ranks: int, homes: NDArray[np.integer] | None = None
+) -> TokenSets:
+    """ids: [T, k], distinct within a token. homes: [T]."""
+    keyed = np.column_stack([np.sort(ids, axis=1).astype(np.int64), np.full(len(ids), -1) if homes is None else homes])
+    distinct, counts = np.unique(keyed, axis=0, return_counts=True)
+    return TokenSets(num_experts, num_ranks, distinct[:, :-1], counts.astype(np.float64), distinct[:, -1])
 
 
-# A layer's placement made more even by few moves, for a service that has to load what moves. Pure. `load_balance`
-# places a layer from nothing and would move most of it each time. Here the heaviest rank exchanges an expert with
-# another rank, or is given relief by a replica that replaces another one, as long as the heaviest load falls.
+def summed_at(cells: NDArray[np.int64], weight: Float, size: int) -> Float:
+    """[size]: the weights of the rows [N] in whose cells [N, M] the place occurs."""
+    return np.bincount(cells.reshape(-1), np.repeat(weight, cells.shape[1]), size).astype(np.float64, copy=False)
 
 
-Float = NDArray[np.float64]
+class Exchanges:
+    """A placement of one layer and the gain of every exchange of two experts. `make` mutates it.
+
+    The number of distinct ranks per token is the connectivity of a hypergraph whose edges are the tokens' expert sets.
+    The gains of all pairs are exact, and kept up to date by looking at no more than the tokens that choose one of the
+    two experts (Fiduccia and Mattheyses' gains, for Kernighan and Lin's exchanges).
+
+    alone_with[e, f]: tokens with both of which e is the only thing on its rank; the diagonal is what e's leaving saves.
+    arriving[e, r]: tokens of e that touch nothing on rank r yet.
+    """
+
+    def __init__(self, sets: TokenSets, rank_of: RankOf) -> None:
+        self.rank_of = rank_of.copy()
+        self._sets = sets
+        self._on_rank = sets.on_rank(rank_of)
+        self._alone_with = np.zeros((sets.num_experts, sets.num_experts))
+        self._arriving = np.zeros((sets.num_experts, sets.num_ranks))
+        order = np.argsort(sets.ids.reshape(-1), kind="stable") // sets.ids.shape[1]
+        ends = np.cumsum(np.bincount(sets.ids.reshape(-1), minlength=sets.num_experts))
+        self._sets_of = np.split(order, ends[:-1])
+        self._count(np.arange(len(sets.ids)), 1.0)
+
+    def gain(self) -> Float:
+        """[E, E]: rank touches saved if e and f change places; meaningless within a rank.
+
+        A token with both touches the same ranks afterwards: what leaving seemed to save there is taken back.
+        """
+        half = self._alone_with.diagonal()[:, None] - self._arriving[:, self.rank_of] - self._alone_with
+        return half + half.T
+
+    def make(self, one: int, other: int) -> None:
+        chosen = np.unique(np.concatenate([self._sets_of[one], self._sets_of[other]]))
+        self._count(chosen, -1.0)
+        ids = self._sets.ids[chosen]
+        moved = (ids == one).sum(axis=1) - (ids == other).sum(axis=1)
+        here, there = self.rank_of[[one, other]]
+        self._on_rank[chosen, here] -= moved
+        self._on_rank[chosen, there] += moved
+        self.rank_of[[one, other]] = there, here
+        self._count(chosen, 1.0)
+
+    def _count(self, chosen: NDArray[np.int64], sign: float) -> None:
+        """Adds what these sets contribute to both tables, or takes it away."""
+        size, num_ranks = self._sets.num_experts, self._sets.num_ranks
+        ids, weight = self._sets.ids[chosen], sign * self._sets.weight[chosen]
+        on_rank = self._on_rank[chosen]
+        row, place = np.nonzero(np.take_along_axis(on_rank, self.rank_of[ids], axis=1) == 1)
+        cells = ids[row, place][:, None] * size + ids[row]
+        self._alone_with += summed_at(cells, weight[row], size * size).reshape(size, size)
+        row, rank = np.nonzero(on_rank == 0)
+        cells = ids[row] * num_ranks + rank[:, None]
+        self._arriving += summed_at(cells, weight[row], size * num_ranks).reshape(size, num_ranks)
+
+
+def fewest_ranks(sets: TokenSets, start: RankOf, bound: float, patience: int) -> RankOf:
+    """The best placement [E] on the way from `start`, which ends `patience` exchanges after it.
+
+    The best exchange is made even if it loses, and its experts then rest for some steps (Glover's tabu search).
+    bound: of the load of a rank. Load above it weighs more than any rank touched, so it is removed first if possible.
+    """
+    exchanges = Exchanges(sets, start)
+    load = sets.load()
+    best, gained, most, since = start, 0.0, 0.0, 0
+    rests_until = np.zeros(sets.num_experts, np.int64)
+    tenure = max(2, sets.num_experts // 8)
+    for step in range(1, 100 * sets.num_experts):
+        gain = exchanges.gain() - _OVERLOAD * _more_overload(exchanges.rank_of, load, sets.num_ranks, bound)
+        gain[exchanges.rank_of[:, None] == exchanges.rank_of] = -np.inf
+        resting = rests_until >= step
+        gain[(resting[:, None] | resting) & (gained + gain < most + _ONE_TOKEN)] = -np.inf
+        one, other = divmod(int(gain.argmax()), sets.num_experts)
+        if gain[one, other] == -np.inf:
+            break
+        gained += float(gain[one, other])
+        exchanges.make(one, other)
+        rests_until[[one, other]] = step + tenure
+        since += 1
+        if gained > most + _ONE_TOKEN:
+            best, most, since = exchanges.rank_of.copy(), gained, 0
+        elif since == patience:
+            break
+    return best
+
+
+def cost(sets: TokenSets, rank_of: RankOf, bound: float) -> float:
+    """The quantity that `fewest_ranks` minimises."""
+    total = np.bincount(rank_of, sets.load(), sets.num_ranks)
+    return sets.ranks_touched(rank_of) + _OVERLOAD * float(np.maximum(total - bound, 0).sum())
+
+
+def _more_overload(rank_of: RankOf, load: Float, num_ranks: int, bound: float) -> Float:
+    """[E, E]: load above the bound that an exchange adds."""
+    total = np.bincount(rank_of, load, num_ranks)[rank_of]
+    after = np.maximum((total - load)[:, None] + load - bound, 0) - np.maximum(total - bound, 0)[:, None]
+    added: Float = after + after.T
+    return added
+
+
+def affinity_placement(
+    transitions: NDArray[np.floating], num_ranks: int, *, num_starts: int = 8, num_kicks: int = 20, seed: int = 0
+) -> Placement:
+    """Place a token's next expert where its last one was, as often as possible. Deterministic.
+
+    ExFlow's objective (arXiv 2401.08383): the fewest transitions between ranks, with equally many experts per rank and
+    layer. It is summed over pair counts, so that the work does not depend on how many tokens were seen. Two moves take
+    turns until neither gains: while its neighbours stay, the best ranks of one layer are an exact assignment; and the
+    best chain of single exchanges in all layers is found by dynamic programming. The objective says nothing about load,
+    nor about serving in which tokens return home after every layer.
+
+    transitions: [L - 1, E, E] counts of expert i at layer l and j at l + 1. num_starts: placements grown from different
+    layers, of which the best is taken further. num_kicks: how often a random run of layers is made anew, and kept if it
+    is no worse. PlacementError if the ranks cannot share the experts equally.
+    """
+    counts = transitions.astype(np.float64)
+    num_layers, num_experts = len(counts) + 1, counts.shape[1]
+    even = round_robin(num_layers, num_experts, num_ranks).first_ranks()
+    random = np.random.default_rng(seed)
+    best, most = even, staying(even, counts)
+    for attempt in range(num_starts + num_kicks):
+        if attempt < num_starts:
+            begin, end = 0, num_layers
+        else:
+            begin, end = np.sort(random.choice(num_layers + 1, 2, replace=False)).tolist()
+        found = _renewed(best, begin, end, counts, random)
+        stays = staying(found, counts)
+        if stays >= most:
+            best, most = found, stays
+    return from_first_ranks(best, num_ranks)
+
+
+def staying(rank_of: RankOf, transitions: NDArray[np.floating]) -> float:
+    """The count of transitions within a rank. rank_of: [L, E]."""
+    same = rank_of[:-1, :, None] == rank_of[1:, None, :]
+    return float((transitions * same).sum())
+
+
+def _renewed(rank_of: RankOf, begin: int, end: int, counts: Counts, random: np.random.Generator) -> RankOf:
+    """Make layers begin … end - 1 anew: one at random, the others outwards from it, then all in turns."""
+    found = rank_of.copy()
+    origin = int(random.integers(begin, end))
+    found[origin] = random.permutation(found[origin])
+    for layer in range(origin + 1, end):
+        found[layer] = balanced_assignment(_gain(found, layer, counts, after=False), found[layer])
+    for layer in range(origin - 1, begin - 1, -1):
+        found[layer] = balanced_assignment(_gain(found, layer, counts, before=False), found[layer])
+    stays = staying(found, counts)
+    while True:
+        for layer in [*range(begin, end), *range(end - 2, begin - 1, -1)]:
+            found[layer] = balanced_assignment(_gain(found, layer, counts), found[layer])
+        found[begin:end] = _exchange_along(found, begin, end, counts)
+        now = staying(found, counts)
+        if now <= stays * (1 + 1e-9):
+            return found
+        stays = now
+
+
+def _exchange_along(rank_of: RankOf, begin: int, end: int, counts: Counts) -> RankOf:
+    """[end - begin, E]: the best of all placements that differ by at most one exchange in each of these layers.
+
+    Experts that follow each other have to move together, which no layer does by itself. Of each layer the exchanges
+    that cost least there are considered, and the best chain of them is found by dynamic programming.
+    """
+    num_ranks = int(rank_of[0].max()) + 1
+    options = [_exchanges(rank_of[layer], _gain(rank_of, layer, counts)) for layer in range(begin, end)]
+    places = [np.eye(num_ranks)[option] for option in options]
+    best = np.zeros(len(options[0]))
+    if begin > 0:
+        best = np.einsum("ir,pir->p", counts[begin - 1].T @ np.eye(num_ranks)[rank_of[begin - 1]], places[0])
+    before = []
+    for step in range(1, len(options)):
+        reached = counts[begin + step - 1].T @ places[step - 1]
+        stays = best[:, None] + np.tensordot(reached, places[step], ((1, 2), (1, 2)))
+        before.append(stays.argmax(axis=0))
+        best = stays.max(axis=0)
+    if end < len(rank_of):
+        best = best + np.einsum("ir,pir->p", counts[end - 1] @ np.eye(num_ranks)[rank_of[end]], places[-1])
+    chosen = [int(best.argmax())]
+    for step in reversed(before):
+        chosen.append(int(step[chosen[-1]]))
+    return np.stack([option[index] for option, index in zip(options, reversed(chosen), strict=True)])
+
+
+def _exchanges(rank_of: RankOf, gain: Counts) -> RankOf:
+    """[N, E]: the placement as it is, then those after the exchanges that cost least while the neighbours stay."""
+    here = np.take_along_axis(gain, rank_of[:, None], axis=1)
+    there = gain[:, rank_of]
+    cost = here + here.T - there - there.T
+    cost[rank_of[:, None] == rank_of] = np.inf
+    one, other = np.triu_indices(len(rank_of), 1)
+    cost = cost[one, other]
+    order = np.argsort(cost, kind="stable")[:_NUM_EXCHANGES]
+    order = order[cost[order] < np.inf]
+    options = np.repeat(rank_of[None], len(order) + 1, axis=0)
+    rows = np.arange(1, len(order) + 1)
+    options[rows, one[order]], options[rows, other[order]] = rank_of[other[order]], rank_of[one[order]]
+    return options
+
+
+def _gain(rank_of: RankOf, layer: int, counts: Counts, *, before: bool = True, after: bool = True) -> Counts:
+    """[E, R]: transitions from the layer before and to the one after that stay, for each rank of each expert."""
+    num_ranks = int(rank_of[0].max()) + 1
+    gain = np.zeros((rank_of.shape[1], num_ranks))
+    if before and layer > 0:
+        gain += counts[layer - 1].T @ np.eye(num_ranks)[rank_of[layer - 1]]
+    if after and layer < len(counts):
+        gain += counts[layer] @ np.eye(num_ranks)[rank_of[layer + 1]]
+    return gain
+
+
+def balanced_assignment(gain: Gain, start: RankOf) -> RankOf:
+    """The rank_of [E] that maximises the sum of gain[e, rank_of[e]] with E / R items on each of R ranks. Exact.
+
+    gain: [E, R]. start: [E], any balanced assignment; the closer to the best, the faster. An assignment is optimal if
+    no cyclic exchange among ranks gains (Klein's cycle cancelling for transportation problems; Ahuja, Magnanti and
+    Orlin, "Network Flows", section 9.6), and for a cycle only the best mover between each two ranks matters, so the
+    search is over R nodes.
+    """
+    rank_of = start.astype(np.int64, copy=True)
+    tolerance = 1e-9 * max(1.0, float(np.abs(gain).max(initial=0.0)))
+    while True:
+        moves, movers = _best_moves(gain, rank_of)
+        cycle = _exchange_of_two(moves, tolerance) or _improving_cycle(moves, tolerance)
+        if not cycle:
+            return rank_of
+        for source, target in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+            rank_of[movers[source, target]] = target
+
+
+def _best_moves(gain: Gain, rank_of: RankOf) -> tuple[Gain, RankOf]:
+    """[R, R]: what moving one item from a rank to another gains at best, and which item that is."""
+    num_ranks = gain.shape[1]
+    items = np.argsort(rank_of, kind="stable")
+    delta = gain[items] - gain[items, rank_of[items]][:, None]
+    delta = delta.reshape(num_ranks, -1, num_ranks)
+    best = delta.argmax(axis=1)
+    moves = np.take_along_axis(delta, best[:, None], axis=1)[:, 0]
+    movers = np.take_along_axis(items.reshape(num_ranks, -1), best, axis=1)
+    np.fill_diagonal(moves, -np.inf)
+    return moves, movers
+
+
+def _exchange_of_two(moves: Gain, tolerance: float) -> list[int]:
+    both = moves + moves.T
+    source, target = np.unravel_index(both.argmax(), both.shape)
+    return [int(source), int(target)] if both[source, target] > tolerance else []
+
+
+def _improving_cycle(moves: Gain, tolerance: float) -> list[int]:
+    """A cycle of ranks with a positive sum of moves, or none (Bellman and Ford, from every node at once)."""
+    num_ranks = len(moves)
+    reached = np.zeros(num_ranks)
+    before = np.zeros(num_ranks, np.int64)
+    step = tolerance / num_ranks
+    last = -1
+    for _ in range(num_ranks):
+        through = reached[:, None] + moves
+        found = through.max(axis=0)
+        better = found > reached + step
+        if not better.any():
+            return []
+        before = np.where(better, through.argmax(axis=0), before)
+        reached = np.where(better, found, reached)
+        last = int(better.argmax())
+    for _ in range(num_ranks):
+        last = int(before[last])
+    cycle = [last]
+    while (previous := int(before[cycle[-1]])) != last:
+        cycle.append(previous)
+    return cycle[::-1]
 
 
 def load_shares(ranks: Sequence[Ranks], num_ranks: int) -> Float:
@@ -628,6 +672,9 @@ def load_shares(ranks: Sequence[Ranks], num_ranks: int) -> Float:
 def evened_out(ranks: Sequence[Ranks], load: NDArray[np.floating], num_ranks: int, max_moves: int) -> tuple[Ranks, ...]:
     """The ranks of each expert after at most `max_moves` moves, each of which lowers the heaviest rank's load.
 
+    For a service that has to load every expert that moves; `load_balanced` would move most of a layer each time. The
+    heaviest rank exchanges an expert with another rank, or is relieved by a replica that replaces another one.
+
     load: [E]. Ranks hold as many experts as before, and every expert stays somewhere. A replica is taken to bear an
     equal part of its expert's load. The input itself if no move helps.
     """
@@ -637,8 +684,8 @@ def evened_out(ranks: Sequence[Ranks], load: NDArray[np.floating], num_ranks: in
     before = held.copy()
     weight = load.astype(np.float64)
     for _ in range(max_moves):
-        move = _best_exchange(held, weight)
-        move = _best_relief(held, weight, move)
+        move = _relieving_exchange(held, weight)
+        move = _relieving_replica(held, weight, move)
         if move is None:
             break
         held = move[1]
@@ -647,15 +694,12 @@ def evened_out(ranks: Sequence[Ranks], load: NDArray[np.floating], num_ranks: in
     return ordered_ranks([np.flatnonzero(of_expert).tolist() for of_expert in held], weight, num_ranks)
 
 
-Move = tuple[float, NDArray[np.bool_]]
-
-
 def _totals(held: NDArray[np.bool_], weight: Float) -> Float:
     """[R]: the load of each rank."""
     return (weight / held.sum(axis=1)) @ held
 
 
-def _best_exchange(held: NDArray[np.bool_], weight: Float) -> Move | None:
+def _relieving_exchange(held: NDArray[np.bool_], weight: Float) -> Move | None:
     """The exchange of two experts that lowers the heaviest rank most: (heaviest load of the two afterwards, held)."""
     share = weight / held.sum(axis=1)
     totals = share @ held
@@ -680,7 +724,7 @@ def _best_exchange(held: NDArray[np.bool_], weight: Float) -> Move | None:
     return worst_after, changed
 
 
-def _best_relief(held: NDArray[np.bool_], weight: Float, best: Move | None) -> Move | None:
+def _relieving_replica(held: NDArray[np.bool_], weight: Float, best: Move | None) -> Move | None:
     """The move that replaces a replica by one of an expert of the heaviest rank, if it is better than `best`."""
     totals = _totals(held, weight)
     heavy = int(totals.argmax())

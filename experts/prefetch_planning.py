@@ -1,78 +1,28 @@
-"""Whether prefetching pays: it is switched off where it gains no more than it costs, and tried again. Pure.
-
-Prefetches move no fewer bytes, they hide waiting. What a step gained and what it cost is told by the switch's owner,
-both in one unit: seconds of waiting (`experts.lookahead`) or experts used (`experts.prefix_warmth`).
-"""
+"""Decide which predicted experts are asked for, and whether prefetching pays at all. Torch-free."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.predictor import Predictor
+from experts.predictors import Predictor
 from experts.residency import Affinity, Priority, ResidencyControl
 
-
-@dataclass(frozen=True, slots=True)
-class SwitchRules:
-    """memory: steps over which gain and cost are averaged. trial: steps before a judgement. first_pause,
-    longest_pause: steps of rest after it was negative; each negative trial doubles the pause."""
-
-    memory: int = 64
-    trial: int = 32
-    first_pause: int = 256
-    longest_pause: int = 8192
-
-
-class PrefetchSwitch:
-    """Asked before each step whether to predict at all; told after it what that gained and cost."""
-
-    __slots__ = ("_mean", "_pause", "_resting", "_rules", "_tried")
-
-    def __init__(self, rules: SwitchRules = SwitchRules()) -> None:
-        self._rules = rules
-        self._mean = 0.0
-        self._tried = 0
-        self._pause = rules.first_pause
-        self._resting = 0
-
-    @property
-    def on(self) -> bool:
-        return self._resting == 0
-
-    def step_done(self, gain: float, cost: float) -> None:
-        """A step ended that gained and cost so much, in one unit; while off, the figures are not looked at."""
-        if not self.on:
-            self._resting -= 1
-            return
-        self._tried += 1
-        self._mean += (gain - cost - self._mean) / min(self._tried, self._rules.memory)
-        if self._tried < self._rules.trial:
-            return
-        if self._mean > 0:
-            self._pause = self._rules.first_pause
-            return
-        self._resting = self._pause
-        self._pause = min(2 * self._pause, self._rules.longest_pause)
-        self._tried = 0
-        self._mean = 0.0
-
-
-# From predictions to prefetches: which absent experts are worth a copy, and how many arrive in time. Pure. Experts
-# are unit jobs on one link, and each layer ahead is a deadline. Taking the likeliest first as long as all taken can
-# still be on time is optimal for such jobs (the greedy rule of a scheduling matroid). With a predictor that follows
-# routes (`experts.predictors`) what is taken is the best part of a spanning tree of routes within a byte budget.
-
-
 Float = NDArray[np.float32]
+# Seconds waited for experts, seconds spent on predictions, and experts that events asked for, so far.
+Costs = tuple[float, float, int]
+# Steps without prefetches, to know what waiting costs then.
+_REFERENCE_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchRules:
-    """What is worth a prefetch.
+    """When an absent expert is worth a prefetch.
 
     min_probability: of an absent expert. keep_probability: of one that is on its way, so that a prediction that
     wavers does not undo what was begun. margin: by how much an expert must be likelier than the one it evicts.
@@ -103,7 +53,11 @@ class _Target:
 
 
 class PrefetchPlanner:
-    """Tells a `ResidencyControl` what a `Predictor` expects. The caller runs both through the step."""
+    """Tells a `ResidencyControl` what a `Predictor` expects. The caller runs both through the step.
+
+    Experts are unit jobs on one link, and each layer ahead is a deadline. Taking the likeliest first as long as all
+    taken can still be on time is optimal for such jobs (the greedy rule of a scheduling matroid).
+    """
 
     __slots__ = ("_control", "_expert_bytes", "_predictor", "_rated", "rules")
 
@@ -132,9 +86,9 @@ class PrefetchPlanner:
         return [self._predictor.predict(layer, distance) for distance in range(1, last + 1)]
 
     def request(self, layer: int, expected: list[Float], loads_per_layer: float) -> None:
-        """Tells the control what `expect` found; the caller holds whatever lock guards the control.
+        """Tell the control what `expect` found; the caller holds the lock that guards the control.
 
-        Where nothing at all is expected of a layer, nothing is known of it yet: what was asked for stays.
+        Where nothing at all is expected of a layer, nothing is known of it yet: earlier requests stay.
 
         loads_per_layer: how many experts the link can bring while one layer is computed, as measured.
         """
@@ -143,7 +97,7 @@ class PrefetchPlanner:
         for distance, target in enumerate(ahead, start=1):
             if not any(target.scores):
                 continue
-            # Who may not make room for `wanted`, and whose copy goes on.
+            # Experts likelier than this may not make room for `wanted`.
             least = min(map(target.scores.__getitem__, target.wanted), default=1.0) - self.rules.margin
             kept = [expert for expert in target.ready if target.scores[expert] > least]
             named = target.wanted + kept + target.begun
@@ -170,10 +124,10 @@ class PrefetchPlanner:
         return _Target(layer, scores, ready, begun, absent)
 
     def _take(self, ahead: list[_Target], loads_per_layer: float) -> None:
-        """Fills `wanted`, nearest layer first in `ahead`."""
+        """Fill `wanted` of each target. ahead: nearest layer first."""
         room = [ceil(distance * loads_per_layer) for distance in range(1, len(ahead) + 1)]
         for place, target in enumerate(ahead):
-            # They take time on the link as well.
+            # Copies under way take time on the link as well.
             for later in range(place, len(ahead)):
                 room[later] -= len(target.begun)
         candidates = [
@@ -190,3 +144,144 @@ class PrefetchPlanner:
                 room[later] -= 1
             ahead[place].wanted.append(expert)
             num_taken += 1
+
+
+class LookaheadPlanner:
+    """Asks for the k experts that each token's preview ranks first, those that most tokens want before the others.
+
+    Every second layer looks, at two layers each, so that each layer is predicted once for half as many looks; the first
+    one looks at all that are near.
+    """
+
+    __slots__ = ("_control", "_experts_here", "_max_distance", "_top_k")
+
+    def __init__(
+        self,
+        control: ResidencyControl,
+        top_k: int,
+        max_distance: int,
+        experts_here: Callable[[int], Collection[int]] | None = None,
+    ) -> None:
+        """experts_here: the experts of a layer that this rank holds now, None if all."""
+        self._experts_here = experts_here
+        self._control = control
+        self._top_k = top_k
+        self._max_distance = max_distance
+
+    def reach(self, loads_per_layer: float) -> int:
+        """How far a step looks: as many layers as a load takes, one more, and the layer that does not look itself."""
+        return min(ceil(1 / loads_per_layer) + 2, self._max_distance)
+
+    def distances(self, layer: int, reach: int) -> range:
+        """How far ahead the layers are that `layer` looks at, without a gap; empty if it does not look."""
+        between = min(reach, 2)
+        if layer % between:
+            return range(0)
+        nearest = 1 if layer == 0 else reach - between + 1
+        return range(nearest, min(reach, len(self._control.layers) - 1 - layer) + 1)
+
+    def ask(self, layer: int, distances: range, logits: NDArray[np.floating]) -> None:
+        """Ask for the experts that gates choose. logits: [D, T, E], of the gates at layer + each of the D distances.
+
+        The caller holds the lock that guards the control.
+        """
+        for distance, wanted in zip(distances, self._wanted(logits), strict=True):
+            if self._experts_here is not None:
+                here = self._experts_here(layer + distance)
+                wanted = [expert for expert in wanted if expert in here]
+            self._control.predict(layer + distance, wanted, Priority.NEXT_LAYER)
+
+    def _wanted(self, logits: NDArray[np.floating]) -> list[list[int]]:
+        """For each distance the experts, most wanted first."""
+        top_k = self._top_k
+        if logits.shape[1] == 1:
+            ranked: list[list[int]] = logits[:, 0].argsort(axis=1)[:, : -top_k - 1 : -1].tolist()
+            return ranked
+        chosen = logits.argpartition(-top_k, axis=2)[:, :, -top_k:].reshape(len(logits), -1)
+        return [[expert for expert, _ in Counter(of_all).most_common()] for of_all in chosen.tolist()]
+
+
+class PrefetchJudge:
+    """Measures how much less steps wait with prefetches than without, and lets the switch decide.
+
+    Waiting without prefetches is known per expert that a step needs, from the first steps and from the switch's rests.
+    """
+
+    __slots__ = ("_before", "_on", "_reference_left", "_stall_per_expert", "_switch")
+
+    def __init__(self, switch: PrefetchSwitch) -> None:
+        self._switch = switch
+        self._reference_left = _REFERENCE_STEPS
+        self._stall_per_expert: float | None = None
+        self._on = False
+        self._before: Costs = (0.0, 0.0, 0)
+
+    def begin_step(self, costs: Costs) -> bool:
+        """Whether to prefetch in this step."""
+        self._on = self._reference_left == 0 and self._switch.on
+        self._before = costs
+        return self._on
+
+    def end_step(self, costs: Costs) -> None:
+        stall, prediction, num_experts = (after - before for after, before in zip(costs, self._before, strict=True))
+        if not self._on:
+            self._refer(stall / max(num_experts, 1))
+        if self._reference_left > 0:
+            self._reference_left -= 1
+        else:
+            assert self._stall_per_expert is not None
+            # In seconds: the waiting that prefetches saved, against the time of predicting.
+            self._switch.step_done(gain=self._stall_per_expert * num_experts - stall, cost=prediction)
+
+    def _refer(self, stall_per_expert: float) -> None:
+        mean = stall_per_expert if self._stall_per_expert is None else self._stall_per_expert
+        self._stall_per_expert = mean + (stall_per_expert - mean) / _REFERENCE_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRules:
+    """memory: steps over which gain and cost are averaged. trial: steps before a judgement. first_pause,
+    longest_pause: steps of rest after it was negative; each negative trial doubles the pause."""
+
+    memory: int = 64
+    trial: int = 32
+    first_pause: int = 256
+    longest_pause: int = 8192
+
+
+class PrefetchSwitch:
+    """Switches prefetching off where it gains no more than it costs, and tries it again later.
+
+    `on` is read before each step; `step_done` follows it with gain and cost in one unit: seconds of waiting, or experts
+    used (`experts.prefix_warmth`).
+    """
+
+    __slots__ = ("_mean", "_pause", "_resting", "_rules", "_tried")
+
+    def __init__(self, rules: SwitchRules = SwitchRules()) -> None:
+        self._rules = rules
+        self._mean = 0.0
+        self._tried = 0
+        self._pause = rules.first_pause
+        self._resting = 0
+
+    @property
+    def on(self) -> bool:
+        return self._resting == 0
+
+    def step_done(self, gain: float, cost: float) -> None:
+        """A step ended. While off, gain and cost are ignored."""
+        if not self.on:
+            self._resting -= 1
+            return
+        self._tried += 1
+        self._mean += (gain - cost - self._mean) / min(self._tried, self._rules.memory)
+        if self._tried < self._rules.trial:
+            return
+        if self._mean > 0:
+            self._pause = self._rules.first_pause
+            return
+        self._resting = self._pause
+        self._pause = min(2 * self._pause, self._rules.longest_pause)
+        self._tried = 0
+        self._mean = 0.0

@@ -1,9 +1,9 @@
-"""Which experts a request that found its prefix cached will want first, as the signature of that prefix says. Pure."""
+"""Ask for the experts that a request with a cached prefix will want first, by the prefix's signature. Torch-free."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +19,8 @@ _SWITCH_RULES = SwitchRules(memory=32, trial=16, first_pause=32, longest_pause=1
 
 @dataclass(frozen=True, slots=True)
 class WarmthRules:
-    """What is worth a copy. min_probability: of an absent expert. margin: by how much it must be likelier than one that
-    is there. least_used: the share of the experts asked for that has to be used, or else nobody is asked for a while.
+    """When an absent expert is worth a copy. min_probability: of the expert. margin: by how much it must be likelier
+    than the one it evicts. least_used: the share of the experts asked for that has to be used, or warming pauses.
     """
 
     min_probability: float = 0.4
@@ -31,10 +31,10 @@ class WarmthRules:
 class PrefixWarmth:
     """Asks in the speculative class, which everything else overtakes, from a request's first step to its first decode.
 
-    In that time the link may be idle: layers far ahead are not predicted by anybody else yet, and the layers behind
-    have their next event in the next step. A layer's next event is asked for once its experts are computed, which shows
-    when the next layer begins; until then its slots are in use. Whoever guards the control holds its lock in all calls.
-    Bounded by the requests that begin; they are forgotten with their first decode.
+    In that time the link may be idle: no other predictor looks at layers far ahead, and the layers behind have their
+    next event in the next step. A layer's next event is asked for once its experts are computed, which shows when the
+    next layer begins; until then its slots are in use. Callers hold the lock that guards the control. Bounded by the
+    requests that begin; they are forgotten with their first decode.
     """
 
     __slots__ = (
@@ -60,14 +60,14 @@ class PrefixWarmth:
         rules: WarmthRules = WarmthRules(),
         switch: SwitchRules = _SWITCH_RULES,
     ) -> None:
-        """experts_here: those of a layer that this rank of several holds. switch: in steps of such requests."""
+        """experts_here: the experts of a layer that this rank of several holds. switch: in steps of such requests."""
         self._control = control
         self.num_experts = num_experts
         self._experts_here = experts_here
         self._rules = rules
         self._switch = PrefetchSwitch(switch)
-        self._rates: dict[int, Float] = {}
-        self._num_rows: Mapping[int, int] = {}
+        self._rates: dict[Hashable, Float] = {}
+        self._num_rows: Mapping[Hashable, int] = {}
         self._on = False
         self._before: int | None = None
         self._asked: dict[int, frozenset[int]] = {}
@@ -79,15 +79,15 @@ class PrefixWarmth:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to be told of the steps to come."""
+        """Whether the coming steps need not be reported."""
         return not (self._rates or self._asked or self._num_asked)
 
-    def remember(self, request: int, rates: Float) -> None:
+    def remember(self, request: Hashable, rates: Float) -> None:
         """A request begins. rates: [L, E], the share of its prefix's tokens that chose each expert."""
         self._rates[request] = rates
 
-    def begin_step(self, requests: Sequence[int], *, may_ask: bool) -> None:
-        """requests: of each row. may_ask: whether anybody may prefetch in this step."""
+    def begin_step(self, requests: Sequence[Hashable], *, may_ask: bool) -> None:
+        """requests: of each row. may_ask: whether prefetching is on in this step."""
         self._num_rows = Counter(request for request in requests if request in self._rates)
         self._on = may_ask and self._switch.on and bool(self._num_rows)
         self._before = None
@@ -102,25 +102,25 @@ class PrefixWarmth:
             self._num_used += len(asked.intersection(experts))
         self._ask_again(layer)
 
-    def end_step(self, ended: Iterable[int]) -> None:
+    def end_step(self, ended: Iterable[Hashable]) -> None:
         """The step is computed, and these requests are over."""
         self._ask_again(None)
         decoding = [request for request, count in self._num_rows.items() if count == 1]
         for request in (*decoding, *ended):
             self._rates.pop(request, None)
         if self._num_asked or (self._num_rows and not self._switch.on):
-            # In experts: those that were used, against those that had to be.
+            # In experts: the used ones, against as many as had to be used.
             self._switch.step_done(gain=self._num_used, cost=self._rules.least_used * self._num_asked)
         self._num_asked = self._num_used = 0
 
     def _ask_again(self, layer: int | None) -> None:
-        """For the next event of the layer before `layer`, to which each request will bring one row."""
+        """Ask for the next event of the layer before `layer`, to which each request will bring one row."""
         before, self._before = self._before, layer
         if self._on and before is not None:
             self._ask(before, dict.fromkeys(self._num_rows, 1))
 
-    def _ask(self, layer: int, num_rows: Mapping[int, int]) -> None:
-        """Unless somebody knows of the layer's next event, who is told more than a prefix tells."""
+    def _ask(self, layer: int, num_rows: Mapping[Hashable, int]) -> None:
+        """Ask for a layer's next event, unless a predictor has: it knows more than a prefix tells."""
         if self._control.is_predicted(layer):
             return
         missed: Float = np.ones(self.num_experts, np.float32)

@@ -1,8 +1,8 @@
-"""When to place a layer anew while serving, and how far that has come. Pure: the clock is told.
+"""Place layers anew while serving: when to do so, each rank's part in it, and what placements cost. Torch-free.
 
 One layer at a time, in three steps: every rank loads the experts that it is to hold next, beside those it computes
-with; once all have them, all switch before the same step; then what has left is dropped. A rank that cannot load ends
-the attempt, and the placement in use stays.
+with; once all have them, all switch before the same step; then the experts that have left are dropped. A rank that
+cannot load ends the attempt, and the placement in use stays.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from experts.placement import Placement, Ranks
 from experts.placement_search import evened_out, load_shares
+
+Weights = TypeVar("Weights")
 
 _MAX_MOVES = 8
 # Below this many choices per expert a window says more about chance than about experts.
@@ -37,7 +39,7 @@ class Migration:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Every rank is to load what the migration gives it."""
+    """Every rank is to load the experts that the migration gives it."""
 
     migration: Migration
 
@@ -51,14 +53,14 @@ class Switch:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The attempt has failed; what was loaded for it can go."""
+    """The attempt has failed; the experts loaded for it can go."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class RebalanceStats:
-    """What an operator wants to know.
+    """Counts and times of migrations, for operators.
 
     seconds_since_success: None before the first. last_gain: balancedness of the layer as predicted, before and after.
     num_experts_loaded: by all ranks, of successful attempts. layer_in_progress: None between attempts. The two p99 are
@@ -76,87 +78,8 @@ class RebalanceStats:
     migrating_step_p99: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A layer's new ranks; `gain` is its balancedness before and after."""
-
-    layer: int
-    ranks: tuple[Ranks, ...]
-    gain: tuple[float, float]
-
-
-class LoadWindow:
-    """Choices per layer and expert of the last while: what is older counts half at every `fade`."""
-
-    def __init__(self, num_layers: int, num_experts: int) -> None:
-        self.load = np.zeros((num_layers, num_experts))
-
-    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int] = ()) -> None:
-        """ids: [L, T, k], -1 where a layer did not compute a token; token_ids say nothing here."""
-        num_layers, num_experts = self.load.shape
-        cells = ids + np.arange(num_layers)[:, None, None] * num_experts
-        self.load += np.bincount(cells[ids >= 0], minlength=self.load.size).reshape(self.load.shape)
-
-    def fade(self) -> None:
-        self.load /= 2
-
-    def is_full(self) -> bool:
-        """Whether it is worth deciding by."""
-        return bool(self.load.sum() >= _CHOICES_PER_EXPERT * self.load.size)
-
-
-class RebalancePolicy:
-    """Chooses the layer that is worst balanced, if it can be balanced better by more than `threshold`."""
-
-    def __init__(self, threshold: float) -> None:
-        self._threshold = threshold
-        self._tried: set[int] = set()
-        self._shares: dict[int, tuple[Sequence[Ranks], NDArray[np.float64]]] = {}
-
-    def choose(self, load: NDArray[np.floating], placement: Placement) -> Choice | None:
-        """None if nothing is worth it. load: [L, E]. Layers that could not be helped come last in later calls."""
-        before = np.array([self._balancedness(load[layer], placement, layer) for layer in range(placement.num_layers)])
-        worth_trying = [layer for layer in np.argsort(before, kind="stable") if 1 - before[layer] > self._threshold]
-        if self._tried.issuperset(worth_trying):
-            self._tried.clear()
-        untried = [int(layer) for layer in worth_trying if layer not in self._tried]
-        for layer in untried[:_LAYERS_TRIED_AT_ONCE]:
-            self._tried.add(layer)
-            ranks = evened_out(placement.ranks[layer], load[layer], placement.num_ranks, _MAX_MOVES)
-            after = _balancedness(load[layer], load_shares(ranks, placement.num_ranks))
-            if after > before[layer] + self._threshold:
-                return Choice(layer, ranks, (float(before[layer]), after))
-        return None
-
-    def _balancedness(self, load: NDArray[np.floating], placement: Placement, layer: int) -> float:
-        ranks = placement.ranks[layer]
-        known = self._shares.get(layer)
-        if known is None or known[0] is not ranks:
-            known = self._shares[layer] = ranks, load_shares(ranks, placement.num_ranks)
-        return _balancedness(load, known[1])
-
-
-def _balancedness(load: NDArray[np.floating], shares: NDArray[np.float64]) -> float:
-    of_ranks = load @ shares
-    return float(of_ranks.mean() / of_ranks.max()) if of_ranks.any() else 1.0
-
-
-def _p99(seconds: Collection[float]) -> float | None:
-    return float(np.quantile(list(seconds), 0.99)) if seconds else None
-
-
-@dataclass(slots=True)
-class _Attempt:
-    migration: Migration
-    since: float
-    gain: tuple[float, float]
-    num_experts: int
-    missing: set[int]
-    error: str | None = None
-
-
 class Rebalancer:
-    """Rank 0's view of the migrations. All times are seconds of one steady clock."""
+    """Decides on rank 0 when a layer migrates. Reads no clock: all times are seconds of one steady clock."""
 
     def __init__(self, placement: Placement, policy: RebalancePolicy, *, interval: int, timeout: float) -> None:
         """interval: steps between two decisions. timeout: how long ranks may load."""
@@ -180,7 +103,7 @@ class Rebalancer:
         return self._attempt is not None
 
     def begin_step(self, now: float) -> Load | Switch | Drop | None:
-        """What all ranks are to do before the step that begins."""
+        """Return what all ranks are to do before the step that begins."""
         self._num_steps += 1
         self._was_migrating = self.is_migrating
         if self._attempt is not None:
@@ -190,11 +113,11 @@ class Rebalancer:
         return None
 
     def end_step(self, seconds: float) -> None:
-        """The step that had begun took so long, with all that was to be done before."""
+        """The step took `seconds`, with all that was to be done before it."""
         self._step_seconds[self._was_migrating or self.is_migrating].append(seconds)
 
     def loaded(self, rank: int, version: int, error: str | None) -> None:
-        """A rank has loaded its part of an attempt, or could not. Words on other attempts are no longer of interest."""
+        """A rank has loaded its part of an attempt, or could not. Earlier attempts are ignored."""
         attempt = self._attempt
         if attempt is None or version != attempt.migration.version:
             return
@@ -249,12 +172,83 @@ class Rebalancer:
         return Switch(migration)
 
 
-# A rank's part in placing a layer anew: what it is to hold next is read beside the steps, then put in place at once.
-# Double-buffered: until the switch the rank computes with what it had, so a reader that is slow or fails costs
-# nothing but the attempt. Who decides and when all switch is `experts.rebalance`.
+@dataclass(slots=True)
+class _Attempt:
+    migration: Migration
+    since: float
+    gain: tuple[float, float]
+    num_experts: int
+    missing: set[int]
+    error: str | None = None
 
 
-Weights = TypeVar("Weights")
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A layer's new ranks; `gain` is its balancedness before and after."""
+
+    layer: int
+    ranks: tuple[Ranks, ...]
+    gain: tuple[float, float]
+
+
+class LoadWindow:
+    """Recent choices per layer and expert: every `fade` halves the older ones."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.load = np.zeros((num_layers, num_experts))
+
+    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int] = ()) -> None:
+        """ids: [L, T, k], -1 where a layer did not compute a token. token_ids are ignored."""
+        num_layers, num_experts = self.load.shape
+        cells = ids + np.arange(num_layers)[:, None, None] * num_experts
+        self.load += np.bincount(cells[ids >= 0], minlength=self.load.size).reshape(self.load.shape)
+
+    def fade(self) -> None:
+        self.load /= 2
+
+    def is_full(self) -> bool:
+        """Whether there are enough choices to decide by."""
+        return bool(self.load.sum() >= _CHOICES_PER_EXPERT * self.load.size)
+
+
+class RebalancePolicy:
+    """Chooses the layer that is worst balanced, if it can be balanced better by more than `threshold`."""
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self._tried: set[int] = set()
+        self._shares: dict[int, tuple[Sequence[Ranks], NDArray[np.float64]]] = {}
+
+    def choose(self, load: NDArray[np.floating], placement: Placement) -> Choice | None:
+        """None if no layer gains enough. load: [L, E]. Layers that did not gain come last in later calls."""
+        before = np.array([self._balancedness(load[layer], placement, layer) for layer in range(placement.num_layers)])
+        worth_trying = [layer for layer in np.argsort(before, kind="stable") if 1 - before[layer] > self._threshold]
+        if self._tried.issuperset(worth_trying):
+            self._tried.clear()
+        untried = [int(layer) for layer in worth_trying if layer not in self._tried]
+        for layer in untried[:_LAYERS_TRIED_AT_ONCE]:
+            self._tried.add(layer)
+            ranks = evened_out(placement.ranks[layer], load[layer], placement.num_ranks, _MAX_MOVES)
+            after = _balancedness(load[layer], load_shares(ranks, placement.num_ranks))
+            if after > before[layer] + self._threshold:
+                return Choice(layer, ranks, (float(before[layer]), after))
+        return None
+
+    def _balancedness(self, load: NDArray[np.floating], placement: Placement, layer: int) -> float:
+        ranks = placement.ranks[layer]
+        known = self._shares.get(layer)
+        if known is None or known[0] is not ranks:
+            known = self._shares[layer] = ranks, load_shares(ranks, placement.num_ranks)
+        return _balancedness(load, known[1])
+
+
+def _balancedness(load: NDArray[np.floating], shares: NDArray[np.float64]) -> float:
+    of_ranks = load @ shares
+    return float(of_ranks.mean() / of_ranks.max()) if of_ranks.any() else 1.0
+
+
+def _p99(seconds: Collection[float]) -> float | None:
+    return float(np.quantile(list(seconds), 0.99)) if seconds else None
 
 
 class PlacedExperts(Protocol):
@@ -267,14 +261,19 @@ class PlacedExperts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What has become of reading for an attempt; `error` is None if all is there."""
+    """How reading for an attempt has ended; `error` is None if all experts were read."""
 
     version: int
     error: str | None
 
 
 class ExpertMigrator(Generic[Weights]):
-    """Used by the thread that computes the steps; reads in one of its own. Layers are those of the placement."""
+    """A rank's part in migrations: reads arriving experts beside the steps, then puts them in place at once.
+
+    Double-buffered: until the switch the rank computes with the experts it had, so a reader that is slow or fails costs
+    nothing but the attempt. Used by the thread that computes the steps; reads in a thread of its own. Layers are those
+    of the placement.
+    """
 
     def __init__(
         self,
@@ -293,13 +292,13 @@ class ExpertMigrator(Generic[Weights]):
         self._told = True
 
     def begin(self, migration: Migration) -> None:
-        """Starts to read what the migration brings here. Another one that had begun is dropped."""
+        """Start to read the experts that the migration brings here, and drop an earlier one."""
         arrivals = self._placed.arrivals(migration.layer, migration.ranks)
         self._migration, self._told = migration, False
         self._reading = self._pool.submit(self._read_all, migration, arrivals)
 
     def outcome(self) -> Outcome | None:
-        """Once for every attempt, when reading has ended."""
+        """The outcome, once for every attempt, when reading has ended."""
         if self._migration is None or self._reading is None or self._told or not self._reading.done():
             return None
         self._told = True
@@ -307,7 +306,7 @@ class ExpertMigrator(Generic[Weights]):
         return Outcome(self._migration.version, None if error is None else f"{type(error).__name__}: {error}")
 
     def switch(self, version: int) -> None:
-        """Takes what was read into use, between two steps. ValueError if this attempt is not ready here."""
+        """Take the experts that were read into use, between two steps. ValueError if this attempt is not ready here."""
         if self._migration is None or self._reading is None or self._migration.version != version:
             raise ValueError(f"placement {version} was not prepared here")
         migration, arrived = self._migration, self._reading.result(timeout=0)
@@ -318,7 +317,7 @@ class ExpertMigrator(Generic[Weights]):
         self._migration = self._reading = None
 
     def drop(self, version: int) -> None:
-        """Forgets an attempt."""
+        """Forget an attempt."""
         if self._migration is not None and self._migration.version == version:
             self._migration = self._reading = None
 
@@ -331,11 +330,8 @@ class ExpertMigrator(Generic[Weights]):
         return arrived
 
 
-# Counts to how many other ranks tokens are sent. Pure.
-
-
 class RemoteRanks:
-    """`num_sent` of `num_rows` rows (a token in a layer) times remote ranks, each rank once per row."""
+    """Counts `num_rows` rows (a token in a layer) and `num_sent`, the remote ranks they go to, each once per row."""
 
     def __init__(self) -> None:
         self.num_rows = 0

@@ -1,4 +1,4 @@
-"""Which experts of one layer are in its slots of the fast tier, and which make room. Decisions only. Pure.
+"""Decide which experts are in the slots of the fast tier, what is copied next, and what makes room. Torch-free.
 
 Each layer has slots of its own: layers are visited in turn, so one list of least recently used experts over all layers
 would evict every expert shortly before its next use.
@@ -13,461 +13,23 @@ from enum import Enum, IntEnum
 from operator import sub
 from typing import Any, Protocol
 
-from experts.predictor import SourceRecall
+from experts.predictors import SourceRecall
 
-# Which resident expert a layer gives up first. One policy object belongs to one layer and counts its events. Pure.
+# How many layers ahead predictions are counted.
+_FARTHEST = 3
 
-
+# Compared in order; the resident expert of least worth is evicted.
 Worth = tuple[float, float]
 
 
-class EvictionPolicy(Protocol):
-    """What is remembered of a layer's experts, and what it makes them worth.
-
-    An event is what one step asks of one layer: a set of distinct experts, touched at once.
-    """
-
-    def touch(self, experts: Sequence[int]) -> None:
-        """One event used these experts, resident or not."""
-
-    def worth(self, expert: int) -> Worth:
-        """The resident expert of least worth is evicted; among equals that of the smallest number."""
-
-
-class UseHistory:
-    """When each expert of a layer was last used and how often, counted in the layer's events from 1 on; 0 is never."""
-
-    __slots__ = ("counts", "last_use", "now")
-
-    def __init__(self, num_experts: int) -> None:
-        self.now = 0
-        self.last_use = [0] * num_experts
-        self.counts = [0] * num_experts
-
-    def add(self, experts: Sequence[int]) -> None:
-        """One event used these."""
-        self.now += 1
-        for expert in experts:
-            self.last_use[expert] = self.now
-            self.counts[expert] += 1
-
-
-class ByUse:
-    """A policy that goes by the layer's past events alone."""
-
-    __slots__ = ("_uses", "_worth_of")
-
-    def __init__(self, num_experts: int, worth_of: Callable[[UseHistory, int], Worth]) -> None:
-        """worth_of: what the history makes an expert worth."""
-        self._uses = UseHistory(num_experts)
-        self._worth_of = worth_of
-
-    def touch(self, experts: Sequence[int]) -> None:
-        self._uses.add(experts)
-
-    def worth(self, expert: int) -> Worth:
-        return self._worth_of(self._uses, expert)
-
-
-def lru(num_experts: int) -> ByUse:
-    """Least recently used first."""
-    return ByUse(num_experts, lambda uses, expert: (uses.last_use[expert], 0.0))
-
-
-def lfu(num_experts: int) -> ByUse:
-    """Least frequently used first, by events since the start; among equals the least recent."""
-    return ByUse(num_experts, lambda uses, expert: (uses.counts[expert], uses.last_use[expert]))
-
-
-def lfru(num_experts: int) -> ByUse:
-    """Least (uses per event since the last use) first: frequency counts, and fades while an expert is not used."""
-
-    def worth(uses: UseHistory, expert: int) -> Worth:
-        last_use = uses.last_use[expert]
-        return uses.counts[expert] / (uses.now - last_use + 1), last_use
-
-    return ByUse(num_experts, worth)
-
-
-class Static:
-    """Lowest given score first, whatever happens; scores are loads measured earlier, for example."""
-
-    def __init__(self, scores: Sequence[float]) -> None:
-        self._scores = list(scores)
-
-    def touch(self, experts: Sequence[int]) -> None:
-        """Nothing is remembered."""
-
-    def worth(self, expert: int) -> Worth:
-        return self._scores[expert], 0.0
-
-
-class Affinity:
-    """Least likely to be used in the layer's next event first, by scores a predictor hands in; then least recent."""
-
-    def __init__(self, num_experts: int) -> None:
-        self._uses = UseHistory(num_experts)
-        self._scores: Sequence[float] = [0.0] * num_experts
-
-    def rate(self, scores: Sequence[float]) -> None:
-        """Takes the scores of all experts for the next event; they hold until new ones come."""
-        self._scores = scores
-
-    def touch(self, experts: Sequence[int]) -> None:
-        self._uses.add(experts)
-
-    def worth(self, expert: int) -> Worth:
-        return self._scores[expert], self._uses.last_use[expert]
-
-
-POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": lru, "lfu": lfu, "lfru": lfru, "affinity": Affinity}
-"""Policies that start from the number of experts alone, by name."""
-POLICY_NAMES = (*POLICIES, "static")
-
-
-def make_policies(
-    name: str, num_layers: int, num_experts: int, load: Sequence[Sequence[float]] | None = None
-) -> list[EvictionPolicy]:
-    """One policy of that name per layer. load: [L, E] measured earlier, which "static" goes by and needs."""
-    if name == "static":
-        if load is None or len(load) != num_layers:
-            raise ValueError(f"static needs the load of {num_layers} layers")
-        return [Static(of_layer) for of_layer in load]
-    return [POLICIES[name](num_experts) for _ in range(num_layers)]
-
-
-class SlotState(Enum):
-    EMPTY = "empty"
-    LOADING = "loading"
-    READY = "ready"
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """An expert that is to be copied into a slot. wasted: the victim had been prefetched and was never used."""
-
-    expert: int
-    slot: int
-    victim: int | None
-    wasted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """What an event found. ready, loading and missing are its experts in ascending order.
-
-    loads: the missing experts that have a slot now; the others get one when members of the event are released.
-    used_prefetches: the ready experts that a prefetch had brought and nobody had used since.
-    """
-
-    ready: tuple[int, ...]
-    loading: tuple[int, ...]
-    missing: tuple[int, ...]
-    loads: tuple[Load, ...]
-    used_prefetches: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Slot:
-    """unused: a prefetch brought the expert and no event has used it. awaited: nor has the layer had an event since."""
-
-    expert: int = -1
-    state: SlotState = SlotState.EMPTY
-    references: int = 0
-    unused: bool = False
-    awaited: bool = False
-
-
-class LayerResidency:
-    """The slots of one layer. An event (`access`) holds a reference to each of its experts until it is released."""
-
-    def __init__(self, num_experts: int, num_slots: int, policy: EvictionPolicy) -> None:
-        """num_slots: at least 1, better no less than a token's experts."""
-        if not 1 <= num_slots <= num_experts:
-            raise ValueError(f"{num_slots} slots for {num_experts} experts")
-        self._num_experts = num_experts
-        self._policy = policy
-        self._slots = [_Slot() for _ in range(num_slots)]
-        self._slot_of: dict[int, int] = {}
-        self._waiting: deque[int] = deque()
-        # The ready and the loading experts, which are asked for far more often than they change; None after a change.
-        self._known: tuple[list[int], list[int]] | None = None
-
-    @property
-    def num_slots(self) -> int:
-        return len(self._slots)
-
-    @property
-    def num_waiting(self) -> int:
-        """Missing experts of the current event that have no slot yet."""
-        return len(self._waiting)
-
-    def state_of(self, expert: int) -> SlotState:
-        """EMPTY for an expert that has no slot."""
-        slot = self._slot_of.get(expert)
-        return SlotState.EMPTY if slot is None else self._slots[slot].state
-
-    def slot_of(self, expert: int) -> int | None:
-        """The slot that holds the expert or is being filled with it."""
-        return self._slot_of.get(expert)
-
-    def contents(self) -> list[int]:
-        """The expert that is ready in each slot, -1 for none."""
-        return [slot.expert if slot.state is SlotState.READY else -1 for slot in self._slots]
-
-    def resident(self) -> list[int]:
-        """The experts that are ready, in ascending order."""
-        return list(self._numbers()[0])
-
-    def loading(self) -> list[int]:
-        """The experts that are on their way into a slot, in ascending order."""
-        return list(self._numbers()[1])
-
-    def access(self, experts: Iterable[int]) -> Access:
-        """Decides one event at once: what is there, what is missing, who makes room. Members are never victims.
-
-        ValueError while an earlier event holds references.
-        """
-        members = sorted(set(experts))
-        if not members or members[0] < 0 or members[-1] >= self._num_experts:
-            raise ValueError(f"an event of experts {members} of {self._num_experts}")
-        if self._waiting or any(slot.references for slot in self._slots):
-            raise ValueError("the layer's earlier event is not over")
-        self._policy.touch(members)
-        for slot in self._slots:
-            slot.awaited = False
-        ready: list[int] = []
-        loading: list[int] = []
-        missing: list[int] = []
-        used_prefetches = []
-        for expert in members:
-            number = self._slot_of.get(expert)
-            if number is None:
-                missing.append(expert)
-                continue
-            slot = self._slots[number]
-            slot.references = 1
-            (ready if slot.state is SlotState.READY else loading).append(expert)
-            if slot.unused:
-                used_prefetches.append(expert)
-                slot.unused = False
-        self._waiting.extend(missing)
-        return Access(tuple(ready), tuple(loading), tuple(missing), self._place_waiting(), tuple(used_prefetches))
-
-    def release(self, experts: Sequence[int]) -> tuple[Load, ...]:
-        """Members of the event are computed and may be evicted; returns the loads for which there is room now."""
-        for expert in experts:
-            slot = self._slots[self._slot_of[expert]]
-            if slot.references == 0 or slot.state is not SlotState.READY:
-                raise ValueError(f"expert {expert} is {slot.state.value} with {slot.references} references")
-            slot.references -= 1
-        return self._place_waiting()
-
-    def finish(self, expert: int, *, prefetched: bool) -> tuple[Load, ...]:
-        """The expert's bytes are in its slot. prefetched: nobody has asked for it yet, so it may make room at once."""
-        slot = self._slots[self._slot_of[expert]]
-        if slot.state is not SlotState.LOADING:
-            raise ValueError(f"expert {expert} is {slot.state.value}, not loading")
-        slot.state = SlotState.READY
-        self._known = None
-        slot.unused = slot.awaited = prefetched
-        return self._place_waiting()
-
-    def abandon(self, expert: int) -> tuple[Load, ...]:
-        """A load that nobody waits for ends half-way; returns the loads for which there is room now."""
-        number = self._slot_of[expert]
-        slot = self._slots[number]
-        if slot.state is not SlotState.LOADING or slot.references:
-            raise ValueError(f"expert {expert} is {slot.state.value} with {slot.references} references")
-        del self._slot_of[expert]
-        self._slots[number] = _Slot()
-        self._known = None
-        return self._place_waiting()
-
-    def reserve(self, expert: int, keep: Collection[int] = ()) -> Load | None:
-        """Room for a prefetch; None if the expert has a slot or only such experts could make room that should stay.
-
-        These are the event's own, those in `keep`, and earlier prefetches for the layer's next event.
-        """
-        if expert in self._slot_of or self._waiting:
-            return None
-        return self._place(expert, keep=keep)
-
-    def _place_waiting(self) -> tuple[Load, ...]:
-        loads = []
-        while self._waiting and (load := self._place(self._waiting[0])):
-            self._slots[load.slot].references = 1
-            self._waiting.popleft()
-            loads.append(load)
-        return tuple(loads)
-
-    def _place(self, expert: int, keep: Collection[int] | None = None) -> Load | None:
-        """keep: None for a demand, which may evict what a prefetch may not."""
-        number = self._least_worth(keep)
-        if number is None:
-            return None
-        slot = self._slots[number]
-        victim = None
-        if slot.state is SlotState.READY:
-            victim = slot.expert
-            del self._slot_of[victim]
-        load = Load(expert, number, victim, slot.unused)
-        self._slots[number] = _Slot(expert, SlotState.LOADING)
-        self._known = None
-        self._slot_of[expert] = number
-        return load
-
-    def _least_worth(self, keep: Collection[int] | None) -> int | None:
-        candidates = []
-        for number, slot in enumerate(self._slots):
-            if slot.state is SlotState.EMPTY:
-                return number
-            if slot.state is SlotState.LOADING or slot.references:
-                continue
-            if keep is None or not (slot.awaited or slot.expert in keep):
-                candidates.append(number)
-        if not candidates:
-            return None
-        return min(
-            candidates, key=lambda number: (self._policy.worth(self._slots[number].expert), self._expert(number))
-        )
-
-    def _numbers(self) -> tuple[list[int], list[int]]:
-        """The ready and the loading experts, each in ascending order."""
-        if self._known is None:
-            ready = sorted([slot.expert for slot in self._slots if slot.state is SlotState.READY])
-            loading = sorted([slot.expert for slot in self._slots if slot.state is SlotState.LOADING])
-            self._known = ready, loading
-        return self._known
-
-    def _expert(self, number: int) -> int:
-        return self._slots[number].expert
-
-
-# The order in which experts are copied into slots: demand loads, then the next layer, then speculation. Pure.
-
-
-class Priority(IntEnum):
-    """Smaller goes first."""
-
-    DEMAND = 0
-    NEXT_LAYER = 1
-    SPECULATIVE = 2
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """One expert on its way into a slot.
-
-    due, rank: among equal priorities the smaller go first: the event that will want it, then its place in the
-    prediction. slot: None until there is room for it. num_moved: bytes copied so far; a paused transfer goes on there.
-    prefetched: it began as a prefetch, even if it is wanted now. active: somebody copies. cancelled: nobody wants it;
-    whoever copies stops.
-    """
-
-    layer: int
-    expert: int
-    priority: Priority
-    due: int
-    rank: int
-    generation: int
-    slot: int | None = None
-    num_moved: int = 0
-    prefetched: bool = False
-    active: bool = False
-    cancelled: bool = False
-
-
-class TransferQueue:
-    """All transfers that are not finished, at most one per expert of a layer. The caller binds slots and counts."""
-
-    def __init__(self) -> None:
-        self._transfers: dict[tuple[int, int], Transfer] = {}
-
-    def __len__(self) -> int:
-        return len(self._transfers)
-
-    @property
-    def num_active(self) -> int:
-        return sum(transfer.active for transfer in self._transfers.values())
-
-    def find(self, layer: int, expert: int) -> Transfer | None:
-        return self._transfers.get((layer, expert))
-
-    def of_layer(self, layer: int) -> list[Transfer]:
-        return [transfer for transfer in self._transfers.values() if transfer.layer == layer]
-
-    def add(self, transfer: Transfer) -> None:
-        key = (transfer.layer, transfer.expert)
-        if key in self._transfers:
-            raise ValueError(f"expert {transfer.expert} of layer {transfer.layer} is on its way already")
-        self._transfers[key] = transfer
-
-    def remove(self, transfer: Transfer) -> None:
-        del self._transfers[transfer.layer, transfer.expert]
-
-    def waiting(self) -> Iterator[Transfer]:
-        """Those that somebody should copy, in order."""
-        idle = [transfer for transfer in self._transfers.values() if not transfer.active]
-        return iter(sorted(idle, key=lambda transfer: (transfer.priority, transfer.due, transfer.rank)))
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether somebody should copy."""
-        return any(not transfer.active for transfer in self._transfers.values())
-
-    def has_waiting_before(self, priority: Priority) -> bool:
-        """Whether one of higher priority waits."""
-        return any(transfer.priority < priority and not transfer.active for transfer in self._transfers.values())
-
-
-# Residency of all layers and the transfers between tiers, decided together. Pure. One `ResidencyControl` is driven
-# by whoever really copies, or by a simulator: `access` and `release` follow the computation, `predict` follows
-# predictors, and the copier asks `next_transfer`, reports `moved`, looks at `must_stop` between chunks and ends with
-# `finish` or `stop`. It is not thread-safe; callers hold a lock of their own.
-
-
-# Layers ahead up to which it is counted what was foreseen.
-_FARTHEST = 3
-
-
-@dataclass(slots=True)
-class ResidencyCounters:
-    """Since the start. An event's expert is a hit if it was ready, late if its prefetch was under way, else a miss.
-
-    Bytes moved by prefetches are useful when an event found the expert ready, late when the event came before the end,
-    wasted when the expert was evicted unused, cancelled when the copy was given up; the rest is not decided yet.
-
-    num_foreseeable: experts of events for which some had been named 1, 2, 3 layers ahead; num_foreseen: how many of
-    them were among these. Their ratio is the recall of what was asked for. Tuples, so that a copy is a snapshot.
-    """
-
-    num_events: int = 0
-    num_hits: int = 0
-    num_late: int = 0
-    num_misses: int = 0
-    num_evictions: int = 0
-    num_cancelled: int = 0
-    demand_bytes: int = 0
-    prefetch_bytes: int = 0
-    useful_bytes: int = 0
-    late_bytes: int = 0
-    wasted_bytes: int = 0
-    cancelled_bytes: int = 0
-    num_foreseeable: tuple[int, ...] = (0,) * _FARTHEST
-    num_foreseen: tuple[int, ...] = (0,) * _FARTHEST
-
-    def since(self, before: ResidencyCounters) -> ResidencyCounters:
-        """What was counted after `before`, an earlier copy of these."""
-        changes: dict[str, Any] = {}
-        for name in self.__dataclass_fields__:
-            new, old = getattr(self, name), getattr(before, name)
-            changes[name] = tuple(map(sub, new, old)) if isinstance(new, tuple) else new - old
-        return ResidencyCounters(**changes)
-
-
 class ResidencyControl:
-    """Layers are numbered among those that have experts, in the order in which they are computed."""
+    """Decides for all layers together which experts are resident and which transfer goes next.
+
+    Whoever really copies drives it, or a simulator: `access` and `release` follow the computation, `predict` follows
+    predictors, and the copier asks `next_transfer`, reports `moved`, looks at `must_stop` between chunks and ends with
+    `finish` or `stop`. It is not thread-safe; callers hold a lock of their own. Layers are numbered among those that
+    have experts, in the order in which they are computed.
+    """
 
     def __init__(
         self,
@@ -476,7 +38,7 @@ class ResidencyControl:
         expert_bytes: int,
         policy_of: Callable[[int], EvictionPolicy],
     ) -> None:
-        """num_slots: of each layer. expert_bytes: what one expert takes. policy_of: makes a layer's policy."""
+        """num_slots: of each layer. expert_bytes: the size of one expert. policy_of: makes the policy of a layer."""
         self.layers = [LayerResidency(num_experts, count, policy_of(layer)) for layer, count in enumerate(num_slots)]
         self.counters = ResidencyCounters()
         self._expert_bytes = expert_bytes
@@ -488,22 +50,22 @@ class ResidencyControl:
         self._num_events = 0
 
     def forget_counts(self) -> None:
-        """Starts counting at zero; what is resident and on its way stays."""
+        """Start counting at zero; residency and transfers stay as they are."""
         self.counters = ResidencyCounters()
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers that somebody copies."""
+        """Transfers that are being copied."""
         return self._queue.num_active
 
     @property
     def has_waiting(self) -> bool:
-        """Whether there is something to copy that nobody copies yet."""
+        """Whether a transfer waits to be copied."""
         return self._queue.has_waiting
 
     def access(self, layer: int, experts: Iterable[int]) -> Access:
-        """One event: see `LayerResidency.access`. Missing experts are queued as demand loads, prefetches of wanted
-        ones are promoted, and what else was predicted for this event is cancelled."""
+        """Begin one event, see `LayerResidency.access`. Missing experts are queued as demand loads, prefetches of
+        wanted ones are promoted, and other prefetches for this event are cancelled."""
         members = frozenset(experts)
         access = self.layers[layer].access(members)
         self._count_foreseen(layer, members)
@@ -521,11 +83,11 @@ class ResidencyControl:
         return access
 
     def release(self, layer: int, experts: Sequence[int]) -> None:
-        """Members of the layer's event are computed. Room that this makes goes to what the event still misses."""
+        """Members of the layer's event are computed. Their slots go to the experts that the event still misses."""
         self._demand(layer, self.layers[layer].release(experts))
 
     def predict(self, layer: int, experts: Sequence[int], priority: Priority) -> None:
-        """These are thought to be wanted by the layer's next event, the likeliest first; replaces what was thought.
+        """Expect the layer's next event to want these experts, the likeliest first, and no longer what was expected.
 
         Copies that are under way and not named again are cancelled.
         """
@@ -548,11 +110,11 @@ class ResidencyControl:
                 self._cancel(transfer)
 
     def is_predicted(self, layer: int) -> bool:
-        """Whether anything is thought of the layer's next event."""
+        """Whether anything is expected of the layer's next event."""
         return bool(self._predicted[layer])
 
     def next_transfer(self) -> Transfer | None:
-        """What to copy now, from byte `num_moved` on into the slot it names; the caller has it until it ends.
+        """The transfer to copy now, from byte `num_moved` on into its slot; the caller has it until it ends.
 
         A prefetch gets its slot here and not earlier; one that finds no room is dropped.
         """
@@ -573,11 +135,11 @@ class ResidencyControl:
             self.counters.demand_bytes += num_bytes
 
     def must_stop(self, transfer: Transfer) -> bool:
-        """Whether the copier should `stop`: nobody wants it any more, or one of higher priority overtakes it."""
+        """Whether the copier should `stop`: the transfer is cancelled, or one of higher priority overtakes it."""
         return transfer.cancelled or self._queue.has_waiting_before(transfer.priority)
 
     def stop(self, transfer: Transfer) -> None:
-        """The copier left off between chunks: a cancelled transfer ends, another one waits for its turn to go on."""
+        """The copier stopped between chunks: a cancelled transfer ends, any other waits for its turn to go on."""
         transfer.active = False
         if transfer.cancelled:
             self._drop(transfer)
@@ -601,7 +163,7 @@ class ResidencyControl:
             self._queue.add(transfer)
 
     def _settle(self, layer: int, wanted: frozenset[int]) -> None:
-        """The event that predictions for this layer meant has come."""
+        """The event that predictions for this layer were about has come."""
         for transfer in self._queue.of_layer(layer):
             if transfer.priority is Priority.DEMAND:
                 continue
@@ -646,21 +208,452 @@ class ResidencyControl:
             self.counters.wasted_bytes += self._expert_bytes
 
 
+@dataclass(slots=True)
+class ResidencyCounters:
+    """Counts since the start. An event's expert is a hit if it was ready, late if its prefetch was under way, else a
+    miss.
+
+    Bytes moved by prefetches are useful when an event found the expert ready, late when the event came before the end,
+    wasted when the expert was evicted unused, cancelled when the copy was given up; the rest is not decided yet.
+
+    num_foreseeable: experts of events for which predictions had been made 1, 2, 3 layers ahead. num_foreseen: how many
+    of these experts the predictions named. Their ratio is the recall of what was asked for. Tuples, so that a copy is a
+    snapshot.
+    """
+
+    num_events: int = 0
+    num_hits: int = 0
+    num_late: int = 0
+    num_misses: int = 0
+    num_evictions: int = 0
+    num_cancelled: int = 0
+    demand_bytes: int = 0
+    prefetch_bytes: int = 0
+    useful_bytes: int = 0
+    late_bytes: int = 0
+    wasted_bytes: int = 0
+    cancelled_bytes: int = 0
+    num_foreseeable: tuple[int, ...] = (0,) * _FARTHEST
+    num_foreseen: tuple[int, ...] = (0,) * _FARTHEST
+
+    def since(self, before: ResidencyCounters) -> ResidencyCounters:
+        """The counts after `before`, an earlier copy of these."""
+        changes: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            new, old = getattr(self, name), getattr(before, name)
+            changes[name] = tuple(map(sub, new, old)) if isinstance(new, tuple) else new - old
+        return ResidencyCounters(**changes)
+
+
 def _added(counts: tuple[int, ...], distance: int, number: int) -> tuple[int, ...]:
-    """Of things farther ahead than there are counts nothing is counted."""
+    """The counts with `number` more at `distance`; a distance beyond them is not counted."""
     return tuple([count + number if place == distance else count for place, count in enumerate(counts, start=1)])
 
 
-# What an expert memory tells of itself. Pure, and plain enough to travel between ranks.
+class SlotState(Enum):
+    EMPTY = "empty"
+    LOADING = "loading"
+    READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An expert to be copied into a slot. wasted: the victim had been prefetched and was never used."""
+
+    expert: int
+    slot: int
+    victim: int | None
+    wasted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The state in which an event found its experts: ready, loading or missing, each in ascending order.
+
+    loads: the missing experts that have a slot now; the others get one when members of the event are released.
+    used_prefetches: the ready experts that a prefetch had brought and no event had used since.
+    """
+
+    ready: tuple[int, ...]
+    loading: tuple[int, ...]
+    missing: tuple[int, ...]
+    loads: tuple[Load, ...]
+    used_prefetches: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """unused: a prefetch brought the expert and no event has used it. awaited: nor has the layer had an event since."""
+
+    expert: int = -1
+    state: SlotState = SlotState.EMPTY
+    references: int = 0
+    unused: bool = False
+    awaited: bool = False
+
+
+class LayerResidency:
+    """The slots of one layer. An event (`access`) holds a reference to each of its experts until it is released."""
+
+    def __init__(self, num_experts: int, num_slots: int, policy: EvictionPolicy) -> None:
+        """num_slots: at least 1; as many as a token chooses avoid loading in turns."""
+        if not 1 <= num_slots <= num_experts:
+            raise ValueError(f"{num_slots} slots for {num_experts} experts")
+        self._num_experts = num_experts
+        self._policy = policy
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._slot_of: dict[int, int] = {}
+        self._waiting: deque[int] = deque()
+        # The ready and the loading experts, which are read far more often than they change; None after a change.
+        self._known: tuple[list[int], list[int]] | None = None
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def num_waiting(self) -> int:
+        """Missing experts of the current event that have no slot yet."""
+        return len(self._waiting)
+
+    def state_of(self, expert: int) -> SlotState:
+        """EMPTY for an expert that has no slot."""
+        slot = self._slot_of.get(expert)
+        return SlotState.EMPTY if slot is None else self._slots[slot].state
+
+    def slot_of(self, expert: int) -> int | None:
+        """The slot that holds the expert or is being filled with it."""
+        return self._slot_of.get(expert)
+
+    def contents(self) -> list[int]:
+        """The expert that is ready in each slot, -1 for none."""
+        return [slot.expert if slot.state is SlotState.READY else -1 for slot in self._slots]
+
+    def resident(self) -> list[int]:
+        """The experts that are ready, in ascending order."""
+        return list(self._numbers()[0])
+
+    def loading(self) -> list[int]:
+        """The experts that are on their way into a slot, in ascending order."""
+        return list(self._numbers()[1])
+
+    def access(self, experts: Iterable[int]) -> Access:
+        """Decide one event at once: which experts are there, which are missing, which make room. Members stay.
+
+        ValueError while an earlier event holds references.
+        """
+        members = sorted(set(experts))
+        if not members or members[0] < 0 or members[-1] >= self._num_experts:
+            raise ValueError(f"an event of experts {members} of {self._num_experts}")
+        if self._waiting or any(slot.references for slot in self._slots):
+            raise ValueError("the layer's earlier event is not over")
+        self._policy.touch(members)
+        for slot in self._slots:
+            slot.awaited = False
+        ready: list[int] = []
+        loading: list[int] = []
+        missing: list[int] = []
+        used_prefetches = []
+        for expert in members:
+            number = self._slot_of.get(expert)
+            if number is None:
+                missing.append(expert)
+                continue
+            slot = self._slots[number]
+            slot.references = 1
+            (ready if slot.state is SlotState.READY else loading).append(expert)
+            if slot.unused:
+                used_prefetches.append(expert)
+                slot.unused = False
+        self._waiting.extend(missing)
+        return Access(tuple(ready), tuple(loading), tuple(missing), self._place_waiting(), tuple(used_prefetches))
+
+    def release(self, experts: Sequence[int]) -> tuple[Load, ...]:
+        """Let members of the event, which are computed, be evicted; return the loads for which there is room now."""
+        for expert in experts:
+            slot = self._slots[self._slot_of[expert]]
+            if slot.references == 0 or slot.state is not SlotState.READY:
+                raise ValueError(f"expert {expert} is {slot.state.value} with {slot.references} references")
+            slot.references -= 1
+        return self._place_waiting()
+
+    def finish(self, expert: int, *, prefetched: bool) -> tuple[Load, ...]:
+        """The expert's bytes are in its slot. prefetched: no event has asked for it yet, so it may be evicted."""
+        slot = self._slots[self._slot_of[expert]]
+        if slot.state is not SlotState.LOADING:
+            raise ValueError(f"expert {expert} is {slot.state.value}, not loading")
+        slot.state = SlotState.READY
+        self._known = None
+        slot.unused = slot.awaited = prefetched
+        return self._place_waiting()
+
+    def abandon(self, expert: int) -> tuple[Load, ...]:
+        """End a load half-way that no event waits for; return the loads for which there is room now."""
+        number = self._slot_of[expert]
+        slot = self._slots[number]
+        if slot.state is not SlotState.LOADING or slot.references:
+            raise ValueError(f"expert {expert} is {slot.state.value} with {slot.references} references")
+        del self._slot_of[expert]
+        self._slots[number] = _Slot()
+        self._known = None
+        return self._place_waiting()
+
+    def reserve(self, expert: int, keep: Collection[int] = ()) -> Load | None:
+        """Make room for a prefetch; None if the expert has a slot, or if no resident expert may be evicted for it.
+
+        The event's own experts, those in `keep` and earlier prefetches for the layer's next event may not.
+        """
+        if expert in self._slot_of or self._waiting:
+            return None
+        return self._place(expert, keep=keep)
+
+    def _place_waiting(self) -> tuple[Load, ...]:
+        loads = []
+        while self._waiting and (load := self._place(self._waiting[0])):
+            self._slots[load.slot].references = 1
+            self._waiting.popleft()
+            loads.append(load)
+        return tuple(loads)
+
+    def _place(self, expert: int, keep: Collection[int] | None = None) -> Load | None:
+        """keep: None for a demand load, which may evict what a prefetch may not."""
+        number = self._least_worth(keep)
+        if number is None:
+            return None
+        slot = self._slots[number]
+        victim = None
+        if slot.state is SlotState.READY:
+            victim = slot.expert
+            del self._slot_of[victim]
+        load = Load(expert, number, victim, slot.unused)
+        self._slots[number] = _Slot(expert, SlotState.LOADING)
+        self._known = None
+        self._slot_of[expert] = number
+        return load
+
+    def _least_worth(self, keep: Collection[int] | None) -> int | None:
+        candidates = []
+        for number, slot in enumerate(self._slots):
+            if slot.state is SlotState.EMPTY:
+                return number
+            if slot.state is SlotState.LOADING or slot.references:
+                continue
+            if keep is None or not (slot.awaited or slot.expert in keep):
+                candidates.append(number)
+        if not candidates:
+            return None
+        return min(
+            candidates, key=lambda number: (self._policy.worth(self._slots[number].expert), self._expert(number))
+        )
+
+    def _numbers(self) -> tuple[list[int], list[int]]:
+        """The ready and the loading experts, each in ascending order."""
+        if self._known is None:
+            ready = sorted([slot.expert for slot in self._slots if slot.state is SlotState.READY])
+            loading = sorted([slot.expert for slot in self._slots if slot.state is SlotState.LOADING])
+            self._known = ready, loading
+        return self._known
+
+    def _expert(self, number: int) -> int:
+        return self._slots[number].expert
+
+
+class Priority(IntEnum):
+    """Smaller goes first."""
+
+    DEMAND = 0
+    NEXT_LAYER = 1
+    SPECULATIVE = 2
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One expert on its way into a slot.
+
+    due, rank: among equal priorities the smaller go first: the event that will want it, then its place in the
+    prediction. slot: None until there is room for it. num_moved: bytes copied so far; a paused transfer goes on there.
+    prefetched: it began as a prefetch, even if it is wanted now. active: it is being copied. cancelled: no event is
+    expected to want it; the copier stops.
+    """
+
+    layer: int
+    expert: int
+    priority: Priority
+    due: int
+    rank: int
+    generation: int
+    slot: int | None = None
+    num_moved: int = 0
+    prefetched: bool = False
+    active: bool = False
+    cancelled: bool = False
+
+
+class TransferQueue:
+    """All unfinished transfers, at most one per expert of a layer. The caller binds slots and counts."""
+
+    def __init__(self) -> None:
+        self._transfers: dict[tuple[int, int], Transfer] = {}
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    @property
+    def num_active(self) -> int:
+        return sum(transfer.active for transfer in self._transfers.values())
+
+    def find(self, layer: int, expert: int) -> Transfer | None:
+        return self._transfers.get((layer, expert))
+
+    def of_layer(self, layer: int) -> list[Transfer]:
+        return [transfer for transfer in self._transfers.values() if transfer.layer == layer]
+
+    def add(self, transfer: Transfer) -> None:
+        key = (transfer.layer, transfer.expert)
+        if key in self._transfers:
+            raise ValueError(f"expert {transfer.expert} of layer {transfer.layer} is on its way already")
+        self._transfers[key] = transfer
+
+    def remove(self, transfer: Transfer) -> None:
+        del self._transfers[transfer.layer, transfer.expert]
+
+    def waiting(self) -> Iterator[Transfer]:
+        """The transfers to copy, in order: demand loads, then the next layer, then speculation."""
+        idle = [transfer for transfer in self._transfers.values() if not transfer.active]
+        return iter(sorted(idle, key=lambda transfer: (transfer.priority, transfer.due, transfer.rank)))
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether any transfer is to be copied."""
+        return any(not transfer.active for transfer in self._transfers.values())
+
+    def has_waiting_before(self, priority: Priority) -> bool:
+        """Whether a transfer of higher priority waits."""
+        return any(transfer.priority < priority and not transfer.active for transfer in self._transfers.values())
+
+
+class EvictionPolicy(Protocol):
+    """Says which resident expert of one layer is evicted first.
+
+    An event is what one step asks of one layer: a set of distinct experts, touched at once.
+    """
+
+    def touch(self, experts: Sequence[int]) -> None:
+        """One event uses these experts, resident or not."""
+
+    def worth(self, expert: int) -> Worth:
+        """The resident expert of least worth is evicted, among equals the one of the smallest number."""
+
+
+class UseHistory:
+    """When each expert of a layer was last used and how often, counted in the layer's events from 1 on; 0 is never."""
+
+    __slots__ = ("counts", "last_use", "now")
+
+    def __init__(self, num_experts: int) -> None:
+        self.now = 0
+        self.last_use = [0] * num_experts
+        self.counts = [0] * num_experts
+
+    def add(self, experts: Sequence[int]) -> None:
+        """One event uses these experts."""
+        self.now += 1
+        for expert in experts:
+            self.last_use[expert] = self.now
+            self.counts[expert] += 1
+
+
+class ByUse:
+    """A policy that goes by the layer's past events alone."""
+
+    __slots__ = ("_uses", "_worth_of")
+
+    def __init__(self, num_experts: int, worth_of: Callable[[UseHistory, int], Worth]) -> None:
+        """worth_of(history, expert): the worth of the expert."""
+        self._uses = UseHistory(num_experts)
+        self._worth_of = worth_of
+
+    def touch(self, experts: Sequence[int]) -> None:
+        self._uses.add(experts)
+
+    def worth(self, expert: int) -> Worth:
+        return self._worth_of(self._uses, expert)
+
+
+def lru(num_experts: int) -> ByUse:
+    """Least recently used first."""
+    return ByUse(num_experts, lambda uses, expert: (uses.last_use[expert], 0.0))
+
+
+def lfu(num_experts: int) -> ByUse:
+    """Least frequently used first, by events since the start; among equals the least recent."""
+    return ByUse(num_experts, lambda uses, expert: (uses.counts[expert], uses.last_use[expert]))
+
+
+def lfru(num_experts: int) -> ByUse:
+    """Least (uses per event since the last use) first: frequency counts, and fades while an expert is not used."""
+
+    def worth(uses: UseHistory, expert: int) -> Worth:
+        last_use = uses.last_use[expert]
+        return uses.counts[expert] / (uses.now - last_use + 1), last_use
+
+    return ByUse(num_experts, worth)
+
+
+class Static:
+    """Lowest given score first, whatever happens; scores are loads measured earlier, for example."""
+
+    def __init__(self, scores: Sequence[float]) -> None:
+        self._scores = list(scores)
+
+    def touch(self, experts: Sequence[int]) -> None:
+        """Events do not change the scores."""
+
+    def worth(self, expert: int) -> Worth:
+        return self._scores[expert], 0.0
+
+
+class Affinity:
+    """Least likely to be used in the layer's next event first, by scores a predictor hands in; then least recent."""
+
+    def __init__(self, num_experts: int) -> None:
+        self._uses = UseHistory(num_experts)
+        self._scores: Sequence[float] = [0.0] * num_experts
+
+    def rate(self, scores: Sequence[float]) -> None:
+        """Set the scores of all experts for the next event; they hold until new ones come."""
+        self._scores = scores
+
+    def touch(self, experts: Sequence[int]) -> None:
+        self._uses.add(experts)
+
+    def worth(self, expert: int) -> Worth:
+        return self._scores[expert], self._uses.last_use[expert]
+
+
+# Policies that need nothing but the number of experts, by name.
+POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": lru, "lfu": lfu, "lfru": lfru, "affinity": Affinity}
+POLICY_NAMES = (*POLICIES, "static")
+
+
+def make_policies(
+    name: str, num_layers: int, num_experts: int, load: Sequence[Sequence[float]] | None = None
+) -> list[EvictionPolicy]:
+    """One policy of that name per layer. load: [L, E] measured earlier, which "static" goes by and needs."""
+    if name == "static":
+        if load is None or len(load) != num_layers:
+            raise ValueError(f"static needs the load of {num_layers} layers")
+        return [Static(of_layer) for of_layer in load]
+    return [POLICIES[name](num_experts) for _ in range(num_layers)]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMemoryStats:
-    """Since the start: the counters of residency, and what they cost.
+    """Counters of an expert memory since the start, plain enough to travel between ranks.
 
-    stall_seconds: the computation waited for experts. resident: the experts that are ready now, layer by layer.
-    num_in_flight: loads under way now. predictor_seconds: computation spent on predictions. recall: of each source that
-    predicts, of a sample of the steps.
+    stall_seconds: time that the computation waited for experts. predictor_seconds: time that the computing thread spent
+    on predictions. num_in_flight: loads under way now. resident: the experts that are ready now, layer by layer.
+    recall: of each source of predictions, on a sample of the steps.
     """
 
     counters: ResidencyCounters
@@ -671,18 +664,16 @@ class ExpertMemoryStats:
     recall: list[SourceRecall] = field(default_factory=list)
 
 
-# How the slots that a fast tier pays for are shared out among the layers. Pure.
-
-
 def least_slots(num_held: Sequence[int], top_k: int) -> list[int]:
-    """Of each layer: room for the experts that one token may choose here. num_held: experts that the rank serves."""
+    """The slots that each layer needs for the experts of one token. num_held: experts of each layer that the rank
+    serves."""
     return [min(top_k, held) for held in num_held]
 
 
 def share_slots(count: int, num_held: Sequence[int], top_k: int) -> tuple[int, ...] | None:
-    """`count` slots over layers, as even as can be, none with more than the experts it holds; None if all fit.
+    """Share `count` slots among the layers, as evenly as possible, none with more than the experts it holds.
 
-    ValueError if there are fewer than `least_slots`.
+    None if all experts fit. ValueError if there are fewer slots than `least_slots`.
     """
     if count >= sum(num_held):
         return None

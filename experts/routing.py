@@ -1,8 +1,4 @@
-"""What the gate chose lately: load, transitions between layers, co-activation, first experts by token. Pure.
-
-All tables are bounded and decay exponentially by tokens seen. Instead of shrinking every table in every step, new
-observations weigh more and more, and all is rescaled once the weight grows large.
-"""
+"""What the gates choose: the routing of a step as arrays, statistics of the latest steps, and affinity. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +11,75 @@ from numpy.typing import NDArray
 Float = NDArray[np.float32]
 Ids = NDArray[np.integer]
 
+# In place of an expert id where a layer left a row out.
+NOT_COMPUTED = -1
+
 _RESCALE_AT = 2.0**20
+_STEPS_PER_DIGEST = 64
+_ROWS_PER_DIGEST = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """num_layers: layers with experts. last_is_sparse: the model's last layer is one of them."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    last_is_sparse: bool = True
+
+
+def unpack(data: bytes, shape: RoutingShape, num_rows: int, logit_rows: Sequence[int]) -> NDArray[np.int16]:
+    """[L, T, k]: the expert ids in the bytes of `RoutingTap.take`.
+
+    The model's last layer computes only `logit_rows`; its other rows are NOT_COMPUTED. ValueError for bytes that do
+    not fit.
+    """
+    flat = np.frombuffer(data, np.uint8 if shape.num_experts <= 256 else np.int16)
+    num_whole = shape.num_layers - shape.last_is_sparse
+    in_whole = num_whole * num_rows * shape.top_k
+    in_last = len(logit_rows) * shape.top_k if shape.last_is_sparse else 0
+    if len(flat) != in_whole + in_last:
+        raise ValueError(f"{len(flat)} expert ids where {in_whole + in_last} belong")
+    ids = np.full((shape.num_layers, num_rows, shape.top_k), NOT_COMPUTED, np.int16)
+    ids[:num_whole] = flat[:in_whole].reshape(num_whole, num_rows, shape.top_k)
+    if shape.last_is_sparse:
+        ids[num_whole, np.asarray(logit_rows, np.int64)] = flat[in_whole:].reshape(len(logit_rows), shape.top_k)
+    return ids
+
+
+class RoutingRecorder:
+    """Gathers routing into statistics a few steps at a time, so that a step pays next to nothing.
+
+    Owns the statistics. Several steps are counted as one: no table looks from one token to another.
+    """
+
+    def __init__(self, statistics: RoutingStatistics) -> None:
+        self._statistics = statistics
+        self._ids: list[NDArray[np.int16]] = []
+        self._token_ids: list[Sequence[int]] = []
+        self._num_rows = 0
+        self.num_tokens = 0
+
+    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int]) -> None:
+        """Add the routing of one rank's step: ids [L, T, k], NOT_COMPUTED where a layer left a row out."""
+        self._ids.append(ids)
+        self._token_ids.append(token_ids)
+        self._num_rows += len(token_ids)
+        self.num_tokens += len(token_ids)
+        if len(self._ids) >= _STEPS_PER_DIGEST or self._num_rows >= _ROWS_PER_DIGEST:
+            self._digest()
+
+    def statistics(self) -> RoutingStatistics:
+        """The statistics of everything added so far."""
+        self._digest()
+        return self._statistics
+
+    def _digest(self) -> None:
+        if self._ids:
+            token_ids = np.concatenate([np.asarray(part, np.int64) for part in self._token_ids])
+            self._statistics.update(np.concatenate(self._ids, axis=1), token_ids)
+            self._ids, self._token_ids, self._num_rows = [], [], 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +115,11 @@ class StatisticsSpec:
 
 
 class RoutingStatistics:
-    """Gathers the routing of a model step by step.
+    """Load, transitions between layers, co-activation, and first experts by token, gathered step by step.
 
-    Tables count in units of one token seen now; an older token counts less. `update` mutates, all else reads.
+    Tables count in units of one token seen now. All are bounded and decay exponentially by tokens seen: instead of
+    shrinking every table in every step, new observations weigh more and more, and all is rescaled once the weight grows
+    large. `update` mutates, all else reads.
     """
 
     __slots__ = (
@@ -91,7 +157,7 @@ class RoutingStatistics:
         self._num_recent = 0
 
     def update(self, routing: Ids, token_ids: Ids | None = None) -> None:
-        """Counts one step.
+        """Count one step.
 
         routing: expert ids [L, T, k], distinct within a token; -1 where a layer did not compute the token, which
         is then not counted there. token_ids: [T], the tokens that were routed; without them the table of first-layer
@@ -145,7 +211,7 @@ class RoutingStatistics:
         return None if row is None else self._token_counts[row] / np.float32(self._weight)
 
     def tables(self) -> dict[str, NDArray[np.generic]]:
-        """Everything that was gathered, by name, in one unit; `restore` is its inverse."""
+        """All gathered counts, by name, in one unit; `restore` is the inverse."""
         rows = np.fromiter(self._token_row.values(), np.int64, len(self._token_row))
         return {
             "load": self.load(),
@@ -159,7 +225,7 @@ class RoutingStatistics:
 
     @classmethod
     def restore(cls, spec: StatisticsSpec, tables: dict[str, NDArray[np.generic]]) -> RoutingStatistics:
-        """From `tables()` of statistics with the same spec. ValueError if they do not fit it."""
+        """Statistics from the `tables()` of others with the same spec. ValueError if they do not fit it."""
         self = cls(spec)
         expected = self.tables()
         if set(tables) != set(expected):
@@ -240,7 +306,7 @@ class RoutingStatistics:
         _count(self._token_counts, cells, self._weight, first >= 0)
 
     def _make_room(self, new: list[int], keep: set[int]) -> None:
-        """Gives every new token a row; those counted least leave."""
+        """Give every new token a row; the tokens counted least leave."""
         used = len(self._token_row)
         free = list(range(used, min(used + len(new), self.spec.num_tokens)))
         lacking = len(new) - len(free)
@@ -275,87 +341,13 @@ def _count(table: Float, cells: NDArray[np.int64], weight: float, known: NDArray
     np.add.at(table.reshape(-1), cells[known], np.float32(weight))
 
 
-# The routing of one step as arrays. Pure.
-
-
-NOT_COMPUTED = -1
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingShape:
-    """num_layers: layers with experts. last_is_sparse: the model's last layer is one of them."""
-
-    num_layers: int
-    num_experts: int
-    top_k: int
-    last_is_sparse: bool = True
-
-
-def unpack(data: bytes, shape: RoutingShape, num_rows: int, logit_rows: Sequence[int]) -> NDArray[np.int16]:
-    """[L, T, k] expert ids out of the bytes of `RoutingTap.take`.
-
-    The model's last layer computes only `logit_rows`; its other rows are NOT_COMPUTED. ValueError for bytes that do
-    not fit.
-    """
-    flat = np.frombuffer(data, np.uint8 if shape.num_experts <= 256 else np.int16)
-    num_whole = shape.num_layers - shape.last_is_sparse
-    in_whole = num_whole * num_rows * shape.top_k
-    in_last = len(logit_rows) * shape.top_k if shape.last_is_sparse else 0
-    if len(flat) != in_whole + in_last:
-        raise ValueError(f"{len(flat)} expert ids where {in_whole + in_last} belong")
-    ids = np.full((shape.num_layers, num_rows, shape.top_k), NOT_COMPUTED, np.int16)
-    ids[:num_whole] = flat[:in_whole].reshape(num_whole, num_rows, shape.top_k)
-    if shape.last_is_sparse:
-        ids[num_whole, np.asarray(logit_rows, np.int64)] = flat[in_whole:].reshape(len(logit_rows), shape.top_k)
-    return ids
-
-
-# Gathers routing into statistics a few steps at a time, so that a step pays next to nothing. Pure.
-
-
-_STEPS_PER_DIGEST = 64
-_ROWS_PER_DIGEST = 256
-
-
-class RoutingRecorder:
-    """Owns the statistics. Several steps are counted as one: no table looks from one token to another."""
-
-    def __init__(self, statistics: RoutingStatistics) -> None:
-        self._statistics = statistics
-        self._ids: list[NDArray[np.int16]] = []
-        self._token_ids: list[Sequence[int]] = []
-        self._num_rows = 0
-        self.num_tokens = 0
-
-    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int]) -> None:
-        """Takes the routing of one rank's step: ids [L, T, k], NOT_COMPUTED where a layer left a row out."""
-        self._ids.append(ids)
-        self._token_ids.append(token_ids)
-        self._num_rows += len(token_ids)
-        self.num_tokens += len(token_ids)
-        if len(self._ids) >= _STEPS_PER_DIGEST or self._num_rows >= _ROWS_PER_DIGEST:
-            self._digest()
-
-    def statistics(self) -> RoutingStatistics:
-        """All that was added so far."""
-        self._digest()
-        return self._statistics
-
-    def _digest(self) -> None:
-        if self._ids:
-            token_ids = np.concatenate([np.asarray(part, np.int64) for part in self._token_ids])
-            self._statistics.update(np.concatenate(self._ids, axis=1), token_ids)
-            self._ids, self._token_ids, self._num_rows = [], [], 0
-
-
-# Which experts follow which: smoothed conditional probabilities. Pure. A token chooses k experts per layer, so P(j
-# at l + d | i at l) is a probability for each j by itself and sums to k over j. The estimate is the mean of a
-# Dirichlet posterior whose prior is the popularity of j: a pair seen rarely says no more than how popular its
-# experts are.
-
-
 class Affinity:
-    """P(expert j at layer l + d | expert i at layer l) for d = 1 … max_distance. Immutable."""
+    """P(expert j at layer l + d | expert i at layer l) for d = 1 … max_distance. Immutable.
+
+    A token chooses k experts per layer, so this is a probability for each j by itself and sums to k over j. The
+    estimate is the mean of a Dirichlet posterior whose prior is the popularity of j: a pair seen rarely says no more
+    than how popular its experts are.
+    """
 
     __slots__ = ("_conditional", "_popularity", "_prior", "_tokens")
 

@@ -1,4 +1,4 @@
-"""Named arrays on disk: one safetensors file of a known kind, replaced in one move and checked when read. Pure."""
+"""Recorded routing: traces, the recorder of a running service, and the files of traces and statistics. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,113 +17,34 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from experts.predictor import Tap
 from experts.routing import RoutingShape, RoutingStatistics, StatisticsSpec
 
 Tensors = dict[str, NDArray[np.generic]]
 T = TypeVar("T")
 
+# In place of a token id that a trace leaves out.
+UNKNOWN_TOKEN = -1
 
-@dataclass(frozen=True, slots=True)
-class TensorFileKind:
-    """What files of one kind have in common.
+_COLUMNS = {"ids": np.uint16, "requests": np.int32, "token_ids": np.int32, "families": np.int32}
 
-    noun: what operators call such a file. marks: metadata that says what a file is, the same in all of the kind.
-    error: what is raised, with one sentence for the operator. advice: the end of that sentence.
+
+class Tap(Enum):
+    """Where the state is taken from which a later layer's gate is computed ahead of time.
+
+    EARLY: the input of this layer's gate; the experts of this layer and the attention of the next are still to come.
+    LATE: the residual after this layer; nearer to the truth, with the next layer's attention alone to hide behind.
     """
 
-    noun: str
-    marks: Mapping[str, str]
-    error: type[Exception]
-    advice: str = ""
-
-    def save(self, path: Path, tensors: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str]) -> None:
-        """Replaces the file in one move, so that a reader never meets half of it. OSError where that fails."""
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            with partial.open("wb") as file:
-                file.write(save(dict(tensors), {**metadata, **self.marks}))
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-
-    def load(self, path: Path, restore: Callable[[Tensors, dict[str, str]], T], model: str | None = None) -> T:
-        """What `restore` makes of the file's tensors and metadata.
-
-        model: the "model" that the metadata has to name, None for any. Raises `error` for a file that is missing, torn,
-        of another kind or model, or of which `restore` raises KeyError, TypeError or ValueError.
-        """
-        try:
-            with safe_open(path, framework="numpy") as file:
-                metadata: dict[str, str] = file.metadata() or {}
-                tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except FileNotFoundError:
-            raise self.error(f"There is no {self.noun} {path}.") from None
-        except (OSError, SafetensorError, ValueError) as error:
-            raise self._refusal(f"The {self.noun} {path} is torn or is none: {error}") from error
-        if any(metadata.get(name) != value for name, value in self.marks.items()):
-            marks = ", ".join(f"{name} {value}" for name, value in self.marks.items())
-            raise self._refusal(f"The file {path} is no {self.noun} that this version reads ({marks})")
-        if model is not None and metadata.get("model") != model:
-            raise self.error(f"The {self.noun} {path} belongs to another model; remove it or name another.")
-        try:
-            return restore(tensors, metadata)
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._refusal(f"The {self.noun} {path} does not fit together: {error}") from error
-
-    def _refusal(self, reason: str) -> Exception:
-        return self.error(f"{reason}{self.advice}.")
-
-
-# Routing statistics on disk: one safetensors file, tied to the model it was gathered from. Pure.
-
-
-class StatisticsError(Exception):
-    """A statistics file that cannot serve; the message is one sentence for the operator."""
-
-
-def model_key(config: Mapping[str, object]) -> str:
-    """A hash of the model's configuration (JSON values), independent of the order of its fields."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-_KIND = TensorFileKind("statistics file", {"format": "1"}, StatisticsError, "; remove it")
-
-
-def save_statistics(path: Path, statistics: RoutingStatistics, key: str) -> None:
-    """Replaces the file in one move. key: `model_key`."""
-    tables = statistics.tables()
-    metadata = {"model": key, "spec": json.dumps(asdict(statistics.spec)), "checksum": _checksum(tables)}
-    _KIND.save(path, tables, metadata)
-
-
-def load_statistics(path: Path, key: str) -> RoutingStatistics:
-    """The statistics in the file. StatisticsError if it is missing, torn, of another model or of another format."""
-    return _KIND.load(path, _restore, key)
-
-
-def _restore(tables: Tensors, metadata: dict[str, str]) -> RoutingStatistics:
-    if metadata.get("checksum") != _checksum(tables):
-        raise ValueError("its checksum differs")
-    return RoutingStatistics.restore(StatisticsSpec(**json.loads(metadata["spec"])), tables)
-
-
-def _checksum(tables: Tensors) -> str:
-    value = 0
-    for name in sorted(tables):
-        value = zlib.crc32(np.ascontiguousarray(tables[name]).tobytes(), zlib.crc32(name.encode(), value))
-    return f"{value:08x}"
-
-
-# Recorded routing: what was chosen for each token, in order, and the controls that take the structure out. Pure.
+    EARLY = "early"
+    LATE = "late"
 
 
 @dataclass(frozen=True, slots=True)
 class GateGuesses:
-    """What the gates of layers further on said of earlier states. logits: [L - distance, T, E] float, by layer of the
-    state: those of layer l are the gate of l + distance."""
+    """Logits that the gates of later layers gave earlier states.
+
+    logits: [L - distance, T, E] float; logits[l] come from the gate of layer l + distance and the state at layer l.
+    """
 
     tap: Tap
     distance: int
@@ -131,7 +53,7 @@ class GateGuesses:
 
 @dataclass(frozen=True, slots=True)
 class RoutingTrace:
-    """Tokens in the order in which they were computed, the tokens of a request in their own order.
+    """The routing of every token, in the order in which tokens were computed.
 
     ids: [L, T, k] uint16, distinct experts of a token, the gate's first choice first. requests: [T] int32.
     token_ids: [T] int32. families: [T] int32, requests that begin alike (an agent and its system prompt), which a
@@ -167,7 +89,7 @@ class RoutingTrace:
         )
 
     def split(self) -> tuple[RoutingTrace, RoutingTrace]:
-        """Every other request: to learn from, and held out."""
+        """Every other request to learn from, and the rest, held out."""
         learnt = np.unique(self.requests, return_inverse=True)[1] % 2 == 0
         return self.select(learnt), self.select(~learnt)
 
@@ -196,7 +118,7 @@ class RoutingTrace:
 
 
 def uniform_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
-    """The same tokens, each choosing any k experts. What gates guessed stays, and means nothing."""
+    """The same tokens, each choosing any k experts. The gates' guesses stay, and mean nothing."""
     num_layers, num_tokens, top_k = trace.ids.shape
     random = np.random.default_rng(seed)
     ids = np.empty_like(trace.ids)
@@ -206,9 +128,9 @@ def uniform_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
 
 
 def shuffled_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
-    """Each choice of each layer shuffled over all tokens by itself: loads stay, and nothing goes together any more.
+    """Each choice of each layer shuffled over all tokens by itself: loads stay, all other structure goes.
 
-    What gates guessed stays with its token, and means nothing.
+    The gates' guesses stay with their tokens, and mean nothing.
     """
     random = np.random.default_rng(seed)
     ids = trace.ids.copy()
@@ -220,7 +142,7 @@ def shuffled_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
 
 
 def _part_duplicates(layer: NDArray[np.uint16], choice: int, random: np.random.Generator) -> None:
-    """Exchanges a choice that the token has already made with that of another token, where it suits both."""
+    """Exchange a choice that the token has already made with that of another token, where it suits both."""
     for _ in range(10_000):
         clashing = np.flatnonzero((layer[:, :choice] == layer[:, choice, None]).any(axis=1))
         if not len(clashing):
@@ -232,33 +154,156 @@ def _part_duplicates(layer: NDArray[np.uint16], choice: int, random: np.random.G
     raise ValueError("the choices of a layer are too skewed to be shuffled")
 
 
-# Routing traces on disk: one safetensors file each. Pure.
+@dataclass(frozen=True, slots=True)
+class RequestRows:
+    """Neighbouring rows of a step that belong to one request.
+
+    start: the first row's position in the request. prefix: where the request's first tokens are kept; requests that
+    begin alike share them.
+    """
+
+    request: str
+    num_rows: int
+    start: int
+    prefix: Hashable
 
 
-_COLUMNS = {"ids": np.uint16, "requests": np.int32, "token_ids": np.int32, "families": np.int32}
+class TraceRecorder:
+    """Records a trace while a model serves: the first `max_tokens` tokens, with their ids if `with_token_ids`.
+
+    The model's last layer computes only rows whose logits are wanted, so a trace goes up to the layer before it.
+    """
+
+    def __init__(self, shape: RoutingShape, max_tokens: int, *, with_token_ids: bool) -> None:
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self._shape = shape
+        self._with_token_ids = with_token_ids
+        self._ids: list[NDArray[np.uint16]] = []
+        self._token_ids: list[NDArray[np.int32]] = []
+        self._requests: list[NDArray[np.int32]] = []
+        self._families: list[NDArray[np.int32]] = []
+        self._number_of: dict[str, int] = {}
+        self._family_of_request: dict[str, int] = {}
+        self._family_of_prefix: dict[Hashable, int] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_tokens == self.max_tokens
+
+    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int], rows: Sequence[RequestRows]) -> None:
+        """Add one rank's step: ids [L, T, k], token_ids [T], and the requests of these rows, in order."""
+        room = self.max_tokens - self.num_tokens
+        if not room:
+            return
+        counts = [part.num_rows for part in rows]
+        num_layers = self._shape.num_layers - self._shape.last_is_sparse
+        self._ids.append(ids[:num_layers, :room].astype(np.uint16))
+        known = np.asarray(token_ids, np.int32) if self._with_token_ids else np.full(len(token_ids), UNKNOWN_TOKEN)
+        self._token_ids.append(known[:room].astype(np.int32))
+        numbers = [self._number_of.setdefault(part.request, len(self._number_of)) for part in rows]
+        self._requests.append(np.repeat(np.asarray(numbers, np.int32), counts)[:room])
+        families = [self._family(part) for part in rows]
+        self._families.append(np.repeat(np.asarray(families, np.int32), counts)[:room])
+        self.num_tokens += len(self._requests[-1])
+
+    def trace(self) -> RoutingTrace | None:
+        """The recorded tokens, in the order in which they were computed; None if there are none."""
+        if not self.num_tokens or not self._ids[0].shape[0]:
+            return None
+        return RoutingTrace(
+            self._shape.num_experts,
+            np.concatenate(self._ids, axis=1),
+            np.concatenate(self._requests),
+            np.concatenate(self._token_ids),
+            np.concatenate(self._families),
+        )
+
+    def _family(self, rows: RequestRows) -> int:
+        """A request that computes its first token founds a family; one that finds it computed joins the founder's."""
+        family = self._family_of_request.get(rows.request)
+        if family is None:
+            fresh = len(self._family_of_request)
+            family = fresh if rows.start == 0 else self._family_of_prefix.get(rows.prefix, fresh)
+            self._family_of_request[rows.request] = family
+            self._family_of_prefix[rows.prefix] = family
+        return family
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFileKind:
+    """Safetensors files of one kind, replaced in one move and checked when read.
+
+    noun: what operators call such a file. marks: metadata that identifies the kind. error: raised with one sentence for
+    the operator. advice: the end of that sentence.
+    """
+
+    noun: str
+    marks: Mapping[str, str]
+    error: type[Exception]
+    advice: str = ""
+
+    def save(self, path: Path, tensors: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str]) -> None:
+        """Replace the file in one move, so that a reader never meets half of it. OSError where that fails."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                file.write(save(dict(tensors), {**metadata, **self.marks}))
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def load(self, path: Path, restore: Callable[[Tensors, dict[str, str]], T], model: str | None = None) -> T:
+        """Return what `restore` makes of the file's tensors and metadata.
+
+        model: the "model" that the metadata has to name, None for any. Raises `error` for a file that is missing, torn,
+        of another kind or model, or of which `restore` raises KeyError, TypeError or ValueError.
+        """
+        try:
+            with safe_open(path, framework="numpy") as file:
+                metadata: dict[str, str] = file.metadata() or {}
+                tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            raise self.error(f"There is no {self.noun} {path}.") from None
+        except (OSError, SafetensorError, ValueError) as error:
+            raise self._refusal(f"The {self.noun} {path} is torn or is none: {error}") from error
+        if any(metadata.get(name) != value for name, value in self.marks.items()):
+            marks = ", ".join(f"{name} {value}" for name, value in self.marks.items())
+            raise self._refusal(f"The file {path} is no {self.noun} that this version reads ({marks})")
+        if model is not None and metadata.get("model") != model:
+            raise self.error(f"The {self.noun} {path} belongs to another model; remove it or name another.")
+        try:
+            return restore(tensors, metadata)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._refusal(f"The {self.noun} {path} does not fit together: {error}") from error
+
+    def _refusal(self, reason: str) -> Exception:
+        return self.error(f"{reason}{self.advice}.")
 
 
 class TraceError(Exception):
     """A trace file that cannot be read; the message is one sentence for the operator."""
 
 
-_TRACE_FILE_KIND = TensorFileKind("trace file", {"kind": "routing trace", "format": "1"}, TraceError)
+_TRACE_FILE = TensorFileKind("trace file", {"kind": "routing trace", "format": "1"}, TraceError)
 
 
 def save_trace(path: Path, trace: RoutingTrace, model: str = "") -> None:
-    """Replaces the file in one move. model: `statistics_file.model_key` of the model, if it is known."""
+    """Replace the file in one move. model: `model_key` of the model, if it is known."""
     tensors: Tensors = {name: np.ascontiguousarray(getattr(trace, name), dtype) for name, dtype in _COLUMNS.items()}
     for guesses in trace.guesses:
         tensors[f"gate.{guesses.tap.value}.{guesses.distance}"] = np.ascontiguousarray(guesses.logits, np.float16)
-    _TRACE_FILE_KIND.save(path, tensors, {"model": model, "num_experts": str(trace.num_experts)})
+    _TRACE_FILE.save(path, tensors, {"model": model, "num_experts": str(trace.num_experts)})
 
 
 def load_trace(path: Path) -> RoutingTrace:
     """The trace in a file. TraceError if it is missing, torn, something else or of another format."""
-    return _TRACE_FILE_KIND.load(path, _trace_file_restore)
+    return _TRACE_FILE.load(path, _restored_trace)
 
 
-def _trace_file_restore(tensors: Tensors, metadata: dict[str, str]) -> RoutingTrace:
+def _restored_trace(tensors: Tensors, metadata: dict[str, str]) -> RoutingTrace:
     columns = {name: tensors.pop(name) for name in _COLUMNS}
     if any(columns[name].dtype != dtype for name, dtype in _COLUMNS.items()):
         raise ValueError("a column has another type")
@@ -285,83 +330,38 @@ def _check(trace: RoutingTrace) -> None:
         raise ValueError("a token chooses an expert twice")
 
 
-# Records a routing trace while a model serves, up to a bound. Pure.
+class StatisticsError(Exception):
+    """A statistics file that cannot serve; the message is one sentence for the operator."""
 
 
-UNKNOWN_TOKEN = -1
+def model_key(config: Mapping[str, object]) -> str:
+    """A hash of the model's configuration (JSON values), independent of the order of its fields."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRows:
-    """Neighbouring rows of a step that belong to one request.
-
-    start: the first row's position in the request. prefix: where the request's first tokens are kept; requests that
-    begin alike share them.
-    """
-
-    request: str
-    num_rows: int
-    start: int
-    prefix: Hashable
+_STATISTICS_FILE = TensorFileKind("statistics file", {"format": "1"}, StatisticsError, "; remove it")
 
 
-class TraceRecorder:
-    """Keeps the first `max_tokens` tokens. What tokens they are is left out unless `with_token_ids`.
+def save_statistics(path: Path, statistics: RoutingStatistics, key: str) -> None:
+    """Replace the file in one move. key: `model_key`, which ties the file to its model."""
+    tables = statistics.tables()
+    metadata = {"model": key, "spec": json.dumps(asdict(statistics.spec)), "checksum": _checksum(tables)}
+    _STATISTICS_FILE.save(path, tables, metadata)
 
-    The model's last layer computes only rows whose logits are wanted, so a trace goes up to the layer before it.
-    """
 
-    def __init__(self, shape: RoutingShape, max_tokens: int, *, with_token_ids: bool) -> None:
-        self.max_tokens = max_tokens
-        self.num_tokens = 0
-        self._shape = shape
-        self._with_token_ids = with_token_ids
-        self._ids: list[NDArray[np.uint16]] = []
-        self._token_ids: list[NDArray[np.int32]] = []
-        self._requests: list[NDArray[np.int32]] = []
-        self._families: list[NDArray[np.int32]] = []
-        self._number_of: dict[str, int] = {}
-        self._family_of_request: dict[str, int] = {}
-        self._family_of_prefix: dict[Hashable, int] = {}
+def load_statistics(path: Path, key: str) -> RoutingStatistics:
+    """The statistics in the file. StatisticsError if it is missing, torn, of another model or of another format."""
+    return _STATISTICS_FILE.load(path, _restored_statistics, key)
 
-    @property
-    def is_full(self) -> bool:
-        return self.num_tokens == self.max_tokens
 
-    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int], rows: Sequence[RequestRows]) -> None:
-        """Takes one rank's step: ids [L, T, k], token_ids [T], and whose rows they are, in order."""
-        room = self.max_tokens - self.num_tokens
-        if not room:
-            return
-        counts = [part.num_rows for part in rows]
-        num_layers = self._shape.num_layers - self._shape.last_is_sparse
-        self._ids.append(ids[:num_layers, :room].astype(np.uint16))
-        known = np.asarray(token_ids, np.int32) if self._with_token_ids else np.full(len(token_ids), UNKNOWN_TOKEN)
-        self._token_ids.append(known[:room].astype(np.int32))
-        numbers = [self._number_of.setdefault(part.request, len(self._number_of)) for part in rows]
-        self._requests.append(np.repeat(np.asarray(numbers, np.int32), counts)[:room])
-        families = [self._family(part) for part in rows]
-        self._families.append(np.repeat(np.asarray(families, np.int32), counts)[:room])
-        self.num_tokens += len(self._requests[-1])
+def _restored_statistics(tables: Tensors, metadata: dict[str, str]) -> RoutingStatistics:
+    if metadata.get("checksum") != _checksum(tables):
+        raise ValueError("its checksum differs")
+    return RoutingStatistics.restore(StatisticsSpec(**json.loads(metadata["spec"])), tables)
 
-    def trace(self) -> RoutingTrace | None:
-        """What was recorded, in the order in which it was computed; None if that is nothing."""
-        if not self.num_tokens or not self._ids[0].shape[0]:
-            return None
-        return RoutingTrace(
-            self._shape.num_experts,
-            np.concatenate(self._ids, axis=1),
-            np.concatenate(self._requests),
-            np.concatenate(self._token_ids),
-            np.concatenate(self._families),
-        )
 
-    def _family(self, rows: RequestRows) -> int:
-        """A request that computes its first token founds a family; one that finds it computed joins the founder's."""
-        family = self._family_of_request.get(rows.request)
-        if family is None:
-            fresh = len(self._family_of_request)
-            family = fresh if rows.start == 0 else self._family_of_prefix.get(rows.prefix, fresh)
-            self._family_of_request[rows.request] = family
-            self._family_of_prefix[rows.prefix] = family
-        return family
+def _checksum(tables: Tensors) -> str:
+    value = 0
+    for name in sorted(tables):
+        value = zlib.crc32(np.ascontiguousarray(tables[name]).tobytes(), zlib.crc32(name.encode(), value))
+    return f"{value:08x}"

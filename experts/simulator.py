@@ -8,29 +8,27 @@ count misses that no runtime has.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf, nan
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement import Placement, balancedness, contiguous, hops, remote_ranks, round_robin
 from experts.placement_search import affinity_placement, coactivation_placement
-from experts.predictor import BEFORE, Ids, ObservedStep, Predictor, Tap, num_recalled
 from experts.predictors import (
-    CombinedSource,
+    AFFINITY_SPAN,
+    BEFORE,
+    MAX_DISTANCE,
+    AffinityPredictor,
     LearntAffinity,
-    Pair,
-    SignatureSource,
-    follows_requests,
-    make_predictor,
-    make_source,
-    only_gates,
-    taps_of,
+    Predictor,
+    num_recalled,
 )
-from experts.prefetch_planning import PrefetchPlanner, PrefetchRules
+from experts.prefetch_planning import LookaheadPlanner, PrefetchPlanner, PrefetchRules
 from experts.prefix_warmth import PrefixWarmth
 from experts.residency import (
     POLICIES,
@@ -45,8 +43,8 @@ from experts.residency import (
 )
 from experts.residency import POLICY_NAMES as SERVED
 from experts.routing import RoutingStatistics, StatisticsSpec
-from experts.routing_files import RoutingTrace
-from experts.signatures import RequestProfiles, decode_signature, encode_signature
+from experts.routing_files import RoutingTrace, Tap
+from experts.signatures import decode_signature, encode_signature
 
 # A link over which experts arrive one chunk at a time, in simulated time. Pure.
 
@@ -139,6 +137,9 @@ class SimulatedCopier:
 
 
 Float = NDArray[np.float32]
+Ids = NDArray[np.integer]
+# Of a trace.
+Rows = NDArray[np.int64] | slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,90 @@ def _in_order(requests: NDArray[np.int32]) -> list[int]:
     return order
 
 
+class LoadsAhead(Protocol):
+    """What asks for experts ahead of need while steps are replayed."""
+
+    def begin(self, trace: RoutingTrace, rows: Rows) -> None:
+        """A step computes these rows of the trace."""
+
+    def chose(self, layer: int, expert_ids: Ids) -> None:
+        """The gate of a layer chose. expert_ids: [T, k]."""
+
+    def look(self, tap: Tap, layer: int, loads_per_layer: float) -> Callable[[], None] | None:
+        """Predict from the state at `tap` of a layer, and return what tells the control; None if nothing is predicted
+        there. `BEFORE` the first layer the tap is EARLY."""
+
+    def end(self) -> None:
+        """The step is computed."""
+
+
+class AffinityAhead:
+    """Loads ahead by a predictor that learns from the steps it follows."""
+
+    def __init__(self, predictor: Predictor, planner: PrefetchPlanner, learnt: LearntAffinity | None = None) -> None:
+        """planner: asks this predictor. learnt: what the predictor learns from, None if it does not learn."""
+        self._predictor = predictor
+        self._planner = planner
+        self._learnt = learnt
+        self._trace: RoutingTrace | None = None
+        self._rows: Rows = slice(0)
+
+    def begin(self, trace: RoutingTrace, rows: Rows) -> None:
+        self._trace, self._rows = trace, rows
+        self._predictor.begin(trace.token_ids[rows])
+
+    def chose(self, layer: int, expert_ids: Ids) -> None:
+        self._predictor.observe(layer, expert_ids)
+
+    def look(self, tap: Tap, layer: int, loads_per_layer: float) -> Callable[[], None] | None:
+        if tap is Tap.LATE:
+            return None
+        expected = self._planner.expect(layer)
+        return lambda: self._planner.request(layer, expected, loads_per_layer)
+
+    def end(self) -> None:
+        self._predictor.end_step()
+        if self._learnt is not None:
+            assert self._trace is not None
+            self._learnt.statistics.update(self._trace.ids[:, self._rows], self._trace.token_ids[self._rows])
+            self._learnt.step_done()
+
+
+class GatesAhead:
+    """Believes what the gates of later layers said when the trace was recorded, as services do."""
+
+    def __init__(self, planner: LookaheadPlanner, tap: Tap) -> None:
+        self._planner = planner
+        self._tap = tap
+        self._rows: Rows = slice(0)
+        self._logits: dict[int, NDArray[np.floating]] = {}
+
+    def begin(self, trace: RoutingTrace, rows: Rows) -> None:
+        self._rows = rows
+        self._logits = {guesses.distance: guesses.logits for guesses in trace.guesses if guesses.tap is self._tap}
+
+    def chose(self, layer: int, expert_ids: Ids) -> None:
+        """Gates do not go by it."""
+
+    def look(self, tap: Tap, layer: int, loads_per_layer: float) -> Callable[[], None] | None:
+        if tap is not self._tap or layer == BEFORE:
+            return None
+        distances = [
+            distance
+            for distance in self._planner.distances(layer, self._planner.reach(loads_per_layer))
+            if distance in self._logits
+        ]
+        return (lambda: self._ask(layer, distances)) if distances else None
+
+    def end(self) -> None:
+        """There is nothing to learn: the gates were trained."""
+
+    def _ask(self, layer: int, distances: Sequence[int]) -> None:
+        for distance in distances:
+            logits = self._logits[distance][layer, self._rows]
+            self._planner.ask(layer, range(distance, distance + 1), logits[None])
+
+
 class Simulation:
     """One rank at work. State stays between `replay`s: replay the learnt part first, then measure the held-out one."""
 
@@ -222,21 +307,14 @@ class Simulation:
         expert_bytes: int,
         link: LinkModel,
         timing: LayerTiming,
-        predictor: Predictor | None = None,
-        planner: PrefetchPlanner | None = None,
-        learnt: LearntAffinity | None = None,
-        taps: Collection[Tap] = (),
+        ahead: LoadsAhead | None = None,
         warmth: PrefixWarmth | None = None,
     ) -> None:
-        """predictor, planner: both or none; the planner asks this predictor and tells this control. learnt: what
-        predictors learn from, if it should go on learning from each step after it. warmth: of this control."""
+        """ahead: tells this control; None for demand loads alone. warmth: of this control."""
         self._control = control
         self._copier = SimulatedCopier(control, link, expert_bytes)
         self._timing = timing
-        self._predictor = predictor
-        self._planner = planner
-        self._learnt = learnt
-        self._taps = frozenset(taps)
+        self._ahead = ahead
         self._warmth = warmth
         self._loads_per_layer = timing.total / link.load_seconds(expert_bytes)
         self._now = 0.0
@@ -244,17 +322,13 @@ class Simulation:
         self._prediction = 0.0
 
     def replay(self, trace: RoutingTrace, num_streams: int = 1) -> SimulationResult:
-        """Computes the trace and returns what that took. A request ends with its last token."""
+        """Compute the trace and return what that took."""
         before = replace(self._control.counters)
         started, stall, prediction = self._now, self._stall, self._prediction
         num_steps = 0
-        is_last = np.zeros(len(trace.requests), np.bool_)
-        is_last[len(is_last) - 1 - np.unique(trace.requests[::-1], return_index=True)[1]] = True
         for rows in steps_of(trace, num_streams):
             self.step(trace, rows)
             num_steps += 1
-            if is_last[rows].any():
-                self.end(trace.requests[rows[is_last[rows]]].tolist())
         return SimulationResult(
             counters=self._control.counters.since(before),
             num_steps=num_steps,
@@ -269,38 +343,36 @@ class Simulation:
         return self._stall
 
     def step(self, trace: RoutingTrace, rows: NDArray[np.int64]) -> None:
-        """Computes these rows [T] of the trace together."""
+        """Compute these rows [T] of the trace together."""
         # A slice is several times faster than an index.
-        part = slice(int(rows[0]), int(rows[0]) + 1) if len(rows) == 1 else rows
+        part: Rows = slice(int(rows[0]), int(rows[0]) + 1) if len(rows) == 1 else rows
         ids = trace.ids[:, part]
-        weights = np.full(ids.shape[1:], 1 / ids.shape[2], np.float32)
-        if self._predictor is not None:
-            self._predictor.begin(trace.token_ids[part], trace.requests[part])
-            self._plan(BEFORE)
+        if self._ahead is not None:
+            self._ahead.begin(trace, part)
+            self._look(Tap.EARLY, BEFORE)
         if self._warmth is not None:
             self._warmth.begin_step(trace.requests[part].tolist(), may_ask=True)
         for layer, event in enumerate(sorted(set(of_layer)) for of_layer in ids.reshape(len(ids), -1).tolist()):
             self._compute(self._timing.attention)
             self._control.access(layer, event)
-            if self._predictor is not None:
-                self._predictor.observe(layer, ids[layer], weights)
-                self._hear_gates(trace, part, layer, Tap.EARLY)
-                self._plan(layer)
+            if self._ahead is not None:
+                self._ahead.chose(layer, ids[layer])
+                self._look(Tap.EARLY, layer)
             if self._warmth is not None:
                 self._warmth.observed(layer, event)
             self._compute_experts(layer, event)
-            if self._predictor is not None and self._hear_gates(trace, part, layer, Tap.LATE):
-                self._plan(layer)
+            self._look(Tap.LATE, layer)
         if self._warmth is not None:
             self._warmth.end_step(())
-        if self._learnt is not None:
-            self._learnt.statistics.update(ids, trace.token_ids[part])
-            self._learnt.step_done()
+        if self._ahead is not None:
+            self._ahead.end()
 
-    def end(self, requests: Iterable[int]) -> None:
-        """These are over."""
-        if self._predictor is not None:
-            self._predictor.end(requests)
+    def _look(self, tap: Tap, layer: int) -> None:
+        tell = None if self._ahead is None else self._ahead.look(tap, layer, self._loads_per_layer)
+        if tell is not None:
+            self._prediction += self._timing.prediction
+            self._compute(self._timing.prediction)
+            tell()
 
     def _compute_experts(self, layer: int, event: list[int]) -> None:
         """Those that are there first, and the others as they come."""
@@ -324,25 +396,6 @@ class Simulation:
     def _compute(self, seconds: float) -> None:
         self._now += seconds
         self._copier.run_until(self._now)
-
-    def _plan(self, layer: int) -> None:
-        if self._planner is not None:
-            expected = self._planner.expect(layer)
-            self._prediction += self._timing.prediction
-            self._compute(self._timing.prediction)
-            self._planner.request(layer, expected, self._loads_per_layer)
-
-    def _hear_gates(self, trace: RoutingTrace, rows: NDArray[np.int64] | slice, layer: int, tap: Tap) -> bool:
-        """Whether there are guesses of this tap, and it is wanted."""
-        assert self._predictor is not None
-        if tap not in self._taps:
-            return False
-        heard = False
-        for guesses in trace.guesses:
-            if guesses.tap is tap and layer + guesses.distance < len(trace.ids):
-                self._predictor.observe_gate(tap, layer, guesses.distance, guesses.logits[layer, rows])
-                heard = True
-        return heard
 
 
 # The bound of all eviction: who is needed last in a known future leaves first (Belady 1966). For simulations. Pure.
@@ -368,173 +421,21 @@ class Belady:
         return (-uses[following] if following < len(uses) else -float("inf")), 0.0
 
 
-# What predictors say of a trace whose tokens come one at a time, many tokens at once: for measurements. Pure.
-# Sources that tell of each token by itself are asked for all tokens until what they go by is computed anew, instead
-# of for each token, layer and distance: the same objects and the same numbers in a fraction of the time.
-
-
-_MAX_TOKENS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class TokenPredictions:
-    """rows: the tokens, of the trace. moments: by layer and distance [T, E], as `Source.probabilities`; pairs of which
-    nothing is known are left out."""
-
-    rows: slice
-    moments: list[dict[Pair, Float]]
-
-
-def predict_tokens(
-    trace: RoutingTrace,
-    choice: str,
-    source: CombinedSource,
-    learnt: LearntAffinity,
-    max_distance: int,
-    moments: Sequence[Collection[Tap]],
-) -> Iterator[TokenPredictions]:
-    """Each token is predicted before it is learnt, by the source and by `learnt`, which it goes by.
-
-    choice: the names of the sources. moments: predictions are wanted, after each layer, whenever the gates of one more
-    of these were heard. Not before the first layer: first-layer experts are learnt with every token.
-    """
-    at_once = 1 if follows_requests(choice) else _MAX_TOKENS
-    previous = None
-    start = 0
-    while start < len(trace.requests):
-        rows = slice(start, min(start + min(at_once, learnt.steps_until_refresh), len(trace.requests)))
-        request = int(trace.requests[start])
-        if previous not in (None, request):
-            source.end([previous])
-        previous = request
-        step, features = _through_layers(trace, rows, source, max_distance, moments)
-        yield TokenPredictions(rows, source.one_by_one(features, step))
-        for row in range(rows.start, rows.stop):
-            one = slice(row, row + 1)
-            learnt.statistics.update(trace.ids[:, one], trace.token_ids[one])
-            learnt.step_done()
-        start = rows.stop
-    if previous is not None:
-        source.end([previous])
-
-
-def _through_layers(
-    trace: RoutingTrace,
-    rows: slice,
-    source: CombinedSource,
-    max_distance: int,
-    moments: Sequence[Collection[Tap]],
-) -> tuple[ObservedStep, list[dict[Pair, NDArray[np.float32]]]]:
-    """The complete step, and what its sources said meanwhile."""
-    step = ObservedStep(trace.token_ids[rows], trace.requests[rows])
-    features: list[dict[Pair, Float]] = [{} for _ in moments]
-    num_layers = len(trace.ids)
-    for layer in range(num_layers):
-        chosen = trace.ids[layer, rows]
-        step.ids[layer] = chosen.astype(np.int64)
-        step.weights[layer] = np.full(chosen.shape, 1 / chosen.shape[1], np.float32)
-        distances = range(1, min(max_distance, num_layers - 1 - layer) + 1)
-        for taps, of_moment in zip(moments, features, strict=True):
-            for guesses in trace.guesses:
-                if guesses.tap in taps and guesses.distance in distances:
-                    step.gates[guesses.tap, layer, guesses.distance] = guesses.logits[layer, rows].astype(np.float32)
-            for distance in distances:
-                found = source.features(step, layer, distance)
-                if found is not None:
-                    of_moment[layer, distance] = found
-    return step, features
-
-
-# What gates say of a trace, computed once for any number of simulations. Pure. It depends neither on the link nor on
-# what is resident, so simulations that differ in these alone can share it.
-
-
-# In the order in which they are heard.
-_TAPS = tuple(Tap)
-
-
-class Foretold:
-    """The predictions of a choice of gates for each token of some traces, one after the other."""
-
-    def __init__(self, traces: Sequence[RoutingTrace], choice: str, max_distance: int) -> None:
-        """ValueError if not only gates are chosen, or if requests of a trace do not follow each other."""
-        if not only_gates(choice):
-            raise ValueError(f"{choice!r} says something else when it is asked before the first layer")
-        if not all(_follow_each_other(trace.requests) for trace in traces):
-            raise ValueError("requests of a trace are computed at the same time")
-        self.choice = choice
-        self.max_distance = max_distance
-        self.num_experts = traces[0].num_experts
-        spec = StatisticsSpec(len(traces[0].ids), self.num_experts, traces[0].ids.shape[2], max_distance=max_distance)
-        learnt = LearntAffinity(RoutingStatistics(spec))
-        source = make_source(choice, learnt)
-        taps = taps_of(choice)
-        heard = [[tap] if tap in taps else [] for tap in _TAPS]
-        parts = [
-            predicted.moments
-            for trace in traces
-            for predicted in predict_tokens(trace, choice, source, learnt, max_distance, heard)
-        ]
-        # By what was heard last, then layer and distance: [T, E].
-        self._rows: dict[Tap, dict[Pair, Float]] = {
-            tap: {pair: np.concatenate([part[place][pair] for part in parts]) for pair in parts[0][place]}
-            for place, tap in enumerate(_TAPS)
-        }
-
-    def rows(self, heard: Tap) -> dict[Pair, Float]:
-        """[T, E] by layer and distance, after this tap; what nothing is known of is left out."""
-        return self._rows[heard]
-
-
-class ForetoldPredictor:
-    """A `Predictor` that repeats what was foretold. Steps are the tokens, in order."""
-
-    __slots__ = ("_foretold", "_heard", "_nothing", "_rows", "_token")
-
-    def __init__(self, foretold: Foretold) -> None:
-        self._foretold = foretold
-        self._nothing: Float = np.zeros(foretold.num_experts, np.float32)
-        self._token = -1
-        self._rows = foretold.rows(Tap.EARLY)
-
-    def begin(self, token_ids: Ids, requests: Ids) -> None:
-        if len(token_ids) != 1:
-            raise ValueError(f"a step of {len(token_ids)} tokens; each was foretold by itself")
-        self._token += 1
-
-    def observe(self, layer: int, expert_ids: Ids, weights: Float) -> None:
-        self._rows = self._foretold.rows(Tap.EARLY)
-
-    def observe_gate(self, tap: Tap, layer: int, distance: int, logits: Float) -> None:
-        self._rows = self._foretold.rows(tap)
-
-    def predict(self, layer: int, distance: int) -> Float:
-        if layer == BEFORE:
-            return self._nothing
-        rows = self._rows.get((layer, distance))
-        return self._nothing if rows is None else rows[self._token]
-
-    def end(self, requests: Iterable[int]) -> None:
-        """Nothing is kept of a request."""
-
-
-def _follow_each_other(requests: NDArray[np.int32]) -> bool:
-    return int(np.count_nonzero(np.diff(requests))) + 1 == len(np.unique(requests))
-
-
 # Simulations by their parameters: learn and warm up on some requests, measure on others. Pure.
 
 
 POLICY_NAMES = (*SERVED, "belady")
+# A gate is heard from its tap, as far as the trace has what it said.
+PREDICTOR_TAPS = {"affinity": None, "gate-early": Tap.EARLY, "gate-late": Tap.LATE}
+PREDICTOR_NAMES = tuple(PREDICTOR_TAPS)
 _REFRESH_STEPS = 128
-# Layers that affinity looks back.
-_HISTORY = 6
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
-    """residency: share of a layer's experts that its slots hold, at least a token's. predictor: as
-    `experts.predictors.make_predictor` takes it, None for demand loads alone. num_streams: requests at a time.
+    """residency: share of a layer's experts that its slots hold, at least a token's. predictor: one of
+    PREDICTOR_NAMES, None for demand loads alone. rules: of `affinity`; gates go by the distance alone. num_streams:
+    requests at a time.
     """
 
     residency: float
@@ -549,6 +450,8 @@ class SimulationSetup:
     def __post_init__(self) -> None:
         if self.policy not in POLICY_NAMES:
             raise ValueError(f"there is no policy {self.policy!r}; there are {', '.join(POLICY_NAMES)}")
+        if self.predictor is not None and self.predictor not in PREDICTOR_NAMES:
+            raise ValueError(f"there is no predictor {self.predictor!r}; there are {', '.join(PREDICTOR_NAMES)}")
         if not 0 < self.residency <= 1:
             raise ValueError(f"a residency of {self.residency} is no share between 0 and 1")
 
@@ -566,48 +469,42 @@ def link_for(beta: float, expert_bytes: int, timing: LayerTiming, num_chunks: in
     return LinkModel(expert_bytes / (beta * timing.total), chunk_bytes=max(expert_bytes // num_chunks, 1))
 
 
-def simulate(
-    learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup, foretold: Foretold | None = None
-) -> SimulationResult:
+def simulate(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup) -> SimulationResult:
     """What the held-out requests took. Slots and predictors are warm from the others, and go on learning.
 
     Each token is predicted before it is learnt. The policies `static` (from the load of `learning`) and `belady` (from
     the future) are told what no others know.
-
-    foretold: what the setup's predictor says of `learning` and `held_out`, if it was computed before.
     """
-    num_layers, _, top_k = learning.ids.shape
     policies = _policies(learning, held_out, setup)
-    control = ResidencyControl(
-        [setup.num_slots(learning.num_experts, top_k)] * num_layers,
-        learning.num_experts,
-        setup.expert_bytes,
-        policies.__getitem__,
+    control = _control_of(learning, setup, policies)
+    simulation = Simulation(
+        control, setup.expert_bytes, setup.link, setup.timing, _ahead(learning, setup, control, policies)
     )
-    if setup.predictor is None:
-        simulation = Simulation(control, setup.expert_bytes, setup.link, setup.timing)
-    else:
-        predictor, learnt = _predictor(learning, setup.predictor, setup.rules.max_distance, foretold)
-        rated = [policy for policy in policies if isinstance(policy, Affinity)]
-        planner = PrefetchPlanner(predictor, control, setup.expert_bytes, setup.rules, rated or None)
-        simulation = Simulation(
-            control, setup.expert_bytes, setup.link, setup.timing, predictor, planner, learnt, taps_of(setup.predictor)
-        )
     simulation.replay(learning, setup.num_streams)
     return simulation.replay(held_out, setup.num_streams)
 
 
-def _predictor(
-    trace: RoutingTrace, choice: str, max_distance: int, foretold: Foretold | None
-) -> tuple[Predictor, LearntAffinity | None]:
-    """And what it learns from, if it still has to."""
-    if foretold is not None:
-        if (foretold.choice, foretold.max_distance) != (choice, max_distance):
-            raise ValueError(f"{foretold.choice} was foretold, and {choice} is to be simulated")
-        return ForetoldPredictor(foretold), None
-    spec = StatisticsSpec(len(trace.ids), trace.num_experts, trace.ids.shape[2], max_distance=_HISTORY)
+def _control_of(trace: RoutingTrace, setup: SimulationSetup, policies: Sequence[EvictionPolicy]) -> ResidencyControl:
+    num_layers, _, top_k = trace.ids.shape
+    num_slots = [setup.num_slots(trace.num_experts, top_k)] * num_layers
+    return ResidencyControl(num_slots, trace.num_experts, setup.expert_bytes, policies.__getitem__)
+
+
+def _ahead(
+    trace: RoutingTrace, setup: SimulationSetup, control: ResidencyControl, policies: Sequence[EvictionPolicy]
+) -> LoadsAhead | None:
+    if setup.predictor is None:
+        return None
+    num_layers, _, top_k = trace.ids.shape
+    tap = PREDICTOR_TAPS[setup.predictor]
+    if tap is not None:
+        return GatesAhead(LookaheadPlanner(control, top_k, setup.rules.max_distance), tap)
+    spec = StatisticsSpec(num_layers, trace.num_experts, top_k, max_distance=AFFINITY_SPAN)
     learnt = LearntAffinity(RoutingStatistics(spec), _REFRESH_STEPS)
-    return make_predictor(choice, learnt)[0], learnt
+    predictor = AffinityPredictor(learnt)
+    rated = [policy for policy in policies if isinstance(policy, Affinity)]
+    planner = PrefetchPlanner(predictor, control, setup.expert_bytes, setup.rules, rated or None)
+    return AffinityAhead(predictor, planner, learnt)
 
 
 def _policies(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup) -> list[EvictionPolicy]:
@@ -676,7 +573,11 @@ def replay_hits(
 
     A step of several tokens is taken to last as long as one of a single token: the least time to load ahead in.
     """
-    simulation, warmth, profiles = _simulation(learning, setup)
+    policies = [POLICIES[setup.policy](learning.num_experts) for _ in learning.ids]
+    control = _control_of(learning, setup, policies)
+    warmth = PrefixWarmth(control, learning.num_experts)
+    ahead = _ahead(learning, setup, control, policies)
+    simulation = Simulation(control, setup.expert_bytes, setup.link, setup.timing, ahead, warmth)
     for row in range(min(_WARM_UP_TOKENS, len(learning.requests))):
         simulation.step(learning, np.array([row]))
     rows_of = [np.flatnonzero(held_out.requests == request) for request in np.unique(held_out.requests)]
@@ -689,41 +590,12 @@ def replay_hits(
         request = int(held_out.requests[rows[0]])
         if signature is not Signature.NONE:
             warmth.remember(request, rates)
-            if profiles is not None:
-                profiles.seed(request, rates, hits.num_prefix)
         first, last = hits.num_prefix + hits.num_behind, hits.num_tokens
         for step, computed in enumerate([rows[hits.num_prefix : first], *rows[first:last, None]]):
             before = simulation.exposed_stall
             simulation.step(held_out, computed)
             by_step[step] += simulation.exposed_stall - before
-        simulation.end([request])
     return HitStall(len(rows_of), by_step)
-
-
-def _simulation(
-    learning: RoutingTrace, setup: SimulationSetup
-) -> tuple[Simulation, PrefixWarmth, RequestProfiles | None]:
-    """And the profiles that its predictor goes by, if it does."""
-    num_layers, _, top_k = learning.ids.shape
-    num_experts = learning.num_experts
-    control = ResidencyControl(
-        [setup.num_slots(num_experts, top_k)] * num_layers,
-        num_experts,
-        setup.expert_bytes,
-        lambda _: POLICIES[setup.policy](num_experts),
-    )
-    warmth = PrefixWarmth(control, num_experts)
-    if setup.predictor is None:
-        return Simulation(control, setup.expert_bytes, setup.link, setup.timing, warmth=warmth), warmth, None
-    learnt = LearntAffinity(RoutingStatistics(StatisticsSpec(num_layers, num_experts, top_k)))
-    predictor, sources = make_predictor(setup.predictor, learnt)
-    planner = PrefetchPlanner(predictor, control, setup.expert_bytes, setup.rules)
-    taps = taps_of(setup.predictor)
-    simulation = Simulation(
-        control, setup.expert_bytes, setup.link, setup.timing, predictor, planner, learnt, taps, warmth
-    )
-    source = sources.get("signature")
-    return simulation, warmth, source.profiles if isinstance(source, SignatureSource) else None
 
 
 def _signature(trace: RoutingTrace, rows: NDArray[np.intp]) -> NDArray[np.float32]:
@@ -872,15 +744,19 @@ def _taste(spec: SyntheticSpec, scale: float, size: int, kin: NDArray[np.int64],
 # How good predictors are on requests they have not seen, and what prefetching by them saves. Pure.
 
 
-# Tokens of the learning requests that are predicted before they are learnt, to calibrate probabilities.
-_CALIBRATING = 500
+# The baseline of recall: every token may choose what tokens choose most.
+POPULARITY = "popularity"
+# Tokens of the learning requests that are learnt as single steps, so that affinity is as fresh as while serving.
+_LEARNT_ONE_BY_ONE = 500
+# Predicted together.
+_MAX_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class RecallFigure:
     """recall: of a token's k experts `distance` layers ahead, the share among the k likeliest; mean over tokens and
     layers. precision: of the experts that are given even odds or better, the share that is chosen. NaN where the
-    predictor said nothing of the kind."""
+    predictor said nothing of the kind, as gates do: they rank."""
 
     predictor: str
     distance: int
@@ -904,41 +780,65 @@ class StallFigure:
 
 
 def recall_figures(
-    learning: RoutingTrace, held_out: RoutingTrace, choices: Sequence[str], max_distance: int = 3
+    learning: RoutingTrace, held_out: RoutingTrace, choices: Sequence[str], max_distance: int = MAX_DISTANCE
 ) -> list[RecallFigure]:
-    """Recall of each choice of predictors at each distance, from layers that were observed.
+    """Recall of each choice of PREDICTOR_NAMES and `popularity` at each distance, from layers that were observed.
 
     Tokens come one at a time and are learnt after they were predicted, but for the first of many that are learnt from:
     these only enter the statistics. Held-out ones count.
     """
-    traces = learning, held_out
     found = []
     for choice in choices:
-        taps = taps_of(choice)
-        learning, held_out = (
-            replace(trace, guesses=tuple(guesses for guesses in trace.guesses if guesses.tap in taps))
-            for trace in traces
-        )
-        spec = StatisticsSpec(
-            len(learning.ids), learning.num_experts, learning.ids.shape[2], max_distance=max(max_distance, _HISTORY)
-        )
-        statistics = RoutingStatistics(spec)
-        is_first = np.arange(len(learning.requests)) < len(learning.requests) - _CALIBRATING
-        for start in range(0, int(is_first.sum()), spec.max_rows_per_step):
-            rows = slice(start, min(start + spec.max_rows_per_step, int(is_first.sum())))
-            statistics.update(learning.ids[:, rows], learning.token_ids[rows])
-        learnt = LearntAffinity(statistics, _REFRESH_STEPS)
-        source = make_source(choice, learnt)
         scores = [_Score() for _ in range(max_distance)]
-        for trace, counts in ((learning.select(~is_first), False), (held_out, True)):
-            for predicted in predict_tokens(trace, choice, source, learnt, max_distance, (taps,)):
-                if counts:
-                    _count(scores, predicted, trace)
-        for distance, score in enumerate(scores, start=1):
-            recall = score.recalled / score.num_chosen if score.num_chosen else nan
-            precision = score.confirmed / score.num_expected if score.num_expected else nan
-            found.append(RecallFigure(choice, distance, recall, precision))
+        tap = PREDICTOR_TAPS.get(choice)
+        if tap is None:
+            _score_learnt(scores, learning, held_out, by_popularity=choice == POPULARITY)
+        else:
+            for guesses in held_out.guesses:
+                if guesses.tap is tap and guesses.distance <= max_distance:
+                    for layer, logits in enumerate(guesses.logits):
+                        scores[guesses.distance - 1].add(logits, held_out.ids[layer + guesses.distance])
+        found += [score.figure(choice, distance) for distance, score in enumerate(scores, start=1)]
     return found
+
+
+def _score_learnt(
+    scores: Sequence[_Score], learning: RoutingTrace, held_out: RoutingTrace, *, by_popularity: bool
+) -> None:
+    """Tokens are predicted together until what they are predicted by is computed anew: the numbers of one at a time."""
+    num_layers, num_tokens, top_k = learning.ids.shape
+    spec = StatisticsSpec(num_layers, learning.num_experts, top_k, max_distance=AFFINITY_SPAN)
+    statistics = RoutingStatistics(spec)
+    num_first = max(num_tokens - _LEARNT_ONE_BY_ONE, 0)
+    for start in range(0, num_first, spec.max_rows_per_step):
+        rows = slice(start, min(start + spec.max_rows_per_step, num_first))
+        statistics.update(learning.ids[:, rows], learning.token_ids[rows])
+    learnt = LearntAffinity(statistics, _REFRESH_STEPS)
+    for row in range(num_first, num_tokens):
+        _learn(learnt, learning, row)
+    start, num_held_out = 0, held_out.ids.shape[1]
+    while start < num_held_out:
+        rows = slice(start, min(start + min(learnt.steps_until_refresh, _MAX_TOKENS), num_held_out))
+        chosen = {layer: ids[rows].astype(np.int64) for layer, ids in enumerate(held_out.ids)}
+        for distance, score in enumerate(scores, start=1):
+            for layer in range(num_layers - distance):
+                if by_popularity:
+                    popularity = learnt.current.popularity()[layer + distance]
+                    expected: Float | None = np.broadcast_to(popularity, (len(chosen[layer]), len(popularity)))
+                else:
+                    seen = {earlier: ids for earlier, ids in chosen.items() if earlier <= layer}
+                    expected = learnt.of_choices(seen, layer, distance)
+                assert expected is not None
+                score.add(expected, held_out.ids[layer + distance, rows])
+                score.add_expected(expected, held_out.ids[layer + distance, rows])
+        for row in range(rows.start, rows.stop):
+            _learn(learnt, held_out, row)
+        start = rows.stop
+
+
+def _learn(learnt: LearntAffinity, trace: RoutingTrace, row: int) -> None:
+    learnt.statistics.update(trace.ids[:, row : row + 1], trace.token_ids[row : row + 1])
+    learnt.step_done()
 
 
 @dataclass(slots=True)
@@ -950,19 +850,21 @@ class _Score:
     num_expected: int = 0
     confirmed: int = 0
 
-    def add(self, probabilities: NDArray[np.float32], chosen: NDArray[np.uint16]) -> None:
-        """probabilities: [T, E]. chosen: [T, k]."""
+    def add(self, scores: NDArray[np.floating], chosen: NDArray[np.uint16]) -> None:
+        """scores: [T, E], the higher the likelier. chosen: [T, k]."""
         self.num_chosen += chosen.size
-        self.recalled += num_recalled(probabilities, chosen)
+        self.recalled += num_recalled(scores, chosen)
+
+    def add_expected(self, probabilities: Float, chosen: NDArray[np.uint16]) -> None:
+        """probabilities: [T, E]. chosen: [T, k]."""
         is_expected = probabilities >= 0.5
         self.num_expected += int(is_expected.sum())
         self.confirmed += int(np.take_along_axis(is_expected, chosen.astype(np.int64), 1).sum())
 
-
-def _count(scores: Sequence[_Score], predicted: TokenPredictions, trace: RoutingTrace) -> None:
-    """scores: by distance."""
-    for (layer, distance), rows in predicted.moments[-1].items():
-        scores[distance - 1].add(rows, trace.ids[layer + distance, predicted.rows])
+    def figure(self, predictor: str, distance: int) -> RecallFigure:
+        recall = self.recalled / self.num_chosen if self.num_chosen else nan
+        precision = self.confirmed / self.num_expected if self.num_expected else nan
+        return RecallFigure(predictor, distance, recall, precision)
 
 
 # What learnt placements save on requests they have not seen. Pure.

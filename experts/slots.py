@@ -1,4 +1,4 @@
-"""The memory of the fast tier: for each layer some slots, each of whole pages. On a CPU, and what any device offers."""
+"""The memory of the fast tier: slots of whole pages for each layer, in main memory or in that of a GPU."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from torch import Tensor
 from experts.expert_file import round_to_page
 from experts.tiers import ExpertTier, page_locked
 
+# Copies queued on a device. Two: the next piece starts when the one before ends, and a demand load waits for no more.
+_MAX_QUEUED = 2
+
 
 class Slots(Protocol):
     """Slots that one thread fills and another one computes with. slot_bytes: of one. piece_bytes: copied at a time."""
@@ -23,20 +26,20 @@ class Slots(Protocol):
     piece_bytes: int
 
     def fill(self, tier: ExpertTier, layer: int, expert: int, slot: int, start: int, end: int) -> tuple[int, float]:
-        """Copies bytes `start` to `end` of an expert into a slot, or queues that. For the copying thread.
+        """Copy bytes `start` to `end` of an expert into a slot, or queue the copy. For the copying thread.
 
-        Returns what of all copies is newly known to be over: bytes, and the seconds these took.
+        Return the bytes of all copies that are newly known to be over, and the seconds these took.
         """
 
     def before_use(self, layer: int, slots: Sequence[int]) -> None:
-        """What the computing thread does from now on finds in these slots all that was copied or queued."""
+        """Order the computing thread's further work after everything copied or queued into these slots."""
 
     def after_use(self, layer: int) -> None:
-        """Copies into the layer's slots from now on come after what the computing thread has done so far."""
+        """Order further copies into the layer's slots after the computing thread's work so far."""
 
 
 class SlotArena:
-    """Gives out views of one piece of memory. Copies are done when `fill` returns."""
+    """Slots in one piece of main memory. Copies are done when `fill` returns."""
 
     # A demand load waits for at most one piece of a prefetch.
     piece_bytes = 2**20
@@ -56,18 +59,18 @@ class SlotArena:
         return end - start, time.perf_counter() - started
 
     def before_use(self, layer: int, slots: Sequence[int]) -> None:
-        """Everything is in its place."""
+        """All copies are done."""
 
     def after_use(self, layer: int) -> None:
-        """What was called is done."""
+        """All work is done."""
 
     def bytes_of(self, layer: int, slot: int) -> memoryview:
-        """The slot to write to: [slot_bytes]."""
+        """[slot_bytes]: the slot, to write to."""
         start = self._start(layer, slot)
         return self._view[start : start + self.slot_bytes]
 
     def tensor_of(self, layer: int, slot: int) -> Tensor:
-        """The expert in the slot, whatever is written there: uint8 [expert_bytes], a view."""
+        """uint8 [expert_bytes], a view of the slot."""
         start = self._start(layer, slot)
         return self._memory[start : start + self._expert_bytes]
 
@@ -81,50 +84,14 @@ def _fresh_memory(num_bytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-# Slots in a device's memory, filled on a side stream while layers are computed on another one. Nobody waits for the
-# whole device. A layer's kernels come after the copies into the slots they read, and a copy into a slot after the
-# kernels that read what was there; the copying thread waits for a copy only to keep few of them queued, so that a
-# demand load overtakes what has not been queued yet.
-
-
-# Two: the next piece starts when the one before ends, and a demand load waits for no more than these.
-_MAX_QUEUED = 2
-
-
-class QueuedCopy(Protocol):
-    def wait(self) -> float:
-        """Waits on the host until the copy is done; the seconds it took."""
-
-
-class CopyStream(Protocol):
-    """Where copies into device memory are queued, one after the other. A mark is a point in the computation's order."""
-
-    def copy(self, source: Tensor, target: Tensor, after: Any) -> QueuedCopy:
-        """Queues a copy that comes after a mark. `source` stays as it is until the copy is done."""
-
-    def mark(self) -> Any:
-        """What the calling thread's computation has queued so far."""
-
-    def follow(self, copy: QueuedCopy) -> None:
-        """The calling thread's computation goes on after the copy; the host does not wait."""
-
-
-@runtime_checkable
-class LockedTier(Protocol):
-    """A tier in page-locked memory, from which a device copies by itself."""
-
-    def view(self, layer: int, expert: int, start: int, end: int) -> Tensor:
-        """Bytes `start` to `end` of an expert where they lie."""
-
-
-class _Piece(NamedTuple):
-    copy: QueuedCopy
-    num_bytes: int
-    read_seconds: float
-
-
 class DeviceSlots:
-    """See `experts.slots.Slots`. From tiers that are not page-locked, pieces go through staging memory."""
+    """Slots in a device's memory, filled on a side stream while layers are computed on another one.
+
+    A layer's kernels come after the copies into the slots they read, and a copy into a slot after the kernels that read
+    its old content; no thread waits for the whole device. The copying thread waits for a copy only to keep few of them
+    queued, so that a demand load overtakes pieces that are not queued yet. From tiers that are not page-locked, pieces
+    go through staging memory.
+    """
 
     # Large enough for the full speed of a link, small enough that a demand load does not wait long.
     piece_bytes = 4 * 2**20
@@ -132,7 +99,7 @@ class DeviceSlots:
     def __init__(
         self, num_slots: Sequence[int], expert_bytes: int, device: torch.device, copies: CopyStream | None = None
     ) -> None:
-        """num_slots: of each layer. Takes their memory."""
+        """Allocate the memory. num_slots: of each layer."""
         self.slot_bytes = round_to_page(expert_bytes)
         self._device = device
         self._copies = copies or copy_stream(device)
@@ -181,6 +148,38 @@ class DeviceSlots:
             self._staging = [page_locked(size, self._device) for _ in range(_MAX_QUEUED)]
         self._num_staged += 1
         return self._staging[self._num_staged % _MAX_QUEUED]
+
+
+class _Piece(NamedTuple):
+    copy: QueuedCopy
+    num_bytes: int
+    read_seconds: float
+
+
+class QueuedCopy(Protocol):
+    def wait(self) -> float:
+        """Wait on the host until the copy is done; return the seconds it took."""
+
+
+class CopyStream(Protocol):
+    """Where copies into device memory are queued, one after the other. A mark is a point in the computation's order."""
+
+    def copy(self, source: Tensor, target: Tensor, after: Any) -> QueuedCopy:
+        """Queue a copy that comes after a mark. `source` must not change until the copy is done."""
+
+    def mark(self) -> Any:
+        """A point after everything that the calling thread's computation has queued so far."""
+
+    def follow(self, copy: QueuedCopy) -> None:
+        """Order the calling thread's computation after the copy; the host does not wait."""
+
+
+@runtime_checkable
+class LockedTier(Protocol):
+    """A tier in page-locked memory, from which a device copies by itself."""
+
+    def view(self, layer: int, expert: int, start: int, end: int) -> Tensor:
+        """Bytes `start` to `end` of an expert where they lie."""
 
 
 def copy_stream(device: torch.device) -> CopyStream:
@@ -232,7 +231,7 @@ class _PlainCopy:
 
 
 class PlainCopies:
-    """Where the device is the CPU under Triton's interpreter: what is called is done."""
+    """Copies on a CPU under Triton's interpreter: a call returns when it is done."""
 
     def copy(self, source: Tensor, target: Tensor, after: None) -> _PlainCopy:
         started = time.perf_counter()
@@ -240,7 +239,7 @@ class PlainCopies:
         return _PlainCopy(time.perf_counter() - started)
 
     def mark(self) -> None:
-        """Nothing is ever queued."""
+        """Nothing is queued."""
 
     def follow(self, copy: QueuedCopy) -> None:
         """It is done."""

@@ -1,4 +1,4 @@
-"""Tiers that experts are loaded from. A tier fills a slot piece by piece; the file on disk is one. No torch."""
+"""Tiers that experts are loaded from, piece by piece: a file on disk, and page-locked host memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from experts.expert_file import PAGE_BYTES, REMEDY, ExpertFileHeader, read_heade
 
 
 class ExpertTier(Protocol):
-    """Somewhere that all experts are. Used by one thread."""
+    """Holds all experts. Used by one thread."""
 
     def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
-        """Fills `out` with the expert's bytes from `offset` on; both are multiples of a page unless they end it.
+        """Fill `out` with the expert's bytes from `offset` on; both are multiples of a page unless they end it.
 
-        An expert is read piece by piece from its start, others in between. Raises ExpertStoreError, at the last piece
-        where the whole is not what was stored.
+        An expert is read piece by piece from its start, with other experts in between. Raises ExpertStoreError, at the
+        last piece if the whole lost its checksum.
         """
 
     def close(self) -> None: ...
@@ -36,15 +36,15 @@ class FileReads(Protocol):
     description: str
 
     def read(self, offset: int, out: memoryview) -> None:
-        """Fills `out` from `offset` on. Raises ExpertStoreError."""
+        """Fill `out` from `offset` on. Raises ExpertStoreError."""
 
     def close(self) -> None: ...
 
 
 class PositionedReads:
-    """preadv past the page cache where the file system allows that.
+    """Reads with preadv, past the page cache where the file system allows that.
 
-    Else the kernel is told to forget what was read: the slots and the page cache are not to hold the same bytes twice.
+    Elsewhere the kernel is told to forget the pages: slots and page cache are not to hold the same bytes twice.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,19 +77,17 @@ class PositionedReads:
 
 
 class PieceChecksums:
-    """Follows the first reading of every expert: what was read well once lies well where it is."""
+    """Checks every expert when it is first read; later reads are not checked."""
 
-    def __init__(self, header: ExpertFileHeader, name: str, remedy: str) -> None:
-        """name, remedy: of the store, and what to do about damage, for the error."""
+    def __init__(self, header: ExpertFileHeader, path: Path) -> None:
         self._header = header
-        self._name = name
-        self._remedy = remedy
+        self._path = path
         self._checked: set[tuple[int, int]] = set()
-        # Of experts that are read for the first time: how far, and the checksum up to there.
+        # Of experts that are being read for the first time: how far, and the checksum up to there.
         self._sums: dict[tuple[int, int], tuple[int, int]] = {}
 
     def follow(self, layer: int, expert: int, offset: int, piece: memoryview) -> None:
-        """A piece was read. Raises ExpertStoreError at the last one if the whole is not what was stored."""
+        """A piece was read. Raises ExpertStoreError at the last piece if the whole lost its checksum."""
         key, size = (layer, expert), self._header.expert_bytes
         if key in self._checked:
             return
@@ -103,19 +101,19 @@ class PieceChecksums:
         self._sums.pop(key, None)
         if checksum != self._header.checksum(layer, expert):
             raise ExpertStoreError(
-                f"{self._name} is damaged, expert {expert} of layer {layer} lost its checksum: {self._remedy}."
+                f"{self._path} is damaged, expert {expert} of layer {layer} lost its checksum: {REMEDY}."
             )
         self._checked.add(key)
 
 
 class DiskTier:
-    """An expert file."""
+    """Reads an expert file (`experts.expert_file`)."""
 
     def __init__(self, path: Path, source: bytes, open_reads: Callable[[Path], FileReads] = PositionedReads) -> None:
         """Raises ExpertStoreError as `read_header` does."""
         self.header = read_header(path, source)
         self.reads = open_reads(path)
-        self._checksums = PieceChecksums(self.header, str(path), REMEDY)
+        self._checksums = PieceChecksums(self.header, path)
 
     def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
         self.reads.read(self.header.offset(layer, expert) + offset, out)
@@ -126,7 +124,7 @@ class DiskTier:
 
 
 class SlowedTier:
-    """Another tier behind an emulated link, for measurements: a token bucket of one piece delays whoever reads."""
+    """Another tier behind an emulated link, for measurements: a token bucket of one piece delays the reader."""
 
     def __init__(self, tier: ExpertTier, bytes_per_second: float) -> None:
         self._tier = tier
@@ -143,17 +141,14 @@ class SlowedTier:
         self._tier.close()
 
 
-# Experts in page-locked host memory, from which a GPU copies them by itself.
-
-
 class HostTier:
-    """A tier (`experts.tiers.ExpertTier`) that a device reads where it lies. `put` every expert before use.
+    """Experts in page-locked host memory, from which a GPU copies by itself. `put` every expert before use.
 
-    experts: (layer, expert) of all that it has, layer after layer.
+    experts: (layer, expert) of every expert it has, layer after layer.
     """
 
     def __init__(self, held: Sequence[Sequence[int]], expert_bytes: int, device: torch.device) -> None:
-        """Takes the memory, locked for `device`, of the experts held[layer]. Raises ExpertStoreError."""
+        """Allocate the memory, locked for `device`, of the experts held[layer]. Raises ExpertStoreError."""
         size = round_to_page(expert_bytes)
         self.experts = [(layer, expert) for layer, experts in enumerate(held) for expert in experts]
         self._expert_bytes = expert_bytes

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from experts.gates import FittedGatesError
 from experts.observer import AnyObserver
-from experts.prefetcher import PrefixListener
+from experts.prefetcher import PrefetchObserver
 from experts.rebalance import ExpertMigrator
 from experts.residency import ExpertMemoryStats
 from experts.routing_tap import RoutingTap
@@ -27,7 +27,7 @@ from moeserve.device import KvBudget, current_gpu, step_budget
 from moeserve.experts.memory import CpuResidentModel, open_experts
 from moeserve.experts.migrator import Rereader
 from moeserve.experts.observe import PrefixSigner, SentCounter, routing_shape, signs_prefixes
-from moeserve.experts.prefetch import PrefetchSteps, find_fitted_gates, start_prefetching
+from moeserve.experts.prefetch import find_fitted_gates, start_prefetching
 from moeserve.experts.resident_model import ResidentModel, experts_of, in_mib
 from moeserve.memory_plan import ModelPlan, no_experts, owned_experts
 from moeserve.model.checkpoint import OwnedExperts
@@ -340,7 +340,7 @@ class LoadedRank:
             log.info("dispatch_measured", took=shape, **{name: f"{1000 * s:.2f} ms" for name, s in seconds.items()})
         return shape
 
-    def _start_prefetching(self) -> PrefixListener | None:
+    def _start_prefetching(self) -> PrefetchObserver | None:
         """Who loads ahead, if somebody does. What was loaded before does not count."""
         resident, config, spec = self._body.resident, self._config, self._plan.spec
         if resident is None:
@@ -352,17 +352,17 @@ class LoadedRank:
             fitted = find_fitted_gates(self._directory)
         except FittedGatesError as error:
             log.warning("fitted_gates_unusable", reason=str(error), consequence="the plain gates predict")
-        prefetcher = start_prefetching(choice, resident, self._decoder, share, fitted)
-        if prefetcher is None:
+        prefetching = start_prefetching(choice, resident, self._decoder, share, fitted)
+        if prefetching is None:
             if choice != "off":
                 log.info("no_expert_prefetch", reason="the model has one layer with experts: no gate comes after it")
             return None
         log.info("expert_prefetch", by=choice, gates_fitted=fitted is not None and choice != "gate")
-        self._observers += [PrefetchSteps(prefetcher), prefetcher]
+        self._observers += prefetching.observers
         shape = routing_shape(spec)
         if shape is not None and signs_prefixes(config):
             self._observers.append(PrefixSigner(shape, config.block_size, keeps_routing=config.record_experts))
-        return prefetcher
+        return prefetching.asks
 
 
 def collective_timeout(config: ServeConfig) -> float:

@@ -176,7 +176,7 @@ class ServeConfig:
     expert_policy: str = setting(
         "lfru",
         "Which expert makes room: least recently used, least frequently used, both weighed, least loaded in the file "
-        "of --expert-statistics, or least expected by predictors that learn.",
+        "of --expert-statistics, or least expected by the affinity that --expert-prefetch learns.",
         group="Expert memory",
         choices=("lru", "lfu", "lfru", "static", "affinity"),
     )
@@ -184,9 +184,9 @@ class ServeConfig:
         "auto",
         "What experts are loaded ahead by: off, gate (what later gates would choose now), fitted (what they will, by "
         "`moeserve experts fit`), auto (fitted if it is there, else gate, but off where that does not pay), or "
-        "predictors that learn, joined by +: popularity, affinity, routes, signature, activation-matrix, gate-early, "
-        "gate-late. The gate predictors are the fitted ones if they are there.",
+        "affinity (what followed the chosen experts so far, learnt while serving).",
         group="Expert memory",
+        choices=("off", "auto", "gate", "fitted", "affinity"),
     )
     expert_store_bandwidth: int | None = setting(
         None,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from experts.collectives import Collectives
     from experts.dispatch import ExpertParallel
     from experts.expert_memory import ExpertMemory
-    from experts.prefetcher import PrefixListener
+    from experts.prefetcher import PrefetchObserver
     from experts.rebalance import ExpertMigrator
     from experts.residency import ExpertMemoryStats
     from moeserve.model.families import GenerationDefaults
@@ -116,7 +116,7 @@ class Rank:
     depth: int
     release: Callable[[], None]
     memory: ExpertMemory | None = None
-    prefetcher: PrefixListener | None = None
+    prefetcher: PrefetchObserver | None = None
     group: Group | None = None
     migrator: ExpertMigrator[Any] | None = None
     dispatch_shape: str | None = None

@@ -220,7 +220,7 @@ class Outputs(Message):
 
 
 class RecallCounters(Message):
-    """Of `experts.predictor.SourceRecall`: a sample of the steps."""
+    """Of `experts.predictors.SourceRecall`: a sample of the steps."""
 
     source: str
     distance: int

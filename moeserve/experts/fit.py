@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experts.gates import FittedGates, plain_maps, unit_norm
 from experts.observer import AnyObserver
-from experts.predictor import Tap
+from experts.routing_files import Tap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.ops import PagedRows
 from moeserve.config import ServeConfig

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from experts.placement import Placement, PlacementError
 from experts.placement_search import LEARNT, choose_placement
-from experts.predictors import source_names
 from experts.routing import RoutingStatistics
 from experts.routing_files import StatisticsError, load_statistics, model_key
 from moeserve.config import ConfigError, ServeConfig
@@ -18,14 +17,8 @@ def check_expert_memory(config: ServeConfig) -> None:
     """Raises ConfigError."""
     if config.expert_policy == "static" and config.expert_statistics is None:
         raise ConfigError("--expert-policy static needs --expert-statistics with a file to learn from.")
-    if config.expert_prefetch in ("off", "auto", "gate", "fitted"):
-        if config.expert_policy == "affinity":
-            raise ConfigError("--expert-policy affinity goes by what predictors learn: name some in --expert-prefetch.")
-        return
-    try:
-        source_names(config.expert_prefetch)
-    except ValueError as error:
-        raise ConfigError(f"--expert-prefetch: {error}.") from None
+    if config.expert_policy == "affinity" and config.expert_prefetch != "affinity":
+        raise ConfigError("--expert-policy affinity goes by what prefetching learns: use --expert-prefetch affinity.")
 
 
 # The placement that the settings ask for, decided by rank 0 before anybody loads.

@@ -13,11 +13,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experts.predictors import SOURCE_NAMES, source_names
 from experts.prefetch_planning import PrefetchRules
 from experts.routing_files import RoutingTrace, TraceError, load_trace, shuffled_control, uniform_control
 from experts.simulator import (
     POLICY_NAMES,
+    PREDICTOR_NAMES,
     LayerTiming,
     LinkModel,
     RecallFigure,
@@ -159,15 +159,6 @@ class _Size(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
-def _check_predictor(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
-    for value in values:
-        try:
-            source_names(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from None
-    return values
-
-
 @click.command("simulate")
 @click.argument("trace", type=click.Path(path_type=Path, dir_okay=False))
 @click.option(
@@ -190,9 +181,8 @@ def _check_predictor(ctx: click.Context, param: click.Parameter, values: tuple[s
     "--predictor",
     "predictors",
     multiple=True,
-    callback=_check_predictor,
-    metavar="NAME[+NAME…]",
-    help=f"What prefetches follow; may be given several times. Of {', '.join(SOURCE_NAMES)}.",
+    type=click.Choice(PREDICTOR_NAMES),
+    help="What prefetches follow; may be given several times. Gates say what they said when the trace was recorded.",
 )
 @click.option(
     "--bandwidth",

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experts.predictor import Tap
+from experts.routing_files import Tap
 from moeserve.bench.experts import rows_sent
 from moeserve.bench.experts.bounded_memory import Run, Setting, bandwidth_for, contest, in_turn, slot_bytes
 from moeserve.bench.experts.figures import Verdict

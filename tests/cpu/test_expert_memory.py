@@ -14,7 +14,7 @@ import moeserve.experts.memory
 from experts.errors import ExpertStoreError
 from experts.expert_file import PAGE_BYTES, round_to_page
 from experts.moe_layer import MoeLayer
-from experts.predictor import RecallSample
+from experts.predictors import RecallSample
 from experts.residency import POLICIES
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_files import save_statistics
@@ -88,8 +88,8 @@ def config_for(directory: Path, num_slots: int, store: Path, **changes: object) 
     [
         ("mixtral", 2, "off", set()),
         ("gpt_oss", 4, "gate", {"gate-early"}),
-        ("qwen3_moe", 5, "signature+affinity", {"signature", "affinity", "combined"}),
-        ("glm4_moe", 3, "gate-early+popularity", {"gate-early", "popularity", "combined"}),
+        ("qwen3_moe", 5, "affinity", {"affinity"}),
+        ("glm4_moe", 3, "affinity", {"affinity"}),
     ],
 )
 def test_random_eviction_and_prefetches_change_no_bit(
@@ -118,7 +118,7 @@ def test_random_eviction_and_prefetches_change_no_bit(
     assert stats.stall_seconds > 0
 
 
-@pytest.mark.parametrize("prefetch", ["auto", "gate-early+affinity"])
+@pytest.mark.parametrize("prefetch", ["auto", "affinity"])
 def test_a_model_with_one_layer_of_experts_serves_from_slots(
     prefetch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

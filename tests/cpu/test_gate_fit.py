@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from experts.gates import FittedGates, FittedGatesError, load_fitted_gates, save_fitted_gates
-from experts.predictor import Tap
+from experts.routing_files import Tap
 from launcher.cli import main
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.experts.fit import GateFit, TextReader, fit_gates, pieces

@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 from experts.expert_memory import ExpertMemory
-from experts.lookahead import LookaheadPlanner
-from experts.predictor import StepPredictor, Tap
-from experts.predictors import CombinedSource, GateSource
+from experts.prefetch_planning import LookaheadPlanner
 from experts.residency import ResidencyControl, ResidencyCounters
-from experts.routing_files import GateGuesses, RoutingTrace
-from experts.simulator import LayerTiming, LinkModel, Simulation, SyntheticSpec, steps_of, synthetic_trace
+from experts.routing_files import GateGuesses, RoutingTrace, Tap
+from experts.simulator import GatesAhead, LayerTiming, LinkModel, Simulation, SyntheticSpec, steps_of, synthetic_trace
 from experts.slots import SlotArena
 from tests.cpu.test_expert_simulation_agrees import EXPERT_BYTES, OwnNumbers, control_of
 
@@ -35,13 +33,9 @@ def guessed_trace() -> RoutingTrace:
     return RoutingTrace(10, trace.ids, trace.requests, trace.token_ids, trace.families, tuple(guesses))
 
 
-def planner_of(control: ResidencyControl, predictor: StepPredictor | None = None) -> LookaheadPlanner:
-    return LookaheadPlanner(control, Tap.EARLY, TOP_K, REACH, predictor)
-
-
 def counted_by_the_memory(control: ResidencyControl, num_slots: int, trace: RoutingTrace) -> ResidencyCounters:
     memory = ExpertMemory(control, SlotArena([num_slots] * len(trace.ids), EXPERT_BYTES), OwnNumbers())
-    planner = planner_of(control)
+    planner = LookaheadPlanner(control, TOP_K, REACH)
 
     def ask(layer: int, distances: range, logits: np.ndarray) -> None:
         memory.decide(lambda _: planner.ask(layer, distances, logits))
@@ -68,18 +62,9 @@ def counted_by_the_memory(control: ResidencyControl, num_slots: int, trace: Rout
 def test_all_that_is_asked_for_arrives(policy: str) -> None:
     trace, num_slots = guessed_trace(), 5
     control = control_of(policy, num_slots, trace)
-    predictor = StepPredictor(CombinedSource([GateSource(Tap.EARLY, TOP_K)], 5, REACH), 10)
     # However short a load takes, the plan looks as far as it can: two layers ahead.
-    simulation = Simulation(
-        control,
-        EXPERT_BYTES,
-        LinkModel(1e12),
-        LayerTiming(0.5, 0.5),
-        predictor,
-        planner_of(control, predictor),
-        None,
-        (Tap.EARLY,),
-    )
+    ahead = GatesAhead(LookaheadPlanner(control, TOP_K, REACH), Tap.EARLY)
+    simulation = Simulation(control, EXPERT_BYTES, LinkModel(1e12), LayerTiming(0.5, 0.5), ahead)
     simulated = simulation.replay(trace, 2).counters
     assert counted_by_the_memory(control_of(policy, num_slots, trace), num_slots, trace) == simulated
     assert simulated.num_misses > 100

@@ -12,9 +12,8 @@ import pytest
 import moeserve.assemble
 from experts.expert_file import round_to_page
 from experts.lookahead import GateLookahead
-from experts.prefetcher import PrefixListener
+from experts.prefetcher import PrefixWarmer
 from experts.prefix_warmth import PrefixWarmth
-from experts.signatures import RequestProfiles
 from moeserve.config import ServeConfig
 from moeserve.llm import LLM
 from moeserve.memory_plan import read_spec
@@ -81,14 +80,14 @@ def test_a_second_request_finds_the_experts_of_its_prefix_loaded(
     llm = LLM(model, bounded(model, tmp_path, expert_prefetch="gate"))
     memory = llm.experts
     assert memory is not None
-    begin_step = PrefixListener.begin_step
+    begin = PrefixWarmer.begin
 
-    def begin_when_loaded(listener: PrefixListener, *step: Any) -> None:
-        begin_step(listener, *step)
+    def begin_when_loaded(warmer: PrefixWarmer, plan: Any) -> None:
+        begin(warmer, plan)
         with memory._changed:
             memory._changed.wait_for(lambda: not len(memory._control._queue), timeout=5)
 
-    monkeypatch.setattr(PrefixListener, "begin_step", begin_when_loaded)
+    monkeypatch.setattr(PrefixWarmer, "begin", begin_when_loaded)
     prefix = prompt(1, 40)
     for one in (prefix + prompt(2, 9), prompt(3, 50)):
         llm.generate([one], GREEDY)
@@ -123,24 +122,3 @@ def test_where_nothing_is_loaded_ahead_nothing_is_described_kept_or_carried(
     for _ in range(2):
         llm.generate([prompt(1, 20)], GREEDY)
     llm.close()
-
-
-def test_a_predictor_by_signatures_begins_with_that_of_the_prefix(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seeded = []
-    seed = RequestProfiles.seed
-    monkeypatch.setattr(
-        RequestProfiles,
-        "seed",
-        lambda profiles, request, rates, tokens: (
-            seeded.append((request in profiles, tokens)),
-            seed(profiles, request, rates, tokens),
-        ),
-    )
-    llm = LLM(model, bounded(model, tmp_path, expert_prefetch="signature"))
-    prefix = prompt(1, 40)
-    for one in (prefix + prompt(2, 9), prefix + prompt(4, 3)):
-        llm.generate([one], GREEDY)
-    llm.close()
-    assert seeded == [(False, 40)]

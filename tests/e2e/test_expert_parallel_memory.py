@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from experts.expert_file import round_to_page
-from experts.predictors import COMBINED
 from moeserve.config import ServeConfig
 from moeserve.memory_plan import read_spec
 from moeserve.model.expert_store import layout_in_store
@@ -17,8 +16,6 @@ from tests.e2e.test_expert_parallel import REPLICAS, RESTLESS, TWO, complete_all
 from tests.support.service import Service, service, wait_until
 from tests.support.tiny_model import write_model_dir
 from tests.support.tiny_models import save
-
-LEARNING = ["popularity", "affinity", "signature", "gate-early"]
 
 
 def bytes_for(model: Path, num_slots: int) -> int:
@@ -38,7 +35,7 @@ def of_ranks(running: Service, name: str, before: str = "", after: str = "") -> 
     ("case", "num_slots", "prefetch", "sources", "settings"),
     [
         ("mixtral", 2, "gate", {"gate-early"}, ["--dispatch", "alltoall"]),
-        ("mixtral", 2, "+".join(LEARNING), {*LEARNING, COMBINED}, ["--dispatch", "allgather", *RESTLESS]),
+        ("mixtral", 2, "affinity", {"affinity"}, ["--dispatch", "allgather", *RESTLESS]),
         pytest.param(
             "qwen3_moe",
             3,

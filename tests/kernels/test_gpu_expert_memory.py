@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experts.gates import FittedGates, GatePreview
 from experts.observer import AnyObserver
-from experts.predictor import Tap
+from experts.routing_files import Tap
 from moeserve.config import ConfigError
 from moeserve.device import KvBudget
 from moeserve.model.families import build_spec, load_config
@@ -61,7 +61,7 @@ def expected(model_dir: Path, spec: DecoderSpec, device: torch.device) -> list[l
 @pytest.mark.parametrize(
     ("num_slots", "host_bytes", "prefetch"),
     [
-        pytest.param(3, 2**30, "popularity+gate-early+gate-late", id="host"),
+        pytest.param(3, 2**30, "affinity", id="host"),
         pytest.param(6, 0, "fitted", id="disk", marks=BUILDS_FILE),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from experts.gates import FittedGates
-from experts.predictor import Tap
+from experts.routing_files import Tap
 from moeserve.model.spec import DecoderSpec
 
 

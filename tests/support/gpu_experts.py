@@ -12,7 +12,7 @@ from experts.expert_file import round_to_page
 from experts.gates import FittedGates
 from experts.observer import AnyObserver
 from moeserve.device import KvBudget
-from moeserve.experts.prefetch import PrefetchSteps, start_prefetching
+from moeserve.experts.prefetch import start_prefetching
 from moeserve.model.gpu_expert_memory import (
     GpuExpertSettings,
     GpuResidentModel,
@@ -81,8 +81,9 @@ def generate(
         storage=expert_storage(spec, DTYPE, quantization),
     )
     rank = ObservedRunner(make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS), observers)
-    if experts is not None and (listener := start_prefetching(prefetch, experts, decoder, fitted=fitted)) is not None:
-        observers.extend([PrefetchSteps(listener), listener])
+    if experts is not None:
+        prefetching = start_prefetching(prefetch, experts, decoder, fitted=fitted)
+        observers.extend(() if prefetching is None else prefetching.observers)
     chunks, results = prompt_chunks(), []
     for step in range(1 + NUM_DECODES):
         results.append(rank.launch(StepPlan(step, chunks)).result().chunks)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from experts.predictor import Tap
-from experts.routing_files import GateGuesses, RoutingTrace
+from experts.routing_files import GateGuesses, RoutingTrace, Tap
 from experts.simulator import (
     MIXTRAL_LIKE,
     LayerTiming,
@@ -153,7 +152,8 @@ def test_recall_by_predictor_distance_and_control():
 def test_stall_is_saved_and_an_oracle_saves_more():
     found = stall.saved(guessed_trace(), (1.0, 2.0), 200, 0)
     assert 0.2 < found[1.0, "stall saved"] < found[1.0, "with an oracle for the gate"]
-    assert abs(found[1.0, "uniform control"]) < 0.1
+    # Gates that know nothing are believed as well, and cost: the judge that stops them is no part of this.
+    assert -0.2 < found[1.0, "uniform control"] < 0.05
     assert 0 <= found[1.0, "bytes moved for nothing"] < 0.3
     assert found[2.0, "stall saved"] < found[1.0, "stall saved"]
 

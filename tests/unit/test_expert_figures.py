@@ -5,12 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experts.predictor import Tap
 from experts.prefetch_planning import PrefetchRules
-from experts.routing_files import GateGuesses, shuffled_control, uniform_control
+from experts.routing_files import GateGuesses, Tap, shuffled_control, uniform_control
 from experts.simulator import (
     POLICY_NAMES,
-    Foretold,
+    POPULARITY,
     LayerTiming,
     SimulationSetup,
     StallFigure,
@@ -52,20 +51,17 @@ def recalls(trace, *choices):
 
 
 def test_recall_by_predictor_and_distance():
-    found = recalls(coupled(), "popularity", "affinity", "gate-early", "gate-early+affinity", "gate-late")
-    assert found["affinity", 1] > 1.25 * found["popularity", 1]
-    assert found["gate-early", 1] > found["gate-early", 2] > found["popularity", 2]
-    for distance in (1, 2):
-        single = max(found["gate-early", distance], found["affinity", distance])
-        assert found["gate-early+affinity", distance] > single - 0.01
+    found = recalls(coupled(), POPULARITY, "affinity", "gate-early", "gate-late")
+    assert found["affinity", 1] > 1.25 * found[POPULARITY, 1]
+    assert found["gate-early", 1] > found["gate-early", 2] > found[POPULARITY, 2]
     assert np.isnan(found["gate-late", 1])
 
 
 @pytest.mark.parametrize("control", [uniform_control, shuffled_control])
 def test_without_structure_no_predictor_is_better_than_popularity(control):
-    found = recalls(control(coupled(), 0), "popularity", "affinity", "gate-early", "signature", "activation-matrix")
+    found = recalls(control(coupled(), 0), POPULARITY, "affinity", "gate-early")
     for (_, distance), recall in found.items():
-        assert recall < found["popularity", distance] + 0.05
+        assert recall < found[POPULARITY, distance] + 0.05
 
 
 def compared(learning, held_out, setup):
@@ -75,7 +71,7 @@ def compared(learning, held_out, setup):
 
 
 def test_prefetching_hides_stall():
-    figure = compared(*coupled().split(), setup_of(predictor="gate-early+affinity"))
+    figure = compared(*coupled().split(), setup_of(predictor="gate-early"))
     assert figure.stall_saved > 0.25
     assert figure.prefetching.wasted_share < 0.25
     assert figure.on_demand.counters.prefetch_bytes == 0
@@ -83,7 +79,7 @@ def test_prefetching_hides_stall():
 
 @pytest.mark.parametrize("control", [uniform_control, shuffled_control])
 def test_prefetching_gains_next_to_nothing_without_structure(control):
-    figure = compared(*control(coupled(), 0).split(), setup_of(predictor="gate-early+affinity"))
+    figure = compared(*control(coupled(), 0).split(), setup_of(predictor="gate-early"))
     assert abs(figure.stall_saved) < 0.06
 
 
@@ -115,34 +111,19 @@ def test_streams_share_what_a_step_needs():
     assert together.exposed_stall < alone.exposed_stall
 
 
-def test_what_was_foretold_once_simulates_as_what_is_predicted_meanwhile():
-    trace = coupled()
-    late = [replace(guesses, tap=Tap.LATE, logits=-guesses.logits) for guesses in trace.guesses]
-    learning, held_out = replace(trace, guesses=(*trace.guesses, *late)).split()
-    for choice in ("gate-early", "gate-early+gate-late"):
-        foretold = Foretold((learning, held_out), choice, PrefetchRules().max_distance)
-        for beta in (0.5, 2.0):
-            setup = setup_of(beta, predictor=choice)
-            assert simulate(learning, held_out, setup, foretold) == simulate(learning, held_out, setup)
-    with pytest.raises(ValueError, match="is to be simulated"):
-        simulate(learning, held_out, setup_of(predictor="gate-early"), foretold)
-    with pytest.raises(ValueError, match="each was foretold by itself"):
-        simulate(learning, held_out, setup_of(predictor=choice, num_streams=2), foretold)
-    with pytest.raises(ValueError, match="before the first layer"):
-        Foretold((learning, held_out), "affinity", 3)
-
-
 def test_a_setup_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match="no policy 'mru'"):
         setup_of(policy="mru")
+    with pytest.raises(ValueError, match="no predictor 'magic'"):
+        setup_of(predictor="magic")
     with pytest.raises(ValueError, match="no share"):
         replace(setup_of(), residency=1.5)
 
 
 def test_a_byte_budget_bounds_what_prefetches_move():
     learning, held_out = coupled().split()
-    free = simulate(learning, held_out, setup_of(predictor="gate-early"))
-    none = simulate(learning, held_out, setup_of(predictor="gate-early", rules=PrefetchRules(max_bytes=0)))
+    free = simulate(learning, held_out, setup_of(predictor="affinity"))
+    none = simulate(learning, held_out, setup_of(predictor="affinity", rules=PrefetchRules(max_bytes=0)))
     assert free.counters.prefetch_bytes > 0 == none.counters.prefetch_bytes
 
 

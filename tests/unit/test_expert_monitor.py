@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
 from experts.placement import Placement, contiguous
-from experts.predictor import SourceRecall
+from experts.predictors import SourceRecall
 from experts.rebalance import RebalanceStats
 from experts.residency import ExpertMemoryStats, ResidencyCounters
 from experts.routing import RoutingShape, RoutingStatistics, StatisticsSpec

@@ -1,33 +1,30 @@
-"""From what tokens will choose to what a step will need."""
+"""What affinity expects of a step, by numbers worked out by hand and on traces that have or lack the structure."""
 
 import numpy as np
 import pytest
 
-from experts.predictor import BEFORE, StepPredictor, Tap, any_token
-
-
-class Recorder:
-    """A source that knows a fixed row per token and remembers what it was shown."""
-
-    def __init__(self, rows):
-        self.rows = rows
-        self.step = None
-        self.learnt = []
-        self.ended = []
-
-    def probabilities(self, step, layer, distance):
-        self.step = step
-        return self.rows
-
-    def learn(self, step):
-        self.learnt.append(step.token_ids.tolist())
-
-    def end(self, requests):
-        self.ended += requests
+from experts.predictors import BEFORE, AffinityPredictor, LearntAffinity, any_token
+from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.routing_files import shuffled_control
+from experts.simulator import POPULARITY, SyntheticSpec, recall_figures, synthetic_trace
 
 
 def rows(*values):
     return np.array(values, np.float32)
+
+
+def learnt_from(routing, num_experts, token_ids=None):
+    statistics = RoutingStatistics(StatisticsSpec(len(routing), num_experts, routing.shape[2], half_life=10**9))
+    for start in range(0, routing.shape[1], 50):
+        part = slice(start, start + 50)
+        statistics.update(routing[:, part], None if token_ids is None else token_ids[part])
+    return LearntAffinity(statistics)
+
+
+def begun(learnt, token_ids, **bounds):
+    predictor = AffinityPredictor(learnt, **bounds)
+    predictor.begin(np.array(token_ids))
+    return predictor
 
 
 def test_an_expert_is_needed_if_any_token_chooses_it():
@@ -39,32 +36,88 @@ def test_a_sample_of_the_tokens_stands_for_all_of_them():
 
 
 def test_a_long_step_is_followed_by_an_even_sample():
-    source = Recorder(rows([0.1], [0.1]))
-    predictor = StepPredictor(source, num_experts=1, max_rows=2)
-    predictor.begin(np.arange(5), np.array([7, 7, 7, 8, 8]))
-    predictor.observe(0, np.arange(5)[:, None], np.ones((5, 1), np.float32))
-    predictor.observe_gate(Tap.LATE, 0, 2, np.arange(5, dtype=np.float32)[:, None])
-    assert predictor.predict(BEFORE, 1) == pytest.approx([1 - 0.9**5], abs=1e-5)
-    assert source.step.requests.tolist() == [7, 8]
-    assert source.step.ids[0].tolist() == [[0], [4]]
-    assert source.step.gates[Tap.LATE, 0, 2].tolist() == [[0], [4]]
-
-
-def test_a_step_is_learnt_once_when_it_is_over():
-    source = Recorder(None)
-    predictor = StepPredictor(source, num_experts=1)
-    predictor.begin(np.array([1]), np.array([0]))
-    predictor.begin(np.array([2]), np.array([0]))
-    assert source.learnt == [[1]]
-    predictor.end([0])
-    predictor.end([])
-    assert source.learnt == [[1], [2]]
-    assert source.ended == [0]
+    routing = np.array([[[0], [1]] * 50, [[1], [0]] * 50])
+    learnt = learnt_from(routing, 2)
+    long, short = begun(learnt, np.zeros(5, np.int64), max_rows=2), begun(learnt, [0, 0])
+    long.observe(0, np.array([[0], [1], [1], [1], [1]]))
+    short.observe(0, np.array([[0], [1]]))
+    each = 1 - short.predict(0, 1)
+    assert 1 - long.predict(0, 1) == pytest.approx(each ** (5 / 2), abs=1e-4)
 
 
 def test_what_is_not_known_is_not_predicted():
-    predictor = StepPredictor(Recorder(None), num_experts=3)
+    learnt = learnt_from(np.array([[[0], [1]] * 50] * 3), 2)
     with pytest.raises(ValueError, match="no step"):
-        predictor.predict(0, 2)
-    predictor.begin(np.arange(2), np.zeros(2, np.int64))
-    assert predictor.predict(0, 2).tolist() == [0, 0, 0]
+        AffinityPredictor(learnt).predict(0, 1)
+    predictor = begun(learnt, [0, 0])
+    assert predictor.predict(0, 1).tolist() == [0, 0]
+    # A layer that computed one of two rows counts as left out.
+    predictor.observe(0, np.array([[1]]))
+    assert predictor.predict(0, 1).tolist() == [0, 0]
+
+
+def test_affinity_expects_what_followed_before():
+    routing = np.array([[[0], [1]] * 50, [[1], [0]] * 50, [[1], [0]] * 50])
+    predictor = begun(learnt_from(routing, 2), [0])
+    predictor.observe(0, np.array([[0]]))
+    assert predictor.predict(0, 1)[1] > 0.98
+    assert predictor.predict(0, 2)[1] > 0.98
+    predictor.observe(1, np.array([[1]]))
+    assert predictor.predict(1, 1)[1] > 0.98
+
+
+def test_affinity_looks_further_back_than_one_layer():
+    routing = np.array([[[0], [1]] * 50, [[0], [0]] * 50, [[1], [0]] * 50])
+    predictor = begun(learnt_from(routing, 2), [0])
+    predictor.observe(0, np.array([[0]]))
+    predictor.observe(1, np.array([[0]]))
+    # Both requests chose the same in the layer before.
+    assert predictor.predict(1, 1)[1] > 0.98
+
+
+def test_the_factors_of_a_tokens_experts_are_multiplied_with_a_damping_exponent():
+    first = np.random.default_rng(0).random((500, 4)).argsort(axis=1)[:, :2]
+    learnt = learnt_from(np.stack([first, np.where(np.arange(500)[:, None] % 3, (first + 1) % 4, first)]), 4)
+    predictor = begun(learnt, [0])
+    predictor.observe(0, np.array([[0, 3]]))
+    popularity = learnt.current.popularity()[1]
+    lift = np.exp(learnt.current.log_lifts(0, 1)[[0, 3]])
+    assert lift.max() > 1.2
+    odds = popularity * np.prod(lift, axis=0) ** (1 / np.sqrt(2))
+    assert predictor.predict(0, 1) == pytest.approx(2 * odds / odds.sum(), abs=1e-5)
+
+
+def test_a_known_token_announces_its_first_experts_and_those_that_follow_them():
+    routing = np.array([[[0], [1]] * 50, [[1], [0]] * 50])
+    learnt = learnt_from(routing, 2, np.array([7, 8] * 50))
+    predictor = begun(learnt, [7])
+    # 50 choices against a prior of one token whose experts are equally popular.
+    assert predictor.predict(BEFORE, 1) == pytest.approx([50.5 / 51, 0.5 / 51], abs=1e-4)
+    assert predictor.predict(BEFORE, 2)[1] > 0.95
+    assert begun(learnt, [9]).predict(BEFORE, 1) == pytest.approx([0.5, 0.5], abs=1e-5)
+
+
+def test_affinity_is_learnt_at_growing_intervals():
+    statistics = RoutingStatistics(StatisticsSpec(1, 2, 1))
+    learnt = LearntAffinity(statistics, refresh_steps=32)
+    changes = []
+    for step in range(100):
+        before = learnt.current
+        statistics.update(np.zeros((1, 1, 1), np.int64))
+        learnt.step_done()
+        if learnt.current is not before:
+            changes.append(step + 1)
+    assert changes == [16, 48, 80]
+    assert learnt.current.popularity()[0, 0] > 0.9
+
+
+@pytest.mark.parametrize("distance", [1, 2])
+def test_affinity_beats_popularity_where_layers_depend_on_each_other_and_nowhere_else(distance):
+    def gain(trace):
+        figures = recall_figures(*trace.split(), ("affinity", POPULARITY), distance)
+        recall = {figure.predictor: figure.recall for figure in figures if figure.distance == distance}
+        return recall["affinity"] / recall[POPULARITY]
+
+    trace = synthetic_trace(SyntheticSpec(8, 16, 2, coupling=2.0, topic=0.3), 40, 60, 0)
+    assert gain(trace) > 1.2
+    assert 0.97 < gain(shuffled_control(trace, 0)) < 1.03

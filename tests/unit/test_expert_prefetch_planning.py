@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from experts.lookahead import LookaheadPlanner
-from experts.predictor import BEFORE, Tap
-from experts.prefetch_planning import PrefetchPlanner, PrefetchRules
+from experts.predictors import BEFORE
+from experts.prefetch_planning import LookaheadPlanner, PrefetchPlanner, PrefetchRules
 from experts.residency import Affinity, ResidencyControl, SlotState, lru
 
 EXPERT_BYTES = 100
@@ -120,7 +119,7 @@ def test_the_affinity_policy_gets_the_scores():
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("reach", [1, 2, 3])
 def test_every_layer_but_the_first_is_looked_at_once_within_reach(num_layers, reach):
-    planner = LookaheadPlanner(control_of(num_layers), Tap.EARLY, 2, reach)
+    planner = LookaheadPlanner(control_of(num_layers), 2, reach)
     looks = [(layer, distance) for layer in range(num_layers) for distance in planner.distances(layer, reach)]
     assert sorted(layer + distance for layer, distance in looks) == list(range(1, num_layers))
     assert all(1 <= distance <= reach for _, distance in looks)

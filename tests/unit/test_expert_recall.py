@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from experts.predictor import RecallSample, SourceRecall, num_recalled
-from experts.predictors import LearntAffinity, make_predictor
+from experts.predictors import AffinityPredictor, LearntAffinity, RecallSample, SourceRecall, num_recalled
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.simulator import SyntheticSpec, recall_figures, synthetic_trace
 
@@ -69,37 +68,25 @@ def test_what_was_ranked_is_kept_as_it_was():
     assert sample.counts() == [SourceRecall("gate", 1, 4, 4)]
 
 
-def test_a_predictor_counts_each_source_and_what_they_say_together_as_the_figures_do():
+def test_a_predictor_counts_what_it_said_as_the_figures_do():
     trace = synthetic_trace(SyntheticSpec(5, 8, 2, coupling=3.0, edge=1.0), 8, 40, 0)
     learning, held_out = trace.split()
     statistics = RoutingStatistics(StatisticsSpec(5, 8, 2, max_distance=6, max_rows_per_step=1000))
     statistics.update(learning.ids, learning.token_ids)
-    learnt = LearntAffinity(statistics)
     sample = RecallSample(interval=1)
-    predictor, _ = make_predictor("affinity+popularity", learnt, sample)
+    predictor = AffinityPredictor(LearntAffinity(statistics), sample)
     for row in range(len(held_out.requests)):
         one = slice(row, row + 1)
-        predictor.begin(held_out.token_ids[one], held_out.requests[one])
+        predictor.begin(held_out.token_ids[one])
         for layer in range(5):
-            predictor.observe(layer, held_out.ids[layer, one], np.full((1, 2), 0.5, np.float32))
+            predictor.observe(layer, held_out.ids[layer, one])
             for distance in range(1, min(3, 4 - layer) + 1):
                 predictor.predict(layer, distance)
-        predictor.end([])
+        predictor.end_step()
     found = {(count.source, count.distance): count for count in sample.counts()}
-    assert {source for source, _ in found} == {"affinity", "popularity", "combined"}
+    assert {source for source, _ in found} == {"affinity"}
     assert found["affinity", 1].num_chosen == 2 * 4 * len(held_out.requests)
-    for figure in recall_figures(learning, held_out, ["affinity", "popularity"], 3):
+    for figure in recall_figures(learning, held_out, ["affinity"], 3):
         count = found[figure.predictor, figure.distance]
         # The figures go on learning from what they have judged.
         assert count.num_recalled / count.num_chosen == pytest.approx(figure.recall, abs=0.05)
-
-
-def test_a_single_source_is_not_told_of_twice():
-    learnt = LearntAffinity(RoutingStatistics(StatisticsSpec(2, 4, 1)))
-    sample = RecallSample(interval=1)
-    predictor, _ = make_predictor("popularity", learnt, sample)
-    predictor.begin(np.zeros(1, np.int64), np.zeros(1, np.int64))
-    predictor.predict(0, 1)
-    predictor.observe(1, np.array([[0]]), np.ones((1, 1), np.float32))
-    predictor.end([])
-    assert [count.source for count in sample.counts()] == ["popularity"]

@@ -32,6 +32,25 @@ def test_a_signature_of_many_experts_keeps_the_busiest_of_each_layer() -> None:
     assert merge_signatures([(3, data), (5, data)], 58, 256) == pytest.approx(again, abs=1e-6)
 
 
+def test_a_signature_keeps_rates_to_a_byte_and_no_use_becomes_none():
+    rates = np.array([[0.5, 0.0001], [0.0, 1.0]], np.float32)
+    data = encode_signature(rates)
+    assert len(data) == 4
+    again = merge_signatures([(10, data)], 2, 2)
+    assert again == pytest.approx(rates, abs=1 / 255)
+    assert again[0, 1] > 0
+    assert again[1, 0] == 0
+
+
+def test_the_signatures_of_a_path_are_weighted_by_their_tokens():
+    parts = [(30, encode_signature(np.array([[1.0, 0.0]]))), (10, encode_signature(np.array([[0.0, 1.0]])))]
+    assert merge_signatures(parts, 1, 2).tolist() == [pytest.approx([0.75, 0.25])]
+    with pytest.raises(ValueError, match="no tokens"):
+        merge_signatures([], 1, 2)
+    with pytest.raises(ValueError, match="2 bytes, expected 3"):
+        merge_signatures(parts, 1, 3)
+
+
 def test_bytes_of_other_sizes_are_no_signature() -> None:
     with pytest.raises(ValueError, match="expected 8"):
         decode_signature(b"\1" * 9, 2, 4)

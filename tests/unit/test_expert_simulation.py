@@ -8,7 +8,16 @@ import pytest
 from experts.prefetch_planning import PrefetchPlanner, PrefetchRules
 from experts.residency import ResidencyControl, ResidencyCounters, lru
 from experts.routing_files import RoutingTrace
-from experts.simulator import Belady, LayerTiming, LinkModel, Simulation, SyntheticSpec, steps_of, synthetic_trace
+from experts.simulator import (
+    AffinityAhead,
+    Belady,
+    LayerTiming,
+    LinkModel,
+    Simulation,
+    SyntheticSpec,
+    steps_of,
+    synthetic_trace,
+)
 from tests.support.trace_figures import hit_rate
 
 EXPERT_BYTES = 100
@@ -40,12 +49,11 @@ class Foretold:
     def __init__(self, steps):
         self.steps = iter(steps)
         self.step = []
-        self.ended = []
 
-    def begin(self, token_ids, requests):
+    def begin(self, token_ids):
         self.step = next(self.steps)
 
-    def observe(self, layer, expert_ids, weights):
+    def observe(self, layer, expert_ids):
         pass
 
     def predict(self, layer, distance):
@@ -53,14 +61,14 @@ class Foretold:
         scores[self.step[layer + distance]] = 1
         return scores
 
-    def end(self, requests):
-        self.ended += requests
+    def end_step(self):
+        pass
 
 
 def foretelling(control, steps):
     predictor = Foretold(steps)
     planner = PrefetchPlanner(predictor, control, EXPERT_BYTES, PrefetchRules(max_distance=1))
-    return Simulation(control, EXPERT_BYTES, LINK, TIMING, predictor, planner)
+    return Simulation(control, EXPERT_BYTES, LINK, TIMING, AffinityAhead(predictor, planner))
 
 
 def test_demand_loads_alone_on_the_trace_worked_out_by_hand():
@@ -118,7 +126,7 @@ def test_a_demand_overtakes_between_chunks_and_the_prefetch_that_nobody_wants_an
     predictor = Foretold([[3]])
     planner = PrefetchPlanner(predictor, control, EXPERT_BYTES, PrefetchRules())
     timing = replace(TIMING, attention=0.5)
-    result = Simulation(control, EXPERT_BYTES, LINK, timing, predictor, planner).replay(trace_of([0]))
+    result = Simulation(control, EXPERT_BYTES, LINK, timing, AffinityAhead(predictor, planner)).replay(trace_of([0]))
     assert (result.exposed_stall, result.seconds) == (2.5, 4)
     assert result.counters == ResidencyCounters(
         num_events=1,
@@ -151,7 +159,7 @@ def test_a_prediction_costs_its_time():
     control = lru_control(num_layers=1)
     predictor = Foretold([[0]])
     planner = PrefetchPlanner(predictor, control, EXPERT_BYTES, PrefetchRules())
-    result = Simulation(control, EXPERT_BYTES, LINK, timing, predictor, planner).replay(trace_of([0]))
+    result = Simulation(control, EXPERT_BYTES, LINK, timing, AffinityAhead(predictor, planner)).replay(trace_of([0]))
     # Twice, before the layer and at its gate; the copy is asked for after the first.
     assert result.prediction_seconds == 0.5
     assert result.seconds == 0.25 + 2 + 1

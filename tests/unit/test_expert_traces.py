@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from experts.predictor import Tap
 from experts.routing_files import (
     GateGuesses,
     RoutingTrace,
+    Tap,
     TraceError,
     load_trace,
     save_trace,

@@ -50,7 +50,7 @@ def _memory(folder: Path, amount: Amount) -> Figure:
     """Tokens and logprobs as they are, float for float, one stream at a time and several together."""
     bounded = [Setting(folder, 0.25, "lru", "off"), Setting(folder, 0.5, "lfru", "gate")]
     if not amount.quick:
-        bounded += [Setting(folder, 0.75, "lfu", "auto"), Setting(folder, 0.5, "affinity", "affinity+popularity")]
+        bounded += [Setting(folder, 0.75, "lfu", "auto"), Setting(folder, 0.5, "affinity", "affinity")]
     num_tokens = amount.of(48, 12)
     with contest([Setting(folder)]) as (resident,):
         expected = _answers(resident, num_tokens)

@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from experts.routing_files import RoutingTrace
-from experts.simulator import recall_figures
+from experts.simulator import POPULARITY, recall_figures
 from moeserve.bench.experts.controls import halves, with_controls
 from moeserve.bench.experts.figures import Figure, at_least, at_most, over_seeds
 from moeserve.bench.experts.measuring import Amount
 from moeserve.bench.experts.recording import BOUND, BUILDS, FITTED, PLAIN, Build, perplexity, recorded_trace
 from moeserve.experts.simulate import first_requests
 
-_POPULARITY, _AFFINITY, _EARLY, _LATE = "popularity", "affinity", "gate-early", "gate-late"
+_POPULARITY, _AFFINITY, _EARLY, _LATE = POPULARITY, "affinity", "gate-early", "gate-late"
 _GATES = (_EARLY, _LATE)
 # By the fit of the gates in the trace, "" for those of the model: who predicts, and how far ahead.
 _PREDICTORS = {
-    PLAIN: ((_POPULARITY, _AFFINITY, *_GATES, f"{_EARLY}+{_AFFINITY}"), 3),
-    FITTED: ((*_GATES, f"{_EARLY}+{_AFFINITY}"), 3),
+    PLAIN: ((_POPULARITY, _AFFINITY, *_GATES), 3),
+    FITTED: (_GATES, 3),
     BOUND: (_GATES, 1),
 }
 _RECALL_WANTED, _RATIO_WANTED = at_least(0.80), at_least(1.5)

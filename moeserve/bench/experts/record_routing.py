@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.gates import FittedGates, GatePreview
-from experts.predictor import Tap
-from experts.routing_files import GateGuesses, RoutingTrace
+from experts.routing_files import GateGuesses, RoutingTrace, Tap
 from moeserve.experts.fit import DISTANCES, TextRead, TextReader, fit_gates, pieces
 
 # By tap and distance, [L - distance, T, E].

@@ -7,20 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from experts.predictor import Tap
-from experts.prefetch_planning import PrefetchRules
-from experts.routing_files import GateGuesses, RoutingTrace
-from experts.simulator import Foretold, LayerTiming, SimulationResult, SimulationSetup, StallFigure, link_for, simulate
+from experts.routing_files import GateGuesses, RoutingTrace, Tap
+from experts.simulator import LayerTiming, SimulationSetup, StallFigure, link_for, simulate
 from moeserve.bench.experts.controls import halves, with_controls
 from moeserve.bench.experts.figures import Figure, at_least, at_most, over_seeds, within
 from moeserve.bench.experts.measuring import Amount
 from moeserve.bench.experts.recording import BUILDS, FITTED, Build, recorded_trace
 from moeserve.experts.simulate import first_requests
 
-# Gates fitted to other texts. Where a load takes no longer than a layer, a late look is in time, and little that is not
-# sure need be asked for before it; on a slower link it would only take back what was begun.
-_FAST = "gate-early+gate-late", PrefetchRules(min_probability=0.55, margin=0.35, keep_probability=0.15)
-_SLOW = "gate-early", PrefetchRules()
+# Gates fitted to other texts, asked as `--expert-prefetch fitted` asks them.
+_PREDICTOR = "gate-early"
 _BASELINE = "demand loads alone, LFRU"
 _BETAS = (0.5, 1.0, 2.0)
 _RESIDENCY = 0.5
@@ -53,17 +49,18 @@ def saved(trace: RoutingTrace, betas: Sequence[float], max_tokens: int, seed: in
     found = {}
     for control, routing in with_controls(trace, seed):
         learning, held_out = (first_requests(half, max_tokens // 2) for half in halves(routing, seed))
-        requests = _Requests(learning, held_out)
-        oracle = None if control else _Requests(all_knowing(learning), all_knowing(held_out))
+        oracle = None if control else (all_knowing(learning), all_knowing(held_out))
         for beta in betas:
-            on_demand = requests.on_demand(beta)
-            figure = StallFigure(on_demand, requests.prefetching(beta))
+            on_demand = simulate(learning, held_out, _setup(beta))
+            prefetching = replace(_setup(beta), predictor=_PREDICTOR)
+            figure = StallFigure(on_demand, simulate(learning, held_out, prefetching))
             if oracle is None:
                 found[beta, f"{control} control"] = figure.stall_saved
                 continue
             found[beta, _SAVED] = figure.stall_saved
             found[beta, _WASTED] = figure.prefetching.wasted_share
-            found[beta, "with an oracle for the gate"] = StallFigure(on_demand, oracle.prefetching(beta)).stall_saved
+            foreseen = StallFigure(on_demand, simulate(*oracle, prefetching))
+            found[beta, "with an oracle for the gate"] = foreseen.stall_saved
     return found
 
 
@@ -75,25 +72,6 @@ def all_knowing(trace: RoutingTrace) -> RoutingTrace:
         np.put_along_axis(logits, trace.ids[distance:].astype(np.int64), np.float16(_SURE), axis=2)
         guesses += [GateGuesses(tap, distance, logits) for tap in Tap]
     return replace(trace, guesses=tuple(guesses))
-
-
-class _Requests:
-    """To learn from, and held out; what their gates say is computed once for all links."""
-
-    def __init__(self, learning: RoutingTrace, held_out: RoutingTrace) -> None:
-        self._learning = learning
-        self._held_out = held_out
-        self._foretold: dict[str, Foretold] = {}
-
-    def on_demand(self, beta: float) -> SimulationResult:
-        return simulate(self._learning, self._held_out, _setup(beta))
-
-    def prefetching(self, beta: float) -> SimulationResult:
-        choice, rules = _FAST if beta <= 1 else _SLOW
-        if choice not in self._foretold:
-            self._foretold[choice] = Foretold((self._learning, self._held_out), choice, rules.max_distance)
-        setup = replace(_setup(beta), predictor=choice, rules=rules)
-        return simulate(self._learning, self._held_out, setup, self._foretold[choice])
 
 
 def _setup(beta: float) -> SimulationSetup:
