@@ -15,12 +15,11 @@ from pathlib import Path
 import click
 import torch
 
+from moeserve.assemble import build_scheduler, load_rank
 from moeserve.config import ServeConfig
 from moeserve.experts.observe import ExpertRecording, plan_recording
-from moeserve.model_loading import load_model, plan_model
+from moeserve.memory_plan import plan_model
 from moeserve.plan import Request, SamplingParams
-from moeserve.serving import build_scheduler
-from moeserve.startup import routing_tap
 
 _WARM_UP_STEPS = 8
 
@@ -76,22 +75,23 @@ class RecordedModel:
     def __init__(self, directory: Path) -> None:
         torch.set_num_threads(1)
         self._config = ServeConfig(threads=1, kv_cache_memory=2**28)
-        plan = plan_model(directory, self._config)
-        tap, recording = routing_tap(plan.spec, self._config), plan_recording(self._config, directory, plan.spec)
-        if tap is None or recording is None:
+        plan, recording = plan_model(directory, self._config), None
+        if plan.spec.moe is not None:
+            recording = plan_recording(self._config, directory, plan.spec)
+        if recording is None:
             raise click.ClickException(f"The model in {directory} has no experts.")
-        self._model = load_model(directory, self._config, lambda _: None, plan=plan, tap=tap)
+        self._rank = load_rank(directory, plan, self._config, lambda _: None).start()
         self._recording = ExpertRecording(recording)
 
     def measure(self, prompts: Sequence[array[int]], steps: int, clock: Callable[[], float]) -> Measured:
         """Decode the prompts together. Statistics that are digested now and then are part of the mean."""
-        scheduler, _ = build_scheduler(self._config, self._model.kv)
+        scheduler, _ = build_scheduler(self._config, self._rank.model.kv)
         for number, prompt in enumerate(prompts):
             scheduler.add(Request(f"{number}", prompt, SamplingParams(max_tokens=steps, temperature=0.0)))
         computing, recording, count = 0.0, 0.0, 0
         while plans := scheduler.schedule():
             started = clock()
-            results = [self._model.runner.launch(plans[0]).result()]
+            results = [self._rank.runner.launch(plans[0]).result()]
             computed = clock()
             self._recording.begin(plans)
             self._recording.end(plans, results)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 from torch import Tensor
 
 from experts.expert_memory import ExpertMemory
 from experts.gates import GatePreview
+from experts.observer import PlannedStep
 from experts.predictors import Ids
 from experts.prefetch_planning import LookaheadPlanner, PrefetchJudge
-from experts.prefetcher import LayerListener
+from experts.prefetcher import PrefetchObserver
 from experts.residency import ResidencyControl
 
 
-class GateLookahead(LayerListener):
+class GateLookahead(PrefetchObserver):
     """Predicts each layer once per step, some layers before: as many as a load takes, and a little more.
 
     No probabilities, no learning: on a CPU every microsecond between two layers counts. What is asked for is decided by
@@ -37,7 +38,7 @@ class GateLookahead(LayerListener):
         self._preview = preview
         self._planner = LookaheadPlanner(control, top_k, preview.max_distance, experts_here)
         self._judge = judge
-        # What is told of are rows of other ranks too, and not the same ones in each layer.
+        # Rows of other ranks arrive too, and not the same ones in each layer: `experts.prefetcher.GateRecall` counts.
         self._recall = None if experts_here is not None else memory.recall
         self._chosen: dict[int, Ids] = {}
         self._is_on = True
@@ -47,7 +48,7 @@ class GateLookahead(LayerListener):
     def is_on(self) -> bool:
         return self._is_on
 
-    def begin_step(self, token_ids: Ids, requests: Ids) -> None:
+    def begin(self, plan: PlannedStep) -> None:
         self._is_on = self._judge is None or self._judge.begin_step(self._memory.costs())
         self._reach = self._planner.reach(self._memory.loads_per_layer())
 
@@ -58,7 +59,7 @@ class GateLookahead(LayerListener):
             self._chosen[layer] = expert_ids.cpu().numpy()
         self._look(layer, x)
 
-    def end_step(self, ended_requests: Iterable[int]) -> None:
+    def launched(self) -> None:
         if self._is_on and self._recall is not None:
             self._recall.end_step(self._chosen)
             self._chosen.clear()

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class PlannedChunk(Protocol):
+    """One request's rows in a step. annotation: the signature of its cached prefix, when it begins behind one."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def token_ids(self) -> array[int]: ...
+
+    @property
+    def annotation(self) -> bytes | None: ...
+
+
+class PlannedStep(Protocol):
+    """What an observer may want to know of a plan: its chunks in the order of their rows."""
+
+    @property
+    def chunks(self) -> Sequence[PlannedChunk]: ...
+
 
 Plan_contra = TypeVar("Plan_contra", contravariant=True)
 Result_contra = TypeVar("Result_contra", contravariant=True)

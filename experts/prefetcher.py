@@ -1,9 +1,10 @@
-"""Predictions at work: follows the computation through the layers and asks for the experts to come."""
+"""Predictions at work: observe steps as they are computed, and ask for the experts to come."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,33 +12,31 @@ from torch import Tensor
 
 from experts.expert_memory import ExpertMemory
 from experts.gates import GatesAhead
-from experts.observer import AnyObserver
+from experts.observer import PlannedStep, StepObserver
 from experts.predictors import BEFORE, Ids, LearntAffinity, Predictor, RankPredictor, RecallSample
 from experts.prefetch_planning import PrefetchPlanner
 from experts.prefix_warmth import PrefixWarmth
 from experts.routing import NOT_COMPUTED, RoutingRecorder
 from experts.signatures import decode_signature
 
+# A request that no plan has named for so many steps is over, or will be matched with the cache anew.
+_FORGOTTEN_AFTER = 64
 
-class LayerListener(AnyObserver):
-    """Observes the layers of steps, and may ask for experts. Whoever knows the plans tells it where steps begin and
-    end. See `Prefetcher`."""
+
+class PrefetchObserver(StepObserver[PlannedStep, object]):
+    """Asks for experts ahead of their use, and pays in the thread that computes (`ExpertMemory.predictor_seconds`).
+
+    A wrong prediction costs time and never changes what is computed.
+    """
 
     @property
     def is_on(self) -> bool:
         """Whether it asks for any in the step that runs."""
         return True
 
-    def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None: ...
 
-    def end_step(self, ended_requests: Iterable[int]) -> None: ...
-
-
-class Prefetcher(LayerListener):
-    """Called by the computing thread, which pays for predictions: `ExpertMemory.predictor_seconds` counts that.
-
-    A wrong prediction costs time and never changes what is computed. Layers must be told in order within a step.
-    """
+class Prefetcher(PrefetchObserver):
+    """Asks for what a predictor expects of the rank's own rows."""
 
     def __init__(
         self,
@@ -55,18 +54,24 @@ class Prefetcher(LayerListener):
         self._token_ids: NDArray[np.int64] = np.empty(0, np.int64)
         self._ids: NDArray[np.int16] = np.empty((0, 0, 0), np.int16)
 
-    def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None:
-        """A step of T tokens begins: token_ids, requests [T]."""
+    def begin(self, plan: PlannedStep) -> None:
         started = time.perf_counter()
+        token_ids: array[int] = array("i")
+        for chunk in plan.chunks:
+            token_ids += chunk.token_ids
         spec = self._learnt.statistics.spec
-        self._token_ids = token_ids
+        self._token_ids = np.array(token_ids, np.int64)
         self._ids = np.full((spec.num_layers, len(token_ids), spec.top_k), NOT_COMPUTED, np.int16)
-        self._predictor.begin(token_ids)
+        self._predictor.begin(self._token_ids)
         self._plan(BEFORE)
         self._memory.predictor_seconds += time.perf_counter() - started
 
     def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        """The gate of a layer chose for the rows that are followed: x [T, H] is what it saw."""
+        """Of a rank that is alone these are its own rows."""
+        self.follow(layer, expert_ids)
+
+    def follow(self, layer: int, expert_ids: Tensor) -> None:
+        """The gate of a layer chose expert_ids [T, k] for the rank's own rows. Layers come in order."""
         started = time.perf_counter()
         chosen = expert_ids.cpu().numpy()
         if len(chosen) == len(self._token_ids):
@@ -75,8 +80,7 @@ class Prefetcher(LayerListener):
         self._plan(layer)
         self._memory.predictor_seconds += time.perf_counter() - started
 
-    def end_step(self, ended_requests: Iterable[int]) -> None:
-        """The step is computed, and these requests are over."""
+    def launched(self) -> None:
         started = time.perf_counter()
         self._recorder.add(self._ids, self._token_ids.tolist())
         self._learnt.step_done()
@@ -89,50 +93,34 @@ class Prefetcher(LayerListener):
             self._memory.decide(lambda loads: self._planner.request(layer, expected, loads))
 
 
-# Predictions on one rank of several: they follow the rows at home, and hear of others that come to be computed.
+class RankPrefetcher(PrefetchObserver):
+    """On one rank of several: has a prefetcher follow the rank's own rows, and its predictor know of those that come.
 
-
-class RankPrefetcher(LayerListener):
-    """Tells the prefetcher of the rank's own rows, once the loads that the layer needs have begun, and the predictor of
-    the rows that are computed here too."""
+    The prefetcher is told once the loads that the layer needs have begun.
+    """
 
     def __init__(self, memory: ExpertMemory, prefetcher: Prefetcher, predictor: RankPredictor) -> None:
         """predictor: the prefetcher's."""
         self._memory = memory
         self._prefetcher = prefetcher
         self._predictor = predictor
-        self._is_in_step = False
-        self._home: tuple[Tensor, Tensor, Tensor] | None = None
+        self._own_ids: Tensor | None = None
 
-    @property
-    def is_on(self) -> bool:
-        return self._prefetcher.is_on
-
-    def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None:
-        self._is_in_step = True
-        self._prefetcher.begin_step(token_ids, requests)
+    def begin(self, plan: PlannedStep) -> None:
+        self._prefetcher.begin(plan)
 
     def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        if self._is_in_step:
-            self._home = x, expert_ids, weights
+        self._own_ids = expert_ids
 
     def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        """Rows may arrive while steps are prepared that nobody begins: then there are none at home."""
-        home, self._home = self._home, None
-        if home is None:
-            return
+        assert self._own_ids is not None
         started = time.perf_counter()
-        self._predictor.observe_computed(layer, home[1].cpu().numpy(), expert_ids.cpu().numpy())
+        self._predictor.observe_computed(layer, self._own_ids.cpu().numpy(), expert_ids.cpu().numpy())
         self._memory.predictor_seconds += time.perf_counter() - started
-        self._prefetcher.arrived(layer, *home)
+        self._prefetcher.follow(layer, self._own_ids)
 
-    def after(self, layer: int, residual: Tensor) -> None:
-        if self._is_in_step:
-            self._prefetcher.after(layer, residual)
-
-    def end_step(self, ended_requests: Iterable[int]) -> None:
-        self._is_in_step = False
-        self._prefetcher.end_step(ended_requests)
+    def launched(self) -> None:
+        self._prefetcher.launched()
 
 
 # How much gates know, counted on one rank of several.
@@ -141,29 +129,24 @@ class RankPrefetcher(LayerListener):
 _MAX_ROWS = 8
 
 
-class HomeRecall(LayerListener):
-    """Around a listener that believes gates: counts what these say of the rows at home, at all distances.
+class GateRecall(StepObserver[PlannedStep, object]):
+    """Counts what the gates that a prefetcher believes say of the rank's own rows, at all distances.
 
-    The listener itself hears of rows of all ranks, and not of the same in each layer.
+    The prefetcher itself is told of rows of all ranks, and not of the same in each layer.
     """
 
-    def __init__(self, inner: LayerListener, gates: GatesAhead, recall: RecallSample) -> None:
-        """gates: of the tap `EARLY`, those that the listener goes by."""
-        self._inner = inner
+    def __init__(self, prefetcher: PrefetchObserver, gates: GatesAhead, recall: RecallSample) -> None:
+        """prefetcher: observes before this one. gates: those that it goes by."""
+        self._prefetcher = prefetcher
         self._gates = gates
         self._recall = recall
         self._num_rows = 0
         self._is_counting = False
         self._chosen: dict[int, Ids] = {}
 
-    @property
-    def is_on(self) -> bool:
-        return self._inner.is_on
-
-    def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None:
-        self._inner.begin_step(token_ids, requests)
-        self._num_rows = len(token_ids)
-        self._is_counting = self._inner.is_on and self._num_rows > 0 and self._recall.is_counting
+    def begin(self, plan: PlannedStep) -> None:
+        self._num_rows = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        self._is_counting = self._prefetcher.is_on and self._num_rows > 0 and self._recall.is_counting
 
     def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
         if not self._is_counting or len(x) != self._num_rows:
@@ -173,69 +156,58 @@ class HomeRecall(LayerListener):
         for distance, logits in self._gates(layer, x[::every]):
             self._recall.rank(self._gates.name, layer, distance, logits)
 
-    def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        self._inner.arrived(layer, x, expert_ids, weights)
-
-    def after(self, layer: int, residual: Tensor) -> None:
-        self._inner.after(layer, residual)
-
-    def end_step(self, ended_requests: Iterable[int]) -> None:
-        if self._inner.is_on and self._num_rows:
+    def launched(self) -> None:
+        if self._prefetcher.is_on and self._num_rows:
             self._recall.end_step(self._chosen)
             self._chosen.clear()
         self._is_counting = False
-        self._inner.end_step(ended_requests)
 
 
-# What is known of cached prefixes, told to those who load ahead.
-
-
-class PrefixListener(LayerListener):
-    """Around another listener: warms the experts of a hit's signature, in steps in which that one prefetches at all.
+class PrefixWarmer(StepObserver[PlannedStep, object]):
+    """Asks for the experts of a cached prefix's signature, in steps in which a prefetcher asks for any at all.
 
     While no request is between its admission and its first decode this is one comparison per layer.
     """
 
-    def __init__(self, inner: LayerListener, memory: ExpertMemory, warmth: PrefixWarmth) -> None:
-        """warmth: of the memory's control."""
-        self._inner = inner
+    def __init__(self, prefetcher: PrefetchObserver, memory: ExpertMemory, warmth: PrefixWarmth) -> None:
+        """prefetcher: observes before this one. warmth: of the memory's control."""
+        self._prefetcher = prefetcher
         self._memory = memory
         self._warmth = warmth
+        self._num_steps = 0
+        self._last_named: dict[str, int] = {}
 
-    @property
-    def is_on(self) -> bool:
-        return self._inner.is_on
-
-    def recall(self, request: int, signature: bytes) -> None:
-        """A request begins whose prefix was found in the cache. ValueError for no signature."""
-        rates = decode_signature(signature, self._warmth.num_layers, self._warmth.num_experts)
-        self._warmth.remember(request, rates)
-
-    def begin_step(self, token_ids: NDArray[np.int64], requests: Ids) -> None:
-        self._inner.begin_step(token_ids, requests)
+    def begin(self, plan: PlannedStep) -> None:
+        """Raises ValueError for an annotation that is no signature."""
+        self._num_steps += 1
+        for chunk in plan.chunks:
+            if chunk.annotation is not None:
+                rates = decode_signature(chunk.annotation, self._warmth.num_layers, self._warmth.num_experts)
+                self._warmth.remember(chunk.request_id, rates)
+                self._last_named[chunk.request_id] = self._num_steps
         if not self._warmth.is_idle:
-            may_ask, of_rows = self._inner.is_on, requests.tolist()
-            self._tell(lambda: self._warmth.begin_step(of_rows, may_ask=may_ask))
-
-    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        self._inner.chose(layer, x, expert_ids, weights)
+            named = {chunk.request_id: self._num_steps for chunk in plan.chunks if chunk.request_id in self._last_named}
+            self._last_named |= named
+            of_rows = [chunk.request_id for chunk in plan.chunks for _ in chunk.token_ids]
+            may_ask = self._prefetcher.is_on
+            self._decide(lambda: self._warmth.begin_step(of_rows, may_ask=may_ask))
 
     def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        self._inner.arrived(layer, x, expert_ids, weights)
         if len(x) and not self._warmth.is_idle:
             chosen = set(expert_ids.flatten().tolist())
-            self._tell(lambda: self._warmth.observed(layer, chosen))
+            self._decide(lambda: self._warmth.observed(layer, chosen))
 
-    def after(self, layer: int, residual: Tensor) -> None:
-        self._inner.after(layer, residual)
-
-    def end_step(self, ended_requests: Iterable[int]) -> None:
-        ended = list(ended_requests)
+    def launched(self) -> None:
+        if not self._last_named:
+            return
+        oldest = self._num_steps - _FORGOTTEN_AFTER
+        ended = [request for request, step in self._last_named.items() if step <= oldest]
+        for request in ended:
+            del self._last_named[request]
         if not self._warmth.is_idle:
-            self._tell(lambda: self._warmth.end_step(ended))
-        self._inner.end_step(ended)
+            self._decide(lambda: self._warmth.end_step(ended))
 
-    def _tell(self, news: Callable[[], None]) -> None:
+    def _decide(self, decision: Callable[[], None]) -> None:
         started = time.perf_counter()
-        self._memory.decide(lambda _: news())
+        self._memory.decide(lambda _: decision())
         self._memory.predictor_seconds += time.perf_counter() - started

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,8 +66,8 @@ class PrefixWarmth:
         self._experts_here = experts_here
         self._rules = rules
         self._switch = PrefetchSwitch(switch)
-        self._rates: dict[int, Float] = {}
-        self._num_rows: Mapping[int, int] = {}
+        self._rates: dict[Hashable, Float] = {}
+        self._num_rows: Mapping[Hashable, int] = {}
         self._on = False
         self._before: int | None = None
         self._asked: dict[int, frozenset[int]] = {}
@@ -82,11 +82,11 @@ class PrefixWarmth:
         """Whether the coming steps need not be reported."""
         return not (self._rates or self._asked or self._num_asked)
 
-    def remember(self, request: int, rates: Float) -> None:
+    def remember(self, request: Hashable, rates: Float) -> None:
         """A request begins. rates: [L, E], the share of its prefix's tokens that chose each expert."""
         self._rates[request] = rates
 
-    def begin_step(self, requests: Sequence[int], *, may_ask: bool) -> None:
+    def begin_step(self, requests: Sequence[Hashable], *, may_ask: bool) -> None:
         """requests: of each row. may_ask: whether prefetching is on in this step."""
         self._num_rows = Counter(request for request in requests if request in self._rates)
         self._on = may_ask and self._switch.on and bool(self._num_rows)
@@ -102,7 +102,7 @@ class PrefixWarmth:
             self._num_used += len(asked.intersection(experts))
         self._ask_again(layer)
 
-    def end_step(self, ended: Iterable[int]) -> None:
+    def end_step(self, ended: Iterable[Hashable]) -> None:
         """The step is computed, and these requests are over."""
         self._ask_again(None)
         decoding = [request for request, count in self._num_rows.items() if count == 1]
@@ -119,7 +119,7 @@ class PrefixWarmth:
         if self._on and before is not None:
             self._ask(before, dict.fromkeys(self._num_rows, 1))
 
-    def _ask(self, layer: int, num_rows: Mapping[int, int]) -> None:
+    def _ask(self, layer: int, num_rows: Mapping[Hashable, int]) -> None:
         """Ask for a layer's next event, unless a predictor has: it knows more than a prefix tells."""
         if self._control.is_predicted(layer):
             return

@@ -116,7 +116,7 @@ def fit(model: Path, texts: tuple[Path, ...], max_tokens: int) -> None:
     kept in the cache, where --expert-prefetch finds them.
     """
     from moeserve.experts.fit import TextReader, fit_gates, half_of_topics, pieces
-    from moeserve.experts.load_ahead import keep_fitted_gates
+    from moeserve.experts.prefetch import keep_fitted_gates
     from moeserve.model.spec import ModelError
 
     contents = [_read(path) for path in texts] or half_of_topics(0)

@@ -58,11 +58,11 @@ def _serve(context: RunContext, rank: int, report: Report, stop: threading.Event
     try:
         # Imports torch, which takes seconds: the signals above must already be in place.
         if context.config.expert_parallel_size == 1:
-            from moeserve.startup import run_engine
+            from moeserve.service import run_alone
 
-            run_engine(context, report, stop)
+            run_alone(context, report, stop)
         else:
-            from moeserve.ranks.startup import run_rank
+            from moeserve.ranks.life import run_rank
 
             run_rank(context, rank, report, stop)
     except (ModelError, ConfigError, RankError) as error:

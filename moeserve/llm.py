@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from moeserve.assemble import build_scheduler, load_rank
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
 from moeserve.experts.observe import signature_merger
-from moeserve.model_loading import load_model, plan_model
+from moeserve.memory_plan import plan_model
 from moeserve.plan import FinishReason, Request, SamplingParams, TokenLogprobs
-from moeserve.rank import Rank
-from moeserve.serving import build_scheduler
-from moeserve.startup import signature_tap, start_observing
 from moeserve.steps import LocalExecutor, Steps
 
 
@@ -43,16 +41,14 @@ class LLM:
             raise ConfigError("LLM runs on a CPU: device cuda is for a service.")
         refuse_gpu_settings(config, "a service on a GPU: LLM runs on a CPU")
         refuse_changed(config, ("expert_trace",), "a service: LLM records nothing")
-        plan = plan_model(Path(model_dir), config)
-        tap = signature_tap(plan, config)
-        model = load_model(Path(model_dir), config, lambda _: None, plan=plan, tap=tap)
-        self.spec = model.spec
-        self.experts = None if model.experts is None else model.experts.memory
-        prefetcher = start_observing(Path(model_dir), model, tap, config, records=False)
-        merge = None if prefetcher is None else signature_merger(model.spec)
-        self.scheduler, _ = build_scheduler(config, model.kv, merge_annotations=merge)
-        rank = Rank(model.runner, model.observers)
-        self.steps = Steps(self.scheduler, LocalExecutor(rank), depth=0)
+        config = replace(config, record_experts=False)
+        directory = Path(model_dir)
+        rank = load_rank(directory, plan_model(directory, config), config, lambda _: None).start()
+        self.spec = rank.model.spec
+        self.experts = rank.memory
+        merge = None if rank.prefetcher is None else signature_merger(self.spec)
+        self.scheduler, _ = build_scheduler(config, rank.model.kv, merge_annotations=merge)
+        self.steps = Steps(self.scheduler, LocalExecutor(rank.runner), rank.depth)
         self._count = 0
 
     def close(self) -> None:

@@ -18,10 +18,10 @@ from experts.routing_files import Tap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.ops import PagedRows
 from moeserve.config import ServeConfig
+from moeserve.memory_plan import read_spec
 from moeserve.model.decoder import ForwardBatch
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.weights import load_decoder
-from moeserve.model_loading import read_spec
 
 _Key = TypeVar("_Key", bound=Hashable)
 

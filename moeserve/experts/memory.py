@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
 import torch
 
 from experts.deep_nvme import DeepNvme, deep_nvme
 from experts.errors import DeepNvmeError, ExpertStoreError
 from experts.expert_file import round_to_page
 from experts.expert_memory import ExpertMemory
-from experts.moe_layer import LocalExperts
 from experts.observer import AnyObserver
 from experts.placement import Placement
 from experts.resident_experts import ResidentExperts
@@ -22,12 +20,10 @@ from experts.slots import SlotArena
 from experts.tiers import DiskTier, ExpertTier, PositionedReads, SlowedTier
 from kernels.packed_experts import ExpertLayout, SplitExperts
 from moeserve.config import ServeConfig
-from moeserve.experts.resident_model import ResidentModel, SlotPlan, experts_of, in_mib, plan_slots, resident_model
+from moeserve.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.experts.settings import measured_load
 from moeserve.model.expert_store import ensure_expert_store, layout_in_store
 from moeserve.model.spec import DecoderSpec, ModelError
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +82,7 @@ def open_experts(
 
     root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
     store = ensure_expert_store(directory, spec, plan.layout, plan.dtype, root, progress)
-    nvme = _deep_nvme(slots.num_bytes)
+    nvme, obstacle = _deep_nvme(slots.num_bytes)
     locked = None if nvme is None else nvme.locked_memory(slots.num_bytes)
     open_reads = PositionedReads if nvme is None else nvme.open
     try:
@@ -102,35 +98,21 @@ def open_experts(
     def layer_of(memory: ExpertMemory, number: int) -> ResidentExperts:
         return ResidentExperts(memory, arena, number, _places(plan.layout, moe.num_experts), observers)
 
-    _log_opened(config, plan, moe.num_experts, store.path, disk.reads.description)
-    return resident_model(spec, slots, config.expert_policy, load, arena, tier, layer_of, tier_name="disk")
+    reads = {"store": str(store.path), "read": disk.reads.description}
+    if obstacle is not None:
+        reads["deep_nvme"] = obstacle
+    if config.expert_store_bandwidth:
+        reads["emulated_bytes_per_second"] = str(config.expert_store_bandwidth)
+    policy = config.expert_policy
+    return resident_model(spec, slots, policy, load, arena, tier, layer_of, tier_name="disk", reads=reads)
 
 
-def _deep_nvme(num_locked: int) -> DeepNvme | None:
+def _deep_nvme(num_locked: int) -> tuple[DeepNvme | None, str | None]:
+    """Return the operator, or the sentence that says why plain reads take its place."""
     try:
-        return deep_nvme(num_locked)
+        return deep_nvme(num_locked), None
     except DeepNvmeError as error:
-        log.info("deep_nvme_not_used", why=str(error))
-        return None
-
-
-def _log_opened(config: ServeConfig, plan: ResidencyPlan, num_experts: int, path: Path, reads: str) -> None:
-    """reads: how the file at `path` is read."""
-    slots = plan.slots
-    log.info(
-        "expert_memory",
-        slots=f"{min(slots.num_slots)} of {num_experts} per layer",
-        size=in_mib(slots.num_bytes),
-        policy=config.expert_policy,
-        store=str(path),
-        read=reads,
-        **({"emulated_bytes_per_second": config.expert_store_bandwidth} if config.expert_store_bandwidth else {}),
-    )
-
-
-def local_of(experts: CpuResidentModel, layer: int) -> LocalExperts:
-    """Computes a layer's rows of several ranks, which have experts elsewhere too."""
-    return experts.layers[layer].partial
+        return None, str(error)
 
 
 def _places(layout: ExpertLayout, num_experts: int) -> SplitExperts:

@@ -1,4 +1,4 @@
-"""How a rank reads and puts in place the experts that a migration brings it."""
+"""How a rank reads the experts that a migration brings it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,12 @@ from pathlib import Path
 from typing import Generic
 
 import torch
-from torch import Tensor
 
-from experts.rebalance import ExpertMigrator, PlacedExperts, Weights
+from experts.rebalance import Weights
 from moeserve.model.checkpoint import OwnedExperts, TensorInfo, plan_experts, read_index
 from moeserve.model.expert_weights import ExpertReader
 from moeserve.model.spec import CheckpointError, DecoderSpec
 from moeserve.model.tensor_reader import TensorReader
-from moeserve.model_loading import LoadedModel
-
-
-def make_migrator(
-    directory: Path, model: LoadedModel, placed: PlacedExperts, owned: OwnedExperts
-) -> ExpertMigrator[Tensor]:
-    """For the rank that has loaded `model` from `directory`, with the experts that it `owned` then."""
-    reread = Rereader(directory, model.spec, model.dtype, owned, lambda reader: reader.read(0))
-
-    def install(layer: int, slot: int, packed: Tensor) -> None:
-        model.packed_experts[layer].put(slot, packed)
-
-    return ExpertMigrator(placed, reread, install)
 
 
 class Rereader(Generic[Weights]):

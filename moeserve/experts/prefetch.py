@@ -1,17 +1,18 @@
-"""Prefetching experts while serving: who predicts, and what a plan tells about the step."""
+"""Prefetching experts while serving: who observes steps and asks for experts, as the settings say."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 from torch import Tensor
 
 from experts.expert_memory import ExpertMemory
-from experts.gates import FittedGates, GatedBlock, GatePreview, GatesAhead
+from experts.gates import FittedGates, GatedBlock, GatePreview, GatesAhead, load_fitted_gates, save_fitted_gates
 from experts.lookahead import GateLookahead
-from experts.observer import StepObserver
+from experts.observer import PlannedStep, StepObserver
 from experts.predictors import (
     AFFINITY_SPAN,
     MAX_DISTANCE,
@@ -22,17 +23,14 @@ from experts.predictors import (
     RankShare,
 )
 from experts.prefetch_planning import PrefetchJudge, PrefetchPlanner, PrefetchRules, PrefetchSwitch
-from experts.prefetcher import HomeRecall, LayerListener, Prefetcher, PrefixListener, RankPrefetcher
+from experts.prefetcher import GateRecall, Prefetcher, PrefetchObserver, PrefixWarmer, RankPrefetcher
 from experts.prefix_warmth import PrefixWarmth
 from experts.residency import Affinity, EvictionPolicy, ResidencyControl
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_files import Tap
-from moeserve.config import ConfigError
+from moeserve.config import ConfigError, cache_root
+from moeserve.experts.settings import statistics_key
 from moeserve.model.spec import DecoderSpec
-from moeserve.plan import StepPlan, StepResult
-
-# A request that no plan has named for so many steps is over, or waits so long that it is a new one.
-_FORGOTTEN_AFTER = 64
 
 
 class ResidentLayers(Protocol):
@@ -60,36 +58,48 @@ class GatedDecoder(Protocol):
         """The blocks with experts, and the weight [H] of the norm in front of each."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prefetching:
+    """asks: for experts, ahead of their use. observers: it and all that goes with it, in their order."""
+
+    asks: PrefetchObserver
+    observers: Sequence[StepObserver[PlannedStep, object]]
+
+
 def start_prefetching(
     choice: str,
     experts: ResidentLayers,
     decoder: GatedDecoder,
     share: RankShare | None = None,
     fitted: FittedGates | None = None,
-) -> PrefixListener | None:
-    """Make the observer that loads experts ahead. choice: `--expert-prefetch`.
+) -> Prefetching | None:
+    """Who is to observe the steps of a rank and load experts ahead. choice: `--expert-prefetch`.
 
     share: of a rank of several, what it holds and has to do. fitted: what `moeserve experts fit` found, which takes
     the place of the gates unless the choice is `gate`. Returns None where nothing can be predicted: without experts,
     and by gates where one layer has them, for none comes after it. Raises ConfigError for a choice that needs fitted
     gates where there are none.
     """
-    if choice == "off" or decoder.spec.moe is None:
+    moe, memory = decoder.spec.moe, experts.memory
+    if choice == "off" or moe is None:
         return None
     if choice == "fitted" and fitted is None:
         raise ConfigError("--expert-prefetch fitted: no gates are fitted to this model; run moeserve experts fit.")
-    listener: LayerListener
+    here = None if share is None else share.experts_here
+    asks: PrefetchObserver
+    observers: list[StepObserver[PlannedStep, object]] = []
     if choice == "affinity":
-        listener = _learning(experts, decoder.spec, share)
+        observers.append(asks := _learning(experts, decoder.spec, share))
     else:
         if len(decoder.spec.moe_layers) == 1:
             return None
         preview = _preview(decoder, None if choice == "gate" else fitted)
         judge = PrefetchJudge(PrefetchSwitch()) if choice == "auto" else None
-        listener = _believing_gates(experts, preview, decoder.spec.moe.gate.top_k, judge, share)
-    here = None if share is None else share.experts_here
-    warmth = PrefixWarmth(experts.control, decoder.spec.moe.num_experts, here)
-    return PrefixListener(listener, experts.memory, warmth)
+        observers.append(asks := GateLookahead(memory, experts.control, preview, moe.gate.top_k, judge, here))
+        if share is not None:
+            observers.append(GateRecall(asks, GatesAhead(preview, len(experts.layers)), memory.recall))
+    observers.append(PrefixWarmer(asks, memory, PrefixWarmth(experts.control, moe.num_experts, here)))
+    return Prefetching(asks, observers)
 
 
 def _preview(decoder: GatedDecoder, fitted: FittedGates | None) -> GatePreview:
@@ -97,21 +107,7 @@ def _preview(decoder: GatedDecoder, fitted: FittedGates | None) -> GatePreview:
     return GatePreview(blocks, norms, min(MAX_DISTANCE, len(blocks) - 1), Tap.EARLY, fitted)
 
 
-def _believing_gates(
-    experts: ResidentLayers,
-    preview: GatePreview,
-    top_k: int,
-    judge: PrefetchJudge | None,
-    share: RankShare | None,
-) -> LayerListener:
-    memory, control = experts.memory, experts.control
-    if share is None:
-        return GateLookahead(memory, control, preview, top_k, judge)
-    lookahead = GateLookahead(memory, control, preview, top_k, judge, share.experts_here)
-    return HomeRecall(lookahead, GatesAhead(preview, len(experts.layers)), memory.recall)
-
-
-def _learning(experts: ResidentLayers, model: DecoderSpec, share: RankShare | None) -> LayerListener:
+def _learning(experts: ResidentLayers, model: DecoderSpec, share: RankShare | None) -> PrefetchObserver:
     assert model.moe is not None
     spec = StatisticsSpec(len(experts.layers), model.moe.num_experts, model.moe.gate.top_k, max_distance=AFFINITY_SPAN)
     learnt = LearntAffinity(RoutingStatistics(spec))
@@ -129,46 +125,23 @@ def _prefetcher(experts: ResidentLayers, predictor: Predictor, learnt: LearntAff
     return Prefetcher(experts.memory, predictor, planner, learnt)
 
 
-class PrefetchSteps(StepObserver[StepPlan, StepResult]):
-    """Tells a prefetcher where steps begin and end, whose tokens they compute, behind which prefix.
+# Where the gates fitted to a model are kept: in the cache, by the checkpoint's folder and configuration.
 
-    On a GPU gates are heard while a step is launched, for the host waits for them.
-    """
 
-    def __init__(self, prefetcher: PrefixListener) -> None:
-        self._prefetcher = prefetcher
-        self._number_of: dict[str, int] = {}
-        self._last_step: dict[str, int] = {}
-        self._num_seen = 0
-        self._num_steps = 0
+def fitted_gates_path(directory: Path) -> Path:
+    """Of the checkpoint in `directory`, whether there is a file or not."""
+    return cache_root() / "gates" / f"{directory.resolve().name}-{statistics_key(directory)[:16]}.safetensors"
 
-    def begin(self, plan: StepPlan) -> None:
-        self._num_steps += 1
-        numbers = [self._number(chunk.request_id) for chunk in plan.chunks]
-        for chunk, number in zip(plan.chunks, numbers, strict=True):
-            if chunk.annotation is not None:
-                self._prefetcher.recall(number, chunk.annotation)
-        counts = np.array([len(chunk.token_ids) for chunk in plan.chunks], np.int64)
-        token_ids = np.concatenate(
-            [np.asarray(chunk.token_ids, np.int64) for chunk in plan.chunks] or [np.empty(0, int)]
-        )
-        self._prefetcher.begin_step(token_ids, np.repeat(np.asarray(numbers, np.int64), counts))
 
-    def launched(self) -> None:
-        self._prefetcher.end_step(self._forget())
+def find_fitted_gates(directory: Path) -> FittedGates | None:
+    """Those of the checkpoint in `directory`. Raises FittedGatesError for a file that cannot be used."""
+    path = fitted_gates_path(directory)
+    return load_fitted_gates(path, statistics_key(directory)) if path.exists() else None
 
-    def _number(self, request_id: str) -> int:
-        self._last_step[request_id] = self._num_steps
-        if request_id not in self._number_of:
-            self._number_of[request_id] = self._num_seen
-            self._num_seen += 1
-        return self._number_of[request_id]
 
-    def _forget(self) -> list[int]:
-        """Numbers of requests that are over."""
-        if self._num_steps % _FORGOTTEN_AFTER:
-            return []
-        gone = [name for name, step in self._last_step.items() if self._num_steps - step >= _FORGOTTEN_AFTER]
-        for name in gone:
-            del self._last_step[name]
-        return [self._number_of.pop(name) for name in gone]
+def keep_fitted_gates(directory: Path, fitted: FittedGates) -> Path:
+    """Has `find_fitted_gates` find them from now on; returns the file."""
+    path = fitted_gates_path(directory)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_fitted_gates(path, fitted, statistics_key(directory))
+    return path

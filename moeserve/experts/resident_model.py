@@ -65,7 +65,8 @@ Layer = TypeVar("Layer")
 
 @dataclass(frozen=True, slots=True)
 class ResidentModel(Generic[Layer]):
-    """layers: by their numbers in the model. tier: where the experts that have no slot are, for people."""
+    """layers: by their numbers in the model. tier, reads: for people, where the experts that have no slot are and how
+    they are read from there."""
 
     memory: ExpertMemory
     control: ResidencyControl
@@ -73,6 +74,7 @@ class ResidentModel(Generic[Layer]):
     layers: Mapping[int, Layer]
     slots: SlotPlan
     tier: str
+    reads: Mapping[str, str]
 
     def dispatch_of(self, layer: int) -> Layer:
         return self.layers[layer]
@@ -88,6 +90,7 @@ def resident_model(
     layer_of: Callable[[ExpertMemory, int], Layer],
     *,
     tier_name: str,
+    reads: Mapping[str, str] | None = None,
 ) -> ResidentModel[Layer]:
     """Starts to copy from `tier` into `slots`, as a policy decides.
 
@@ -100,4 +103,4 @@ def resident_model(
     control = ResidencyControl(plan.num_slots, num_experts, plan.slot_bytes, policies.__getitem__)
     memory = ExpertMemory(control, slots, tier)
     layers = {layer: layer_of(memory, number) for number, layer in enumerate(spec.moe_layers)}
-    return ResidentModel(memory, control, policies, layers, plan, tier_name)
+    return ResidentModel(memory, control, policies, layers, plan, tier_name, reads or {})

@@ -29,10 +29,7 @@ class GpuExpertSettings:
     """What the service's settings say of experts on a GPU.
 
     num_bytes: of the slots. host_bytes: the host memory that the experts of this GPU may take; beyond it they are read
-    from disk.
-    bandwidth: of an emulated link, in bytes per second. load: [L, E], for a policy that goes by it. prefetch: see
-    `moeserve.experts.prefetch.start_prefetching`. signs_prefixes: whether results tell what the gates chose, of
-    which signatures of cached prefixes are made.
+    from disk. bandwidth: of an emulated link, in bytes per second. load: [L, E], for a policy that goes by it.
     """
 
     num_bytes: int
@@ -41,8 +38,6 @@ class GpuExpertSettings:
     store_dir: Path | None
     bandwidth: int | None
     load: Sequence[Sequence[float]] | None = None
-    prefetch: str = "off"
-    signs_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,20 @@
-"""From a model's folder to a runner on a GPU: weights, the largest step once, KV memory from what is left, graphs."""
+"""From a decoder to a runner on a GPU: the largest step once, KV memory from what is left, kernels, graphs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
-from experts.observer import AnyObserver
 from experts.routing_tap import RoutingTap
 from kernels.gpu.moe_config import MoeConfigs
 from moeserve.device import KvBudget, kv_memory, share_kv
 from moeserve.model.decoder import Decoder
 from moeserve.model.gpu_batches import AttentionLimits, StepBatches
-from moeserve.model.gpu_build import build_gpu_decoder
 from moeserve.model.gpu_expert_memory import (
     GpuExpertSettings,
-    GpuResidentModel,
-    open_gpu_experts,
-    plan_gpu_residency,
 )
-from moeserve.model.gpu_kernels import attention_shape, expert_configs, expert_storage, tuned_attention
+from moeserve.model.gpu_kernels import attention_shape, tuned_attention
 from moeserve.model.gpu_runner import DecodeSteps, GpuModelRunner, HeardDecoder, Peers
 from moeserve.model.gpu_setup import (
     BeginStep,
@@ -34,7 +28,6 @@ from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from moeserve.model.sampler import SCORED_AT_ONCE
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.step_arrays import StepShape, capture_sizes
-from moeserve.model.tensor_reader import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +35,6 @@ class GpuSettings:
     """What the service's settings say of a GPU.
 
     kv_dtype: of the KV blocks, None for the model's. expert_quantization: see `expert_storage`.
-    hears_gates: whether results tell what the gates chose.
     """
 
     block_size: int
@@ -53,76 +45,8 @@ class GpuSettings:
     gpu_memory_utilization: float
     enforce_eager: bool
     experts: GpuExpertSettings | None = None
-    hears_gates: bool = False
     kv_dtype: torch.dtype | None = None
     expert_quantization: str = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class GpuModel:
-    """experts: None where all are in the device's memory. observers: told what is computed; whoever assembles a rank
-    completes the list before the first step."""
-
-    runner: GpuModelRunner
-    decoder: Decoder
-    kv: KvBudget
-    weights_bytes: int
-    kv_bytes: int
-    experts: GpuResidentModel | None
-    observers: list[AnyObserver]
-
-
-def load_gpu_model(
-    directory: Path,
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    settings: GpuSettings,
-    progress: Progress,
-    device: torch.device,
-) -> GpuModel:
-    """Loads the model and takes its KV memory. Raises ModelError or ConfigError for what does not fit."""
-    storage = expert_storage(spec, dtype, settings.expert_quantization)
-    configs = expert_configs(spec, storage, device)
-    bounded, experts = settings.experts, None
-    observers: list[AnyObserver] = []
-    plan = None if bounded is None else plan_gpu_residency(spec, dtype, bounded.num_bytes, storage)
-    if bounded is not None and plan is not None:
-        experts = open_gpu_experts(
-            directory,
-            plan,
-            bounded,
-            device,
-            settings.max_num_batched_tokens,
-            lambda _, done, total: progress(done, total),
-            configs,
-            observers,
-        )
-        # The host decides in every layer which experts to load, so no step can be captured.
-        settings = replace(settings, enforce_eager=True)
-    tap = gate_tap(spec, settings, None if experts is None else settings.experts)
-    if tap is not None:
-        observers.append(tap)
-    decoder = build_gpu_decoder(
-        directory,
-        spec,
-        dtype=dtype,
-        device=device,
-        max_tokens=settings.max_num_batched_tokens,
-        max_model_len=settings.max_model_len,
-        experts=experts,
-        progress=progress,
-        configs=configs,
-        observers=observers,
-        storage=storage,
-    )
-    weights_bytes = allocated_bytes(device)
-    forget_peak(device)
-    compute_largest_step(decoder, settings)
-    kv, kv_bytes = kv_blocks(spec, dtype, settings, settings.kv_cache_memory or free_for_kv(device, settings))
-    runner = make_runner(decoder, kv, settings, configs, tap=tap)
-    if experts is not None:
-        experts.memory.forget_counts()
-    return GpuModel(runner, decoder, kv, weights_bytes, kv_bytes, experts, observers)
 
 
 def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memory: int) -> tuple[KvBudget, int]:
@@ -136,13 +60,6 @@ def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memo
         max_model_len=settings.max_model_len,
     )
     return kv, kv.num_blocks * block_bytes
-
-
-def gate_tap(spec: DecoderSpec, settings: GpuSettings, memory: GpuExpertSettings | None = None) -> RoutingTap | None:
-    """What hears the gates, if somebody wants to know. memory: None where all experts are in the device's memory."""
-    if spec.moe is None or not (settings.hears_gates or (memory is not None and memory.signs_prefixes)):
-        return None
-    return RoutingTap(len(spec.moe_layers), spec.moe.num_experts)
 
 
 def make_runner(

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from experts.errors import CollectiveError
 from moeserve.experts.rebalancing import Migrator, follow
 from moeserve.plan import Pending, StepPlan, StepResult
-from moeserve.ranks.messages import Forward, LayerLoaded, RankError, RankResult, Shutdown, StepRows
+from moeserve.ranks.messages import Forward, LayerLoaded, RankError, RankResult, Shutdown
+from moeserve.ranks.together import StepRows
 from moeserve.ranks.transport import BeatThread, RankHub, RankLink, find_fault
 from moeserve.steps import Runner
 from moeserve.wire import decode_plan, decode_result, encode_plan, encode_result
@@ -140,24 +141,15 @@ class _OfAllRanks:
 _RANK_STEPS_POLL_SECONDS = 20e-6
 
 
-class Member(Protocol):
-    """See `moeserve.ranks.members.RankMember`."""
-
-    @property
-    def runner(self) -> Runner: ...
-
-    @property
-    def migrator(self) -> Migrator: ...
-
-    def begin_step(self, rows: StepRows) -> None: ...
-
-
 class RankSteps:
     """Where steps are queued, the next one that rank 0 sends is launched while one is computed; results go home in
     the order of their steps."""
 
-    def __init__(self, rank: int, link: RankLink, member: Member, beats: BeatThread) -> None:
-        self._rank, self._link, self._member, self._beats = rank, link, member, beats
+    def __init__(
+        self, rank: int, link: RankLink, runner: Runner, sizes: StepSizes, migrator: Migrator, beats: BeatThread
+    ) -> None:
+        self._rank, self._link, self._beats = rank, link, beats
+        self._runner, self._sizes, self._migrator = runner, sizes, migrator
         self._in_flight: deque[Pending[StepResult]] = deque()
 
     def run(self) -> None:
@@ -168,7 +160,7 @@ class RankSteps:
                 if isinstance(message, Forward):
                     self._begin(message)
                 else:
-                    follow(message, self._member.migrator)
+                    follow(message, self._migrator)
         except CollectiveError:
             # Rank 0 finds out whose fault it is and ends, which ends the wait here. The beats say that it is not ours.
             self._link.receive()
@@ -187,14 +179,13 @@ class RankSteps:
 
     def _begin(self, step: Forward) -> None:
         self._beats.busy.set()
-        member = self._member
-        if step.placement_version != member.migrator.version:
-            member.migrator.switch(step.placement_version)
-        member.begin_step(StepRows(step.num_rows, step.num_logit_rows, step.only_decodes))
-        self._in_flight.append(member.runner.launch(decode_plan(step.plan)))
+        if step.placement_version != self._migrator.version:
+            self._migrator.switch(step.placement_version)
+        self._sizes.begin_step(StepRows(step.num_rows, step.num_logit_rows, step.only_decodes))
+        self._in_flight.append(self._runner.launch(decode_plan(step.plan)))
 
     def _finish(self, step: Pending[StepResult]) -> None:
         result = step.result()
-        if outcome := self._member.migrator.outcome():
+        if outcome := self._migrator.outcome():
             self._link.send(LayerLoaded(self._rank, outcome.version, outcome.error))
         self._link.send(RankResult(self._rank, encode_result(result)))

@@ -34,6 +34,8 @@ MODULES = [
     *names_under("kernels"),
     *[name for name in names_under("moeserve/model") if ".gpu_" in name],
     *names_under("moeserve/tune"),
+    "moeserve.gpu_body",
+    "moeserve.rank",
     "moeserve.steps",
     "moeserve.device",
     "moeserve.model.kv_pool",

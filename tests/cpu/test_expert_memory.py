@@ -21,9 +21,9 @@ from experts.routing_files import save_statistics
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.experts.settings import statistics_key
 from moeserve.llm import LLM, Completion
+from moeserve.memory_plan import read_spec
 from moeserve.model.expert_store import layout_in_store
 from moeserve.model.spec import ModelError
-from moeserve.model_loading import read_spec
 from moeserve.plan import SamplingParams
 from tests.support.tiny_models import CASES, save
 

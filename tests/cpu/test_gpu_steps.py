@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from moeserve.model.step_arrays import StepShape
-from moeserve.ranks.gpu_steps import GpuSteps
-from moeserve.ranks.messages import StepRows
+from moeserve.ranks.together import GroupSteps, StepRows
 
 
 class Experts:
@@ -24,9 +23,9 @@ class Ranks:
     num_ranks = 3
 
 
-def make(shape: str, sizes: Sequence[int]) -> tuple[GpuSteps, Experts]:
+def make(shape: str, sizes: Sequence[int]) -> tuple[GroupSteps, Experts]:
     experts = Experts()
-    steps = GpuSteps(cast("Any", experts), cast("Any", Ranks()))
+    steps = GroupSteps(cast("Any", experts), cast("Any", Ranks()))
     steps.use(shape, sizes)
     return steps, experts
 

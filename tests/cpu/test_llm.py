@@ -14,8 +14,8 @@ from moeserve.device import KvBudget
 from moeserve.llm import LLM, Completion
 from moeserve.model.families import GenerationDefaults, build_spec, load_config
 from moeserve.model.kv_pool import kv_block_bytes
-from moeserve.model_loading import ServedModel
 from moeserve.plan import FinishReason, SamplingParams
+from moeserve.rank import ServedModel
 from tests.support.tiny_models import save
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)

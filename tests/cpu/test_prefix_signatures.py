@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-import moeserve.startup
+import moeserve.assemble
 from experts.expert_file import round_to_page
 from experts.lookahead import GateLookahead
-from experts.prefetcher import PrefixListener
+from experts.prefetcher import PrefixWarmer
 from experts.prefix_warmth import PrefixWarmth
 from moeserve.config import ServeConfig
 from moeserve.llm import LLM
+from moeserve.memory_plan import read_spec
 from moeserve.model.expert_store import layout_in_store
-from moeserve.model_loading import read_spec
 from moeserve.plan import SamplingParams
 from radix_cache import PrefixCache
 from tests.support.tiny_models import save
@@ -80,14 +80,14 @@ def test_a_second_request_finds_the_experts_of_its_prefix_loaded(
     llm = LLM(model, bounded(model, tmp_path, expert_prefetch="gate"))
     memory = llm.experts
     assert memory is not None
-    begin_step = PrefixListener.begin_step
+    begin = PrefixWarmer.begin
 
-    def begin_when_loaded(listener: PrefixListener, *step: Any) -> None:
-        begin_step(listener, *step)
+    def begin_when_loaded(warmer: PrefixWarmer, plan: Any) -> None:
+        begin(warmer, plan)
         with memory._changed:
             memory._changed.wait_for(lambda: not len(memory._control._queue), timeout=5)
 
-    monkeypatch.setattr(PrefixListener, "begin_step", begin_when_loaded)
+    monkeypatch.setattr(PrefixWarmer, "begin", begin_when_loaded)
     prefix = prompt(1, 40)
     for one in (prefix + prompt(2, 9), prompt(3, 50)):
         llm.generate([one], GREEDY)
@@ -109,8 +109,8 @@ def test_where_nothing_is_loaded_ahead_nothing_is_described_kept_or_carried(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("built")
 
-    monkeypatch.setattr(moeserve.startup, "RoutingTap", refuse)
-    monkeypatch.setattr(moeserve.startup, "PrefixSigner", refuse)
+    monkeypatch.setattr(moeserve.assemble, "RoutingTap", refuse)
+    monkeypatch.setattr(moeserve.assemble, "PrefixSigner", refuse)
     monkeypatch.setattr(PrefixCache, "annotate", refuse)
     monkeypatch.setattr(PrefixCache, "annotations", refuse)
     config = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,16 +14,15 @@ from torch import Tensor
 from experts.expert_memory import ExpertMemory
 from experts.gates import GatePreview, GatesAhead
 from experts.predictors import RankPredictor, RecallSample
-from experts.prefetcher import HomeRecall, LayerListener, Prefetcher, RankPrefetcher
+from experts.prefetcher import GateRecall, Prefetcher, PrefetchObserver, RankPrefetcher
 from experts.routing_files import Tap
+from moeserve.plan import Chunk, StepPlan
 
 NUM_EXPERTS, TOP_K = 4, 2
 
 
 class Heard:
     """Writes down every call that it gets, and what the arguments hold."""
-
-    is_on = True
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -47,67 +47,59 @@ def gates(num_layers: int) -> GatesAhead:
     return GatesAhead(GatePreview([Gate()] * num_layers, ones, 3, Tap.EARLY), num_layers)
 
 
-def step(num_rows: int) -> tuple[Any, Any]:
-    return np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+def plan(num_rows: int) -> StepPlan:
+    return StepPlan(0, [Chunk("a", array("i", [0] * num_rows), 0, array("i"), None)] if num_rows else [])
 
 
 def test_own_rows_are_told_once_the_loads_have_begun_and_also_where_nobody_comes() -> None:
     prefetcher, predictor = Heard(), Heard()
     memory = cast(ExpertMemory, SimpleNamespace(predictor_seconds=0.0))
-    listener = RankPrefetcher(memory, cast(Prefetcher, prefetcher), cast(RankPredictor, predictor))
+    observer = RankPrefetcher(memory, cast(Prefetcher, prefetcher), cast(RankPredictor, predictor))
     x, ids, weights = torch.zeros(1, NUM_EXPERTS), torch.tensor([[2, 3]]), torch.ones(1, 2)
-    listener.begin_step(*step(1))
+    begun = plan(1)
+    observer.begin(begun)
     for layer, come in enumerate(([[2, -1]], [])):
-        listener.chose(layer, x, ids, weights)
+        observer.chose(layer, x, ids, weights)
         assert len(prefetcher.calls) == 1 + layer
         arrived = torch.tensor(come, dtype=torch.int64).view(-1, 2)
-        listener.arrived(layer, torch.eye(NUM_EXPERTS)[: len(come)], arrived, torch.ones(len(come), 2))
-    listener.end_step([])
+        observer.arrived(layer, torch.eye(NUM_EXPERTS)[: len(come)], arrived, torch.ones(len(come), 2))
+    observer.launched()
     assert predictor.calls == [
         ("observe_computed", 0, [[2, 3]], [[2, -1]]),
         ("observe_computed", 1, [[2, 3]], []),
     ]
-    assert [call[:2] for call in prefetcher.calls] == [
-        ("begin_step", [0]),
-        ("arrived", 0),
-        ("arrived", 1),
-        ("end_step", []),
-    ]
-    assert prefetcher.calls[1][2:] == ([[0, 0, 0, 0]], [[2, 3]], [[1, 1]])
+    assert prefetcher.calls == [("begin", begun), ("follow", 0, [[2, 3]]), ("follow", 1, [[2, 3]]), ("launched",)]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 20])
 def test_gates_are_judged_by_the_rows_at_home(num_rows: int) -> None:
     recall = RecallSample(interval=2)
-    inner = Heard()
-    listener = HomeRecall(cast(LayerListener, inner), gates(3), recall)
+    observer = GateRecall(PrefetchObserver(), gates(3), recall)
     rows = torch.eye(NUM_EXPERTS)[torch.tensor([1, 2] * 10)[:num_rows]] + 0.1 * torch.eye(NUM_EXPERTS)[0]
     right, wrong = rows.topk(TOP_K).indices, (-rows).topk(TOP_K).indices
     weights = torch.ones(right.shape)
     for _ in range(2):
-        listener.begin_step(*step(num_rows))
+        observer.begin(plan(num_rows))
         for layer, chosen in enumerate((wrong, right, wrong)):
-            listener.chose(layer, rows, chosen, weights)
-            listener.arrived(layer, rows, chosen, weights)
-        listener.end_step([])
-        listener.begin_step(*step(0))
-        listener.end_step([])
+            observer.chose(layer, rows, chosen, weights)
+        observer.launched()
+        observer.begin(plan(0))
+        observer.launched()
     counted = {(count.source, count.distance): count for count in recall.counts()}
     assert set(counted) == {("gate-early", 1), ("gate-early", 2)}
     judged = len(range(0, num_rows, -(-num_rows // 8))) * TOP_K
     assert counted["gate-early", 1].num_chosen == 2 * judged
     assert counted["gate-early", 1].num_recalled == judged
     assert (counted["gate-early", 2].num_chosen, counted["gate-early", 2].num_recalled) == (judged, 0)
-    assert [call[0] for call in inner.calls].count("arrived") == 6
 
 
 def test_rows_that_a_layer_leaves_out_are_not_judged() -> None:
     recall = RecallSample(interval=1)
-    listener = HomeRecall(cast(LayerListener, Heard()), gates(2), recall)
+    observer = GateRecall(PrefetchObserver(), gates(2), recall)
     rows = torch.rand(16, NUM_EXPERTS)
-    listener.begin_step(*step(16))
+    observer.begin(plan(16))
     for layer, count in enumerate((16, 8)):
         chosen = rows[:count].topk(TOP_K).indices
-        listener.chose(layer, rows[:count], chosen, torch.ones(chosen.shape))
-    listener.end_step([])
+        observer.chose(layer, rows[:count], chosen, torch.ones(chosen.shape))
+    observer.launched()
     assert recall.counts() == []

@@ -11,12 +11,12 @@ import torch
 from experts.routing import RoutingShape, unpack
 from experts.routing_tap import RoutingTap
 from kernels.moe_gate import GateSpec, select_experts
+from moeserve.assemble import load_rank
 from moeserve.config import ServeConfig
 from moeserve.experts.observe import ExpertRecording, plan_recording
 from moeserve.llm import LLM
-from moeserve.model_loading import load_model, plan_model
+from moeserve.memory_plan import plan_model
 from moeserve.plan import SamplingParams
-from moeserve.startup import routing_tap
 from moeserve.steps import LocalExecutor, Steps
 from tests.support.checkpoints import TOKENS, load, logits_of, spec_of
 from tests.support.tiny_models import save
@@ -56,13 +56,12 @@ def test_an_engine_that_records_gives_the_same_tokens_and_counts_every_row(tmp_p
     expected = [completion.token_ids for completion in LLM(tmp_path, CONFIG).generate(prompts, sampling)]
 
     plan = plan_model(tmp_path, CONFIG)
-    tap, planned = routing_tap(plan.spec, CONFIG), plan_recording(CONFIG, tmp_path, plan.spec)
-    assert tap is not None
+    planned = plan_recording(CONFIG, tmp_path, plan.spec)
     assert planned is not None
-    model = load_model(tmp_path, CONFIG, lambda _: None, plan=plan, tap=tap)
-    heard = LLM(tmp_path, CONFIG)
+    rank = load_rank(tmp_path, plan, CONFIG, lambda _: None).start()
     recording = ExpertRecording(planned)
-    heard.steps = Steps(heard.scheduler, LocalExecutor(model.runner), depth=0, observers=[recording])
+    heard = LLM(tmp_path, CONFIG)
+    heard.steps = Steps(heard.scheduler, LocalExecutor(rank.runner), depth=0, observers=[recording])
     assert [completion.token_ids for completion in heard.generate(prompts, sampling)] == expected
     num_rows = sum(map(len, prompts)) + 4 * 5
     load_of = recording.statistics().load().sum(axis=1) / 2

@@ -13,8 +13,8 @@ from experts.expert_file import round_to_page
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_files import save_statistics
 from moeserve.config import ServeConfig
+from moeserve.memory_plan import read_spec
 from moeserve.model.expert_store import layout_in_store
-from moeserve.model_loading import read_spec
 from tests.support.service import Service, service
 from tests.support.tiny_model import write_model_dir
 from tests.support.tiny_models import save

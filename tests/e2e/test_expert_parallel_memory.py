@@ -10,8 +10,8 @@ import pytest
 
 from experts.expert_file import round_to_page
 from moeserve.config import ServeConfig
+from moeserve.memory_plan import read_spec
 from moeserve.model.expert_store import layout_in_store
-from moeserve.model_loading import read_spec
 from tests.e2e.test_expert_parallel import REPLICAS, RESTLESS, TWO, complete_all
 from tests.support.service import Service, service, wait_until
 from tests.support.tiny_model import write_model_dir

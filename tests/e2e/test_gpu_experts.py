@@ -9,7 +9,7 @@ import torch
 
 from experts.expert_file import round_to_page
 from experts.routing_files import load_trace
-from moeserve.experts.load_ahead import keep_fitted_gates
+from moeserve.experts.prefetch import keep_fitted_gates
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gpu_expert_memory import slot_layout
 from tests.support.fitted_gates import some_gates

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu_build import build_gpu_decoder
+from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.gpu_logits import MAX_LEN, MAX_TOKENS, difference, gpu_logits, two_requests
 from tests.support.tiny_models import CASES, save
 

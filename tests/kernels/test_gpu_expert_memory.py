@@ -16,13 +16,13 @@ from experts.routing_files import Tap
 from moeserve.config import ConfigError
 from moeserve.device import KvBudget
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu_build import build_gpu_decoder
 from moeserve.model.gpu_expert_memory import plan_gpu_residency
 from moeserve.model.gpu_model import make_runner
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.weights import load_decoder
 from moeserve.plan import ChunkResult, StepPlan
 from tests.support.fitted_gates import some_gates
+from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.gpu_experts import (
     DTYPE,
     MAX_LEN,

@@ -15,10 +15,10 @@ from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.moe_weights import store_weights
 from moeserve.config import ConfigError
 from moeserve.model.decoder import Decoder
-from moeserve.model.gpu_build import build_gpu_decoder
 from moeserve.model.gpu_kernels import expert_storage
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from tests.support.checkpoints import change_tensors, load, spec_of
+from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.gpu_logits import MAX_LEN, MAX_TOKENS, cpu_logits, difference, gpu_logits, two_requests
 from tests.support.tiny_models import CASES, save
 

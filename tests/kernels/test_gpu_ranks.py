@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from moeserve.device import KvBudget
-from moeserve.model.gpu_model import load_gpu_model
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.weights import load_decoder
@@ -96,8 +95,15 @@ def said_on_cpu(case: Mapping[str, Any], folder: Path) -> Said:
 def said_by_one_gpu(case: Mapping[str, Any], folder: Path, device: torch.device) -> Said:
     asked = RankCase(**{**case, "model": str(folder / case["model"])})
     spec = spec_of(Path(asked.model))
-    one = load_gpu_model(Path(asked.model), spec, torch.float32, asked.settings(spec), lambda done, total: None, device)
-    return serve(asked, one.kv, 1, LocalExecutor(one.runner))
+    # They serve with what a machine with a GPU may lack.
+    from moeserve.assemble import load_rank
+    from moeserve.memory_plan import ModelPlan
+
+    plan = ModelPlan(spec, torch.float32, KvBudget(0, 0), 0, device="cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moeserve.assemble.current_gpu", lambda: device)
+        one = load_rank(Path(asked.model), plan, asked.config(spec, 1), lambda _: None).start()
+    return serve(asked, one.model.kv, 1, LocalExecutor(one.runner))
 
 
 @pytest.fixture(scope="module")

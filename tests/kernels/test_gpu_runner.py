@@ -17,7 +17,6 @@ from experts.routing_tap import RoutingTap
 from moeserve.device import KvBudget
 from moeserve.experts.observe import ExpertRecording, PrefixSigner, RecordingPlan, routing_shape
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu_build import build_gpu_decoder
 from moeserve.model.gpu_model import GpuSettings, make_runner
 from moeserve.model.gpu_runner import GpuModelRunner
 from moeserve.model.kv_pool import KVPool
@@ -25,10 +24,11 @@ from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.weights import load_decoder
 from moeserve.plan import Chunk, ChunkExtras, Request, SamplingParams, StepPlan, StepResult
-from moeserve.rank import Rank
+from moeserve.rank import ObservedRunner
 from moeserve.scheduler import Scheduler
 from moeserve.steps import LocalExecutor, RanksObserver, Runner, Steps
 from radix_cache import PrefixCache
+from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.tiny_models import save
 
 MAX_LEN, NUM_BLOCKS, BLOCK_SIZE = 32, 24, 4
@@ -126,9 +126,9 @@ def make(model_dir: Path, device: torch.device, *, enforce_eager: bool) -> GpuMo
 def serve(runner: Runner, spec: DecoderSpec, sampling: list[SamplingParams], *, depth: int) -> Served:
     recording, shape = None, routing_shape(spec)
     annotations = Annotations()
-    rank, observers = Rank(runner), list[RanksObserver]([annotations])
+    rank, observers = ObservedRunner(runner), list[RanksObserver]([annotations])
     if shape is not None:
-        rank = Rank(runner, [PrefixSigner(shape, BLOCK_SIZE, keeps_routing=True)])
+        rank = ObservedRunner(runner, [PrefixSigner(shape, BLOCK_SIZE, keeps_routing=True)])
         statistics = RoutingStatistics(StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k))
         recording = ExpertRecording(RecordingPlan(shape, statistics, ""))
         recording.start_trace(with_token_ids=True)

@@ -12,8 +12,7 @@ from experts.expert_file import round_to_page
 from experts.gates import FittedGates
 from experts.observer import AnyObserver
 from moeserve.device import KvBudget
-from moeserve.experts.prefetch import PrefetchSteps, start_prefetching
-from moeserve.model.gpu_build import build_gpu_decoder
+from moeserve.experts.prefetch import start_prefetching
 from moeserve.model.gpu_expert_memory import (
     GpuExpertSettings,
     GpuResidentModel,
@@ -25,7 +24,8 @@ from moeserve.model.gpu_kernels import expert_storage
 from moeserve.model.gpu_model import GpuSettings, make_runner
 from moeserve.model.spec import DecoderSpec, silent
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan
-from moeserve.rank import Rank
+from moeserve.rank import ObservedRunner
+from tests.support.gpu_decoder import build_gpu_decoder
 
 BLOCK_SIZE, MAX_LEN, MAX_TOKENS = 4, 32, 16
 SETTINGS = GpuSettings(BLOCK_SIZE, 4, MAX_TOKENS, MAX_LEN, None, 0.9, enforce_eager=True)
@@ -80,9 +80,10 @@ def generate(
         observers=observers,
         storage=expert_storage(spec, DTYPE, quantization),
     )
-    rank = Rank(make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS), observers)
-    if experts is not None and (listener := start_prefetching(prefetch, experts, decoder, fitted=fitted)) is not None:
-        observers.extend([PrefetchSteps(listener), listener])
+    rank = ObservedRunner(make_runner(decoder, KvBudget(8, MAX_LEN), SETTINGS), observers)
+    if experts is not None:
+        prefetching = start_prefetching(prefetch, experts, decoder, fitted=fitted)
+        observers.extend(() if prefetching is None else prefetching.observers)
     chunks, results = prompt_chunks(), []
     for step in range(1 + NUM_DECODES):
         results.append(rank.launch(StepPlan(step, chunks)).result().chunks)

@@ -29,19 +29,18 @@ from experts.collectives import Collectives
 from experts.placement_search import choose_placement
 from experts.rebalance import Migration
 from experts.routing import NOT_COMPUTED, unpack
+from moeserve.assemble import load_rank
 from moeserve.device import KvBudget
 from moeserve.experts.observe import routing_shape
+from moeserve.memory_plan import ModelPlan
 from moeserve.model.families import build_spec, load_config
-from moeserve.model_loading import ModelPlan
 from moeserve.plan import Pending, StepPlan, StepResult, wanted_logits
-from moeserve.ranks.gpu_member import GpuMember
-from moeserve.ranks.messages import StepRows, captures_decodes
-from tests.support.rank_requests import NUM_BLOCKS, RankCase, serve
-
-TIMEOUT = 120
+from moeserve.rank import Group, Rank
+from moeserve.ranks.together import StepRows, captures_decodes
+from tests.support.rank_requests import NUM_BLOCKS, TIMEOUT, RankCase, serve
 
 
-def make_member(case: RankCase, collectives: Collectives) -> GpuMember:
+def make_rank(case: RankCase, collectives: Collectives) -> Rank:
     folder = Path(case.model)
     spec = build_spec(load_config(folder))
     assert spec.moe is not None
@@ -53,8 +52,9 @@ def make_member(case: RankCase, collectives: Collectives) -> GpuMember:
         num_groups=1,
         statistics=None,
     )
-    plan = ModelPlan(spec, torch.float32, KvBudget(0, 0), 0, placement)
-    return GpuMember(folder, plan, case.settings(spec), collectives, shape=case.shape, timeout=TIMEOUT)
+    plan = ModelPlan(spec, torch.float32, KvBudget(0, 0), 0, placement, device="cuda")
+    config = case.config(spec, collectives.num_ranks)
+    return load_rank(folder, plan, config, lambda _: None, collectives).start()
 
 
 class Ranks:
@@ -64,22 +64,24 @@ class Ranks:
     with two ranks of unequal batches; and chunks whose token was not known yet.
     """
 
-    def __init__(self, member: GpuMember, moves: bool) -> None:
-        self._member, self._moves = member, moves
+    def __init__(self, rank: Rank, moves: bool) -> None:
+        self._rank, self._moves = rank, moves
         self.counts = Counter[str]()
 
     def check(self) -> None:
         """Nothing can be missing."""
 
     def launch(self, plans: Sequence[StepPlan]) -> OfAllRanks:
-        member = self._member
-        if self._moves and plans[0].step > 1 and member.migrator.version == 0:
-            swap_experts(member)
+        rank = self._rank
+        assert rank.group is not None
+        assert rank.migrator is not None
+        if self._moves and plans[0].step > 1 and rank.migrator.version == 0:
+            swap_experts(rank)
         rows = StepRows.of(plans)
-        member.begin_step(rows)
+        rank.begin_step(rows)
         self._count(rows, plans)
-        plan = plans[member.collectives.rank]
-        return OfAllRanks(member, plan, member.runner.launch(plan), len(plans))
+        plan = plans[rank.group.collectives.rank]
+        return OfAllRanks(rank, plan, rank.runner.launch(plan), len(plans))
 
     def check_counts(self, case: RankCase) -> None:
         """Decodes are computed in lasting batches where that can be, by ranks with unequal batches or none."""
@@ -92,7 +94,7 @@ class Ranks:
 
     def _count(self, rows: StepRows, plans: Sequence[StepPlan]) -> None:
         least, most = min(rows.num_rows), max(rows.num_rows)
-        lasts = self._member.steps.decode_size is not None
+        lasts = group_of(self._rank).steps.decode_size is not None
         self.counts["idle"] += least == 0
         self.counts["lasting"] += lasts
         self.counts["lasting, idle"] += lasts and least == 0
@@ -104,7 +106,7 @@ class Ranks:
 class OfAllRanks:
     """A step of all ranks. step: of this one."""
 
-    member: GpuMember
+    rank: Rank
     plan: StepPlan
     step: Pending[StepResult]
     num_ranks: int
@@ -113,27 +115,34 @@ class OfAllRanks:
     def result(self) -> list[StepResult]:
         own = self.step.result()
         if self.plan.chunks:
-            check_routing(self.member, self.plan, own)
+            check_routing(self.rank, self.plan, own)
         found: list[StepResult] = [own] * self.num_ranks
         torch.distributed.all_gather_object(found, own)
         return found
 
 
-def swap_experts(member: GpuMember) -> None:
+def group_of(rank: Rank) -> Group:
+    assert rank.group is not None
+    return rank.group
+
+
+def swap_experts(rank: Rank) -> None:
     """The first and the last expert of a layer change places, as rank 0 would have all ranks do between two steps."""
-    ranks = list(member.experts.placement.ranks[0])
+    experts, migrator = group_of(rank).experts, rank.migrator
+    assert migrator is not None
+    ranks = list(experts.placement.ranks[0])
     ranks[0], ranks[-1] = ranks[-1], ranks[0]
-    member.migrator.begin(Migration(1, 0, tuple(ranks)))
-    while (outcome := member.migrator.outcome()) is None:
+    migrator.begin(Migration(1, 0, tuple(ranks)))
+    while (outcome := migrator.outcome()) is None:
         time.sleep(0.01)
     assert outcome.error is None, outcome
-    member.migrator.switch(1)
-    assert member.experts.placement.ranks[0] == tuple(ranks)
+    migrator.switch(1)
+    assert experts.placement.ranks[0] == tuple(ranks)
 
 
-def check_routing(member: GpuMember, plan: StepPlan, result: StepResult) -> None:
+def check_routing(rank: Rank, plan: StepPlan, result: StepResult) -> None:
     """Every row of this rank chose distinct experts in each layer that computed it."""
-    shape = routing_shape(member.model.spec)
+    shape = routing_shape(rank.model.spec)
     assert shape is not None
     assert result.routing is not None
     ids = unpack(bytes(result.routing), shape, plan.num_tokens, wanted_logits(plan.chunks)[0])
@@ -145,27 +154,27 @@ def check_routing(member: GpuMember, plan: StepPlan, result: StepResult) -> None
 
 
 def main() -> None:
-    rank, num_ranks = map(int, sys.argv[1:3])
+    number, num_ranks = map(int, sys.argv[1:3])
     torch.set_num_threads(1)
-    collectives = Collectives(rank, num_ranks, Path(sys.argv[3]), TIMEOUT)
+    collectives = Collectives(number, num_ranks, Path(sys.argv[3]), TIMEOUT)
     said = []
     for fields in json.loads(sys.argv[4]):
         case = RankCase(**fields)
-        member = make_member(case, collectives)
-        member.warm_up()
-        assert member.model.kv.num_blocks == NUM_BLOCKS
-        ranks = Ranks(member, case.moves)
-        said.append(serve(case, member.model.kv, num_ranks, ranks))
+        rank = make_rank(case, collectives)
+        assert rank.migrator is not None
+        assert rank.model.kv.num_blocks == NUM_BLOCKS
+        ranks = Ranks(rank, case.moves)
+        said.append(serve(case, rank.model.kv, num_ranks, ranks))
         ranks.check_counts(case)
-        assert member.migrator.version == case.moves
+        assert rank.migrator.version == case.moves
         if num_ranks > 1:
-            assert sum(member.experts.sent()) > 0
-        if (stats := member.memory_stats()) is not None:
+            assert sum(group_of(rank).experts.sent()) > 0
+        if (stats := rank.memory_stats()) is not None:
             counters = stats.counters
             assert min(counters.num_evictions, counters.num_misses, counters.prefetch_bytes) > 0, counters
             assert all(len(experts) == case.num_slots for experts in stats.resident)
             # In layer 0 those that have moved may still be there.
-            assert member.experts.experts_here(1) >= set(stats.resident[1])
+            assert group_of(rank).experts.experts_here(1) >= set(stats.resident[1])
     collectives.close()
     print(json.dumps(said))
 

@@ -24,7 +24,6 @@ from experts.expert_file import round_to_page
 from kernels.gpu.moe_config import Device, WeightStorage
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gpu_batches import AttentionLimits, StepBatches
-from moeserve.model.gpu_build import build_gpu_decoder
 from moeserve.model.gpu_expert_memory import (
     GpuExpertSettings,
     GpuResidentModel,
@@ -40,6 +39,7 @@ from moeserve.model.spec import DecoderSpec, silent
 from moeserve.model.step_arrays import StepShape, capture_sizes
 from moeserve.plan import Chunk, ChunkExtras, SamplingParams, StepPlan
 from tests.support.caught_launches import launches_go_to
+from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.tiny_models import save
 
 # What configurations are chosen for.

@@ -19,20 +19,22 @@ from experts.collectives import Collectives, DeviceWaits
 from experts.expert_file import round_to_page
 from experts.placement import contiguous
 from kernels.gpu.moe_config import WeightStorage
+from moeserve.assemble import LoadedRank, load_rank
+from moeserve.config import ServeConfig
 from moeserve.device import KvBudget
+from moeserve.memory_plan import ModelPlan
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gpu_batches import AttentionLimits
-from moeserve.model.gpu_expert_memory import GpuExpertSettings, slot_layout
+from moeserve.model.gpu_expert_memory import slot_layout
 from moeserve.model.gpu_kernels import expert_configs, expert_storage, kv_dtype_of
-from moeserve.model.gpu_model import GpuSettings
+from moeserve.model.gpu_runner import GpuModelRunner
 from moeserve.model.gpu_setup import StepLimits, blank_arrays, launch_all_variants, launch_variants
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.step_arrays import StepShape, capture_sizes
-from moeserve.model_loading import ModelPlan
 from moeserve.plan import StepPlan
-from moeserve.ranks.gpu_member import GpuMember
-from moeserve.ranks.messages import StepRows
+from moeserve.rank import Rank
+from moeserve.ranks.together import StepRows
 from tests.support.launch_keys import (
     BLOCK_SIZE,
     CPU,
@@ -80,48 +82,51 @@ class MadeUp:
         return number
 
 
-def make_member(folder: Path, spec: DecoderSpec, storage: str, kv: str, way: str, others: MadeUp) -> GpuMember:
+def load(folder: Path, spec: DecoderSpec, storage: str, kv: str, way: str, others: MadeUp) -> LoadedRank:
     assert spec.moe is not None
     kv_dtype = kv_dtype_of(kv)
-    settings = GpuSettings(
-        BLOCK_SIZE,
-        MAX_SEQS,
-        MAX_TOKENS,
-        MAX_LEN,
-        NUM_BLOCKS * kv_block_bytes(spec.kv_layers, BLOCK_SIZE, kv_dtype or DTYPE),
-        0.9,
-        enforce_eager=False,
-        experts=bounded(folder, spec, expert_storage(spec, DTYPE, storage)) if way == "slots" else None,
-        kv_dtype=kv_dtype,
+    config = ServeConfig(
+        device="cuda",
+        expert_parallel_size=2,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_model_len=MAX_LEN,
+        kv_cache_memory=NUM_BLOCKS * kv_block_bytes(spec.kv_layers, BLOCK_SIZE, kv_dtype or DTYPE),
+        record_experts=False,
+        dispatch="alltoall" if way == "alltoall" else "allgather",
+        kv_cache_dtype=kv,
         expert_quantization=storage,
+        expert_memory=slot_bytes(spec, expert_storage(spec, DTYPE, storage)) if way == "slots" else None,
+        expert_policy="lru",
+        expert_prefetch="off",
     )
     placement = contiguous(len(spec.moe_layers), spec.moe.num_experts, 2)
-    plan = ModelPlan(spec, DTYPE, KvBudget(0, 0), 0, placement)
-    shape = "alltoall" if way == "alltoall" else "allgather"
-    return GpuMember(folder, plan, settings, cast("Collectives", others), shape=shape, timeout=10)
+    plan = ModelPlan(spec, DTYPE, KvBudget(0, 0), 0, placement, device="cuda")
+    return load_rank(folder, plan, config, lambda _: None, cast("Collectives", others))
 
 
-def bounded(folder: Path, spec: DecoderSpec, storage: WeightStorage) -> GpuExpertSettings:
+def slot_bytes(spec: DecoderSpec, storage: WeightStorage) -> int:
     """One slot fewer than the rank has experts."""
     assert spec.moe is not None
     num_slots = spec.moe.num_experts // 2 - 1
-    size = num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE, storage).num_bytes)
-    return GpuExpertSettings(size, 2**30, "lru", None, None)
+    return num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE, storage).num_bytes)
 
 
-def start(member: GpuMember, spec: DecoderSpec, storage: WeightStorage, kv: str) -> None:
+def start(loaded: LoadedRank, spec: DecoderSpec, storage: WeightStorage, kv: str) -> Rank:
     """What a start does on a GPU."""
-    member.warm_up()
+    rank = loaded.start()
     limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, DTYPE, CPU, kv_dtype=kv_dtype_of(kv))
     steps = StepLimits(MAX_TOKENS, MAX_SEQS, MAX_LEN)
-    runner, decoder = member._captured, member._decoder
-    assert runner is not None
+    runner, group = cast("GpuModelRunner", rank.runner._runner), rank.group
+    assert group is not None
     variants = launch_variants(limits, expert_configs(spec, storage, CPU), steps)
     pools = runner._kv_pool.layers
-    launch_all_variants(decoder, pools, runner._batches, variants, BLOCK_SIZE, member.steps.begin_alike)
+    launch_all_variants(loaded._decoder, pools, runner._batches, variants, BLOCK_SIZE, group.steps.begin_alike)
     for size in capture_sizes(MAX_SEQS) if runner._decode is not None else ():
-        member.steps.begin_decodes(size)
+        group.steps.begin_decodes(size)
         runner._decode.run(blank_arrays(StepShape(size, (), size), BLOCK_SIZE, spec.vocab_size), None, size)
+    return rank
 
 
 def steps_of_two(generator: random.Random) -> Iterator[list[StepPlan]]:
@@ -141,22 +146,23 @@ def keys_of(folder: Path, spec: DecoderSpec, storage: str, kv: str, way: str) ->
     """The keys of starting up and those of serving."""
     generator = random.Random(5)
     others = MadeUp(generator)
-    member = make_member(folder, spec, storage, kv, way, others)
+    loaded = load(folder, spec, storage, kv, way, others)
     with torch.inference_mode(), gates_at_random(), launch_keys() as started:
-        start(member, spec, expert_storage(spec, DTYPE, storage), kv)
-    num_replayed = 0
+        rank = start(loaded, spec, expert_storage(spec, DTYPE, storage), kv)
+    group, num_replayed = rank.group, 0
+    assert group is not None
     with torch.inference_mode(), gates_at_random(), launch_keys() as served:
         for both in steps_of_two(generator):
             rows = StepRows.of(both)
             others.other_rows = rows.num_rows[1]
-            member.begin_step(rows)
-            num_replayed += member.steps.decode_size is not None
-            member.runner.launch(both[0])
+            rank.begin_step(rows)
+            num_replayed += group.steps.decode_size is not None
+            rank.runner.launch(both[0])
     assert (num_replayed > MAX_SEQS) == (way == "graphs"), num_replayed
-    if (stats := member.memory_stats()) is not None:
+    if (stats := rank.memory_stats()) is not None:
         assert stats.counters.num_evictions
-        assert member._resident is not None
-        member._resident.memory.close()
+        assert rank.memory is not None
+        rank.memory.close()
     return started, served
 
 

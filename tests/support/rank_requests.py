@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from experts.expert_file import round_to_page
+from moeserve.config import ServeConfig
 from moeserve.device import KvBudget
-from moeserve.model.gpu_expert_memory import GpuExpertSettings, slot_layout
+from moeserve.model.gpu_expert_memory import slot_layout
 from moeserve.model.gpu_kernels import expert_storage, kv_dtype_of
-from moeserve.model.gpu_model import GpuSettings
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Request, SamplingParams
@@ -24,6 +24,8 @@ from moeserve.steps import Executor, Steps
 from radix_cache import PrefixCache
 
 MAX_LEN, NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 32, 24, 4, 4, 8
+# Seconds that ranks may be apart.
+TIMEOUT = 120
 ARRIVALS = {
     0: [[3, 14, 15, 92, 65, 35, 89, 79, 32]],
     2: [[27, 18], [3, 14, 15, 92, 65, 35, 89, 7]],
@@ -55,28 +57,33 @@ class RankCase:
     num_requests: int = sum(map(len, ARRIVALS.values()))
     max_tokens: int = 3
 
-    def settings(self, spec: DecoderSpec) -> GpuSettings:
+    def config(self, spec: DecoderSpec, num_ranks: int) -> ServeConfig:
         kv_dtype = kv_dtype_of(self.kv_cache_dtype)
-        memory = NUM_BLOCKS * kv_block_bytes(spec.kv_layers, BLOCK_SIZE, kv_dtype or torch.float32)
-        return GpuSettings(
-            BLOCK_SIZE,
-            MAX_SEQS,
-            MAX_TOKENS,
-            MAX_LEN,
-            memory,
-            0.9,
+        return ServeConfig(
+            device="cuda",
+            dtype="float32",
+            expert_parallel_size=num_ranks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=MAX_SEQS,
+            max_num_batched_tokens=MAX_TOKENS,
+            max_model_len=MAX_LEN,
+            kv_cache_memory=NUM_BLOCKS * kv_block_bytes(spec.kv_layers, BLOCK_SIZE, kv_dtype or torch.float32),
             enforce_eager=self.eager,
-            hears_gates=True,
-            kv_dtype=kv_dtype,
+            dispatch=self.shape,
+            kv_cache_dtype=self.kv_cache_dtype,
             expert_quantization=self.expert_quantization,
-            experts=None if self.num_slots is None else self.expert_settings(spec, self.num_slots),
+            expert_memory=None if self.num_slots is None else self._slot_bytes(spec, self.num_slots),
+            expert_prefetch=self.prefetch,
+            expert_policy="lru",
+            expert_store_dir=str(Path(self.model).parent / "store"),
+            # All experts are read from disk where some may move.
+            rebalance_interval=0 if self.num_slots is None else 1000,
+            engine_timeout=2.5 * TIMEOUT,
         )
 
-    def expert_settings(self, spec: DecoderSpec, num_slots: int) -> GpuExpertSettings:
+    def _slot_bytes(self, spec: DecoderSpec, num_slots: int) -> int:
         storage = expert_storage(spec, torch.float32, self.expert_quantization)
-        slot_bytes = round_to_page(slot_layout(spec, torch.float32, storage).num_bytes)
-        size = num_slots * len(spec.moe_layers) * slot_bytes
-        return GpuExpertSettings(size, 0, "lru", Path(self.model).parent / "store", None, prefetch=self.prefetch)
+        return num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, torch.float32, storage).num_bytes)
 
 
 def serve(case: RankCase, kv: KvBudget, num_ranks: int, executor: Executor, depth: int | None = None) -> Said:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moeserve.experts.observe import LinkCounts, SentCounter
 from moeserve.plan import Computed, StepPlan, StepResult
-from moeserve.rank import Rank
+from moeserve.rank import ObservedRunner
 
 
 def test_what_was_said_last_is_kept() -> None:
@@ -24,6 +24,6 @@ def test_a_launched_step_tells_what_was_sent_when_it_was_launched() -> None:
             return Computed(StepResult(plan.step, []))
 
     sent: list[int] = []
-    rank = Rank(Runner(), [SentCounter(lambda: [*sent])])
+    rank = ObservedRunner(Runner(), [SentCounter(lambda: [*sent])])
     first, second = (rank.launch(StepPlan(step, [])) for step in (1, 2))
     assert (first.result().sent, second.result().sent) == ([1], [1, 2])

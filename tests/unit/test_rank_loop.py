@@ -11,8 +11,9 @@ from typing import Any, cast
 from experts.errors import CollectiveError
 from experts.rebalance import Migration, Outcome
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult
-from moeserve.ranks.messages import Forward, LayerLoaded, PlaceLayer, RankResult, Shutdown, StepRows
+from moeserve.ranks.messages import Forward, LayerLoaded, PlaceLayer, RankResult, Shutdown
 from moeserve.ranks.steps import RankSteps
+from moeserve.ranks.together import StepRows
 from moeserve.ranks.transport import BeatThread, RankLink
 from moeserve.wire import decode_result, encode_plan
 
@@ -57,7 +58,7 @@ class Service:
     def say_waiting(self) -> None:
         self.log.append("idle")
 
-    # The member, its runner and its migrator.
+    # The runner, the sizes of steps and the migrator.
     def begin_step(self, rows: StepRows) -> None:
         assert rows.only_decodes
 
@@ -78,14 +79,8 @@ class Service:
 
     def drop(self, version: int) -> None: ...
 
-    @property
-    def runner(self) -> Service:
-        return self
-
-    migrator = runner
-
     def serve(self) -> list[str]:
-        RankSteps(1, cast("RankLink", self), self, cast("BeatThread", self)).run()
+        RankSteps(1, cast("RankLink", self), self, self, self, cast("BeatThread", self)).run()
         return self.log
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from experts.collectives import RecordedTraffic
 from moeserve.plan import Chunk, ChunkExtras, SamplingParams, StepPlan
-from moeserve.ranks.messages import StepRows, captures_decodes
+from moeserve.ranks.together import StepRows, captures_decodes
 
 SIZES = (1, 2, 4, 8)
 SAMPLING = SamplingParams(max_tokens=2)

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from experts.errors import CollectiveError
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from moeserve.ranks.meeting import Meeting
-from moeserve.ranks.messages import Forward, Joined, LayerLoaded, RankBeat, RankError, RankResult, Shutdown, StepRows
+from moeserve.ranks.messages import Forward, Joined, LayerLoaded, RankBeat, RankError, RankResult, Shutdown
 from moeserve.ranks.steps import RankedExecutor
+from moeserve.ranks.together import StepRows
 from moeserve.ranks.transport import RankHub, RankLink
 from moeserve.wire import DecodeError, decode_plan, decode_result, encode_result
 

@@ -1,4 +1,4 @@
-"""Puts a decoder for the GPU together: the dispatch of its experts, and the weights."""
+"""A decoder on a GPU, of a checkpoint in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine of a loaded model at work: scheduler, caches, sockets and heartbeat, until it is told to stop."""
+"""The engine around a rank: scheduler, caches, sockets and heartbeat, until it is told to stop."""
 
 from __future__ import annotations
 
@@ -11,51 +11,77 @@ from typing import Any
 import structlog
 import zmq
 
+from experts.errors import ExpertStoreError
 from kernels.cpu.library import native_kernels_absence
-from moeserve.config import ConfigError, ServeConfig
-from moeserve.device import KvBudget, step_budget
+from moeserve.assemble import Report, build_scheduler, load_rank
 from moeserve.engine import Engine, EngineSocket, HeartbeatThread
-from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources
-from moeserve.experts.observe import ExpertRecording, signature_merger
-from moeserve.model.spec import DecoderSpec
-from moeserve.model_loading import Report, ServedModel
-from moeserve.request_memory import MergeAnnotations
-from moeserve.scheduler import Scheduler
-from moeserve.steps import Executor, RanksObserver, Steps
+from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
+from moeserve.experts.observe import ExpertRecording, plan_recording, signature_merger
+from moeserve.memory_plan import plan_model
+from moeserve.model.spec import DecoderSpec, ModelError
+from moeserve.rank import Rank, ServedModel
+from moeserve.steps import Executor, LocalExecutor, RanksObserver, Steps
 from moeserve.wire import EngineReady, RunContext
-from radix_cache import PrefixCache
 
 log = structlog.get_logger(__name__)
 
 
+def run_alone(context: RunContext, report: Report, stop: threading.Event) -> None:
+    """Loads the model, tells `report` of progress and readiness, and serves until `stop` is set.
+
+    Raises ModelError or ConfigError, one sentence each, for what cannot be served, or no longer.
+    """
+    try:
+        _serve_alone(context, report, stop)
+    except ExpertStoreError as error:
+        raise ModelError(str(error)) from error
+
+
+def _serve_alone(context: RunContext, report: Report, stop: threading.Event) -> None:
+    directory, config = Path(context.model_dir), context.config
+    plan = plan_model(directory, config)
+    recording = plan_recording(config, directory, plan.spec)
+    rank = load_rank(directory, plan, config, report).start()
+    memory, prefetcher = rank.memory, rank.prefetcher
+    sources = ExpertSources(
+        memory=None if memory is None else lambda: [memory.stats()],
+        prefetches=prefetcher is not None,
+        strategy=None if memory is None else lambda: expert_strategy(config, prefetcher),
+    )
+    recorded = None if recording is None else ExpertRecording(recording)
+    try:
+        serve(context, rank, LocalExecutor(rank.runner), report, stop, recorded, sources)
+    finally:
+        rank.close()
+
+
 def serve(
     context: RunContext,
-    model: ServedModel,
+    rank: Rank,
     executor: Executor,
     report: Report,
     stop: threading.Event,
     recording: ExpertRecording | None,
     sources: ExpertSources,
-    *,
-    depth: int,
     observers: Sequence[RanksObserver] = (),
 ) -> None:
-    """Runs the engine over an executor until `stop` is set; `model` is that of this process.
+    """Runs the engine over an executor until `stop` is set. rank: of this process.
 
     recording: where the routing goes that the results carry, after the other `observers`. It is saved at the end.
-    sources: whom to ask about the experts. depth: see `moeserve.steps.Steps`.
+    sources: whom to ask about the experts.
     """
-    config = context.config
+    config, model = context.config, rank.model
     if recording is not None:
         observers = (*observers, recording)
-    merge = signature_merger(model.spec) if sources.prefetches and config.enable_prefix_caching else None
-    scheduler, caches = build_scheduler(config, model.kv, model.device, run_ahead=depth > 0, merge_annotations=merge)
+    merge = None
+    if rank.prefetcher is not None and config.enable_prefix_caching:
+        merge = signature_merger(model.spec)
+    scheduler, caches = build_scheduler(config, model.kv, model.device, depth=rank.depth, merge_annotations=merge)
     ready = _ready(context, model)
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)
-    monitor = _monitor(context, model.spec, recording, sources)
-    steps = Steps(scheduler, executor, depth, observers)
-    engine = Engine(socket, scheduler, caches, steps, ready, monitor)
+    steps = Steps(scheduler, executor, rank.depth, observers)
+    engine = Engine(socket, scheduler, caches, steps, ready, _monitor(context, model.spec, recording, sources))
     heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
     heartbeat.start()
     report(_ready_event(ready, model))
@@ -107,10 +133,7 @@ def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
 
 
 def _monitor(
-    context: RunContext,
-    spec: DecoderSpec,
-    recording: ExpertRecording | None,
-    sources: ExpertSources,
+    context: RunContext, spec: DecoderSpec, recording: ExpertRecording | None, sources: ExpertSources
 ) -> ExpertMonitor | None:
     if spec.moe is None:
         return None
@@ -125,32 +148,3 @@ def _save(recording: ExpertRecording) -> None:
             log.info("experts_saved", file=file, tokens=tokens)
     except OSError as error:
         log.error("experts_not_saved", error=str(error))
-
-
-def build_scheduler(
-    config: ServeConfig,
-    kv: KvBudget,
-    device: str = "cpu",
-    *,
-    run_ahead: bool = False,
-    merge_annotations: MergeAnnotations | None = None,
-) -> tuple[Scheduler, list[PrefixCache]]:
-    """The scheduler and the caches it plans with, one per rank. Raises ConfigError for limits that contradict."""
-    budget = step_budget(config, device)
-    if budget < config.max_num_seqs:
-        raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
-    caches = [
-        PrefixCache(kv.num_blocks, config.block_size, caching=config.enable_prefix_caching)
-        for _ in range(config.expert_parallel_size)
-    ]
-    scheduler = Scheduler(
-        caches,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_num_queued_reqs=config.max_num_queued_reqs,
-        max_model_len=kv.max_model_len,
-        policy=config.scheduling_policy,
-        run_ahead=run_ahead,
-        merge_annotations=merge_annotations,
-    )
-    return scheduler, caches

@@ -1,0 +1,402 @@
+"""From a folder and settings to a rank that computes: the same way on every device, for one rank and for several.
+
+spec -> memory plan (`plan_model`) -> weights (`load_rank`) -> what all ranks prepare together (`LoadedRank.start`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import structlog
+import torch
+from torch import Tensor
+
+from experts.gates import FittedGatesError
+from experts.observer import AnyObserver
+from experts.prefetcher import PrefetchObserver
+from experts.rebalance import ExpertMigrator
+from experts.residency import ExpertMemoryStats
+from experts.routing_tap import RoutingTap
+from kernels.cpu.library import native_kernels_absence
+from kernels.moe import moe_experts_partial
+from kernels.ops import CpuOps, Experts, Ops
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.device import KvBudget, current_gpu, step_budget
+from moeserve.experts.memory import CpuResidentModel, open_experts
+from moeserve.experts.migrator import Rereader
+from moeserve.experts.observe import PrefixSigner, SentCounter, routing_shape, signs_prefixes
+from moeserve.experts.prefetch import find_fitted_gates, start_prefetching
+from moeserve.experts.resident_model import ResidentModel, experts_of, in_mib
+from moeserve.memory_plan import ModelPlan, no_experts, owned_experts
+from moeserve.model.checkpoint import OwnedExperts
+from moeserve.model.decoder import Decoder
+from moeserve.model.expert_weights import ExpertReader
+from moeserve.model.families import load_generation_defaults
+from moeserve.model.kv_pool import KVPool, kv_block_bytes
+from moeserve.model.runner import ModelRunner
+from moeserve.model.tensor_reader import Progress
+from moeserve.model.weights import load_decoder
+from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel
+from moeserve.ranks.together import GroupSteps, StepRows
+from moeserve.request_memory import MergeAnnotations
+from moeserve.scheduler import Scheduler
+from radix_cache import PrefixCache
+
+if TYPE_CHECKING:
+    # Both load torch.distributed and deepspeed, which a service of one rank goes without.
+    from experts.collectives import Collectives
+    from experts.dispatch import Compute
+
+Report = Callable[[dict[str, Any]], None]
+
+log = structlog.get_logger(__name__)
+
+
+class Body(Protocol):
+    """What a device does in its own way when a rank is assembled: `_CpuBody`, or `moeserve.gpu_body.GpuBody`.
+
+    resident: None where all experts are in memory. captured_sizes: of decode steps that ranks replay together. depth:
+    see `moeserve.steps.Steps`.
+    """
+
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def resident(self) -> ResidentModel[Any] | None: ...
+
+    @property
+    def captured_sizes(self) -> Sequence[int]: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    def compute_of(self, layer: int) -> Compute[Any]:
+        """What computes arrived rows in a layer of the decoder, on a rank of several."""
+
+    def take_expert(self, reader: ExpertReader) -> Any:
+        """A migrating expert, from a reader with this one, into memory of its own."""
+
+    def install_expert(self, experts: Experts, slot: int, taken: Any) -> None:
+        """Puts it among the experts of a layer, between two steps."""
+
+    def note_loaded(self) -> None:
+        """The weights are there."""
+
+    def meet(self, decoder: Decoder, group: Group) -> None:
+        """What has to happen before ranks exchange their first rows."""
+
+    def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
+        """Takes KV memory and has the device ready for any step. tap: observes the decoder's gates."""
+
+
+class _CpuBody:
+    captured_sizes: Sequence[int] = ()
+    depth = 0
+
+    def __init__(self, plan: ModelPlan, config: ServeConfig, resident: CpuResidentModel | None) -> None:
+        self.ops: Ops = CpuOps()
+        self.resident = resident
+        self._plan = plan
+        self._config = config
+
+    def compute_of(self, layer: int) -> Compute[Any]:
+        return moe_experts_partial if self.resident is None else self.resident.layers[layer].partial
+
+    def take_expert(self, reader: ExpertReader) -> Tensor:
+        return reader.read(0)
+
+    def install_expert(self, experts: Experts, slot: int, taken: Tensor) -> None:
+        experts.put(slot, taken)
+
+    def note_loaded(self) -> None:
+        """How much they take was planned."""
+
+    def meet(self, decoder: Decoder, group: Group) -> None:
+        """Nothing is compiled at the first call."""
+
+    def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
+        plan, block_size = self._plan, self._config.block_size
+        kv, layers = plan.kv, plan.spec.kv_layers
+        runner = ModelRunner(decoder, KVPool(layers, kv.num_blocks, block_size, plan.dtype), tap)
+
+        def begin_step(num_rows: int) -> None:
+            if group is not None:
+                group.steps.begin(StepRows.alike(group.collectives.num_ranks, num_rows, 1))
+
+        runner.warm_up(step_budget(self._config), begin_step)
+        kv_bytes = kv.num_blocks * kv_block_bytes(layers, block_size, plan.dtype)
+        return Prepared(runner, kv, kv_bytes, plan.weights_bytes, release=_hold_nothing)
+
+
+def _hold_nothing() -> None:
+    """A runner on a CPU keeps nothing of the group."""
+
+
+def load_rank(
+    directory: Path, plan: ModelPlan, config: ServeConfig, report: Report, collectives: Collectives | None = None
+) -> LoadedRank:
+    """Reads a rank's weights. collectives: of a rank of several. Raises ModelError or ConfigError.
+
+    The resident experts and the decoder have the observers, and the prefetcher, which is one of them, asks both: so
+    there is a list first, which `LoadedRank.start` completes before the first step.
+    """
+    spec = plan.spec
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    owned = None
+    if collectives is not None:
+        assert plan.placement is not None
+        owned = owned_experts(spec, plan.placement, collectives.rank)
+    observers: list[AnyObserver] = []
+    body = _open_body(directory, plan, config, report, observers, owned, collectives)
+    tap = None
+    if spec.moe is not None and (config.record_experts or (body.resident is not None and signs_prefixes(config))):
+        tap = RoutingTap(len(spec.moe_layers), spec.moe.num_experts)
+        observers.append(tap)
+    group = None if collectives is None else _make_group(plan, body, collectives)
+    dispatch_of = body.resident.dispatch_of if body.resident is not None else None
+    decoder = load_decoder(
+        directory,
+        spec,
+        dtype=plan.dtype,
+        ops=body.ops,
+        max_model_len=plan.kv.max_model_len or config.max_model_len,
+        owned_experts=owned if body.resident is None else no_experts,
+        dispatch_of=dispatch_of if group is None else group.experts.dispatch_of,
+        observers=observers,
+        progress=_progress(plan, report),
+    )
+    return LoadedRank(directory, plan, config, body, decoder, observers, tap, group, owned)
+
+
+def _open_body(
+    directory: Path,
+    plan: ModelPlan,
+    config: ServeConfig,
+    report: Report,
+    observers: Sequence[AnyObserver],
+    owned: OwnedExperts | None,
+    collectives: Collectives | None,
+) -> Body:
+    if plan.device == "cpu":
+        absence = native_kernels_absence()
+        if absence is not None:
+            log.warning("cpu_kernels_not_compiled", reason=absence, consequence="torch computes, several times slower")
+        resident = None
+        if plan.residency is not None:
+            resident = open_experts(directory, plan.spec, plan.residency, config, report, observers)
+            slots = resident.slots
+            log.info(
+                "expert_memory",
+                slots=f"{min(slots.num_slots)} of {experts_of(plan.spec).num_experts} per layer",
+                size=in_mib(slots.num_bytes),
+                policy=config.expert_policy,
+                **resident.reads,
+            )
+        return _CpuBody(plan, config, resident)
+    from moeserve.gpu_body import GpuBody, gpu_settings  # Triton is loaded where it is used.
+
+    settings = gpu_settings(directory, plan.spec, config)
+    body = GpuBody(
+        directory,
+        plan.spec,
+        plan.dtype,
+        settings,
+        current_gpu() if collectives is None else collectives.device,
+        observers,
+        _progress(plan, report),
+        owned=owned,
+        replays_with=None if collectives is None else config.dispatch,
+        waits=None if collectives is None else collectives.waits,
+    )
+    if body.resident is not None:
+        few, tier = min(body.resident.slots.num_slots), body.resident.tier
+        log.info("expert_memory", slots=few, others_in=tier, policy=config.expert_policy)
+    if collectives is not None and not (collectives.rank or body.captured_sizes or settings.enforce_eager):
+        all_there = body.resident is None
+        log.info("decode_steps_not_captured", dispatch=config.dispatch, all_experts_in_memory=all_there)
+    return body
+
+
+def _make_group(plan: ModelPlan, body: Body, collectives: Collectives) -> Group:
+    from experts.dispatch import ExpertParallel  # Loads deepspeed, see above.
+
+    spec = plan.spec
+    assert plan.placement is not None
+    experts: ExpertParallel[Any] = ExpertParallel(
+        collectives,
+        plan.placement,
+        spec.moe_layers,
+        last_layer=spec.num_layers - 1,
+        compute=body.compute_of(spec.moe_layers[0]),
+        local_of=None if body.resident is None else body.compute_of,
+        for_devices=plan.device == "cuda",
+    )
+    return Group(collectives, experts, GroupSteps(experts, collectives))
+
+
+def _progress(plan: ModelPlan, report: Report) -> Progress:
+    stage = "loading weights onto the GPU"
+    if plan.device == "cpu":
+        stage = f"loading {plan.weights_bytes / 2**30:.1f} GiB of weights for {str(plan.dtype).removeprefix('torch.')}"
+        if plan.spec.quantization is not None:
+            stage += f", expanded from {plan.spec.quantization.kind}"
+    return lambda done, total: report({"event": "loading", "done": done, "total": total, "stage": stage})
+
+
+class LoadedRank:
+    """A rank that has its weights. `start` is what all ranks do together before the first step."""
+
+    def __init__(
+        self,
+        directory: Path,
+        plan: ModelPlan,
+        config: ServeConfig,
+        body: Body,
+        decoder: Decoder,
+        observers: list[AnyObserver],
+        tap: RoutingTap | None,
+        group: Group | None,
+        owned: OwnedExperts | None,
+    ) -> None:
+        self.group = group
+        self._directory, self._plan, self._config, self._body = directory, plan, config, body
+        self._decoder, self._observers, self._tap = decoder, observers, tap
+        self._migrator = None if group is None or owned is None else self._make_migrator(group, owned)
+        body.note_loaded()
+
+    def start(self) -> Rank:
+        """Takes KV memory, warms up and completes the observers; of several ranks, all do so at once.
+
+        Raises ConfigError where nothing is left for KV, and CollectiveError.
+        """
+        config, group, body, plan = self._config, self.group, self._body, self._plan
+        shape: str | None = None
+        if group is not None:
+            body.meet(self._decoder, group)
+            shape = self._choose_shape(group)
+            group.steps.use(shape, body.captured_sizes)
+        prepared = body.prepare(self._decoder, self._tap, group)
+        prefetcher = self._start_prefetching()
+        if group is not None:
+            group.experts.forget_counts()
+            self._observers.append(SentCounter(group.experts.sent))
+            group.collectives.be_patient(collective_timeout(config))
+        model = ServedModel(
+            plan.spec,
+            load_generation_defaults(self._directory),
+            prepared.kv,
+            plan.dtype,
+            prepared.weights_bytes,
+            prepared.kv_bytes,
+            plan.device,
+        )
+        return Rank(
+            ObservedRunner(prepared.runner, self._observers),
+            model,
+            body.depth,
+            prepared.release,
+            None if body.resident is None else body.resident.memory,
+            prefetcher,
+            group,
+            self._migrator,
+            shape,
+        )
+
+    def memory_stats(self) -> ExpertMemoryStats | None:
+        return None if self._body.resident is None else self._body.resident.memory.stats()
+
+    def close(self) -> None:
+        """Leaves the group without having started."""
+        if self._body.resident is not None:
+            self._body.resident.memory.close()
+        if self.group is not None:
+            self.group.collectives.close()
+
+    def _make_migrator(self, group: Group, owned: OwnedExperts) -> ExpertMigrator[Any]:
+        """For the experts that the rank `owned` when it loaded."""
+        plan, body, experts = self._plan, self._body, self._decoder.experts
+        reread = Rereader(self._directory, plan.spec, plan.dtype, owned, body.take_expert)
+        return ExpertMigrator(
+            group.experts, reread, lambda layer, slot, taken: body.install_expert(experts[layer], slot, taken)
+        )
+
+    @torch.inference_mode()
+    def _choose_shape(self, group: Group) -> str:
+        """The shape of dispatch that the settings name, or else the one that is faster here."""
+        spec, shape = self._plan.spec, self._config.dispatch
+        if shape != "auto":
+            return shape
+        assert spec.moe is not None
+        # Experts that are not all in memory would be loaded for it.
+        here = self._decoder.experts if self._body.resident is None else ()
+        top_k, activation = spec.moe.gate.top_k, spec.moe.activation
+        seconds = group.experts.measure(spec.hidden_size, top_k, self._plan.dtype, here, activation)
+        shape = min(seconds, key=seconds.__getitem__)
+        if group.collectives.rank == 0:
+            log.info("dispatch_measured", took=shape, **{name: f"{1000 * s:.2f} ms" for name, s in seconds.items()})
+        return shape
+
+    def _start_prefetching(self) -> PrefetchObserver | None:
+        """Who loads ahead, if somebody does. What was loaded before does not count."""
+        resident, config, spec = self._body.resident, self._config, self._plan.spec
+        if resident is None:
+            return None
+        resident.memory.forget_counts()
+        choice, share = config.expert_prefetch, None if self.group is None else self.group.experts
+        fitted = None
+        try:
+            fitted = find_fitted_gates(self._directory)
+        except FittedGatesError as error:
+            log.warning("fitted_gates_unusable", reason=str(error), consequence="the plain gates predict")
+        prefetching = start_prefetching(choice, resident, self._decoder, share, fitted)
+        if prefetching is None:
+            if choice != "off":
+                log.info("no_expert_prefetch", reason="the model has one layer with experts: no gate comes after it")
+            return None
+        log.info("expert_prefetch", by=choice, gates_fitted=fitted is not None and choice != "gate")
+        self._observers += prefetching.observers
+        shape = routing_shape(spec)
+        if shape is not None and signs_prefixes(config):
+            self._observers.append(PrefixSigner(shape, config.block_size, keeps_routing=config.record_experts))
+        return prefetching.asks
+
+
+def collective_timeout(config: ServeConfig) -> float:
+    """Seconds that ranks wait for each other: less than the supervisor waits for rank 0, which then names the late."""
+    return 0.4 * config.engine_timeout
+
+
+def build_scheduler(
+    config: ServeConfig,
+    kv: KvBudget,
+    device: str = "cpu",
+    *,
+    depth: int = 0,
+    merge_annotations: MergeAnnotations | None = None,
+) -> tuple[Scheduler, list[PrefixCache]]:
+    """The scheduler and the caches it plans with, one per rank. Raises ConfigError for limits that contradict.
+
+    depth: of the steps, see `moeserve.steps.Steps`.
+    """
+    budget = step_budget(config, device)
+    if budget < config.max_num_seqs:
+        raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
+    caches = [
+        PrefixCache(kv.num_blocks, config.block_size, caching=config.enable_prefix_caching)
+        for _ in range(config.expert_parallel_size)
+    ]
+    scheduler = Scheduler(
+        caches,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        max_model_len=kv.max_model_len,
+        policy=config.scheduling_policy,
+        run_ahead=depth > 0,
+        merge_annotations=merge_annotations,
+    )
+    return scheduler, caches
