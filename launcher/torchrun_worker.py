@@ -101,7 +101,7 @@ def _run(config: ServeConfig, errors: Console) -> int:
     model_dir = resolve(config, lambda *_: None)
     context = make_context(config, model_dir, Path(os.devnull), meets_in_store=True)
     # Imports torch, which takes seconds.
-    from moeserve.ranks.life import run_rank
+    from moeserve.ranked_service import run_rank
 
     run_rank(context, rank, lambda _: None, threading.Event())
     return 0

@@ -62,7 +62,7 @@ def _serve(context: RunContext, rank: int, report: Report, stop: threading.Event
 
             run_alone(context, report, stop)
         else:
-            from moeserve.ranks.life import run_rank
+            from moeserve.ranked_service import run_rank
 
             run_rank(context, rank, report, stop)
     except (ModelError, ConfigError, RankError) as error:

@@ -24,8 +24,7 @@ from kernels.moe import moe_experts_partial
 from kernels.ops import CpuOps, Experts, Ops
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget, current_gpu, step_budget
-from moeserve.experts.memory import CpuResidentModel, open_experts
-from moeserve.experts.migrator import Rereader
+from moeserve.experts.memory import CpuResidentModel, Rereader, open_experts
 from moeserve.experts.observe import PrefixSigner, SentCounter, routing_shape, signs_prefixes
 from moeserve.experts.prefetch import find_fitted_gates, start_prefetching
 from moeserve.experts.resident_model import ResidentModel, experts_of, in_mib
@@ -197,14 +196,15 @@ def _open_body(
                 **resident.reads,
             )
         return _CpuBody(plan, config, resident)
-    from moeserve.gpu_body import GpuBody, gpu_settings  # Triton is loaded where it is used.
+    from moeserve.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Triton is loaded where it is used.
 
-    settings = gpu_settings(directory, plan.spec, config)
+    settings = gpu_settings(config)
     body = GpuBody(
         directory,
         plan.spec,
         plan.dtype,
         settings,
+        gpu_expert_settings(directory, plan.spec, config),
         current_gpu() if collectives is None else collectives.device,
         observers,
         _progress(plan, report),

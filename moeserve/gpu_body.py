@@ -17,16 +17,16 @@ from kernels.gpu.moe_weights import GpuExperts
 from kernels.gpu.ops import GpuOps, store_expert
 from moeserve.config import ServeConfig
 from moeserve.device import available_bytes, step_budget
-from moeserve.experts.settings import measured_load
-from moeserve.model.checkpoint import OwnedExperts
-from moeserve.model.decoder import Decoder
-from moeserve.model.expert_weights import ExpertReader
-from moeserve.model.gpu_expert_memory import (
+from moeserve.experts.gpu_memory import (
     GpuExpertSettings,
     GpuResidentModel,
     open_gpu_experts,
     plan_gpu_residency,
 )
+from moeserve.experts.settings import measured_load
+from moeserve.model.checkpoint import OwnedExperts
+from moeserve.model.decoder import Decoder
+from moeserve.model.expert_weights import ExpertReader
 from moeserve.model.gpu_kernels import expert_configs, expert_storage, kv_dtype_of, rows_at_once, triton_moe
 from moeserve.model.gpu_model import (
     GpuSettings,
@@ -54,8 +54,8 @@ _SHARE_FOR_EXPERTS = 0.8
 _SECONDS_TO_COMPILE = 600.0
 
 
-def gpu_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) -> GpuSettings:
-    """What the settings say of one GPU. Raises ConfigError."""
+def gpu_settings(config: ServeConfig) -> GpuSettings:
+    """Return the settings of one GPU."""
     return GpuSettings(
         config.block_size,
         config.max_num_seqs,
@@ -64,13 +64,12 @@ def gpu_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) -> Gpu
         config.kv_cache_memory,
         config.gpu_memory_utilization,
         config.enforce_eager,
-        _expert_settings(directory, spec, config),
         kv_dtype=kv_dtype_of(config.kv_cache_dtype),
         expert_quantization=config.expert_quantization,
     )
 
 
-def _expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) -> GpuExpertSettings | None:
+def gpu_expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) -> GpuExpertSettings | None:
     """What the settings say of experts that are not all in a GPU's memory: of the host memory that is free now, each
     rank of this machine may take its share. None where `--expert-memory` is not given."""
     if config.expert_memory is None:
@@ -102,6 +101,7 @@ class GpuBody:
         spec: DecoderSpec,
         dtype: torch.dtype,
         settings: GpuSettings,
+        bounded: GpuExpertSettings | None,
         device: torch.device,
         observers: Sequence[AnyObserver],
         progress: Progress,
@@ -110,13 +110,16 @@ class GpuBody:
         replays_with: str | None = None,
         waits: DeviceWaits | None = None,
     ) -> None:
-        """Takes scratch and, where `--expert-memory` does not hold all experts, slots, and puts the experts where they
-        are copied from. owned, replays_with, waits: of a rank of several, its experts, the shape of dispatch and the
-        waits of the collectives. Raises ConfigError or ModelError."""
+        """Take scratch and, where `--expert-memory` does not hold all experts, slots, and put the experts where they
+        are copied from. Raises ConfigError or ModelError.
+
+        bounded: of `--expert-memory`. owned, replays_with, waits: of a rank of several, its experts, the shape of
+        dispatch and the waits of the collectives.
+        """
         self._spec, self._dtype, self._device, self._waits = spec, dtype, device, waits
         self._storage = storage = expert_storage(spec, dtype, settings.expert_quantization)
         self._configs = configs = expert_configs(spec, storage, device)
-        bounded, max_rows = settings.experts, settings.max_num_batched_tokens
+        max_rows = settings.max_num_batched_tokens
         residency = None if bounded is None else plan_gpu_residency(spec, dtype, bounded.num_bytes, storage, owned)
         self.resident: GpuResidentModel | None = None
         moe: TritonMoe | None = None

@@ -21,7 +21,7 @@ from experts.placement import contiguous
 from experts.simulator import SyntheticSpec, synthetic_trace
 from kernels.activation import Activation
 from kernels.moe import moe_experts_partial, pack_experts
-from moeserve.ranks.life import bind_to_cores
+from moeserve.ranked_service import bind_to_cores
 
 _REQUESTS_PER_RANK = 16
 

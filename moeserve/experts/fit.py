@@ -17,9 +17,8 @@ from experts.observer import AnyObserver
 from experts.routing_files import Tap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.ops import PagedRows
-from moeserve.config import ServeConfig
-from moeserve.memory_plan import read_spec
 from moeserve.model.decoder import ForwardBatch
+from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.weights import load_decoder
 
@@ -115,7 +114,7 @@ class TextReader:
 
     def __init__(self, folder: Path) -> None:
         """Raises ModelError."""
-        spec, dtype = read_spec(folder, ServeConfig())
+        spec, dtype = build_spec(load_config(folder)), torch.float32
         self._seen = _Seen()
         self.decoder = load_decoder(folder, spec, dtype=dtype, max_model_len=PIECE_TOKENS, observers=[self._seen])
         self._pool = KVPool(spec.kv_layers, PIECE_TOKENS // _BLOCK_SIZE, _BLOCK_SIZE, dtype)

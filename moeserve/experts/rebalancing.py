@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import structlog
 
@@ -14,8 +13,6 @@ from experts.rebalance import (
     Drop,
     Load,
     LoadWindow,
-    Migration,
-    Outcome,
     RebalancePolicy,
     Rebalancer,
     RebalanceStats,
@@ -31,29 +28,6 @@ from moeserve.steps import RanksObserver
 _MIGRATION_SECONDS = 300.0
 
 log = structlog.get_logger(__name__)
-
-
-class Migrator(Protocol):
-    """This rank's part (`experts.rebalance.ExpertMigrator`). version: the migration in use."""
-
-    version: int
-
-    def begin(self, migration: Migration) -> None: ...
-
-    def outcome(self) -> Outcome | None: ...
-
-    def switch(self, version: int) -> None: ...
-
-    def drop(self, version: int) -> None: ...
-
-
-def follow(message: PlaceLayer | DropLayer, migrator: Migrator) -> None:
-    """What a rank does when rank 0 says so between steps."""
-    match message:
-        case PlaceLayer():
-            migrator.begin(Migration(message.version, message.layer, message.ranks))
-        case DropLayer():
-            migrator.drop(message.version)
 
 
 class Rebalancing(RanksObserver):

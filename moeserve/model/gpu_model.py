@@ -11,9 +11,6 @@ from kernels.gpu.moe_config import MoeConfigs
 from moeserve.device import KvBudget, kv_memory, share_kv
 from moeserve.model.decoder import Decoder
 from moeserve.model.gpu_batches import AttentionLimits, StepBatches
-from moeserve.model.gpu_expert_memory import (
-    GpuExpertSettings,
-)
 from moeserve.model.gpu_kernels import attention_shape, tuned_attention
 from moeserve.model.gpu_runner import DecodeSteps, GpuModelRunner, HeardDecoder, Peers
 from moeserve.model.gpu_setup import (
@@ -44,7 +41,6 @@ class GpuSettings:
     kv_cache_memory: int | None
     gpu_memory_utilization: float
     enforce_eager: bool
-    experts: GpuExpertSettings | None = None
     kv_dtype: torch.dtype | None = None
     expert_quantization: str = "none"
 

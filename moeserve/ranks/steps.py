@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from experts.errors import CollectiveError
-from moeserve.experts.rebalancing import Migrator, follow
+from experts.rebalance import Migration, Migrator
 from moeserve.plan import Pending, StepPlan, StepResult
-from moeserve.ranks.messages import Forward, LayerLoaded, RankError, RankResult, Shutdown
+from moeserve.ranks.messages import DropLayer, Forward, LayerLoaded, PlaceLayer, RankError, RankResult, Shutdown
 from moeserve.ranks.together import StepRows
 from moeserve.ranks.transport import BeatThread, RankHub, RankLink, find_fault
 from moeserve.steps import Runner
 from moeserve.wire import decode_plan, decode_result, encode_plan, encode_result
 
 _POLL_SECONDS = 0.1
+# Between two looks at the device and at what rank 0 says. Nobody's step is longer for it than a launch takes.
+_BETWEEN_LOOKS = 20e-6
 
 
 class StepSizes(Protocol):
@@ -134,13 +136,6 @@ class _OfAllRanks:
         return self.wait()
 
 
-# The steps of every rank but 0, as rank 0 sends them.
-
-
-# Between two looks at the device and at what rank 0 says. Nobody's step is longer for it than a launch takes.
-_RANK_STEPS_POLL_SECONDS = 20e-6
-
-
 class RankSteps:
     """Where steps are queued, the next one that rank 0 sends is launched while one is computed; results go home in
     the order of their steps."""
@@ -173,7 +168,7 @@ class RankSteps:
             elif (message := self._link.poll()) is not None:
                 return message
             else:
-                time.sleep(_RANK_STEPS_POLL_SECONDS)
+                time.sleep(_BETWEEN_LOOKS)
         self._beats.busy.clear()
         return self._link.receive(self._beats.say_waiting)
 
@@ -189,3 +184,12 @@ class RankSteps:
         if outcome := self._migrator.outcome():
             self._link.send(LayerLoaded(self._rank, outcome.version, outcome.error))
         self._link.send(RankResult(self._rank, encode_result(result)))
+
+
+def follow(message: PlaceLayer | DropLayer, migrator: Migrator) -> None:
+    """What a rank does when rank 0 says so between steps."""
+    match message:
+        case PlaceLayer():
+            migrator.begin(Migration(message.version, message.layer, message.ranks))
+        case DropLayer():
+            migrator.drop(message.version)

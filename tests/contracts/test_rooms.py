@@ -1,67 +1,197 @@
-"""The order of the modules within a package: each imports only modules that stand before it, so there is no circle."""
+"""The order of rooms inside the two big packages, and how objects are wired: everything through constructors."""
 
 import ast
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Lowest first.
+PACKAGES = ("launcher", "moeserve", "radix_cache", "experts", "kernels")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py")
+
+# Lowest first: a room may import the rooms named before it. A room is a file or a folder of the package.
 ROOMS = {
     "experts": (
         "errors",
-        # What gates choose, where experts are, and one layer of them.
-        "signatures",
-        "routing",
-        "routing_files",
         "placement",
+        "routing",
         "placement_search",
-        "rebalance",
-        "observer",
-        "moe_layer",
-        # Rows travel to the ranks of their experts.
-        "collectives",
-        "exchange",
-        "dispatch",
-        # Which experts are in the fast tier, and which will be wanted.
+        "routing_files",
+        "signatures",
         "predictors",
         "residency",
         "prefetch_planning",
         "prefix_warmth",
         "simulator",
-        # The fast tier at work.
         "expert_file",
         "tiers",
-        "deep_nvme",
         "slots",
+        "deep_nvme",
+        "observer",
+        "routing_tap",
         "expert_memory",
         "gates",
-        "lookahead",
         "prefetcher",
+        "lookahead",
         "resident_experts",
+        "collectives",
+        "exchange",
+        "dispatch",
+        "rebalance",
+        "moe_layer",
     ),
+    "moeserve": (
+        "config",
+        "device",
+        "plan",
+        "wire",
+        "request_memory",
+        "scheduler",
+        "steps",
+        "model",
+        "ranks",
+        "experts",
+        "rank",
+        "memory_plan",
+        "gpu_body",
+        "assemble",
+        "engine",
+        "service",
+        "ranked_service",
+        "llm",
+        "tune",
+        "bench",
+        "frontend",
+    ),
+}
+# Attributes of objects that other libraries define.
+FOREIGN_ATTRIBUTES = {
+    "argtypes",
+    "binary_op",
+    "cast_impl",
+    "create_dot",
+    "create_fp_to_fp",
+    "curve_publickey",
+    "curve_secretkey",
+    "curve_server",
+    "curve_serverkey",
+    "decoder",
+    "dtype",
+    "environ",
+    "argv",
+    "pre_tokenizer",
+    "redirect_slashes",
+    "restype",
+    "zap_domain",
+    "_patch_lang_tensor",
 }
 
 
-def imported_rooms(path: Path, package: str) -> set[str]:
-    """The modules of the package that a file imports, at any depth of its code."""
-    modules = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    """The product's modules that a module imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            modules.add(node.module or "")
-    return {module.split(".")[1] for module in modules if module.startswith(f"{package}.")}
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                found.add(submodule if submodule in MODULES else node.module)
+    return frozenset(found & MODULES.keys() - {module})
+
+
+def test_no_module_imports_itself_through_others():
+    waiting = dict.fromkeys(MODULES, frozenset())
+    waiting.update({module: imports_of(module) for module in MODULES})
+    while free := {module for module, imported in waiting.items() if not imported & waiting.keys()}:
+        waiting = {module: imported for module, imported in waiting.items() if module not in free}
+    assert sorted(waiting) == []
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_modules_import_only_those_before_them(package: str) -> None:
-    rooms = ROOMS[package]
-    files = {path.stem: path for path in (ROOT / package).glob("*.py") if path.stem != "__init__"}
-    assert sorted(files) == sorted(rooms)
-    upwards = [
-        (room, imported)
-        for place, room in enumerate(rooms)
-        for imported in imported_rooms(files[room], package) - set(rooms[:place])
-    ]
+def test_rooms_import_only_rooms_below_them(package):
+    place = {room: number for number, room in enumerate(ROOMS[package])}
+    upwards = []
+    for module in MODULES:
+        parts = module.split(".")
+        if parts[0] != package:
+            continue
+        assert parts[1] in place, f"{parts[1]} has no place in ROOMS[{package!r}]"
+        for imported in imports_of(module):
+            other = imported.split(".")
+            if other[0] == package and place[other[1]] > place[parts[1]]:
+                upwards.append(f"{module} imports {imported}")
     assert upwards == []
+    assert place.keys() == {module.split(".")[1] for module in MODULES if module.startswith(f"{package}.")}
+
+
+def record_fields() -> set[str]:
+    """Return the names of fields: annotated in a record's body, or in the `__slots__` of a class without behaviour."""
+    names: set[str] = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and is_record(node):
+                names |= {
+                    statement.target.id
+                    for statement in node.body
+                    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+                }
+                names |= slots_of(node)
+    return names
+
+
+def is_record(node: ast.ClassDef) -> bool:
+    decorators = {ast.unparse(decorator).partition("(")[0] for decorator in node.decorator_list}
+    if "dataclass" in decorators or any("Struct" in ast.unparse(base) for base in node.bases):
+        return True
+    methods = {statement.name for statement in node.body if isinstance(statement, ast.FunctionDef)}
+    return methods <= {"__init__", "__lt__", "__repr__"} or all(
+        is_property(statement) for statement in node.body if isinstance(statement, ast.FunctionDef)
+    )
+
+
+def is_property(function: ast.FunctionDef) -> bool:
+    return function.name == "__init__" or any(ast.unparse(d) == "property" for d in function.decorator_list)
+
+
+def slots_of(node: ast.ClassDef) -> set[str]:
+    for statement in node.body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__slots__":
+            return {ast.literal_eval(element) for element in getattr(statement.value, "elts", [])}
+    return set()
+
+
+def assigned_attributes(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, attribute) of every assignment to an attribute of something other than `self`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        else:
+            continue
+        for target in targets:
+            for part in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if isinstance(part, ast.Attribute) and ast.unparse(part.value) not in ("self", "cls"):
+                    yield part.lineno, part.attr
+
+
+def test_nothing_is_set_on_another_object_but_the_fields_of_a_record():
+    allowed = record_fields() | FOREIGN_ATTRIBUTES
+    found = [
+        f"{path.relative_to(ROOT)}:{line} sets {name}"
+        for path in FILES
+        for line, name in assigned_attributes(path)
+        if name not in allowed
+    ]
+    assert found == []

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from experts.expert_file import round_to_page
-from moeserve.model.gpu_expert_memory import slot_layout
+from moeserve.experts.gpu_memory import slot_layout
 from tests.e2e.test_expert_parallel import RESTLESS, ranks_of
 from tests.support.checkpoints import spec_of
 from tests.support.service import ROOT, Service, is_alive, service, wait_until

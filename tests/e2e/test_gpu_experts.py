@@ -9,9 +9,9 @@ import torch
 
 from experts.expert_file import round_to_page
 from experts.routing_files import load_trace
+from moeserve.experts.gpu_memory import slot_layout
 from moeserve.experts.prefetch import keep_fitted_gates
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu_expert_memory import slot_layout
 from tests.support.fitted_gates import some_gates
 from tests.support.service import ROOT, Service, service
 from tests.support.tiny_model import write_model_dir

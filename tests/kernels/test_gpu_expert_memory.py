@@ -15,8 +15,8 @@ from experts.observer import AnyObserver
 from experts.routing_files import Tap
 from moeserve.config import ConfigError
 from moeserve.device import KvBudget
+from moeserve.experts.gpu_memory import plan_gpu_residency
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu_expert_memory import plan_gpu_residency
 from moeserve.model.gpu_model import make_runner
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.weights import load_decoder

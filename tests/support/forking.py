@@ -279,6 +279,8 @@ def _server(python_path: str) -> socket.socket:
 
 def _import_the_service() -> list[Callable[..., Any]]:
     """Imports what a service would, and returns something of each part."""
+    from moeserve.ranks.startup import run_rank
+    from moeserve.startup import run_engine
     from torch.distributed.run import run
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -289,8 +291,6 @@ def _import_the_service() -> list[Callable[..., Any]]:
     from launcher.worker import main as work
     from moeserve.frontend.server import serve as serve_http
     from moeserve.model.source import resolve_model
-    from moeserve.ranks.startup import run_rank
-    from moeserve.startup import run_engine
 
     # Imported once a model's configuration is asked for.
     mixtral = CONFIG_MAPPING["mixtral"]

@@ -12,14 +12,14 @@ from experts.expert_file import round_to_page
 from experts.gates import FittedGates
 from experts.observer import AnyObserver
 from moeserve.device import KvBudget
-from moeserve.experts.prefetch import start_prefetching
-from moeserve.model.gpu_expert_memory import (
+from moeserve.experts.gpu_memory import (
     GpuExpertSettings,
     GpuResidentModel,
     open_gpu_experts,
     plan_gpu_residency,
     slot_layout,
 )
+from moeserve.experts.prefetch import start_prefetching
 from moeserve.model.gpu_kernels import expert_storage
 from moeserve.model.gpu_model import GpuSettings, make_runner
 from moeserve.model.spec import DecoderSpec, silent

@@ -22,15 +22,15 @@ import moeserve.model.gpu_batches
 import moeserve.model.gpu_kernels
 from experts.expert_file import round_to_page
 from kernels.gpu.moe_config import Device, WeightStorage
-from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu_batches import AttentionLimits, StepBatches
-from moeserve.model.gpu_expert_memory import (
+from moeserve.experts.gpu_memory import (
     GpuExpertSettings,
     GpuResidentModel,
     open_gpu_experts,
     plan_gpu_residency,
     slot_layout,
 )
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.gpu_batches import AttentionLimits, StepBatches
 from moeserve.model.gpu_kernels import expert_configs, expert_storage, kv_dtype_of
 from moeserve.model.gpu_runner import DecodeSteps, GpuModelRunner, HeardDecoder
 from moeserve.model.gpu_setup import StepLimits, blank_arrays, launch_all_variants, launch_variants

@@ -22,10 +22,10 @@ from kernels.gpu.moe_config import WeightStorage
 from moeserve.assemble import LoadedRank, load_rank
 from moeserve.config import ServeConfig
 from moeserve.device import KvBudget
+from moeserve.experts.gpu_memory import slot_layout
 from moeserve.memory_plan import ModelPlan
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gpu_batches import AttentionLimits
-from moeserve.model.gpu_expert_memory import slot_layout
 from moeserve.model.gpu_kernels import expert_configs, expert_storage, kv_dtype_of
 from moeserve.model.gpu_runner import GpuModelRunner
 from moeserve.model.gpu_setup import StepLimits, blank_arrays, launch_all_variants, launch_variants

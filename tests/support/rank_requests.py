@@ -14,7 +14,7 @@ import torch
 from experts.expert_file import round_to_page
 from moeserve.config import ServeConfig
 from moeserve.device import KvBudget
-from moeserve.model.gpu_expert_memory import slot_layout
+from moeserve.experts.gpu_memory import slot_layout
 from moeserve.model.gpu_kernels import expert_storage, kv_dtype_of
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.spec import DecoderSpec

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from experts.errors import ExpertStoreError
 from experts.expert_memory import ExpertMemory
@@ -16,12 +17,69 @@ from experts.tiers import DiskTier, ExpertTier, HostTier, SlowedTier
 from kernels.gpu.moe import SlotExperts, SlotLayout
 from kernels.gpu.moe_config import MoeConfigs, WeightStorage
 from kernels.packed_experts import ExpertShape
+from kernels.specs import Activation
 from moeserve.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.model.checkpoint import OwnedExperts, read_index
 from moeserve.model.expert_weights import packed_experts
-from moeserve.model.gpu_kernels import expert_configs, expert_storage, triton_moe
-from moeserve.model.gpu_resident_experts import GpuResidentExperts
+from moeserve.model.gpu_kernels import expert_configs, expert_storage, rows_at_once, triton_moe
 from moeserve.model.spec import DecoderSpec, ModelError, Progress
+
+
+class GpuResidentExperts:
+    """One layer's dispatch (`experts.moe_layer.Dispatch`) through its slots.
+
+    What is missing is decided on the host, so the host waits for the gate's choice in every layer, and a graph cannot
+    record the step. Whether experts are missing or not, the same kernels are launched: none is compiled while serving.
+    observers: told of the rows that are computed here, their ids on the host.
+    """
+
+    def __init__(
+        self,
+        memory: ExpertMemory,
+        layer: int,
+        experts: SlotExperts,
+        max_rows: int,
+        observers: Sequence[AnyObserver] = (),
+    ) -> None:
+        """experts: over the slots that the memory fills for this layer, with scratch for `max_rows` rows."""
+        self._memory = memory
+        self._layer = layer
+        self._experts = experts
+        self._max_rows = max_rows
+        self._observers = observers
+
+    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
+        return self.partial(x, expert_ids, weights, _, activation).to(x.dtype)
+
+    def partial(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
+        """[T, H] fp32, over the experts that are computed here; -1 stands for others, by number in the model."""
+        memory, layer, experts = self._memory, self._layer, self._experts
+        chosen = expert_ids.cpu()
+        wanted = set(chosen.flatten().tolist())
+        some_elsewhere = -1 in wanted
+        wanted.discard(-1)
+        if wanted:
+            memory.access(layer, wanted)
+        if self._observers:
+            # Missing experts are being loaded meanwhile.
+            here = (chosen >= 0).any(1)
+            rows = here.nonzero().flatten().to(x.device) if some_elsewhere else slice(None)
+            arrived = x[rows], chosen[here], weights[rows]
+            for observer in self._observers:
+                observer.arrived(layer, *arrived)
+        if not wanted:
+            return x.new_zeros(x.shape, dtype=torch.float32)
+        make = x.new_zeros if some_elsewhere else x.new_empty
+        products = make((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
+        size = rows_at_once(len(x), self._max_rows)
+        for ready in memory.turns(layer, wanted):
+            contents = memory.contents(layer)
+            # Who had a turn before may be overwritten now.
+            few = len(ready) < len(wanted)
+            experts.show([expert if expert in ready else -1 for expert in contents] if few else contents)
+            for rows, ids, out in zip(*(part.split(size) for part in (x, expert_ids, products)), strict=True):
+                experts.multiply(rows, ids, activation, out)
+        return experts.combine(products, weights)
 
 
 @dataclass(frozen=True, slots=True)
