@@ -39,7 +39,6 @@ WITH_TORCH = {
     "experts.prefetcher",
     "experts.prefix_warmth",
     "experts.routing_tap",
-    "moeserve.experts.migrator",
     "moeserve.experts.prefetch",
     "moeserve.experts.memory",
     "moeserve.experts.resident_model",
