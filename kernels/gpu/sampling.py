@@ -256,9 +256,9 @@ def _choose_kernel(
     first = tl.load(tokens + place, mask=inside, other=VOCAB - 1)
     best = tl.max(best_of_unit, 0)
     token = tl.min(tl.where(best_of_unit == best, first, VOCAB - 1), 0)
-    values = tl.load(largest_of_unit + place, mask=inside, other=float("-inf"))
-    num_nan = tl.sum((values != values).to(tl.int32), 0)
-    tl.store(largest + row, tl.where(num_nan > 0, float("nan"), tl.max(tl.where(inside, values, float("-inf")), 0)))
+    largest_values = tl.load(largest_of_unit + place, mask=inside, other=float("-inf"))
+    num_nan = tl.sum((largest_values != largest_values).to(tl.int32), 0)
+    tl.store(largest + row, tl.where(num_nan > 0, float("nan"), tl.max(largest_values, 0)))
     if SAMPLE:
         temperature = tl.load(temperatures + row)
         if temperature > 0:
@@ -269,12 +269,11 @@ def _choose_kernel(
                 low, high = 0.0, 0.0
                 uniform = _uniform(tl.load(seeds + row), tl.load(positions + row))
             share = tl.load(sums + place, mask=inside, other=0.0).to(tl.float64)
-            worth = share * _worth_below(best_of_unit, inside, best, inverse).to(tl.float64)
-            unit, rest = _invert(worth, uniform)
+            worth_of_unit = share * _worth_below(best_of_unit, inside, best, inverse).to(tl.float64)
+            unit, rest = _invert(worth_of_unit, uniform)
             values, kept = _load_unit(logits + row * row_stride, low, high, unit, VOCAB, UNIT, FILTER)
-            worth = _worth_below(values, kept, best, inverse).to(tl.float64)
-            inner, rest = _invert(worth, rest)
-            token = tl.minimum(unit * UNIT + inner, VOCAB - 1)
+            lane, _ = _invert(_worth_below(values, kept, best, inverse).to(tl.float64), rest)
+            token = tl.minimum(unit * UNIT + lane, VOCAB - 1)
     tl.store(token_ids + row, token.to(tl.int64))
 
 
@@ -295,8 +294,8 @@ def _invert(worth, uniform):
 
 @triton.jit
 def _ordered(values):
-    """fp32 as uint32 in the same order."""
-    bits = values.to(tl.int32, bitcast=True)
+    """fp32 as uint32 in the same order; both zeros are one."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)
     flipped = tl.where(bits < 0, ~bits, bits ^ -2147483648)
     return flipped.to(tl.uint32, bitcast=True)
 
@@ -347,6 +346,12 @@ def _worth(values, inside, floor, largest, inverse):
     # Bounded, since minus infinity times 0 is NaN.
     below = tl.maximum(values - largest, -1e30)
     return tl.where(inside & (values >= floor), tl.exp(below * inverse), 0.0)
+
+
+@triton.jit
+def _worth_of_keys(keys, floor, largest, inverse):
+    values = _unordered(keys)
+    return _worth(values, values > float("-inf"), floor, largest, inverse)
 
 
 @triton.jit
@@ -434,8 +439,8 @@ def _keep_kernel(
         largest = tl.max(best, 0)
         # Whatever exceeds this is among the four of its lane.
         hidden = tl.max(fourth, 0)
-        values = tl.join(tl.join(best, second), tl.join(third, fourth)).reshape(4 * BLOCK)
-        keys = _ordered(values)
+        # Logits are found again from their keys: both would not fit into registers.
+        keys = _ordered(tl.join(tl.join(best, second), tl.join(third, fourth)).reshape(4 * BLOCK))
         inverse = 1.0 / temperature
         if min_p > 0:
             threshold = largest + temperature * tl.log(min_p)
@@ -447,7 +452,7 @@ def _keep_kernel(
                 floor = _search_row(logits, top_k, float("-inf"), 0.0, 0.0, VOCAB, BLOCK)
             threshold = tl.maximum(threshold, floor)
         if top_p < 1:
-            worth = _worth(values, values > float("-inf"), floor, largest, inverse)
+            worth = _worth_of_keys(keys, floor, largest, inverse)
             held = tl.sum(worth, 0)
             total = held
             if (hidden >= floor) & (hidden > float("-inf")):
@@ -459,7 +464,7 @@ def _keep_kernel(
         low = threshold
         if has_top_k | (top_p < 1):
             # From the likeliest down; any positive target is first reached by the likeliest.
-            worth = _worth(values, values > float("-inf"), threshold, largest, inverse)
+            worth = _worth_of_keys(keys, threshold, largest, inverse)
             total = tl.sum(worth, 0)
             target = tl.maximum(uniform.to(tl.float32) * total, 1e-37)
             if (hidden >= threshold) & (hidden > float("-inf")):
@@ -470,8 +475,9 @@ def _keep_kernel(
                 equal = _row_worth(logits, low, low, largest, inverse, VOCAB, BLOCK)
             else:
                 low = _search(keys, worth, target)
-                reached = tl.sum(tl.where(values >= low, worth, 0.0), 0)
-                equal = tl.sum(tl.where(values == low, worth, 0.0), 0)
+                drawn = _ordered(low)
+                reached = tl.sum(_reached(keys, worth, drawn), 0)
+                equal = tl.sum(tl.where(keys == drawn, worth, 0.0), 0)
             high = low
             rest = 1.0 - (reached - target) / tl.where(equal > 0, equal, 1.0)
             uniform = tl.minimum(tl.maximum(rest, 0.0), 1.0).to(tl.float64)

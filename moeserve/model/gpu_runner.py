@@ -77,7 +77,7 @@ class GpuModelRunner:
         """computes: over `kv_pool`. decode: lasting batches for decode steps; None makes every step anew
         (`--enforce-eager`). wait: for a step; a rank of several does not wait forever."""
         self._computes = computes
-        self._block_size = kv_pool.block_size
+        self._kv_pool = kv_pool
         self._batches = batches
         self._decode = decode
         self._wait = wait
@@ -91,7 +91,7 @@ class GpuModelRunner:
         """
         if not plan.chunks:
             return LaunchedStep(plan, None, _mark(self._serve_others()), self._wait)
-        arrays = step_arrays(plan.chunks, self._block_size)
+        arrays = step_arrays(plan.chunks, self._kv_pool.block_size)
         logit_rows, places = wanted_logits(plan.chunks)
         scores_prompts = any(chunk.extras is not None and chunk.extras.prompt_targets for chunk in plan.chunks)
         computed = self._forward(arrays, logit_rows, with_logits=not scores_prompts)

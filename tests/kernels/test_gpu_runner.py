@@ -215,8 +215,9 @@ def test_a_prompt_is_scored_in_parts_with_the_log_probabilities_of_the_cpu(
     decoder = load_decoder(model_dir, spec, max_model_len=MAX_LEN)
     expected = ModelRunner(decoder, KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32)).launch(plan).result()
     runner = make(model_dir, device, enforce_eager=False)
-    forward, pieces = runner._decoder.logits, []
-    monkeypatch.setattr(runner._decoder, "logits", lambda states: pieces.append(len(states)) or forward(states))
+    on_device, pieces = runner._computes.decoder, []
+    forward = on_device.logits
+    monkeypatch.setattr(on_device, "logits", lambda states: pieces.append(len(states)) or forward(states))
     found = runner.launch(plan).result()
     assert [chunk.token_id for chunk in found.chunks] == [chunk.token_id for chunk in expected.chunks]
     assert found.chunks[0].prompt_logprobs is None
@@ -228,3 +229,25 @@ def test_a_prompt_is_scored_in_parts_with_the_log_probabilities_of_the_cpu(
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
     # Never more logits at once than that.
     assert pieces == [2, 3, 3]
+
+
+def test_a_seed_draws_the_tokens_that_it_draws_on_a_cpu(model_dir: Path, device: torch.device) -> None:
+    if "llama" not in str(model_dir):
+        pytest.skip("sampling does not depend on the model")
+    spec = spec_of(model_dir)
+    wishes = [
+        SamplingParams(max_tokens=1, temperature=1.5, seed=5),
+        SamplingParams(max_tokens=1, temperature=1.5, seed=2**63 + 7, top_k=40, top_p=0.9, min_p=0.01),
+        SamplingParams(max_tokens=1, temperature=0.8, seed=3, min_p=0.02, logit_bias={7: 2.0}),
+    ]
+    plan = StepPlan(
+        0,
+        [
+            Chunk(str(place), array("i", PROMPTS[2]), 0, array("i", [5 + place]), sampling)
+            for place, sampling in enumerate(wishes)
+        ],
+    )
+    decoder = load_decoder(model_dir, spec, max_model_len=MAX_LEN)
+    on_cpu = ModelRunner(decoder, KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32)).run(plan)
+    found = make(model_dir, device, enforce_eager=True).run(plan)
+    assert [chunk.token_id for chunk in found.chunks] == [chunk.token_id for chunk in on_cpu.chunks]
