@@ -238,7 +238,7 @@ class RecordedTraffic:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the collectives called inside, which are captured: nothing is sent yet, and nothing can be waited for."""
+        """Record the collectives captured inside: nothing is sent yet, and nothing can be waited for."""
         collectives, exchange = self._collectives, self._exchange
         before = collectives.num_entered, collectives.bytes_to, exchange.rows_to
         zeros = [0] * len(collectives.bytes_to)
@@ -253,7 +253,7 @@ class RecordedTraffic:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Count a replay, launched inside. Raises CollectiveError if one of some replays before does not end in time."""
+        """Count a replay, launched inside. Raises CollectiveError if an earlier replay does not end in time."""
         collectives, exchange = self._collectives, self._exchange
         collectives.num_entered += self._num_entered
         collectives.bytes_to = [sum(pair) for pair in zip(collectives.bytes_to, self._bytes_to, strict=True)]

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from launcher.console import ProgressDisplay
-from moeserve.experts.report import ReportError, read_report_source
+from moeserve.experts.report import ReportError, draw_report, read_report_source
 from moeserve.model.spec import ModelError
 
 # Which running server a command asks.
@@ -177,20 +177,11 @@ def report(file: Path, out: Path) -> None:
     experts-balance.png how evenly load lies on experts and on ranks.
     """
     try:
-        from moeserve.experts.report import draw_report
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "matplotlib":
-            raise
-        raise click.ClickException(
-            "Pictures need matplotlib, which is not installed: pip install 'moeserve[report]'."
-        ) from None
-    try:
         statistics = read_report_source(file)
-    except ReportError as error:
-        raise click.ClickException(str(error)) from None
-    try:
         out.mkdir(parents=True, exist_ok=True)
         paths = draw_report(statistics, out)
+    except ReportError as error:
+        raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"{error.filename or out} cannot be written ({error.strerror or error}).") from None
     for path in paths:

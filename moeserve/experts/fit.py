@@ -1,4 +1,4 @@
-"""Has a model read text, and keeps what its gates saw and what they chose; fits linear previews to that."""
+"""Fit gates to a model (`moeserve experts fit`): it reads text, and linear maps learn what its gates will choose."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from moeserve.model.decoder import ForwardBatch
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.weights import load_decoder
 
-# Learns `FittedGates` from what a model computes: what is missing from the plain gates, by ridge regression.
-
-
 _Key = TypeVar("_Key", bound=Hashable)
 
+DISTANCES = 3
+# Of a piece of text, which is read in one step.
+PIECE_TOKENS = 256
+_BLOCK_SIZE = 16
 # Damping per token, in mean squares of a state's elements. Recall hardly depends on it between 0.01 and 1.
 _RIDGE = 0.1
 
 
 class GateFit:
-    """Sums what the normal equations need: texts come one after the other and none is kept.
+    """Learns `FittedGates` by ridge regression: the difference from the plain gates.
 
-    Takes L (H + 1)² floats per tap, and as many products per token.
+    Sums the normal equations, so texts come one after the other and none is kept. Takes L (H + 1)² floats per tap, and
+    as many products per token.
     """
 
     def __init__(self, max_distance: int) -> None:
@@ -46,7 +48,7 @@ class GateFit:
 
     def add(self, states: Mapping[Tap, Sequence[Tensor]], scores: Sequence[Tensor]) -> None:
         """states: by tap and layer [T, H], those of `LATE` of unit norm; the last layer's may be missing.
-        scores: [T, E] by layer, what each gate ranked its own input by."""
+        scores: [T, E] by layer, of each gate for its own input."""
         self._num_tokens += len(scores[0])
         for tap, of_tap in states.items():
             for layer, state in enumerate(of_tap[: len(scores) - 1]):
@@ -56,7 +58,7 @@ class GateFit:
                     _add(self._products, (tap, layer, distance), x.T @ scores[layer + distance].float())
 
     def solve(self, plain: Mapping[tuple[Tap, int, int], Tensor]) -> FittedGates:
-        """The maps from all that was added, at least a token.
+        """The maps fitted to everything added, at least one token.
 
         plain: by tap, layer and distance [E, H + 1], the later gate as it is. A map keeps to it in directions that the
         texts have not shown, which on other texts recalls more than a map that knows nothing of them.
@@ -83,16 +85,10 @@ def _add(sums: dict[_Key, Tensor], key: _Key, value: Tensor) -> None:
         sums[key] = value
 
 
-DISTANCES = 3
-# Of a piece of text, which is read in one step.
-PIECE_TOKENS = 256
-_BLOCK_SIZE = 16
-
-
 @dataclass(frozen=True, slots=True)
 class TextRead:
-    """Of one text of T tokens, by layer with experts. ids: [T, k]. states: [T, H] at each tap, those of `LATE` of unit
-    norm and without the last layer."""
+    """A text of T tokens as the model read it, by layer with experts. ids: [T, k]. states: [T, H] at each tap, those of
+    `LATE` of unit norm and without the last layer."""
 
     token_ids: list[int]
     ids: list[Tensor]
@@ -135,7 +131,7 @@ class TextReader:
 
     @torch.inference_mode()
     def read(self, token_ids: list[int]) -> TextRead:
-        """All rows in all layers, of at most `PIECE_TOKENS` tokens and at least one."""
+        """Compute all rows in all layers. token_ids: 1 to `PIECE_TOKENS`."""
         logits = self.decoder.forward(_batch(token_ids), self._pool.layers)
         likelihood = (
             logits[:-1].float().log_softmax(-1).gather(1, torch.tensor(token_ids[1:], dtype=torch.int64)[:, None])
@@ -147,7 +143,7 @@ class TextReader:
 
 
 def pieces(reader: TextReader, texts: Iterable[str], max_tokens: int) -> Iterator[list[int]]:
-    """The texts' first tokens in pieces that can be read: of each text the same number, as far as it has them."""
+    """The texts' first tokens in pieces that can be read, equally many of each text, as far as it has them."""
     encoded = [reader.encode(text) for text in texts]
     share = max(max_tokens // max(len(encoded), 1), 1)
     for token_ids in encoded:
@@ -157,7 +153,7 @@ def pieces(reader: TextReader, texts: Iterable[str], max_tokens: int) -> Iterato
 
 @torch.inference_mode()
 def fit_gates(reader: TextReader, texts: Iterable[list[int]]) -> FittedGates:
-    """Maps of both taps for one to three layers ahead, from all tokens of the texts, of which there is one."""
+    """Maps of both taps for one to three layers ahead, from all tokens of the texts, at least one."""
     layers, norms = zip(*reader.decoder.gated_blocks(), strict=True)
     fit = GateFit(DISTANCES)
     for token_ids in texts:
@@ -177,11 +173,8 @@ def _batch(token_ids: Sequence[int]) -> ForwardBatch:
     )
 
 
-# Text that is on every machine.
-
-
 def half_of_topics(parity: int) -> list[str]:
-    """Every other topic of Python's documentation, from the first (parity 0) or the second one on."""
+    """Every other topic of Python's documentation, from the first or (parity 1) the second on."""
     from pydoc_data.topics import topics
 
     return [text for name in sorted(topics)[parity::2] if (text := topics[name].strip())]

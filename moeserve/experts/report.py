@@ -1,12 +1,11 @@
-"""Draws routing statistics as PNG: load, affinity between layers, balance. Needs matplotlib."""
+"""Draw routing statistics as PNG: load, affinity between layers, balance. Only drawing needs matplotlib."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
@@ -15,14 +14,22 @@ from experts.placement_search import load_balanced
 from experts.routing import Affinity, RoutingStatistics, StatisticsSpec
 from experts.routing_files import RoutingTrace, StatisticsError, TraceError, load_statistics, load_trace
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _DPI = 110
 _LAYERS_SHOWN = 6
 _RANKS = (2, 4, 8)
 _COLOURS = ("#33658a", "#f26419", "#55864c")
+_TOKENS_AT_ONCE = 64
+
+
+class ReportError(Exception):
+    """A file that cannot be drawn; the message is one sentence."""
 
 
 def draw_report(statistics: RoutingStatistics, folder: Path) -> list[Path]:
-    """Writes the pictures into a folder and returns their paths."""
+    """Write the pictures into a folder and return their paths. Raises ReportError without matplotlib."""
     drawn = {
         "experts-load.png": _draw_load(statistics.load()),
         "experts-affinity.png": _draw_affinity(statistics),
@@ -37,11 +44,11 @@ def draw_report(statistics: RoutingStatistics, folder: Path) -> list[Path]:
 
 
 def _draw_load(load: NDArray[np.float32]) -> Figure:
-    """Load relative to an even share of the layer."""
+    """A heat map of the load relative to an even share of the layer. load: [L, E]."""
     mean = load.mean(axis=1, keepdims=True)
     relative = np.divide(load, mean, out=np.zeros_like(load), where=mean > 0)
     num_layers, num_experts = load.shape
-    figure = Figure(figsize=(min(12, 2.5 + 0.3 * num_experts), min(10, 1.8 + 0.17 * num_layers)), layout="constrained")
+    figure = _new_figure(min(12, 2.5 + 0.3 * num_experts), min(10, 1.8 + 0.17 * num_layers))
     axes = figure.subplots()
     image = axes.imshow(relative, aspect="auto", cmap="viridis", vmin=0, vmax=max(2.0, float(relative.max())))
     axes.set_xlabel("expert")
@@ -59,7 +66,7 @@ def _draw_affinity(statistics: RoutingStatistics) -> Figure | None:
     shown = np.unique(np.linspace(0, len(conditional) - 1, _LAYERS_SHOWN).round().astype(int))
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)
-    figure = Figure(figsize=(3.1 * columns + 0.9, 2.9 * rows + 0.3), layout="constrained")
+    figure = _new_figure(3.1 * columns + 0.9, 2.9 * rows + 0.3)
     grid = figure.subplots(rows, columns, squeeze=False)
     top = float(conditional[shown].max())
     image: Any = None
@@ -79,7 +86,7 @@ def _draw_affinity(statistics: RoutingStatistics) -> Figure | None:
 def _draw_balance(load: NDArray[np.float32]) -> Figure:
     """Mean over maximum by layer: of the experts, and of ranks that hold them in order or placed by load."""
     num_layers, num_experts = load.shape
-    figure = Figure(figsize=(8, 4), layout="constrained")
+    figure = _new_figure(8, 4)
     axes = figure.subplots()
     layers = np.arange(num_layers)
     most = load.max(axis=1)
@@ -101,18 +108,17 @@ def _draw_balance(load: NDArray[np.float32]) -> Figure:
     return figure
 
 
-# Statistics for a report: from a statistics file, or counted from a routing trace.
-
-
-_TOKENS_AT_ONCE = 64
-
-
-class ReportError(Exception):
-    """A file that cannot be drawn; the message is one sentence."""
+def _new_figure(width: float, height: float) -> Figure:
+    """Sizes in inches."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ReportError("Pictures need matplotlib, which is not installed: pip install 'moeserve[report]'.") from None
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def read_report_source(path: Path) -> RoutingStatistics:
-    """The statistics in either kind of file. Raises ReportError."""
+    """The statistics in a statistics file, or counted from a routing trace. Raises ReportError."""
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}

@@ -1,4 +1,4 @@
-"""Settings of the expert memory that contradict each other, found before anything is started."""
+"""The settings of the experts: what contradicts, the placement they ask for, and the statistics they go by."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from moeserve.model.spec import DecoderSpec
 
 
 def check_expert_memory(config: ServeConfig) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError, one sentence, for settings of the expert memory that contradict each other."""
     if config.expert_policy == "static" and config.expert_statistics is None:
         raise ConfigError("--expert-policy static needs --expert-statistics with a file to learn from.")
     if config.expert_policy == "affinity" and config.expert_prefetch != "affinity":
         raise ConfigError("--expert-policy affinity goes by what prefetching learns: use --expert-prefetch affinity.")
 
 
-# The placement that the settings ask for, decided by rank 0 before anybody loads.
-
-
 def plan_placement(directory: Path, spec: DecoderSpec, config: ServeConfig) -> Placement:
-    """Which ranks hold which experts. Raises ConfigError, one sentence, if the settings cannot be met."""
+    """The placement, decided by rank 0 before any rank loads. Raises ConfigError, one sentence, if it cannot be met."""
     num_ranks = config.expert_parallel_size
     if spec.moe is None:
         raise ConfigError(f"--expert-parallel-size {num_ranks}: a {spec.model_type} model has no experts to share.")
@@ -43,9 +40,9 @@ def plan_placement(directory: Path, spec: DecoderSpec, config: ServeConfig) -> P
 
 
 def read_statistics(directory: Path, config: ServeConfig) -> RoutingStatistics | None:
-    """What earlier runs of this model have seen, None where no file is named or none is there yet.
+    """The statistics of earlier runs of this model, None where no file is named or the file does not exist yet.
 
-    A placement that is learnt needs the file. Raises ConfigError, one sentence, for a file that cannot serve.
+    A learnt placement needs the file. Raises ConfigError, one sentence, for a file that cannot serve.
     """
     if config.placement in LEARNT:
         return needed_statistics(directory, config, f"--placement {config.placement}")
@@ -55,12 +52,12 @@ def read_statistics(directory: Path, config: ServeConfig) -> RoutingStatistics |
 
 
 def goes_by_statistics(config: ServeConfig) -> bool:
-    """Whether anything is decided by what earlier runs have seen."""
+    """Whether anything is decided by the statistics of earlier runs."""
     return config.placement in LEARNT or config.num_redundant_experts > 0 or config.expert_policy == "static"
 
 
 def needed_statistics(directory: Path, config: ServeConfig, needed_by: str) -> RoutingStatistics:
-    """What earlier runs of this model have seen. needed_by: the setting that asks for it.
+    """The statistics of earlier runs of this model. needed_by: the setting that asks for them.
 
     Raises ConfigError, one sentence, without a file or for one that cannot serve.
     """
@@ -73,7 +70,7 @@ def needed_statistics(directory: Path, config: ServeConfig, needed_by: str) -> R
 
 
 def measured_load(directory: Path, config: ServeConfig, shape: tuple[int, int]) -> list[list[float]] | None:
-    """[L, E] for a policy that goes by what earlier runs have seen, else None. shape: L and E. Raises ConfigError."""
+    """[L, E]: the load of earlier runs for the policy `static`, else None. shape: L and E. Raises ConfigError."""
     if config.expert_policy != "static":
         return None
     load = needed_statistics(directory, config, "--expert-policy static").load()
@@ -87,5 +84,5 @@ def measured_load(directory: Path, config: ServeConfig, shape: tuple[int, int]) 
 
 
 def statistics_key(directory: Path) -> str:
-    """Names the model in a statistics file: a hash of its config.json."""
+    """The name of the model in a statistics file: a hash of its config.json."""
     return model_key(json.loads((directory / "config.json").read_bytes()))

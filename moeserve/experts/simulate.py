@@ -1,4 +1,4 @@
-"""`moeserve experts simulate`: replays a routing trace through the decisions of the expert memory."""
+"""`moeserve experts simulate`: replay a routing trace through the decisions of the expert memory."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ from experts.simulator import (
 )
 from moeserve.config import ConfigError, parse_size
 
-# What `moeserve experts simulate` computes and prints.
-
-
 CONTROLS: dict[str, Callable[[RoutingTrace, int], RoutingTrace]] = {
     "uniform": uniform_control,
     "shuffled": shuffled_control,
 }
 
+_TABLE_WIDTH = 160
 # Columns of numbers in the table.
 _FIGURES = ("misses", "stall/step", "saved", "loaded", "useful", "late", "wasted", "cancelled", "recall", "precision")
 
@@ -43,7 +41,7 @@ _FIGURES = ("misses", "stall/step", "saved", "loaded", "useful", "late", "wasted
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
     """One policy with one predictor, or with demand loads alone. stall_saved: share of the stall of the same policy on
-    demand, None for that itself. recall: by distance."""
+    demand, None for the run on demand itself. recall: by distance."""
 
     policy: str
     predictor: str | None
@@ -53,7 +51,7 @@ class SimulatedRun:
 
 
 def first_requests(trace: RoutingTrace, max_tokens: int) -> RoutingTrace:
-    """Whole requests from the start of the trace, two at least, as long as they have no more tokens than that."""
+    """Whole requests from the start of the trace, at least two, with at most `max_tokens` tokens together."""
     requests, first, counts = np.unique(trace.requests, return_index=True, return_counts=True)
     order = np.argsort(first)
     fits = np.cumsum(counts[order]) <= max_tokens
@@ -64,7 +62,7 @@ def first_requests(trace: RoutingTrace, max_tokens: int) -> RoutingTrace:
 def run_all(
     trace: RoutingTrace, setup: SimulationSetup, policies: Sequence[str], predictors: Sequence[str]
 ) -> list[SimulatedRun]:
-    """Each policy on demand and with each predictor. ValueError for a trace of a single request or an unknown name."""
+    """Run each policy on demand and with each predictor. ValueError for a trace of one request or unknown names."""
     learning, held_out = trace.split()
     if not len(held_out.requests):
         raise ValueError("the trace has one request, and none would be held out to be measured")
@@ -146,9 +144,6 @@ def _saved(on_demand: SimulationResult, result: SimulationResult) -> float:
     return 1 - (result.exposed_stall + result.prediction_seconds) / stalled if stalled else 0.0
 
 
-_TABLE_WIDTH = 160
-
-
 class _Size(click.ParamType[int]):
     name = "size"
 
@@ -212,7 +207,9 @@ class _Size(click.ParamType[int]):
 )
 @click.option("--distance", type=click.IntRange(1, 3), default=3, show_default=True, help="Layers predicted ahead.")
 @click.option(
-    "--budget", type=_Size(), help="Bytes that one prediction may ask for; as many as can be on time unless given."
+    "--budget",
+    type=_Size(),
+    help="Bytes that one prediction of affinity may ask for; as many as can be on time unless given.",
 )
 @click.option("--streams", type=click.IntRange(1), default=1, show_default=True, help="Requests at a time.")
 @click.option("--control", type=click.Choice(list(CONTROLS)), help="Takes the structure out of the trace first.")

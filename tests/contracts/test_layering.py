@@ -37,7 +37,6 @@ WITH_TORCH = {
     "experts.lookahead",
     "experts.gates",
     "experts.prefetcher",
-    "experts.prefix_warmth",
     "experts.routing_tap",
     "moeserve.experts.prefetch",
     "moeserve.experts.memory",

@@ -77,11 +77,13 @@ def test_a_file_that_cannot_be_drawn_is_one_sentence(tmp_path: Path, content: by
     assert sentence in result.output
 
 
-def test_without_matplotlib_the_report_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in [name for name in sys.modules if name.startswith(("matplotlib.", "moeserve.experts.report"))]:
-        monkeypatch.delitem(sys.modules, name)
-    result = moeserve("experts", "report", tmp_path / "file")
+def test_without_matplotlib_the_report_says_what_to_install(
+    tmp_path: Path, trace: RoutingTrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_trace(tmp_path / "trace", trace)
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    result = moeserve("experts", "report", tmp_path / "trace", "--out", tmp_path)
     assert result.exit_code == 1
     assert "pip install 'moeserve[report]'" in result.output
 
