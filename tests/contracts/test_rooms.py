@@ -18,6 +18,7 @@ ROOMS = {
         "placement_search",
         "rebalance",
         "observer",
+        "routing_tap",
         "moe_layer",
         # Rows travel to the ranks of their experts.
         "collectives",
@@ -36,8 +37,8 @@ ROOMS = {
         "slots",
         "expert_memory",
         "gates",
-        "lookahead",
         "prefetcher",
+        "lookahead",
         "resident_experts",
     ),
 }
