@@ -24,14 +24,14 @@ from kernels.moe import moe_experts_partial
 from kernels.ops import CpuOps, Experts, Ops
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget, current_gpu, step_budget
-from moeserve.experts.memory import CpuResidentModel, Rereader, open_experts
+from moeserve.experts.memory import CpuResidentModel, open_experts
 from moeserve.experts.observe import PrefixSigner, SentCounter, routing_shape, signs_prefixes
 from moeserve.experts.prefetch import find_fitted_gates, start_prefetching
 from moeserve.experts.resident_model import ResidentModel, experts_of, in_mib
 from moeserve.memory_plan import ModelPlan, no_experts, owned_experts
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import Decoder
-from moeserve.model.expert_weights import ExpertReader
+from moeserve.model.expert_weights import ExpertReader, Rereader
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from moeserve.model.runner import ModelRunner

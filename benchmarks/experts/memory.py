@@ -12,6 +12,8 @@ from statistics import fmean, median
 from tempfile import mkdtemp
 
 import structlog
+from moeserve.experts.load_ahead import find_fitted_gates, keep_fitted_gates
+from moeserve.model_loading import read_spec
 from tokenizers import Tokenizer
 
 from benchmarks.experts.figures import Amount, Figure, Progress, Unavailable, at_least, at_most, in_turn
@@ -19,11 +21,9 @@ from benchmarks.experts.traces import BUILDS, documents, folder_of
 from experts.expert_file import round_to_page
 from moeserve.config import ServeConfig
 from moeserve.experts.fit import TextReader, fit_gates, half_of_topics, pieces
-from moeserve.experts.load_ahead import find_fitted_gates, keep_fitted_gates
 from moeserve.llm import LLM, Completion
 from moeserve.model.expert_store import layout_in_store
 from moeserve.model.spec import ModelError
-from moeserve.model_loading import read_spec
 from moeserve.plan import SamplingParams
 
 _PROMPT_TOKENS = 24

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 import torch
 
@@ -15,7 +15,6 @@ from experts.expert_file import round_to_page
 from experts.expert_memory import ExpertMemory
 from experts.observer import AnyObserver
 from experts.placement import Placement
-from experts.rebalance import Weights
 from experts.resident_experts import ResidentExperts
 from experts.slots import SlotArena
 from experts.tiers import DiskTier, ExpertTier, PositionedReads, SlowedTier
@@ -23,11 +22,8 @@ from kernels.packed_experts import ExpertLayout, SplitExperts
 from moeserve.config import ServeConfig
 from moeserve.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.experts.settings import measured_load
-from moeserve.model.checkpoint import OwnedExperts, TensorInfo, plan_experts, read_index
 from moeserve.model.expert_store import ensure_expert_store, layout_in_store
-from moeserve.model.expert_weights import ExpertReader
-from moeserve.model.spec import CheckpointError, DecoderSpec, ModelError
-from moeserve.model.tensor_reader import TensorReader
+from moeserve.model.spec import DecoderSpec, ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,36 +121,3 @@ def _places(layout: ExpertLayout, num_experts: int) -> SplitExperts:
     if not isinstance(experts, SplitExperts):
         raise ModelError(f"--expert-memory does not work with experts kept as {layout.name}.")
     return experts
-
-
-class Rereader(Generic[Weights]):
-    """Reads single experts of a checkpoint that has been loaded before. Layers are those with experts."""
-
-    def __init__(
-        self,
-        directory: Path,
-        spec: DecoderSpec,
-        dtype: torch.dtype,
-        owned: OwnedExperts,
-        take: Callable[[ExpertReader], Weights],
-    ) -> None:
-        """owned: what was loaded. take: how it was, from a reader with one expert, into memory of its own."""
-        self._directory = directory
-        self._spec = spec
-        self._dtype = dtype
-        self._owned = owned
-        self._take = take
-        self._index: Mapping[str, TensorInfo] | None = None
-
-    def __call__(self, number: int, expert: int) -> Weights:
-        """Raises CheckpointError."""
-        spec, index = self._spec, self._index or read_index(self._directory)
-        self._index, layer = index, spec.moe_layers[number]
-        with TensorReader(index, 0, quantization=spec.quantization) as reader:
-            loaded, one = (
-                ExpertReader(spec, plan_experts(spec, index, layer, experts), reader, self._dtype)
-                for experts in (self._owned(layer), [expert])
-            )
-            if one.shape != loaded.shape:
-                raise CheckpointError(f"Expert {expert} of layer {layer} is stored otherwise than the others.")
-            return self._take(one)

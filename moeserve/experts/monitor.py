@@ -274,7 +274,7 @@ def _balance_of_experts(load: np.typing.NDArray[np.float32]) -> list[float]:
 
 
 class Prefetching(Protocol):
-    """Whoever loads ahead (`experts.prefetcher.LayerListener`)."""
+    """Whoever loads ahead (`experts.prefetcher.PrefetchObserver`)."""
 
     @property
     def is_on(self) -> bool: ...

@@ -13,6 +13,7 @@ from experts.rebalance import (
     Drop,
     Load,
     LoadWindow,
+    Migrator,
     RebalancePolicy,
     Rebalancer,
     RebalanceStats,

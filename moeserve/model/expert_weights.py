@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertPacking, ExpertShape
-from moeserve.model.checkpoint import ExpertsPlan, OwnedExperts, StoredTensor, TensorInfo, WeightPlan, plan_weights
-from moeserve.model.spec import DecoderSpec, Progress
+from moeserve.model.checkpoint import (
+    ExpertsPlan,
+    OwnedExperts,
+    StoredTensor,
+    TensorInfo,
+    WeightPlan,
+    plan_experts,
+    plan_weights,
+    read_index,
+)
+from moeserve.model.spec import CheckpointError, DecoderSpec, Progress
 from moeserve.model.tensor_reader import TensorReader
 
 
@@ -119,3 +130,39 @@ def _kept_dtype(plan: ExpertsPlan, dtype: torch.dtype) -> torch.dtype:
 def _halves(rows: Tensor) -> Tensor:
     """[2I, ...] as [2, I, ...]: the gate half and the up half."""
     return rows.view(2, -1, *rows.shape[1:])
+
+
+TakenT = TypeVar("TakenT")
+
+
+class Rereader(Generic[TakenT]):
+    """Reads single experts of a checkpoint that has been loaded before. Layers are those with experts."""
+
+    def __init__(
+        self,
+        directory: Path,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        owned: OwnedExperts,
+        take: Callable[[ExpertReader], TakenT],
+    ) -> None:
+        """owned: what was loaded. take: how it was, from a reader with one expert, into memory of its own."""
+        self._directory = directory
+        self._spec = spec
+        self._dtype = dtype
+        self._owned = owned
+        self._take = take
+        self._index: Mapping[str, TensorInfo] | None = None
+
+    def __call__(self, number: int, expert: int) -> TakenT:
+        """Raises CheckpointError."""
+        spec, index = self._spec, self._index or read_index(self._directory)
+        self._index, layer = index, spec.moe_layers[number]
+        with TensorReader(index, 0, quantization=spec.quantization) as reader:
+            loaded, one = (
+                ExpertReader(spec, plan_experts(spec, index, layer, experts), reader, self._dtype)
+                for experts in (self._owned(layer), [expert])
+            )
+            if one.shape != loaded.shape:
+                raise CheckpointError(f"Expert {expert} of layer {layer} is stored otherwise than the others.")
+            return self._take(one)
