@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "expert_quantization": "int4",
         "moves": True,
         "num_slots": 3,
-        "prefetch": "affinity",
+        "prefetch": "gate",
         **FEW,
     },
 }
