@@ -52,25 +52,8 @@ class Measured:
     recording: float
 
 
-class _Nothing:
-    """A runner that computes nothing, so that only the recording around it is timed."""
-
-    def run(self, plan: StepPlan) -> StepResult:
-        return StepResult(plan.step, [])
-
-
-class _Heard:
-    """A tap that returns what another tap observed."""
-
-    def __init__(self, take: Callable[[], SupportsBytes]) -> None:
-        self.take = take
-
-    def begin(self) -> None:
-        """The step has been computed already."""
-
-
 class RecordedModel:
-    """A model whose steps are computed with a tap and recorded apart."""
+    """A model whose routing is observed in every step and recorded after it."""
 
     def __init__(self, directory: Path) -> None:
         torch.set_num_threads(1)

@@ -21,7 +21,9 @@ from benchmarks.experts.traces import BUILDS, documents, folder_of
 from experts.expert_file import round_to_page
 from moeserve.config import ServeConfig
 from moeserve.experts.fit import TextReader, fit_gates, half_of_topics, pieces
+from moeserve.experts.prefetch import find_fitted_gates, keep_fitted_gates
 from moeserve.llm import LLM, Completion
+from moeserve.memory_plan import read_spec
 from moeserve.model.expert_store import layout_in_store
 from moeserve.model.spec import ModelError
 from moeserve.plan import SamplingParams
@@ -272,7 +274,7 @@ def exactness(amount: Amount, progress: Progress) -> Iterator[Figure]:
     folder = folder_of(BUILDS[0], amount, progress)
     bounded = [Setting(folder, 0.25, "lru", "off"), Setting(folder, 0.5, "lfru", "gate")]
     if not amount.quick:
-        bounded += [Setting(folder, 0.75, "lfu", "auto"), Setting(folder, 0.5, "affinity", "affinity+popularity")]
+        bounded += [Setting(folder, 0.75, "lfu", "auto"), Setting(folder, 0.5, "affinity", "affinity")]
     num_tokens = amount.of(48, 12)
     with contest([Setting(folder)]) as (resident,):
         expected = _answers(resident, num_tokens)

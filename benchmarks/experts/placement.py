@@ -1,6 +1,6 @@
 """Where experts are placed, on traces: remote ranks of a token, hops between layers, balance of load.
 
-Torch-free. Structure is learnt on half of the requests and measured on the other half.
+Structure is learnt on half of the requests and measured on the other half.
 """
 
 from __future__ import annotations

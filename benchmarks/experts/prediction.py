@@ -1,4 +1,4 @@
-"""Experts known ahead: recall on recorded text, and the stall that prefetching saves, simulated. Torch-free."""
+"""Experts known ahead: recall on recorded text, and the stall that prefetching saves, simulated."""
 
 from __future__ import annotations
 
@@ -20,15 +20,12 @@ from benchmarks.experts.traces import (
     recorded_trace,
     with_controls,
 )
-from experts.predictors import Tap
-from experts.prefetch_planning import PrefetchRules
-from experts.routing_files import GateGuesses, RoutingTrace
+from experts.routing_files import GateGuesses, RoutingTrace, Tap
 from experts.simulator import (
-    Foretold,
+    POPULARITY,
     LayerTiming,
     PrefixHits,
     Signature,
-    SimulationResult,
     SimulationSetup,
     StallFigure,
     link_for,
@@ -38,12 +35,12 @@ from experts.simulator import (
 )
 from moeserve.experts.simulate import first_requests
 
-_POPULARITY, _AFFINITY, _EARLY, _LATE = "popularity", "affinity", "gate-early", "gate-late"
+_AFFINITY, _EARLY, _LATE = "affinity", "gate-early", "gate-late"
 _GATES = (_EARLY, _LATE)
 # By the fit of the trace's gates: the predictors, and up to which distance they are judged.
 _PREDICTORS = {
-    PLAIN: ((_POPULARITY, _AFFINITY, *_GATES, f"{_EARLY}+{_AFFINITY}"), 3),
-    FITTED: ((*_GATES, f"{_EARLY}+{_AFFINITY}"), 3),
+    PLAIN: ((POPULARITY, _AFFINITY, *_GATES), 3),
+    FITTED: (_GATES, 3),
     BOUND: (_GATES, 1),
 }
 _RECALL_TARGET, _RATIO_TARGET = at_least(0.80), at_least(1.5)
@@ -52,10 +49,6 @@ _RECALL_NOTHING = at_most(1.05)
 # Tokens, of four or five requests: enough for all targets to be met or missed, and none to stay open.
 _HELD_OUT = 500
 
-# Gates fitted to other texts. Where a load takes no longer than a layer, a late look is in time, and only sure experts
-# need be requested before it; on a slower link a late look would only cancel loads.
-_FAST = "gate-early+gate-late", PrefetchRules(min_probability=0.55, margin=0.35, keep_probability=0.15)
-_SLOW = "gate-early", PrefetchRules()
 _BASELINE = "demand loads alone, LFRU"
 _BETAS = (0.5, 1.0, 2.0)
 _RESIDENCY = 0.5
@@ -70,7 +63,7 @@ _SAVED, _WASTED, _ORACLE = "stall saved", "bytes moved for nothing", "with an or
 _PREFIX_BETA = 1.0
 _PREFIX_RESIDENCIES = (0.25, 0.5)
 # None: demand loads, so that the signature is all there is.
-_PREFIX_PREDICTORS = {"demand loads": None, "the gate": "gate-early"}
+_PREFIX_PREDICTORS = {"demand loads": None, "the gate": _EARLY}
 # Tokens that are computed behind the prefix before the first decode.
 _BEHIND = (1, 8)
 _FIRST, _EIGHT = "first decode step", "first eight decode steps"
@@ -96,7 +89,7 @@ def _recall_figure(build: Build, name: str, values: tuple[float, ...], note: str
         limit = _RATIO_TARGET
     elif name.endswith(" d=1") and name.split()[0] in _GATES and BOUND not in name:
         limit = _RECALL_TARGET
-    baseline = _POPULARITY if is_ratio else f"chance {build.top_k / build.experts:.3f}"
+    baseline = POPULARITY if is_ratio else f"chance {build.top_k / build.experts:.3f}"
     return Figure(f"{build.name}, {name}", baseline, values, "x" if is_ratio else "", limit, note=note)
 
 
@@ -110,12 +103,12 @@ def recalls(traces: Mapping[str, RoutingTrace], max_tokens: int, seed: int) -> d
         predictors, distance = _PREDICTORS[fit]
         for (predictor, ahead), value in _recalls(trace, max_tokens, seed, predictors, distance).items():
             found[f"{predictor}{f' {fit}' * bool(fit)} d={ahead}"] = value
-    found[f"{_AFFINITY} / {_POPULARITY} d=1"] = found[f"{_AFFINITY} d=1"] / found[f"{_POPULARITY} d=1"]
+    found[f"{_AFFINITY} / {POPULARITY} d=1"] = found[f"{_AFFINITY} d=1"] / found[f"{POPULARITY} d=1"]
     for control, routing in with_controls(traces[PLAIN], seed):
         if control:
-            of_control = _recalls(routing, max_tokens, seed, (_POPULARITY, _AFFINITY, _EARLY), 1)
+            of_control = _recalls(routing, max_tokens, seed, (POPULARITY, _AFFINITY, _EARLY), 1)
             best = max(of_control[_AFFINITY, 1], of_control[_EARLY, 1])
-            found[f"best / {_POPULARITY} d=1, {control} control"] = best / of_control[_POPULARITY, 1]
+            found[f"best / {POPULARITY} d=1, {control} control"] = best / of_control[POPULARITY, 1]
     return found
 
 
@@ -150,52 +143,34 @@ def stall_saved(
     found = {}
     for control, routing in with_controls(trace, seed):
         learning, held_out = (first_requests(half, max_tokens // 2) for half in halves(routing, seed))
-        requests = _Requests(learning, held_out)
-        oracle = None if control else _Requests(all_knowing(learning), all_knowing(held_out))
+        oracle = None if control else (all_knowing(learning), all_knowing(held_out))
         for beta in betas:
-            on_demand = requests.on_demand(beta)
-            figure = StallFigure(on_demand, requests.prefetching(beta))
+            prefetching = _setup(beta)
+            on_demand = simulate(learning, held_out, replace(prefetching, predictor=None))
+            figure = StallFigure(on_demand, simulate(learning, held_out, prefetching))
             if oracle is None:
                 found[beta, f"{control} control"] = figure.stall_saved
                 continue
             found[beta, _SAVED] = figure.stall_saved
             found[beta, _WASTED] = figure.prefetching.wasted_share
-            found[beta, _ORACLE] = StallFigure(on_demand, oracle.prefetching(beta)).stall_saved
+            found[beta, _ORACLE] = StallFigure(on_demand, simulate(*oracle, prefetching)).stall_saved
     return found
 
 
 def all_knowing(trace: RoutingTrace) -> RoutingTrace:
-    """Return the trace with gates that guess the very choices of later layers: the most a predictor could say."""
+    """Return the trace with early gates that guess the very choices of later layers: the most they could say."""
     guesses = []
     for distance in range(1, 4):
         logits = np.full((len(trace.ids) - distance, trace.ids.shape[1], trace.num_experts), -_SURE, np.float16)
         np.put_along_axis(logits, trace.ids[distance:].astype(np.int64), np.float16(_SURE), axis=2)
-        guesses += [GateGuesses(tap, distance, logits) for tap in Tap]
+        guesses.append(GateGuesses(Tap.EARLY, distance, logits))
     return replace(trace, guesses=tuple(guesses))
 
 
-class _Requests:
-    """Requests to learn from and held-out ones; the predictions of their gates are computed once for all links."""
-
-    def __init__(self, learning: RoutingTrace, held_out: RoutingTrace) -> None:
-        self._learning = learning
-        self._held_out = held_out
-        self._foretold: dict[str, Foretold] = {}
-
-    def on_demand(self, beta: float) -> SimulationResult:
-        return simulate(self._learning, self._held_out, _setup(beta))
-
-    def prefetching(self, beta: float) -> SimulationResult:
-        choice, rules = _FAST if beta <= 1 else _SLOW
-        if choice not in self._foretold:
-            self._foretold[choice] = Foretold((self._learning, self._held_out), choice, rules.max_distance)
-        setup = replace(_setup(beta), predictor=choice, rules=rules)
-        return simulate(self._learning, self._held_out, setup, self._foretold[choice])
-
-
 def _setup(beta: float) -> SimulationSetup:
+    """Return the service's plan of prefetches: experts that the early gate expects."""
     link = link_for(beta, _EXPERT_BYTES, _TIMING)
-    return SimulationSetup(_RESIDENCY, "lfru", link, _TIMING, _EXPERT_BYTES)
+    return SimulationSetup(_RESIDENCY, "lfru", link, _TIMING, _EXPERT_BYTES, _EARLY)
 
 
 def _stall_figure(case: str, name: str, values: tuple[float, ...]) -> Figure:

@@ -6,16 +6,17 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.experts.figures import Amount, Progress, Unavailable
+from benchmarks.split_demo import ensure_split_demo
 from experts.routing_files import RoutingTrace, load_trace, save_trace, shuffled_control, uniform_control
 from moeserve.config import cache_root
 from moeserve.experts.fit import half_of_topics
 from moeserve.model.demo import ensure_demo
+from moeserve.model.demo_build import calibration_text
 from moeserve.model.spec import ModelError
 
 # Raise when the recorded content changes.
@@ -49,8 +50,9 @@ def folder_of(build: Build, amount: Amount, progress: Progress) -> Path:
     def report(stage: str, done: int, total: int) -> None:
         progress(f"building {build.name}: {stage} {done} of {total}")
 
+    ensure = ensure_split_demo if build.split else ensure_demo
     try:
-        return ensure_demo(amount.cache, experts=build.experts, top_k=build.top_k, split=build.split, progress=report)
+        return ensure(amount.cache, experts=build.experts, top_k=build.top_k, progress=report)
     except ModelError as error:
         raise Unavailable(str(error)) from error
 
@@ -60,9 +62,8 @@ def documents() -> list[str]:
 
     A neuron-split demo has learnt from the calibration text and from the other half of the topics.
     """
-    text = files("moeserve.models.demo").joinpath("calibration.txt").read_text(encoding="utf-8")
     # Neither conversations nor documents hold empty lines: an empty line ends one.
-    parts = [part.strip() for part in text.split("\n\n")]
+    parts = [part.strip() for part in calibration_text().split("\n\n")]
     return [part for part in (*parts, *half_of_topics(1)) if part]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.cases import KernelCase, Peers, PlannedCase, compiled
+from kernels.gpu.moe import device_of
 from kernels.gpu.moe_config import MoeConfig, MoeShape
 from kernels.gpu.moe_kernels import combine
 from kernels.gpu.moe_weights import GpuExperts

@@ -280,7 +280,6 @@ def _server(python_path: str) -> socket.socket:
 def _import_the_service() -> list[Callable[..., Any]]:
     """Imports what a service would, and returns something of each part."""
     from moeserve.ranks.startup import run_rank
-    from moeserve.startup import run_engine
     from torch.distributed.run import run
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -291,10 +290,12 @@ def _import_the_service() -> list[Callable[..., Any]]:
     from launcher.worker import main as work
     from moeserve.frontend.server import serve as serve_http
     from moeserve.model.source import resolve_model
+    from moeserve.ranked_service import run_rank
+    from moeserve.service import run_alone
 
     # Imported once a model's configuration is asked for.
     mixtral = CONFIG_MAPPING["mixtral"]
-    service = [run_ranks, serve.main, work, serve_http, resolve_model, run_rank, run_engine]
+    service = [run_ranks, serve.main, work, serve_http, resolve_model, run_rank, run_alone]
     return [run, mixtral, HttpToolsProtocol, new_event_loop, *service]
 
 
