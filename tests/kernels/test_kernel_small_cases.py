@@ -11,7 +11,7 @@ from moeserve.bench.kernel_cases_small import copy_cases, gate_cases, norm_cases
 from moeserve.bench.kernel_guard import WrongResultError, run_guarded
 from moeserve.bench.kernel_measurement import TOLERANCE
 
-SIZES = {"_WIDTH": 64, "_HEADS": 4, "_KV_HEADS": 2, "_DIM": 32, "_EXPERTS": 16, "_BLOCKS": 3, "_POOL": 2}
+SIZES = {"_WIDTH": 64, "_HEADS": 4, "_KV_HEADS": 2, "_DIM": 32, "_EXPERTS": 16, "_BLOCKS": 3}
 
 
 def all_cases(device):
