@@ -10,7 +10,7 @@ _COMMANDS = {
     "trace": ("launcher.experts_trace:trace", "Record a routing trace of a running server."),
     "simulate": ("moeserve.simulation.command:simulate", "Replay a routing trace through the expert memory."),
     "fit": ("launcher.experts_fit:fit", "Fit gates to a model, to load its experts ahead by."),
-    "deepnvme": ("launcher.experts_deepnvme:deepnvme", "Compile what reads experts faster."),
+    "deepnvme": ("moeserve.expert_service.deepnvme_command:deepnvme", "Compile what reads experts faster."),
     "report": ("launcher.experts_report:report", "Draw load, affinity and balance from a file."),
 }
 
