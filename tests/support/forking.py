@@ -279,7 +279,6 @@ def _server(python_path: str) -> socket.socket:
 
 def _import_the_service() -> list[Callable[..., Any]]:
     """Imports what a service would, and returns something of each part."""
-    from moeserve.ranks.startup import run_rank
     from torch.distributed.run import run
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
