@@ -12,8 +12,6 @@ from statistics import fmean, median
 from tempfile import mkdtemp
 
 import structlog
-from moeserve.experts.load_ahead import find_fitted_gates, keep_fitted_gates
-from moeserve.model_loading import read_spec
 from tokenizers import Tokenizer
 
 from benchmarks.experts.figures import Amount, Figure, Progress, Unavailable, at_least, at_most, in_turn
