@@ -248,6 +248,6 @@ def test_a_seed_draws_the_tokens_that_it_draws_on_a_cpu(model_dir: Path, device:
         ],
     )
     decoder = load_decoder(model_dir, spec, max_model_len=MAX_LEN)
-    on_cpu = ModelRunner(decoder, KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32)).run(plan)
-    found = make(model_dir, device, enforce_eager=True).run(plan)
+    on_cpu = ModelRunner(decoder, KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, torch.float32)).launch(plan).result()
+    found = make(model_dir, device, enforce_eager=True).launch(plan).result()
     assert [chunk.token_id for chunk in found.chunks] == [chunk.token_id for chunk in on_cpu.chunks]
