@@ -80,7 +80,7 @@ def test_fewer_slots_than_experts_change_no_bit(
     try:
         assert experts.tier.startswith("disk" if host_bytes == 0 else "host memory")
         assert generate(model_dir, spec, device, experts, prefetch, some_gates(spec), observers=observers) == expected
-        stats = experts.residency()
+        stats = experts.memory.stats()
         assert stats.counters.num_evictions > 0
         assert stats.counters.num_misses > 0
         assert stats.counters.prefetch_bytes > 0
@@ -99,7 +99,7 @@ def test_quantised_experts_in_fewer_slots_give_the_bits_of_all_quantised_when_lo
     experts = open_experts(model_dir, spec, device, 3, host_bytes, tmp_path, quantization)
     try:
         assert generate(model_dir, spec, device, experts, quantization=quantization) == expected
-        assert experts.residency().counters.num_evictions > 0
+        assert experts.memory.stats().counters.num_evictions > 0
     finally:
         experts.memory.close()
 

@@ -115,7 +115,7 @@ def main(cases: list[str]) -> None:
                 experts = open_experts(Path(folder), spec, storage) if way == "slots" else None
                 started, served = keys_of(Path(folder), spec, storage, kv_dtype_of(kv), experts, eager=way != "graphs")
                 if experts is not None:
-                    assert experts.residency().counters.num_evictions
+                    assert experts.memory.stats().counters.num_evictions
                     experts.memory.close()
                 print(f"{case} {way}: {len(started)} at start")
                 for key in sorted(served - started):
