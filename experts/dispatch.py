@@ -25,7 +25,7 @@ _MEASURED_ROUNDS = 21
 
 
 class ExpertParallel(Generic[Experts]):
-    """What a rank's decoder needs to reach the experts of all ranks, and counts of what that sent to each of them."""
+    """Brings the rows of a rank's decoder to the experts of all ranks, and counts the rows sent to each rank."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class ExpertFileHeader:
 
     @property
     def num_bytes(self) -> int:
-        """Of the header, whole pages."""
+        """Size of the header in whole pages."""
         return _header_bytes(self.num_layers * self.num_experts)
 
     @property

@@ -109,7 +109,7 @@ class MoeLayer:
         self._dispatch(no_rows, ids, weights, self._experts, self._activation)
 
     def preview(self, x: Tensor) -> Tensor:
-        """What the gate would rank for a state x [T, H] that is not its own input: [T, E], the larger the likelier."""
+        """Rank the experts for a state x [T, H] that is not the gate's own input: [T, E], the larger the likelier."""
         logits = self._gate(x.to(self._gate_dtype))
         if self._correction_bias is None:
             return logits

@@ -24,7 +24,7 @@ class PlannedChunk(Protocol):
 
 
 class PlannedStep(Protocol):
-    """What an observer may want to know of a plan: its chunks in the order of their rows."""
+    """The part of a plan that observers read: its chunks in the order of their rows."""
 
     @property
     def chunks(self) -> Sequence[PlannedChunk]: ...

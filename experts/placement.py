@@ -59,7 +59,7 @@ class Placement:
         return np.array([[ranks[0] for ranks in experts] for experts in self.ranks], np.int64)
 
     def with_layer(self, layer: int, ranks: tuple[Ranks, ...]) -> Placement:
-        """The same placement with other ranks[expert] in one layer."""
+        """Return a copy of the placement with other ranks[expert] in one layer."""
         return Placement(self.num_ranks, (*self.ranks[:layer], ranks, *self.ranks[layer + 1 :]))
 
     def destinations(self, layer: int) -> NDArray[np.int64]:

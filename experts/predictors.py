@@ -56,10 +56,10 @@ class Predictor(Protocol):
 
 
 class LearntAffinity:
-    """What routing statistics that somebody else gathers say of the experts to come.
+    """Estimates from routing statistics which experts come next. The caller gathers the statistics.
 
-    The affinity behind the statistics is computed anew at growing intervals of at most `refresh_steps`; whoever runs
-    the steps calls `step_done`.
+    The affinity is computed anew at growing intervals of at most `refresh_steps`; the caller reports each step by
+    `step_done`.
     """
 
     __slots__ = ("_affinity", "_due_in", "_interval", "_lifts", "_refresh_steps", "statistics")
@@ -335,7 +335,7 @@ class SourceRecall:
 
 
 def num_recalled(scores: NDArray[np.floating], chosen: Ids) -> int:
-    """Of the experts that each token chose, [T, k], how many are among the k of its highest scores, [T, E]."""
+    """Count the chosen experts [T, k] that are among the k highest scores [T, E] of their token."""
     top_k = chosen.shape[1]
     likeliest = np.argpartition(-scores, top_k - 1, axis=1)[:, :top_k]
     return int((chosen[:, :, None] == likeliest[:, None, :]).sum())
