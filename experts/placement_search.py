@@ -297,7 +297,7 @@ def _touches(rank_of: RankOf, routing: Ids, num_ranks: int, homes: Ids | None) -
 
 
 def _helps(learnt: RankOf, plain: RankOf, routing: Ids, num_ranks: int, homes: Ids | None) -> bool:
-    """Tell whether the learnt placement touches fewer ranks than chance explains."""
+    """Tell whether the learnt placement touches fewer ranks by more than chance explains."""
     saved = _touches(plain, routing, num_ranks, homes) - _touches(learnt, routing, num_ranks, homes)
     of_runs = np.array([run.mean() for run in np.array_split(saved, _NUM_RUNS)])
     return float(of_runs.mean()) > _STANDARD_ERRORS * float(of_runs.std(ddof=1)) / _NUM_RUNS**0.5
