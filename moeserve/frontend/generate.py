@@ -17,8 +17,6 @@ from moeserve.frontend.dialects import chat, completions
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.engine_client import EngineGone, RequestGroup, RequestRejected
 from moeserve.frontend.http import (
-    DONE,
-    KEEP_ALIVE,
     ApiError,
     EventStream,
     context_length_exceeded,
@@ -92,7 +90,7 @@ class GenerateRoute:
                 group = await self._submit(stack, generates, facts)
                 if request.stream:
                     stream = EventStream(send, limits.SEND_TIMEOUT_S)
-                    await _Streaming(group, answer, formatter, request, progress, stream).run()
+                    await _Streaming(group, answer, formatter, progress, stream).run()
                 else:
                     await _whole(send, group, answer, formatter, progress)
         finally:
@@ -132,10 +130,7 @@ async def _whole(send: Send, group: RequestGroup, answer: Answer, formatter: For
     try:
         while answer.num_open:
             for delta in _take(group, answer, await group.next(), progress):
-                whole = choices.setdefault(delta.index, Delta(delta.index))
-                whole.text += delta.text
-                whole.tokens += delta.tokens
-                whole.finish_reason = delta.finish_reason
+                choices.setdefault(delta.index, Delta(delta.index)).append(delta)
     except EngineGone as error:
         raise unavailable(f"The answer broke off: {error}", "engine_dead") from error
     await send_body(send, 200, formatter.complete([choices[index] for index in sorted(choices)], answer.usage))
@@ -157,7 +152,6 @@ class _Streaming:
     group: RequestGroup
     answer: Answer
     formatter: Formatter
-    request: GenerateRequest
     progress: Progress
     stream: EventStream
 
@@ -167,9 +161,12 @@ class _Streaming:
         try:
             await self._events()
         except EngineGone as error:
-            await self.stream.fail(unavailable(f"The answer broke off: {error}", "engine_dead"))
+            await self._fail(unavailable(f"The answer broke off: {error}", "engine_dead"))
         except ApiError as error:
-            await self.stream.fail(error)
+            await self._fail(error)
+
+    async def _fail(self, error: ApiError) -> None:
+        await self.stream.write(self.formatter.error(error), last=True)
 
     async def _events(self) -> None:
         started: set[int] = set()
@@ -177,15 +174,15 @@ class _Streaming:
             batch = await self.group.next(limits.KEEP_ALIVE_S)
             deltas = _take(self.group, self.answer, batch, self.progress)
             events = []
+            usage = self.answer.usage
             for delta in deltas:
                 if delta.index not in started:
                     started.add(delta.index)
-                    events.append(self.formatter.start(delta.index))
-                events.append(self.formatter.delta(delta, self.answer.usage if self.request.continuous_usage else None))
+                    events.append(self.formatter.start(delta.index, usage))
+                events.append(self.formatter.delta(delta, usage))
             if events or not batch:
-                await self.stream.write(b"".join(events) or KEEP_ALIVE)
-        tail = self.formatter.usage(self.answer.usage) if self.request.include_usage else b""
-        await self.stream.write(tail + DONE, last=True)
+                await self.stream.write(b"".join(events) or self.formatter.ping())
+        await self.stream.write(self.formatter.end(self.answer.usage), last=True)
 
 
 class Progress:

@@ -47,6 +47,10 @@ class ApiError(Exception):
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
+    def event(self) -> bytes:
+        """The error as an event of OpenAI's streams."""
+        return b"data: " + self.body() + b"\n\n"
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The headers that belong to the status: when to retry, and whether the connection ends here."""
         headers = []
@@ -196,7 +200,3 @@ class EventStream:
                 await self._send({"type": "http.response.body", "body": events, "more_body": not last})
         except TimeoutError:
             raise SlowReader from None
-
-    async def fail(self, error: ApiError) -> None:
-        """End the stream with an error event."""
-        await self.write(b"data: " + error.body() + b"\n\n", last=True)

@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from moeserve.frontend.dialects import chat
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.http import DONE, ApiError
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
 from tests.support.tiny_model import byte_tokenizer
@@ -160,6 +160,7 @@ def test_a_whole_answer_has_the_fields_of_openais() -> None:
         "completion_tokens": 2,
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
@@ -169,28 +170,29 @@ def test_a_whole_answer_without_logprobs_says_null() -> None:
 
 def test_a_stream_begins_with_the_role_and_ends_with_reason_and_usage() -> None:
     writer = formatter(stream=True, stream_options={"include_usage": True})
-    start = event(writer.start(1))
+    start = event(writer.start(1, USAGE))
     assert start["choices"] == [
         {"index": 1, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     ]
     assert start["usage"] is None
-    assert event(writer.delta(Delta(1, "new\nline\u2028 é"), None))["choices"][0]["delta"] == {
+    assert event(writer.delta(Delta(1, "new\nline\u2028 é"), USAGE))["choices"][0]["delta"] == {
         "content": "new\nline\u2028 é"
     }
-    end = event(writer.delta(Delta(1, "", [], "length"), None))["choices"][0]
+    end = event(writer.delta(Delta(1, "", [], "length"), USAGE))["choices"][0]
     assert (end["delta"], end["finish_reason"]) == ({}, "length")
-    last = event(writer.usage(USAGE))
+    last = event(writer.end(USAGE).removesuffix(DONE))
     assert (last["choices"], last["usage"]["total_tokens"]) == ([], 7)
 
 
-def test_usage_goes_with_every_event_that_is_given_it() -> None:
-    assert event(formatter().delta(Delta(0, "a"), USAGE))["usage"]["completion_tokens"] == 2
+def test_usage_goes_with_every_event_where_the_client_asks_for_that() -> None:
+    writer = formatter(stream=True, stream_options={"continuous_usage_stats": True})
+    assert event(writer.delta(Delta(0, "a"), USAGE))["usage"]["completion_tokens"] == 2
 
 
 def test_a_stream_without_usage_does_not_mention_it() -> None:
-    assert "usage" not in event(formatter().delta(Delta(0, "a"), None))
+    assert "usage" not in event(formatter().delta(Delta(0, "a"), USAGE))
 
 
 def test_events_carry_log_probabilities_of_their_tokens() -> None:
-    chunk = event(formatter(logprobs=True).delta(Delta(0, "a", [TOKEN]), None))
+    chunk = event(formatter(logprobs=True).delta(Delta(0, "a", [TOKEN]), USAGE))
     assert chunk["choices"][0]["logprobs"]["content"][0]["token"] == "a"

@@ -8,7 +8,7 @@ from openai.types import Completion
 
 from moeserve.frontend.dialects import completions
 from moeserve.frontend.dialects.internal import Delta, GenerateRequest, ModelFacts, TokenText, Usage
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.http import DONE, ApiError
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
 from tests.support.tiny_model import byte_tokenizer
@@ -95,10 +95,10 @@ def test_the_openai_package_takes_an_answer() -> None:
 
 def test_a_stream_has_an_event_per_delta_and_one_for_usage() -> None:
     writer = formatter(stream=True, stream_options={"include_usage": True})
-    assert writer.start(0) == b""
-    chunk = json.loads(writer.delta(Delta(2, "é", [], "stop"), None).removeprefix(b"data: "))
+    assert writer.start(0, USAGE) == b""
+    chunk = json.loads(writer.delta(Delta(2, "é", [], "stop"), USAGE).removeprefix(b"data: "))
     Completion.model_validate({**chunk, "usage": None})
     assert chunk["choices"] == [{"index": 2, "text": "é", "logprobs": None, "finish_reason": "stop"}]
     assert chunk["usage"] is None
-    last = json.loads(writer.usage(USAGE).removeprefix(b"data: "))
+    last = json.loads(writer.end(USAGE).removesuffix(DONE).removeprefix(b"data: "))
     assert (last["choices"], last["usage"]["prompt_tokens_details"]) == ([], {"cached_tokens": 4})

@@ -9,8 +9,16 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.fields import EventWriter, finite
-from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
-from moeserve.frontend.http import invalid, unsupported
+from moeserve.frontend.dialects.internal import (
+    ChatPrompt,
+    Delta,
+    GenerateRequest,
+    ModelFacts,
+    TokenText,
+    ToolCallPart,
+    Usage,
+)
+from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid, unsupported
 from moeserve.frontend.templates import ALLOWED_TEMPLATE_KWARGS
 from moeserve.frontend.text import TextTokenizer
 
@@ -132,6 +140,43 @@ def _logprobs(chat: ChatBody, model: ModelFacts) -> int | None:
     return fields.read_logprobs("top_logprobs", chat.top_logprobs or 0, model)
 
 
+def _message_of(choice: Delta) -> dict[str, Any]:
+    """Return a whole answer's message. Its content is null where there are calls and no text."""
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": choice.text if choice.text or not choice.calls else None,
+        "refusal": None,
+        "annotations": [],
+    }
+    if choice.reasoning:
+        message |= {"reasoning": choice.reasoning, "reasoning_content": choice.reasoning}
+    if choice.calls:
+        message["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    return message
+
+
+def _new_parts(delta: Delta) -> dict[str, Any]:
+    """Return the `delta` of an event. A call's id, type and name come once."""
+    parts: dict[str, Any] = {}
+    if delta.reasoning:
+        parts |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+    if delta.text or (delta.tokens and not delta.reasoning and not delta.calls):
+        parts["content"] = delta.text
+    if delta.calls:
+        parts["tool_calls"] = [_call_part(part) for part in delta.calls]
+    return parts
+
+
+def _call_part(part: ToolCallPart) -> dict[str, Any]:
+    if part.name:
+        function = {"name": part.name, "arguments": part.arguments}
+        return {"index": part.place, "id": part.call_id, "type": "function", "function": function}
+    return {"index": part.place, "function": {"arguments": part.arguments}}
+
+
 class ChatFormatter:
     """Writes answers in this dialect."""
 
@@ -143,20 +188,24 @@ class ChatFormatter:
         self._tokenizer = tokenizer
         self._wants_logprobs = request.sampling.logprobs is not None
         chunk = {**self._head, "object": "chat.completion.chunk", "system_fingerprint": fingerprint}
-        self._events = EventWriter(chunk, include_usage=request.include_usage)
+        self._events = EventWriter(chunk, request)
 
-    def start(self, index: int) -> bytes:
-        return self._events.choice(index, b'"delta":{"role":"assistant","content":""}', b"null", None, None)
+    def start(self, index: int, usage: Usage) -> bytes:
+        return self._events.choice(index, b'"delta":{"role":"assistant","content":""}')
 
-    def delta(self, delta: Delta, usage: Usage | None) -> bytes:
-        content = b'"delta":{"content":' + msgspec.json.encode(delta.text) + b"}"
-        if not (delta.text or delta.tokens):
-            content = b'"delta":{}'
+    def delta(self, delta: Delta, usage: Usage) -> bytes:
+        content = b'"delta":' + msgspec.json.encode(_new_parts(delta))
         logprobs = msgspec.json.encode(self._logprobs(delta.tokens)) if delta.tokens else b"null"
         return self._events.choice(delta.index, content, logprobs, delta.finish_reason, usage)
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._events.usage(usage)
+    def end(self, usage: Usage) -> bytes:
+        return self._events.end(usage)
+
+    def error(self, error: ApiError) -> bytes:
+        return error.event()
+
+    def ping(self) -> bytes:
+        return KEEP_ALIVE
 
     def complete(self, choices: list[Delta], usage: Usage) -> bytes:
         return msgspec.json.encode(
@@ -165,18 +214,13 @@ class ChatFormatter:
                 "choices": [
                     {
                         "index": choice.index,
-                        "message": {
-                            "role": "assistant",
-                            "content": choice.text,
-                            "refusal": None,
-                            "annotations": [],
-                        },
+                        "message": _message_of(choice),
                         "logprobs": self._logprobs(choice.tokens) if self._wants_logprobs else None,
                         "finish_reason": choice.finish_reason,
                     }
                     for choice in choices
                 ],
-                "usage": usage.as_dict(),
+                "usage": fields.openai_usage(usage),
                 "system_fingerprint": self._fingerprint,
             }
         )

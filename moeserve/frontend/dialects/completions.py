@@ -10,7 +10,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.fields import EventWriter, finite
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
-from moeserve.frontend.http import ApiError, invalid
+from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid
 from moeserve.frontend.text import TextTokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -94,20 +94,26 @@ class CompletionFormatter:
             "model": request.model,
             "system_fingerprint": fingerprint,
         }
-        self._events = EventWriter(self._head, include_usage=request.include_usage)
+        self._events = EventWriter(self._head, request)
         self._tokenizer = tokenizer
         self._num_top = request.sampling.logprobs
 
-    def start(self, index: int) -> bytes:
+    def start(self, index: int, usage: Usage) -> bytes:
         return b""
 
-    def delta(self, delta: Delta, usage: Usage | None) -> bytes:
+    def delta(self, delta: Delta, usage: Usage) -> bytes:
         text = b'"text":' + msgspec.json.encode(delta.text)
         logprobs = msgspec.json.encode(self._logprobs(delta.tokens)) if delta.tokens else b"null"
         return self._events.choice(delta.index, text, logprobs, delta.finish_reason, usage)
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._events.usage(usage)
+    def end(self, usage: Usage) -> bytes:
+        return self._events.end(usage)
+
+    def error(self, error: ApiError) -> bytes:
+        return error.event()
+
+    def ping(self) -> bytes:
+        return KEEP_ALIVE
 
     def complete(self, choices: list[Delta], usage: Usage) -> bytes:
         return msgspec.json.encode(
@@ -122,7 +128,7 @@ class CompletionFormatter:
                     }
                     for choice in choices
                 ],
-                "usage": usage.as_dict(),
+                "usage": fields.openai_usage(usage),
             }
         )
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects.internal import ModelFacts, Usage
-from moeserve.frontend.http import ApiError, invalid, unknown_model, unsupported
+from moeserve.frontend.dialects.internal import GenerateRequest, ModelFacts, Usage
+from moeserve.frontend.http import DONE, ApiError, invalid, unknown_model, unsupported
 from moeserve.plan import SamplingParams
 
 _ABSENT = frozenset({b"null"})
@@ -273,14 +273,26 @@ def _stop_token_ids(body: SamplingBody, model: ModelFacts) -> tuple[int, ...]:
 
 
 class EventWriter:
-    """Writes server-sent events with one object each. The common fields of an answer are encoded once."""
+    """Writes server-sent events with one object each, as chat and completions have them.
 
-    def __init__(self, head: dict[str, Any], *, include_usage: bool) -> None:
-        """head: the fields before the choices. include_usage: whether events without usage say so."""
+    The common fields of an answer are encoded once. Usage is in the last event or in every event if the client asked
+    for that.
+    """
+
+    def __init__(self, head: dict[str, Any], request: GenerateRequest) -> None:
+        """head: the fields before the choices."""
         self._head = b"data: " + msgspec.json.encode(head)[:-1]
-        self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._include_usage, self._continuous_usage = request.include_usage, request.continuous_usage
+        self._tail = b',"usage":null}\n\n' if request.include_usage else b"}\n\n"
 
-    def choice(self, index: int, content: bytes, logprobs: bytes, finish: str | None, usage: Usage | None) -> bytes:
+    def choice(
+        self,
+        index: int,
+        content: bytes,
+        logprobs: bytes = b"null",
+        finish: str | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
         """Return the event of one choice. content: JSON of one or more fields, `"name":value`; logprobs: JSON."""
         return b'%b,"choices":[{"index":%d,%b,"logprobs":%b,"finish_reason":%b}]%b' % (
             self._head,
@@ -288,15 +300,27 @@ class EventWriter:
             content,
             logprobs,
             b"null" if finish is None else b'"' + finish.encode() + b'"',
-            self._tail if usage is None else _usage_tail(usage),
+            _usage_tail(usage) if usage is not None and self._continuous_usage else self._tail,
         )
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._head + b',"choices":[]' + _usage_tail(usage)
+    def end(self, usage: Usage) -> bytes:
+        """Return the last events."""
+        return (self._head + b',"choices":[]' + _usage_tail(usage) if self._include_usage else b"") + DONE
+
+
+def openai_usage(usage: Usage) -> dict[str, Any]:
+    """Return the `usage` object of chat and of completions."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+    }
 
 
 def _usage_tail(usage: Usage) -> bytes:
-    return b',"usage":' + msgspec.json.encode(usage.as_dict()) + b"}\n\n"
+    return b',"usage":' + msgspec.json.encode(openai_usage(usage)) + b"}\n\n"
 
 
 def finite(logprob: float) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from moeserve.frontend.http import ApiError
 from moeserve.plan import SamplingParams, TokenLogprobs
 
 
@@ -21,12 +22,50 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call.
+
+    parameters: the JSON schema of its arguments, None for any object. strict: hold every call to the schema, also where
+    the model is free to call or not.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model may call tools, or must. `names` are the tools that it may call; all where it is empty."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """The form of the answer's text. `value` is a JSON schema, a pattern, a grammar or a list of texts to choose from;
+    None for `json_object`."""
+
+    kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages for the chat template; `variables` are passed to it."""
+    """Messages for the chat template; `variables` are passed to it.
+
+    A message is a dict with `role` (system, developer, user, assistant or tool) and `content`, a text. An assistant's
+    may have `reasoning_content`, and `tool_calls`: `[{"id", "type": "function", "function": {"name", "arguments"}}]`
+    with arguments as an object, so that templates render them alike however the client spelled them. A tool's has
+    `tool_call_id` and perhaps `name`.
+    """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     variables: dict[str, Any] = field(default_factory=dict)
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +73,9 @@ class GenerateRequest:
     """A client's request, in no dialect.
 
     Every prompt gives `n` choices; choice `p * n + j` is sample j of prompt p. `max_tokens` None is the remainder of
-    the context, `seed` None draws one; the values of these two in `sampling` do not count. `ignored` names the unknown
-    fields.
+    the context, `seed` None draws one; the values of these two in `sampling` do not count. `output_format` holds for
+    the text of an answer that calls no tool. `ignored` names the unknown fields, `repeated` holds the fields that the
+    dialect's answer repeats.
     """
 
     model: str
@@ -51,7 +91,12 @@ class GenerateRequest:
     echo: bool = False
     priority: int = 0
     cache_salt: str = ""
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    output_format: OutputFormat | None = None
     ignored: tuple[str, ...] = ()
+    repeated: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_choices(self) -> int:
@@ -73,45 +118,77 @@ class TokenText:
 
 
 @dataclass(slots=True)
+class ToolCallPart:
+    """A part of one tool call: the first has `call_id` and `name`, all have a piece of the JSON of the arguments.
+
+    `place` counts the calls of a choice from 0.
+    """
+
+    place: int
+    arguments: str = ""
+    call_id: str = ""
+    name: str = ""
+
+
+@dataclass(slots=True)
 class Delta:
-    """New text of one choice, or its end. `tokens` is filled only if log probabilities were asked for."""
+    """New parts of one choice, in the order reasoning, text, calls; or its end.
+
+    `tokens` is filled only if log probabilities were asked for. `finish_reason` is `stop`, `length` or `tool_calls`.
+    """
 
     index: int
     text: str = ""
     tokens: list[TokenText] = field(default_factory=list)
     finish_reason: str | None = None
+    reasoning: str = ""
+    calls: list[ToolCallPart] = field(default_factory=list)
+
+    def append(self, later: Delta) -> None:
+        """Add what the choice said later, its end with it. Calls become whole."""
+        self.text += later.text
+        self.reasoning += later.reasoning
+        self.tokens += later.tokens
+        self.finish_reason = later.finish_reason
+        for part in later.calls:
+            if part.name:
+                self.calls.append(ToolCallPart(part.place, part.arguments, part.call_id, part.name))
+            else:
+                self.calls[part.place].arguments += part.arguments
 
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of an answer; `cached_tokens` of the prompt tokens came from the prefix cache."""
+    """Token counts of an answer; `cached_tokens` of the prompt tokens came from the prefix cache, `reasoning_tokens` of
+    the completion tokens were reasoning."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+    reasoning_tokens: int = 0
 
 
 class Formatter(Protocol):
-    """Writes an answer in one dialect. Events are whole SSE events."""
+    """Writes one answer in one dialect. Events are whole SSE events, any number of them in one value."""
 
-    def start(self, index: int) -> bytes:
-        """Return the event before the first delta of a choice, possibly none."""
+    def start(self, index: int, usage: Usage) -> bytes:
+        """Return the events before the first delta of a choice; for the first, the answer's first events too."""
         ...
 
-    def delta(self, delta: Delta, usage: Usage | None) -> bytes:
-        """Return the event of one delta; `usage` is given if it was asked for with every event."""
+    def delta(self, delta: Delta, usage: Usage) -> bytes:
+        """Return the events of one delta. usage: so far."""
         ...
 
-    def usage(self, usage: Usage) -> bytes:
-        """Return the last event before `[DONE]`, if the client asked for usage."""
+    def end(self, usage: Usage) -> bytes:
+        """Return the last events, when every choice has ended."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the events that end a stream in an error."""
+        ...
+
+    def ping(self) -> bytes:
+        """Return an event, or a comment, that keeps the connection open."""
         ...
 
     def complete(self, choices: list[Delta], usage: Usage) -> bytes:
