@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.behaviour.cases import DEMO_TEXTS, MODELS, PROMPTS, SAMPLING, SHORT_PROMPTS, VOCAB_SIZE, Record, bits_of
+from tests.support.forking import popen
 
 ROOT = Path(__file__).resolve().parents[2]
 # Makes a CPU the GPU of the processes that find it there.
@@ -35,9 +36,7 @@ def service(folder: Path, model: Sequence[str], *arguments: str, python_path: st
     own = {"XDG_RUNTIME_DIR": str(folder), "PYTHONPATH": python_path}
     command = [sys.executable, "-m", "launcher.cli", "serve", *model, *_ALWAYS, *arguments]
     with (folder / "stderr").open("w") as errors:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | own, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        process = popen(command, cwd=ROOT, env=os.environ | own, stdout=subprocess.PIPE, stderr=errors, text=True)
     assert process.stdout is not None
     try:
         address = next(
