@@ -1,4 +1,4 @@
-"""The cheapest way to load ahead: what the gate of a later layer would choose now is taken for what it will choose."""
+"""The cheapest prefetching: apply the gate of a later layer to the present state, and load what it chooses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from experts.residency import ResidencyControl
 
 
 class GateLookahead(PrefetchObserver):
-    """Predicts each layer once per step, some layers before: as many as a load takes, and a little more.
+    """Predicts each layer once per step, as many layers ahead as a load takes and a little more.
 
-    No probabilities, no learning: on a CPU every microsecond between two layers counts. What is asked for is decided by
-    a `LookaheadPlanner`.
+    A `LookaheadPlanner` decides what to ask for. There are no probabilities and no learning: on a CPU every microsecond
+    between two layers counts.
     """
 
     def __init__(
@@ -32,13 +32,13 @@ class GateLookahead(PrefetchObserver):
         judge: PrefetchJudge | None,
         experts_here: Callable[[int], Collection[int]] | None = None,
     ) -> None:
-        """control: that of the memory. preview: of the tap `EARLY`. judge: None to predict in every step. experts_here:
-        the experts of a layer that this rank holds now, None if all."""
+        """control: the control of `memory`. preview: reads the tap `EARLY`. judge: None to predict in every step.
+        experts_here: returns the experts of a layer that this rank holds now; None if it holds all."""
         self._memory = memory
         self._preview = preview
         self._planner = LookaheadPlanner(control, top_k, preview.max_distance, experts_here)
         self._judge = judge
-        # Rows of other ranks arrive too, and not the same ones in each layer: `experts.prefetcher.GateRecall` counts.
+        # Among several ranks other rows arrive in each layer, so `experts.prefetcher.GateRecall` counts instead.
         self._recall = None if experts_here is not None else memory.recall
         self._chosen: dict[int, Ids] = {}
         self._is_on = True
@@ -74,6 +74,6 @@ class GateLookahead(PrefetchObserver):
         logits = self._preview(layer, distances, state)
         self._memory.decide(lambda _: self._planner.ask(layer, distances, logits))
         if self._recall is not None and self._recall.is_counting:
-            for distance, of_distance in zip(distances, logits, strict=True):
-                self._recall.rank(f"gate-{self._preview.tap.value}", layer, distance, of_distance)
+            for distance, predicted in zip(distances, logits, strict=True):
+                self._recall.rank(f"gate-{self._preview.tap.value}", layer, distance, predicted)
         self._memory.predictor_seconds += time.perf_counter() - started

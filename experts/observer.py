@@ -1,4 +1,4 @@
-"""Observes the steps of a rank: where they begin and end, and what the layers with experts compute in between."""
+"""The interface of everything that observes a rank's steps and the layers with experts in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class PlannedChunk(Protocol):
-    """One request's rows in a step. annotation: the signature of its cached prefix, when it begins behind one."""
+    """One request's rows in a step. annotation: the signature of its cached prefix, if the chunk begins after one."""
 
     @property
     def request_id(self) -> str: ...
@@ -35,39 +35,37 @@ Result_contra = TypeVar("Result_contra", contravariant=True)
 
 
 class StepObserver(Generic[Plan_contra, Result_contra]):
-    """Observes the steps of one rank. By default it does nothing.
+    """Observes the steps of one rank. Every method does nothing by default.
 
-    A step's events come in the order of these methods, the middle three of them once a layer; layers go by their places
-    among those with experts. All events of a step but `end` come before the next one begins, in the thread that
-    computes; `end` comes for the steps in their order, but on a device with a queue the next one may have begun. A CUDA
-    graph that is replayed tells nothing of its layers.
+    Methods are called in the order below, in the thread that computes: `chose`, `arrived` and `after` once per layer
+    with experts, which `layer` numbers from 0. The next step begins after `launched`; on a device with a queue it may
+    begin before `end`. Steps end in their order. Replaying a CUDA graph calls no method of its layers.
     """
 
     def begin(self, plan: Plan_contra) -> None:
-        """A step begins."""
+        """Observe that a step begins."""
 
     def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        """The gate chose for the rank's own rows: x [T, H], expert_ids [T, k] int64, weights [T, k] fp32.
+        """Observe the gate's choice for the rank's own rows, before any expert computes.
 
-        No expert has computed yet. T is 0 where a rank of several has no rows and its experts serve the others.
+        x: [T, H]. expert_ids: [T, k] int64. weights: [T, k] fp32. T is 0 if the rank has only rows of other ranks.
         """
 
     def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        """The rows of all ranks that are computed here: x [M, H], expert_ids and weights [M, k], -1 for experts
-        elsewhere.
+        """Observe the rows of all ranks that this rank computes. Called only where some experts are not in memory.
 
-        Only where some experts are not in memory. Those that these rows miss are being loaded by now, before anything
-        that observers ask for.
+        x: [M, H]. expert_ids: [M, k], -1 for remote experts. weights: [M, k]. The experts that these rows miss are
+        loading by now, ahead of anything that observers ask for.
         """
 
     def after(self, layer: int, residual: Tensor) -> None:
-        """The layer is computed, which is not the last one. residual: [T, H], which goes on to change in place."""
+        """Observe a computed layer, unless it is the model's last. residual: [T, H], later changed in place."""
 
     def launched(self) -> None:
-        """All layers of the step are computed, or queued on the device."""
+        """Observe that all layers of the step are computed, or queued on the device."""
 
     def end(self, plan: Plan_contra, result: Result_contra) -> None:
-        """The result of a step is there, and may be added to."""
+        """Observe the result of a step. An observer may add to it."""
 
 
 AnyObserver = StepObserver[Any, Any]

@@ -1,4 +1,9 @@
-"""Predictions at work: observe steps as they are computed, and ask for the experts to come."""
+"""Observers that ask for experts ahead of their use, and what depends on whether they ask.
+
+`Prefetcher` follows a predictor, on a single rank directly and among several ranks through `RankPrefetcher`.
+`GateRecall` counts how well gates predict on one rank of several. `PrefixWarmer` asks for the experts of cached
+prefixes.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +26,25 @@ from experts.signatures import decode_signature
 
 # A request that no plan has named for so many steps is over, or will be matched with the cache anew.
 _FORGOTTEN_AFTER = 64
+# Rows of a step that `GateRecall` looks at.
+_MAX_ROWS = 8
 
 
 class PrefetchObserver(StepObserver[PlannedStep, object]):
-    """Asks for experts ahead of their use, and pays in the thread that computes (`ExpertMemory.predictor_seconds`).
+    """Asks for experts ahead of their use.
 
-    A wrong prediction costs time and never changes what is computed.
+    It runs in the thread that computes, and its time counts as `ExpertMemory.predictor_seconds`. A wrong prediction
+    costs time and never changes a token.
     """
 
     @property
     def is_on(self) -> bool:
-        """Whether it asks for any in the step that runs."""
+        """Whether it asks for experts in the step that runs."""
         return True
 
 
 class Prefetcher(PrefetchObserver):
-    """Asks for what a predictor expects of the rank's own rows."""
+    """Asks for the experts that a predictor expects the rank's own rows to choose."""
 
     def __init__(
         self,
@@ -45,7 +53,7 @@ class Prefetcher(PrefetchObserver):
         planner: PrefetchPlanner,
         learnt: LearntAffinity,
     ) -> None:
-        """planner: asks this predictor and tells the control of this memory. learnt: what the predictor learns from."""
+        """planner: asks `predictor` and instructs the control of `memory`. learnt: what the predictor learns from."""
         self._memory = memory
         self._predictor = predictor
         self._planner = planner
@@ -67,11 +75,11 @@ class Prefetcher(PrefetchObserver):
         self._memory.predictor_seconds += time.perf_counter() - started
 
     def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        """Of a rank that is alone these are its own rows."""
+        # On a single rank all arrived rows are its own.
         self.follow(layer, expert_ids)
 
     def follow(self, layer: int, expert_ids: Tensor) -> None:
-        """The gate of a layer chose expert_ids [T, k] for the rank's own rows. Layers come in order."""
+        """Observe that a gate chose expert_ids [T, k] for the rank's own rows, and ask. Layers come in order."""
         started = time.perf_counter()
         chosen = expert_ids.cpu().numpy()
         if len(chosen) == len(self._token_ids):
@@ -94,9 +102,9 @@ class Prefetcher(PrefetchObserver):
 
 
 class RankPrefetcher(PrefetchObserver):
-    """On one rank of several: has a prefetcher follow the rank's own rows, and its predictor know of those that come.
+    """Drives a prefetcher on one rank of several with its own rows, and the prefetcher's predictor with arrived rows.
 
-    The prefetcher is told once the loads that the layer needs have begun.
+    The prefetcher follows a layer only when the loads that the layer needs have begun.
     """
 
     def __init__(self, memory: ExpertMemory, prefetcher: Prefetcher, predictor: RankPredictor) -> None:
@@ -123,20 +131,14 @@ class RankPrefetcher(PrefetchObserver):
         self._prefetcher.launched()
 
 
-# How much gates know, counted on one rank of several.
-
-
-_MAX_ROWS = 8
-
-
 class GateRecall(StepObserver[PlannedStep, object]):
-    """Counts what the gates that a prefetcher believes say of the rank's own rows, at all distances.
+    """Counts how well a prefetcher's gates predict the choices of the rank's own rows, at all distances.
 
-    The prefetcher itself is told of rows of all ranks, and not of the same in each layer.
+    The prefetcher cannot count that itself: it receives rows of all ranks, and other rows in each layer.
     """
 
     def __init__(self, prefetcher: PrefetchObserver, gates: GatesAhead, recall: RecallSample) -> None:
-        """prefetcher: observes before this one. gates: those that it goes by."""
+        """prefetcher: observes before this observer. gates: the gates that the prefetcher uses."""
         self._prefetcher = prefetcher
         self._gates = gates
         self._recall = recall
@@ -164,13 +166,13 @@ class GateRecall(StepObserver[PlannedStep, object]):
 
 
 class PrefixWarmer(StepObserver[PlannedStep, object]):
-    """Asks for the experts of a cached prefix's signature, in steps in which a prefetcher asks for any at all.
+    """Asks for the experts in the signature of a cached prefix, in steps in which a prefetcher is on.
 
-    While no request is between its admission and its first decode this is one comparison per layer.
+    Without a request between its admission and its first decode it costs one comparison per layer.
     """
 
     def __init__(self, prefetcher: PrefetchObserver, memory: ExpertMemory, warmth: PrefixWarmth) -> None:
-        """prefetcher: observes before this one. warmth: of the memory's control."""
+        """prefetcher: observes before this observer. warmth: instructs the control of `memory`."""
         self._prefetcher = prefetcher
         self._memory = memory
         self._warmth = warmth
@@ -178,7 +180,7 @@ class PrefixWarmer(StepObserver[PlannedStep, object]):
         self._last_named: dict[str, int] = {}
 
     def begin(self, plan: PlannedStep) -> None:
-        """Raises ValueError for an annotation that is no signature."""
+        """Raise ValueError for an annotation that is no signature."""
         self._num_steps += 1
         for chunk in plan.chunks:
             if chunk.annotation is not None:
@@ -188,9 +190,9 @@ class PrefixWarmer(StepObserver[PlannedStep, object]):
         if not self._warmth.is_idle:
             named = {chunk.request_id: self._num_steps for chunk in plan.chunks if chunk.request_id in self._last_named}
             self._last_named |= named
-            of_rows = [chunk.request_id for chunk in plan.chunks for _ in chunk.token_ids]
+            requests = [chunk.request_id for chunk in plan.chunks for _ in chunk.token_ids]
             may_ask = self._prefetcher.is_on
-            self._decide(lambda: self._warmth.begin_step(of_rows, may_ask=may_ask))
+            self._decide(lambda: self._warmth.begin_step(requests, may_ask=may_ask))
 
     def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
         if len(x) and not self._warmth.is_idle:

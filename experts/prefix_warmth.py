@@ -1,4 +1,4 @@
-"""Ask for the experts that a request with a cached prefix will want first, by the prefix's signature. Torch-free."""
+"""Ask for the experts that a request with a cached prefix will choose first, by the prefix's signature. Torch-free."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _SWITCH_RULES = SwitchRules(memory=32, trial=16, first_pause=32, longest_pause=1
 
 @dataclass(frozen=True, slots=True)
 class WarmthRules:
-    """When an absent expert is worth a copy. min_probability: of the expert. margin: by how much it must be likelier
-    than the one it evicts. least_used: the share of the experts asked for that has to be used, or warming pauses.
+    """When a missing expert is worth a copy.
+
+    min_probability: that the layer's next event needs the expert. margin: by how much it must be likelier than the
+    expert it evicts. least_used: warming pauses if a smaller share of the experts asked for is used.
     """
 
     min_probability: float = 0.4
@@ -29,12 +31,12 @@ class WarmthRules:
 
 
 class PrefixWarmth:
-    """Asks in the speculative class, which everything else overtakes, from a request's first step to its first decode.
+    """Asks for experts from a request's first step to its first decode, with the lowest priority (`SPECULATIVE`).
 
-    In that time the link may be idle: no other predictor looks at layers far ahead, and the layers behind have their
-    next event in the next step. A layer's next event is asked for once its experts are computed, which shows when the
-    next layer begins; until then its slots are in use. Callers hold the lock that guards the control. Bounded by the
-    requests that begin; they are forgotten with their first decode.
+    In that time the link may be idle: no other predictor looks at layers far ahead, or at the next step for layers that
+    are computed. This class asks for a layer's next event once the layer's experts are computed, which it sees when the
+    next layer begins; until then the slots are in use. Callers hold the lock that guards the control. It forgets a
+    request with its first decode.
     """
 
     __slots__ = (
@@ -60,7 +62,8 @@ class PrefixWarmth:
         rules: WarmthRules = WarmthRules(),
         switch: SwitchRules = _SWITCH_RULES,
     ) -> None:
-        """experts_here: the experts of a layer that this rank of several holds. switch: in steps of such requests."""
+        """experts_here: returns the experts of a layer that this rank holds; None if it holds all. switch: rules for
+        pausing, in steps that have such requests."""
         self._control = control
         self.num_experts = num_experts
         self._experts_here = experts_here
@@ -79,15 +82,15 @@ class PrefixWarmth:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the coming steps need not be reported."""
+        """Whether callers may leave out the calls for the coming step."""
         return not (self._rates or self._asked or self._num_asked)
 
     def remember(self, request: Hashable, rates: Float) -> None:
-        """A request begins. rates: [L, E], the share of its prefix's tokens that chose each expert."""
+        """Add a request that begins. rates: [L, E], the share of its prefix's tokens that chose each expert."""
         self._rates[request] = rates
 
     def begin_step(self, requests: Sequence[Hashable], *, may_ask: bool) -> None:
-        """requests: of each row. may_ask: whether prefetching is on in this step."""
+        """Ask for every layer's event in this step. requests: one per row. may_ask: whether prefetching is on."""
         self._num_rows = Counter(request for request in requests if request in self._rates)
         self._on = may_ask and self._switch.on and bool(self._num_rows)
         self._before = None
@@ -96,31 +99,31 @@ class PrefixWarmth:
                 self._ask(layer, self._num_rows)
 
     def observed(self, layer: int, experts: Collection[int]) -> None:
-        """The layer's event has begun, with these experts."""
+        """Note that a layer's event has begun with these experts, and ask again for the layer before."""
         if asked := self._asked.pop(layer, None):
             self._num_asked += len(asked)
             self._num_used += len(asked.intersection(experts))
         self._ask_again(layer)
 
     def end_step(self, ended: Iterable[Hashable]) -> None:
-        """The step is computed, and these requests are over."""
+        """Ask for the last layer's next event, forget requests that decode or have ended, and judge what was used."""
         self._ask_again(None)
         decoding = [request for request, count in self._num_rows.items() if count == 1]
         for request in (*decoding, *ended):
             self._rates.pop(request, None)
         if self._num_asked or (self._num_rows and not self._switch.on):
-            # In experts: the used ones, against as many as had to be used.
+            # Both in experts: the used ones, and as many as must be used.
             self._switch.step_done(gain=self._num_used, cost=self._rules.least_used * self._num_asked)
         self._num_asked = self._num_used = 0
 
     def _ask_again(self, layer: int | None) -> None:
-        """Ask for the next event of the layer before `layer`, to which each request will bring one row."""
+        """Ask for the next event of the layer before `layer`, in which each request will have one row."""
         before, self._before = self._before, layer
         if self._on and before is not None:
             self._ask(before, dict.fromkeys(self._num_rows, 1))
 
     def _ask(self, layer: int, num_rows: Mapping[Hashable, int]) -> None:
-        """Ask for a layer's next event, unless a predictor has: it knows more than a prefix tells."""
+        """Ask for a layer's next event, unless a predictor has asked: it knows more than a prefix."""
         if self._control.is_predicted(layer):
             return
         missed: Float = np.ones(self.num_experts, np.float32)

@@ -1,4 +1,4 @@
-"""The experts of a layer of which only some are in the fast tier: computed as they arrive, with the same bits."""
+"""A layer's experts on a CPU when only some are in the fast tier: compute them as they arrive, to the same bits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kernels.packed_experts import SplitExperts
 
 
 class ResidentExperts:
-    """One layer's experts through its slots: called with the gate's choice, it is a whole `experts.moe_layer.Dispatch`.
+    """One layer's dispatch (`experts.moe_layer.Dispatch`) through its slots.
 
-    experts: places for all experts of the layer, none there yet. An expert's rows do not depend on when they are
-    computed and a token sums its results in the gate's order, so nothing that is decided about residency changes a bit.
-    observers: told of the rows that are computed here.
+    The rows of an expert do not depend on when they are computed, and a token sums its results in the gate's order, so
+    residency never changes a bit. experts: the layer's experts, none of them with weights yet. observers: receive
+    `arrived` for the rows that this rank computes.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class ResidentExperts:
         return self.partial(x, expert_ids, weights, _, activation).to(x.dtype)
 
     def partial(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
-        """As `kernels.moe.moe_experts_partial`; experts go by their numbers in the model."""
+        """See `kernels.moe.moe_experts_partial`. expert_ids: numbers in the model, -1 for remote experts."""
         memory, layer = self._memory, self._layer
         left = set(expert_ids.flatten().tolist())
         some_elsewhere = -1 in left
         left.discard(-1)
         access = memory.access(layer, left) if left else None
         if self._observers:
-            # Missing experts are being loaded meanwhile.
+            # The missing experts are loading meanwhile.
             here = (expert_ids >= 0).any(1) if some_elsewhere else slice(None)
             arrived = x[here], expert_ids[here], weights[here]
             for observer in self._observers:
@@ -62,7 +62,7 @@ class ResidentExperts:
             out = self._experts(x, expert_ids, weights, activation)
             memory.release(layer, access.ready)
             return out
-        # Nobody writes the products of experts elsewhere.
+        # No kernel writes the products of remote experts.
         make = x.new_zeros if some_elsewhere else x.new_empty
         products = make((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
         for ready in memory.turns(layer, left):
@@ -72,7 +72,7 @@ class ResidentExperts:
         return self._experts.combine(products, weights)
 
     def _follow_slots(self) -> None:
-        """Tells the kernel where the experts are now."""
+        """Tell the kernel which experts have moved, and where."""
         contents = self._memory.contents(self._layer)
         if contents == self._in_slots:
             return

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits; one row at a time where it is not greedy, so that a draw ignores the batch."""
+"""Sample tokens from logits. Rows that are not greedy are sampled one at a time, so the batch never changes a token."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _MASK_64 = (1 << 64) - 1
 
 
 class Draw(NamedTuple):
-    """How a token is drawn from a row of logits. `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing.
+    """The parameters for sampling a token from a row of logits. `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing.
 
-    temperature: 0 for the likeliest token, which needs nothing else.
+    temperature: 0 takes the likeliest token and ignores all other parameters.
     """
 
     temperature: float
@@ -32,9 +32,9 @@ class Draw(NamedTuple):
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-    """A token of each row of logits [S, V] (int64 [S]), and the row's largest logit (fp32 [S]).
+    """Return a token for each row of logits [S, V] (int64 [S]), and the row's largest logit (fp32 [S]).
 
-    NaN is the largest of a row that has one. Of a row whose largest is not finite the token means nothing.
+    The largest logit of a row with a NaN is NaN. If the largest is not finite, the token has no meaning.
     """
     largest, token_ids = logits.max(-1)
     largest = largest.float()
@@ -52,11 +52,12 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
 
 
 def draw(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
-    """A token from logits [V] (fp32) at `temperature` > 0, by inverting the distribution function at `uniform` [0, 1).
+    """Sample a token from logits [V] (fp32) at `temperature` > 0, inverting the distribution at `uniform` in [0, 1).
 
-    `top_k` (0: off) keeps the likeliest k, `top_p` of those the fewest whose probabilities reach it, `min_p` those at
-    least that share of the likeliest. Without top_k and top_p the function sums in the vocabulary's order, with them
-    from the likeliest down.
+    `top_k` (0: off) keeps the k likeliest tokens. Of these `top_p` keeps the fewest, likeliest first, whose
+    probabilities reach it, and `min_p` the tokens with at least that share of the likeliest one's probability. The
+    distribution function sums from the likeliest token down with top_k or top_p, and otherwise in the vocabulary's
+    order.
     """
     scaled = row / temperature
     candidates: Tensor | None = None
@@ -75,7 +76,7 @@ def draw(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 
 
 def uniform_at(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on seed and position alone (SplitMix64; Steele et al., 2014)."""
+    """Return a number in [0, 1) that depends on seed and position alone (SplitMix64; Steele et al., 2014)."""
     state = (seed * 0x9E3779B97F4A7C15 + position * 0xD1342543DE82EF95 + 0x2545F4914F6CDD1D) & _MASK_64
     for _ in range(2):
         state = (state + 0x9E3779B97F4A7C15) & _MASK_64
@@ -86,7 +87,7 @@ def uniform_at(seed: int, position: int) -> float:
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The fewest likeliest probabilities that together reach `top_p`, best first, and their places."""
+    """Return the fewest probabilities, likeliest first, that together reach `top_p`, and their places."""
     size = min(_TOP_P_CANDIDATES, probabilities.shape[0])
     values, places = probabilities.topk(size)
     cumulative = values.double().cumsum(0)

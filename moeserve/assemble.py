@@ -1,6 +1,6 @@
-"""From a folder and settings to a rank that computes: the same way on every device, for one rank and for several.
+"""Assemble a rank from a folder and settings, in the same way on every device and for any number of ranks.
 
-spec -> memory plan (`plan_model`) -> weights (`load_rank`) -> what all ranks prepare together (`LoadedRank.start`).
+spec -> memory plan (`plan_model`) -> weights (`load_rank`) -> KV memory, warm-up, observers (`LoadedRank.start`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from moeserve.scheduler import Scheduler
 from radix_cache import PrefixCache
 
 if TYPE_CHECKING:
-    # Both load torch.distributed and deepspeed, which a service of one rank goes without.
+    # Both import torch.distributed and deepspeed, which a single rank does not need.
     from experts.collectives import Collectives
     from experts.dispatch import Compute
 
@@ -54,9 +54,9 @@ log = structlog.get_logger(__name__)
 
 
 class Body(Protocol):
-    """What a device does in its own way when a rank is assembled: `_CpuBody`, or `moeserve.gpu_body.GpuBody`.
+    """The part of assembling a rank that depends on the device: `_CpuBody` or `moeserve.gpu_body.GpuBody`.
 
-    resident: None where all experts are in memory. captured_sizes: of decode steps that ranks replay together. depth:
+    resident: None where all experts are in memory. captured_sizes: the sizes of decode steps that ranks replay. depth:
     see `moeserve.steps.Steps`.
     """
 
@@ -73,22 +73,22 @@ class Body(Protocol):
     def depth(self) -> int: ...
 
     def compute_of(self, layer: int) -> Compute[Any]:
-        """What computes arrived rows in a layer of the decoder, on a rank of several."""
+        """Return the function that computes arrived rows in a decoder layer. Only for several ranks."""
 
     def take_expert(self, reader: ExpertReader) -> Any:
-        """A migrating expert, from a reader with this one, into memory of its own."""
+        """Read a migrating expert, the only one of `reader`, into memory of its own."""
 
     def install_expert(self, experts: Experts, slot: int, taken: Any) -> None:
-        """Puts it among the experts of a layer, between two steps."""
+        """Copy the result of `take_expert` into a slot of a layer's experts, between two steps."""
 
     def note_loaded(self) -> None:
-        """The weights are there."""
+        """Measure the memory of the weights, which are loaded now."""
 
     def meet(self, decoder: Decoder, group: Group) -> None:
-        """What has to happen before ranks exchange their first rows."""
+        """Prepare for the first exchange of rows between ranks."""
 
     def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
-        """Takes KV memory and has the device ready for any step. tap: observes the decoder's gates."""
+        """Allocate KV memory and get the device ready for any step. tap: observes the decoder's gates."""
 
 
 class _CpuBody:
@@ -111,10 +111,10 @@ class _CpuBody:
         experts.put(slot, taken)
 
     def note_loaded(self) -> None:
-        """How much they take was planned."""
+        """Do nothing: the memory plan knows the size of the weights."""
 
     def meet(self, decoder: Decoder, group: Group) -> None:
-        """Nothing is compiled at the first call."""
+        """Do nothing: no kernel is compiled at its first call."""
 
     def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
         plan, block_size = self._plan, self._config.block_size
@@ -127,20 +127,20 @@ class _CpuBody:
 
         runner.warm_up(step_budget(self._config), begin_step)
         kv_bytes = kv.num_blocks * kv_block_bytes(layers, block_size, plan.dtype)
-        return Prepared(runner, kv, kv_bytes, plan.weights_bytes, release=_hold_nothing)
+        return Prepared(runner, kv, kv_bytes, plan.weights_bytes, release=_release_nothing)
 
 
-def _hold_nothing() -> None:
-    """A runner on a CPU keeps nothing of the group."""
+def _release_nothing() -> None:
+    """Do nothing: a runner on a CPU holds nothing of the group."""
 
 
 def load_rank(
     directory: Path, plan: ModelPlan, config: ServeConfig, report: Report, collectives: Collectives | None = None
 ) -> LoadedRank:
-    """Reads a rank's weights. collectives: of a rank of several. Raises ModelError or ConfigError.
+    """Read a rank's weights. collectives: None on a single rank. Raise ModelError or ConfigError.
 
-    The resident experts and the decoder have the observers, and the prefetcher, which is one of them, asks both: so
-    there is a list first, which `LoadedRank.start` completes before the first step.
+    The resident experts and the decoder get one list of observers, which `LoadedRank.start` completes before the first
+    step: the prefetcher is an observer and needs both of them, so it can only be made after them.
     """
     spec = plan.spec
     if config.threads:
@@ -196,7 +196,7 @@ def _open_body(
                 **resident.reads,
             )
         return _CpuBody(plan, config, resident)
-    from moeserve.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Triton is loaded where it is used.
+    from moeserve.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Imported late: it loads Triton.
 
     settings = gpu_settings(config)
     body = GpuBody(
@@ -222,7 +222,7 @@ def _open_body(
 
 
 def _make_group(plan: ModelPlan, body: Body, collectives: Collectives) -> Group:
-    from experts.dispatch import ExpertParallel  # Loads deepspeed, see above.
+    from experts.dispatch import ExpertParallel  # Imported late: it loads deepspeed.
 
     spec = plan.spec
     assert plan.placement is not None
@@ -248,7 +248,7 @@ def _progress(plan: ModelPlan, report: Report) -> Progress:
 
 
 class LoadedRank:
-    """A rank that has its weights. `start` is what all ranks do together before the first step."""
+    """A rank with its weights. All ranks call `start` together before the first step."""
 
     def __init__(
         self,
@@ -269,9 +269,9 @@ class LoadedRank:
         body.note_loaded()
 
     def start(self) -> Rank:
-        """Takes KV memory, warms up and completes the observers; of several ranks, all do so at once.
+        """Allocate KV memory, warm up and complete the observers, together with all other ranks.
 
-        Raises ConfigError where nothing is left for KV, and CollectiveError.
+        Raise ConfigError if no memory is left for KV, and CollectiveError if another rank is lost.
         """
         config, group, body, plan = self._config, self.group, self._body, self._plan
         shape: str | None = None
@@ -310,14 +310,14 @@ class LoadedRank:
         return None if self._body.resident is None else self._body.resident.memory.stats()
 
     def close(self) -> None:
-        """Leaves the group without having started."""
+        """Leave the group without a start."""
         if self._body.resident is not None:
             self._body.resident.memory.close()
         if self.group is not None:
             self.group.collectives.close()
 
     def _make_migrator(self, group: Group, owned: OwnedExperts) -> ExpertMigrator[Any]:
-        """For the experts that the rank `owned` when it loaded."""
+        """Make the migrator. owned: the experts that this rank holds before the first migration."""
         plan, body, experts = self._plan, self._body, self._decoder.experts
         reread = Rereader(self._directory, plan.spec, plan.dtype, owned, body.take_expert)
         return ExpertMigrator(
@@ -326,12 +326,12 @@ class LoadedRank:
 
     @torch.inference_mode()
     def _choose_shape(self, group: Group) -> str:
-        """The shape of dispatch that the settings name, or else the one that is faster here."""
+        """Return the shape of dispatch that the settings name; for `auto` measure the shapes and return the fastest."""
         spec, shape = self._plan.spec, self._config.dispatch
         if shape != "auto":
             return shape
         assert spec.moe is not None
-        # Experts that are not all in memory would be loaded for it.
+        # Resident experts take no part: measuring would load experts from the tier below.
         here = self._decoder.experts if self._body.resident is None else ()
         top_k, activation = spec.moe.gate.top_k, spec.moe.activation
         seconds = group.experts.measure(spec.hidden_size, top_k, self._plan.dtype, here, activation)
@@ -341,7 +341,7 @@ class LoadedRank:
         return shape
 
     def _start_prefetching(self) -> PrefetchObserver | None:
-        """Who loads ahead, if somebody does. What was loaded before does not count."""
+        """Add the observers of prefetching and signatures; return the prefetcher. Forget the counts of the warm-up."""
         resident, config, spec = self._body.resident, self._config, self._plan.spec
         if resident is None:
             return None
@@ -366,7 +366,10 @@ class LoadedRank:
 
 
 def collective_timeout(config: ServeConfig) -> float:
-    """Seconds that ranks wait for each other: less than the supervisor waits for rank 0, which then names the late."""
+    """Return the seconds that ranks wait for each other.
+
+    The supervisor waits longer for rank 0, which can thus name the late rank before it is ended.
+    """
     return 0.4 * config.engine_timeout
 
 
@@ -378,9 +381,9 @@ def build_scheduler(
     depth: int = 0,
     merge_annotations: MergeAnnotations | None = None,
 ) -> tuple[Scheduler, list[PrefixCache]]:
-    """The scheduler and the caches it plans with, one per rank. Raises ConfigError for limits that contradict.
+    """Return the scheduler and its caches, one per rank. Raise ConfigError for limits that contradict each other.
 
-    depth: of the steps, see `moeserve.steps.Steps`.
+    depth: see `moeserve.steps.Steps`.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:

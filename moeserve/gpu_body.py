@@ -1,4 +1,4 @@
-"""What a rank does in its own way on a GPU when it is assembled. Importing this loads Triton."""
+"""The part of assembling a rank that is particular to a GPU. Importing this module loads Triton."""
 
 from __future__ import annotations
 
@@ -48,14 +48,13 @@ if TYPE_CHECKING:
     from experts.collectives import DeviceWaits
     from experts.dispatch import Compute
 
-# Of the host memory that is free, all experts of a model may take so much before they are read from disk instead.
+# All experts of a model may take this share of the free host memory; otherwise they are read from disk.
 _SHARE_FOR_EXPERTS = 0.8
-# What ranks wait for each other until all have compiled.
+# Ranks wait so long for each other while they compile.
 _SECONDS_TO_COMPILE = 600.0
 
 
 def gpu_settings(config: ServeConfig) -> GpuSettings:
-    """Return the settings of one GPU."""
     return GpuSettings(
         config.block_size,
         config.max_num_seqs,
@@ -70,12 +69,14 @@ def gpu_settings(config: ServeConfig) -> GpuSettings:
 
 
 def gpu_expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) -> GpuExpertSettings | None:
-    """What the settings say of experts that are not all in a GPU's memory: of the host memory that is free now, each
-    rank of this machine may take its share. None where `--expert-memory` is not given."""
+    """Return the settings for experts that are not all in GPU memory; None without `--expert-memory`.
+
+    Each rank of this machine may take an equal share of the host memory that is free now.
+    """
     if config.expert_memory is None:
         return None
     num_here = config.expert_parallel_size // config.nnodes
-    # Where experts move from rank to rank, every rank finds them all on disk.
+    # With rebalancing any rank may get any expert, so all are read from disk.
     host_bytes = 0 if config.rebalance_interval else int(_SHARE_FOR_EXPERTS * available_bytes() / num_here)
     return GpuExpertSettings(
         config.expert_memory,
@@ -88,9 +89,9 @@ def gpu_expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig)
 
 
 class GpuBody:
-    """What a rank does in its own way on a GPU: see `moeserve.assemble.Body`.
+    """Implements `moeserve.assemble.Body` on a GPU.
 
-    Where the device is a CPU, Triton's interpreter runs the same code, over gloo if there are other ranks.
+    On a CPU device Triton's interpreter runs the same code, over gloo if there are other ranks.
     """
 
     depth = 1
@@ -110,11 +111,11 @@ class GpuBody:
         replays_with: str | None = None,
         waits: DeviceWaits | None = None,
     ) -> None:
-        """Take scratch and, where `--expert-memory` does not hold all experts, slots, and put the experts where they
-        are copied from. Raises ConfigError or ModelError.
+        """Allocate scratch; if `--expert-memory` does not hold all experts, also allocate slots and open the tier below
+        them. Raise ConfigError or ModelError.
 
-        bounded: of `--expert-memory`. owned, replays_with, waits: of a rank of several, its experts, the shape of
-        dispatch and the waits of the collectives.
+        bounded: the settings of `--expert-memory`. owned, replays_with, waits: among several ranks, this rank's
+        experts, the shape of dispatch, and the waits of the collectives.
         """
         self._spec, self._dtype, self._device, self._waits = spec, dtype, device, waits
         self._storage = storage = expert_storage(spec, dtype, settings.expert_quantization)
@@ -125,16 +126,18 @@ class GpuBody:
         moe: TritonMoe | None = None
         if bounded is not None and residency is not None:
 
-            def told(_: str, done: int, total: int) -> None:
+            def without_stage(_: str, done: int, total: int) -> None:
                 progress(done, total)
 
-            self.resident = open_gpu_experts(directory, residency, bounded, device, max_rows, told, configs, observers)
+            self.resident = open_gpu_experts(
+                directory, residency, bounded, device, max_rows, without_stage, configs, observers
+            )
         elif configs is not None:
             num_slots = None if owned is None else max(len(owned(layer)) for layer in spec.moe_layers)
             moe = triton_moe(configs, device, dtype, max_rows, num_slots)
         self._in_pieces = None if moe is None else in_pieces(moe, max_rows)
         self.ops = GpuOps(device, storage, moe)
-        # The host decides in every layer which experts to load, so no step can be captured.
+        # With resident experts the host decides in every layer what to load, so no step can be captured.
         eager = settings.enforce_eager or self.resident is not None
         if replays_with is not None:
             all_here = self.resident is None
@@ -146,12 +149,12 @@ class GpuBody:
     def compute_of(self, layer: int) -> Compute[GpuExperts]:
         if self.resident is not None:
             assert self._waits is not None
-            return _waiting(self.resident.layers[layer].partial, self._waits)
+            return _wait_first(self.resident.layers[layer].partial, self._waits)
         assert self._in_pieces is not None
         return self._in_pieces
 
     def take_expert(self, reader: ExpertReader) -> GpuExperts:
-        """Arrives in host memory, quantised."""
+        """Read into host memory, quantised."""
         return store_expert(reader.read_matrices(0), self._storage, self._dtype, torch.device("cpu"))
 
     def install_expert(self, experts: GpuExperts, slot: int, taken: GpuExperts) -> None:
@@ -163,7 +166,7 @@ class GpuBody:
 
     @torch.inference_mode()
     def meet(self, decoder: Decoder, group: Group) -> None:
-        """Ranks compile the kernels each for itself, and not equally fast."""
+        """Compile the experts' kernels with long waits: ranks do not compile equally fast."""
         group.collectives.be_patient(_SECONDS_TO_COMPILE)
         spec, configs, experts = self._spec, self._configs, decoder.experts[0]
         assert spec.moe is not None
@@ -174,8 +177,10 @@ class GpuBody:
         launch_expert_variants(compute, experts, decoder, spec.moe, configs.variant, max_rows, ids)
 
     def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
-        """Computes the largest step, takes the KV memory that is left then, of several ranks as much as on the one with
-        the least, and compiles all kernels. Raises ConfigError where nothing is left."""
+        """Compute the largest step, allocate the memory that is left for KV, and compile all kernels.
+
+        All ranks allocate as much as the rank with the least memory left. Raise ConfigError if none is left.
+        """
         settings, peers = self._settings, None if group is None else group.steps
         compute_largest_step(decoder, settings, alone if peers is None else peers.begin_alike)
         memory, weights_bytes = settings.kv_cache_memory or free_for_kv(self._device, settings), self._weights_bytes
@@ -189,9 +194,9 @@ class GpuBody:
 
 
 def in_pieces(moe: TritonMoe, max_rows: int) -> Compute[GpuExperts]:
-    """The kernels with scratch for `max_rows` rows, over as many as arrive.
+    """Return a function that computes any number of rows with scratch for `max_rows`, piece by piece.
 
-    A row's bits depend on its piece only through the configuration that a number of rows is computed with.
+    A row's bits depend on its piece only through the kernel configuration for the piece's number of rows.
     """
 
     def compute(
@@ -206,9 +211,11 @@ def in_pieces(moe: TritonMoe, max_rows: int) -> Compute[GpuExperts]:
     return compute
 
 
-def _waiting(compute: Compute[GpuExperts], waits: DeviceWaits) -> Compute[GpuExperts]:
-    """The host looks at what arrived: what it waits for may never come, so it waits no longer than ranks may be
-    apart."""
+def _wait_first(compute: Compute[GpuExperts], waits: DeviceWaits) -> Compute[GpuExperts]:
+    """Return `compute` behind a wait with a time limit.
+
+    `compute` reads the arrived rows on the host and would wait forever for a rank that is lost.
+    """
 
     def waited(
         x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: GpuExperts, activation: Activation

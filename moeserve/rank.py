@@ -1,4 +1,4 @@
-"""One rank: what computes its steps, who observes them, and its place in a group of several."""
+"""One rank: its runner, the observers of its steps, its model, and its place in a group of ranks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ Observers = Sequence[StepObserver[StepPlan, StepResult]]
 
 
 class ObservedRunner:
-    """A runner whose steps are observed."""
+    """A runner that reports every step to observers, in their order."""
 
     def __init__(self, runner: Runner, observers: Observers = ()) -> None:
-        """observers: told of every step in this order."""
         self._runner = runner
         self._observers = observers
 
@@ -41,11 +40,11 @@ class ObservedRunner:
         step = self._runner.launch(plan)
         for observer in self._observers:
             observer.launched()
-        return _Observed(plan, step, self._observers)
+        return _ObservedStep(plan, step, self._observers)
 
 
 @dataclass(frozen=True, slots=True)
-class _Observed:
+class _ObservedStep:
     plan: StepPlan
     step: Pending[StepResult]
     observers: Observers
@@ -63,7 +62,7 @@ class _Observed:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the engine has to know of a model. `weights_bytes` are those of all ranks, `kv_bytes` those of this one."""
+    """What the engine needs to know of a model. weights_bytes: of all ranks. kv_bytes: of this rank."""
 
     spec: DecoderSpec
     defaults: GenerationDefaults
@@ -75,7 +74,7 @@ class ServedModel:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """Those of the generation config, else the model's. Some checkpoints name one that no logit stands for."""
+        """The generation config's, else the model's, without ids beyond the vocabulary, which some checkpoints name."""
         named = self.defaults.eos_token_ids or self.spec.eos_token_ids
         return [token for token in named if 0 <= token < self.spec.vocab_size]
 
@@ -84,7 +83,7 @@ class ServedModel:
 class Prepared:
     """A runner that is ready for any step, with its KV memory.
 
-    weights_bytes: those of all ranks. release: gives up what the runner holds of the group, before that is left.
+    weights_bytes: of all ranks. release: frees what the runner holds of the group; called before leaving the group.
     """
 
     runner: Runner
@@ -96,7 +95,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A rank's means to compute together with others: what carries rows, where experts are, how steps begin."""
+    """How a rank computes with other ranks. collectives: carry rows. experts: dispatch. steps: begin each step."""
 
     collectives: Collectives
     experts: ExpertParallel[Any]
@@ -107,8 +106,8 @@ class Group:
 class Rank:
     """A rank ready for its first step.
 
-    depth: see `moeserve.steps.Steps`. memory: of its experts, None where all are there for good. prefetcher: loads some
-    of them ahead, if somebody does. group, migrator, dispatch_shape: None of a rank that is alone.
+    depth: see `moeserve.steps.Steps`. memory: the expert memory, None if all experts stay in memory. prefetcher: None
+    if no experts are loaded ahead. group, migrator, dispatch_shape: None on a single rank.
     """
 
     runner: ObservedRunner
@@ -122,7 +121,7 @@ class Rank:
     dispatch_shape: str | None = None
 
     def begin_step(self, rows: StepRows) -> None:
-        """Tells of the step that all ranks are asked for next."""
+        """Prepare the exchange of rows for the step that all ranks launch next."""
         assert self.group is not None
         self.group.steps.begin(rows)
 
@@ -130,7 +129,7 @@ class Rank:
         return None if self.memory is None else self.memory.stats()
 
     def close(self) -> None:
-        """Ends what runs beside the steps, and leaves the group."""
+        """End the threads beside the steps, release the runner, and leave the group."""
         if self.memory is not None:
             self.memory.close()
         self.release()

@@ -1,6 +1,7 @@
-"""The life of a rank of several: each loads its part when rank 0 has planned for all, and all start together.
+"""The life of one rank among several.
 
-Rank 0 serves with the engine; every other rank does what rank 0 sends.
+Rank 0 plans for all ranks, every rank loads its part, and all start together. Then rank 0 serves with the engine, and
+every other rank computes what rank 0 sends. Before that each rank takes its GPU and, with `--bind-cores`, its cores.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from moeserve.ranks.transport import BeatThread, RankHub, RankLink, dismiss_stra
 from moeserve.service import serve
 from moeserve.wire import RunContext
 
-# Of the engine's timeout: how long a rank that loads may be silent.
+# While it loads, a rank may be silent for this many times the engine's timeout.
 _LOADING_PATIENCE = 3
 
 log = structlog.get_logger(__name__)
 
 
 def run_rank(context: RunContext, rank: int, report: Report, stop: threading.Event) -> None:
-    """Serves as rank 0, with the engine, until `stop` is set; as another rank until rank 0 says so or is gone.
+    """Serve as rank 0 with the engine until `stop` is set, or follow rank 0 as another rank until it ends.
 
-    Raises ModelError, ConfigError or RankError, one sentence each, for what cannot be served, or no longer.
+    Raise ModelError, ConfigError or RankError, one sentence each, if the service cannot start or go on.
     """
-    _keep_to_cores(context.config, rank)
+    _bind_rank(context.config, rank)
     if context.config.device == "cuda":
         _take_gpu(context.config)
     try:
@@ -63,7 +64,7 @@ def run_rank(context: RunContext, rank: int, report: Report, stop: threading.Eve
 def _run_first(
     context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], report: Report, stop: threading.Event
 ) -> None:
-    """Rank 0 plans for all, sees that all have loaded, and serves with the engine."""
+    """Run rank 0: plan for all ranks, wait until all have loaded, and serve with the engine."""
     directory = Path(context.model_dir)
     plan = plan_model(directory, context.config)
     recording = plan_recording(context.config, directory, plan.spec)
@@ -84,7 +85,7 @@ def _run_first(
 def _load_together(
     context: RunContext, plan: ModelPlan, meeting: Meeting, hub: RankHub, report: Report, stop: threading.Event
 ) -> Rank | None:
-    """This rank, when all of them have loaded and are warm; None if `stop` is set before."""
+    """Return rank 0 once all ranks have loaded and warmed up; None if `stop` is set before."""
     if context.meets_in_store:
         meeting.announce(*hub.addresses)
     joined = hub.gather(Joined, stop)
@@ -106,9 +107,9 @@ def _load_together(
 
 
 def _load_member(context: RunContext, meeting: Meeting, rank: int, plan: ModelPlan, report: Report) -> LoadedRank:
-    """Loads a rank's part of the model. Raises ModelError, ConfigError or CollectiveError.
+    """Load a rank's part of the model. Raise ModelError, ConfigError or CollectiveError.
 
-    Ranks meet in their collectives before they load: all see the memory that was free before anybody has taken some.
+    Open the collectives first, so that each rank sees the free memory before any rank has allocated weights.
     """
     config = context.config
     collectives = Collectives(
@@ -125,7 +126,7 @@ def _load_member(context: RunContext, meeting: Meeting, rank: int, plan: ModelPl
 def _setup_of(plan: ModelPlan, context: RunContext) -> Setup:
     assert plan.placement is not None
     return Setup(
-        # The other ranks hear no clients.
+        # Other ranks serve no clients and need no API keys.
         msgspec.json.encode(replace(context.config, api_key=())),
         os.getpid(),
         plan.kv.num_blocks,
@@ -143,6 +144,7 @@ def _serve_with_others(
     report: Report,
     stop: threading.Event,
 ) -> None:
+    """Serve with the engine, observing the steps of all ranks."""
     config, group, migrator = context.config, rank.group, rank.migrator
     assert group is not None
     assert migrator is not None
@@ -157,7 +159,7 @@ def _serve_with_others(
         timeout=collective_timeout(config),
         num_entered=lambda: group.collectives.num_entered,
         placement_version=lambda: migrator.version,
-        heed=[listener.heed for listener in (rebalancing, memories) if listener is not None],
+        listeners=[listener.on_message for listener in (rebalancing, memories) if listener is not None],
     )
     recorded = None
     if recording is not None:
@@ -178,7 +180,7 @@ def _serve_with_others(
 
 
 def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], rank: int, report: Report) -> None:
-    """Every rank but 0 does what rank 0 sends."""
+    """Run any rank but 0: join, load, and compute what rank 0 sends."""
     meeting, own = meet_first(context), context.config.device
     link = RankLink(sockets, meeting, rank)
     loaded: LoadedRank | None = None
@@ -197,7 +199,7 @@ def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], ran
             raise RankError(setup.reason)
         if not isinstance(setup, Setup):
             return
-        # From here on rank 0 says when to leave: it finishes its step first.
+        # From here on only rank 0 ends this process, after the steps in flight.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         beats.busy.set()
         if context.config.nnodes == 1:
@@ -221,10 +223,10 @@ def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], ran
         link.close()
 
 
-def _check_device(rank: int, own: str, of_first: str) -> None:
-    """Raises RankError. What carries the collectives was prepared for the device that this rank was started with."""
-    if (own == "cuda") != (of_first == "cuda"):
-        raise RankError(f"Rank {rank} was started with --device {own} and rank 0 with --device {of_first}.")
+def _check_device(rank: int, own: str, first: str) -> None:
+    """Raise RankError if the devices differ: this process has set up its collectives for its own device."""
+    if (own == "cuda") != (first == "cuda"):
+        raise RankError(f"Rank {rank} was started with --device {own} and rank 0 with --device {first}.")
 
 
 def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
@@ -234,7 +236,7 @@ def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
 
 
 def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:
-    """The settings of rank 0, but what is a node's own matter."""
+    """Return the settings of rank 0 with those that a node chooses for itself."""
     return replace(
         msgspec.json.decode(settings, type=ServeConfig),
         threads=own.threads,
@@ -245,14 +247,11 @@ def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:
     )
 
 
-# Which cores and which GPU a rank keeps to.
-
-
 def own_cores(place: int, num_ranks: int, threads: int, usable: Sequence[int]) -> list[int]:
-    """The cores of the rank in `place` among the `num_ranks` of a machine, each with so many threads.
+    """Return the cores for the rank at `place` among `num_ranks` ranks of a machine, each with `threads` threads.
 
-    All `usable` ones, unless the ranks fill them exactly. With fewer threads there is room to go elsewhere, and under a
-    container's quota these cores are not this service's alone: others would keep to the same ones.
+    These are all `usable` cores, unless the ranks fill them exactly. With fewer threads the system can move them to
+    idle cores, and under a container's quota other services share the cores and would bind to the same ones.
     """
     if num_ranks * threads != len(usable):
         return list(usable)
@@ -260,17 +259,17 @@ def own_cores(place: int, num_ranks: int, threads: int, usable: Sequence[int]) -
 
 
 def bind_to_cores(place: int, num_ranks: int, threads: int) -> list[int]:
-    """Has this thread, and all that it starts from now on, keep to `own_cores`; returns them.
+    """Bind this thread, and all threads that it starts from now on, to `own_cores`, and return them.
 
-    Ranks meet in every layer, so that two of them on one core for a moment cost a step twice its time. The system moves
-    them there now and then: while one waits, its core looks idle.
+    Ranks exchange rows in every layer, so two ranks that share a core for a moment double the time of a step. Without
+    binding the system puts them on one core now and then, because the core of a rank that waits looks idle.
     """
     cores = own_cores(place, num_ranks, threads, sorted(os.sched_getaffinity(0)))
     os.sched_setaffinity(0, cores)
     return cores
 
 
-def _keep_to_cores(config: ServeConfig, rank: int) -> None:
+def _bind_rank(config: ServeConfig, rank: int) -> None:
     if config.bind_cores:
         num_here = config.expert_parallel_size // config.nnodes
         cores = bind_to_cores(rank % num_here, num_here, config.threads or torch.get_num_threads())
@@ -278,7 +277,7 @@ def _keep_to_cores(config: ServeConfig, rank: int) -> None:
 
 
 def _take_gpu(config: ServeConfig) -> None:
-    """Makes the GPU of this rank the current one, before anything is done on another. Raises ConfigError."""
+    """Make this rank's GPU the current one before any other is touched. Raise ConfigError if there are too few."""
     if not torch.cuda.is_available():
         return
     obstacle = too_few_gpus(config, torch.cuda.device_count())

@@ -1,6 +1,7 @@
-"""One step after another: planned, launched, committed; with depth 1 a step is planned while the last one is computed.
+"""The engine's loop over steps: plan, launch, commit.
 
-Whoever computes has one verb, `launch`. A device with a queue returns at once; a CPU has computed the step by then.
+Runners and executors have one verb, `launch`. On a device with a queue it returns at once; on a CPU it returns when the
+step is computed.
 """
 
 from __future__ import annotations
@@ -21,31 +22,31 @@ class Runner(Protocol):
 
 
 class Executor(Protocol):
-    """Computes the plans of all ranks (`LocalExecutor`, `moeserve.ranks.steps.RankedExecutor`)."""
+    """Computes the plans of all ranks: `LocalExecutor` or `moeserve.ranks.steps.RankedExecutor`."""
 
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
-        """Launch the step in which rank r computes `plans[r]`; its results are those of all ranks."""
+        """Launch the step in which rank r computes `plans[r]`. The result lists one result per rank."""
 
     def check(self) -> None:
-        """Raise what would make the next step fail. Called now and then while the engine idles."""
+        """Raise the error that would make the next step fail. The engine calls this now and then while it idles."""
 
 
 class LocalExecutor:
-    """The only rank, in this process."""
+    """Computes the plans of the only rank, in this process."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
         (plan,) = plans
-        return _OfOneRank(self._runner.launch(plan))
+        return _LocalStep(self._runner.launch(plan))
 
     def check(self) -> None:
         """Do nothing: no other rank can be missing."""
 
 
 @dataclass(frozen=True, slots=True)
-class _OfOneRank:
+class _LocalStep:
     step: Pending[StepResult]
 
     @property
@@ -57,21 +58,21 @@ class _OfOneRank:
 
 
 class RanksObserver:
-    """Observes the steps of all ranks, on the engine's side. Steps end in the order in which they began."""
+    """Observes the steps of all ranks in the engine's process. Steps end in the order in which they began."""
 
     def begin(self, plans: Sequence[StepPlan]) -> None:
-        """The step is launched next; the one before may not have ended."""
+        """Observe that a step is about to be launched. The step before it may not have ended."""
 
     def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
-        """The results of all ranks have come."""
+        """Observe the results of all ranks; results[r] is that of plans[r]."""
 
 
 class Steps:
-    """The engine's loop over steps.
+    """Plans, launches and commits one step after another.
 
-    Depth 0: a step is planned when the one before is committed. Depth 1: it is planned and launched while the one
-    before is computed, so that a device never waits for the host; tokens come a turn later, and are the same. The
-    scheduler has to run ahead as far. `step` is the number of the last step committed.
+    With depth 0 each step is planned when the step before it is committed. With depth 1 it is planned and launched
+    while the step before it is computed, so that a device never waits for the host; the tokens are the same and come
+    one turn later. The scheduler must run ahead by the same depth. step: the number of the last committed step.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class Steps:
         self.step = 0
 
     def advance(self) -> list[RequestOutput] | None:
-        """Launch the next step if there is one, then commit the oldest if as many are in flight as may be.
+        """Launch the next step if there is one. Without one, or with more than `depth` in flight, commit the oldest.
 
-        Return what came of it, or None if there was nothing to do.
+        Return the outputs of the committed step, none without a commit, or None if there was nothing to do.
         """
         plans = self._scheduler.schedule()
         if plans is not None:
@@ -99,7 +100,7 @@ class Steps:
         return self._commit() if self._in_flight else None
 
     def check(self) -> None:
-        """Raise what would make the next step fail. Called now and then while there is nothing to do."""
+        """Raise the error that would make the next step fail. Meant for times when there is nothing to do."""
         self._executor.check()
 
     def _commit(self) -> list[RequestOutput]:

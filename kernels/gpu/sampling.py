@@ -1,12 +1,14 @@
-"""Choosing tokens from logits on a GPU without sorting them: the tokens that `kernels.sampling` draws.
+"""Sample tokens from logits on a GPU without sorting: the same tokens as `kernels.sampling`, up to rounding.
 
-A draw inverts the distribution function at the uniform number of `kernels.sampling.uniform_at`, so it depends on seed
-and position alone, not on the batch, and is the same token on every device up to rounding. Without top-k and top-p the
-function sums tokens in the vocabulary's order: the units of a row are summed side by side, then one program per row
-finds the unit and the token in it. With them it sums from the likeliest token down: the smallest logit that is kept and
-the one that is drawn are found digit by digit of their bit pattern, two bits at a time (radix selection), among
-candidates held in registers. Of tokens with the drawn logit one is chosen in the vocabulary's order. Where the filters
-end among tokens of equal logits all of these are kept; sorting would cut between them.
+Sampling inverts the distribution function at the uniform number of `kernels.sampling.uniform_at`, so a token depends on
+seed and position and not on the batch. Without top-k and top-p the function sums tokens in the vocabulary's order:
+programs sum the units of a row side by side, then one program per row finds the unit and the token in it. With top-k or
+top-p it sums from the likeliest token down: radix selection, two bits of the logit's bit pattern at a time, finds the
+smallest logit that the filters keep and the sampled logit, among candidates held in registers. Among tokens that share
+the sampled logit, one is sampled in the vocabulary's order. Where the filters' limit falls among equal logits, all of
+them are kept; `kernels.sampling` cuts between them.
+
+Kernels speak of the worth of logits: their probability before it is divided by the sum of all.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from kernels.sampling import sample as draw_on_cpu
 
 # Logits of a row that one program sums.
 _UNIT = 4096
-# Lanes of a row: of each the four largest logits are kept in registers.
+# Lanes of a row. Each lane keeps its four largest logits in registers.
 _SCAN = 4096
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token with the largest logit of each row of [S, V] (int64 [S]), and that logit (fp32 [S]).
+    """Return the first token with the largest logit of each row of [S, V] (int64 [S]), and that logit (fp32 [S]).
 
-    A row with a NaN has NaN for its largest logit, and some token.
+    For a row with a NaN the largest logit is NaN, and the token has no meaning.
     """
     return _pick(logits, None, None, None, None)
 
@@ -43,11 +45,11 @@ def sample(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A token of each row of logits [S, V] (int64 [S]), and the row's largest logit (fp32 [S]; NaN if there is one).
+    """Return a token for each row of logits [S, V] (int64 [S]), and its largest logit (fp32 [S]; NaN if it has one).
 
     temperatures [S] fp32, 0 for greedy rows. seeds, positions [S] int64. top_k [S] int32 (0: off), top_p [S] fp32 (1:
-    off) and min_p [S] fp32 (0: off) are given together or not at all. Reads the logits once, with filters twice as a
-    rule; more often where a lane of the scan hides kept tokens.
+    off) and min_p [S] fp32 (0: off) are given together or not at all. Logits are read once, with filters usually twice,
+    and more often if a lane of the scan has more than four tokens that the filters keep.
     """
     kept = None
     if top_k is not None and top_p is not None and min_p is not None:
@@ -56,7 +58,7 @@ def sample(
 
 
 def filter_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The smallest logit of each row [S, V] that the filters keep (fp32 [S]); minus infinity for rows without any."""
+    """Return the smallest logit that the filters keep of each row [S, V] (fp32 [S]); minus infinity without filters."""
     anywhere = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     return _keep(logits, temperatures, anywhere, anywhere, top_k, top_p, min_p)[0]
 
@@ -77,13 +79,13 @@ def _pick(
     largest = torch.empty(num_rows, dtype=torch.float32, device=device)
     if not num_rows:
         return token_ids, largest
-    # Several tensors, not parts of one: where the second began would follow the number of rows, and with it what
-    # Triton knows of its alignment and compiles for.
+    # Triton compiles for the alignment of each tensor. These are separate tensors because the alignment of parts of one
+    # tensor would depend on the number of rows.
     bests, sums, largest_of_unit = (
         torch.empty((num_rows, num_units), dtype=torch.float32, device=device) for _ in range(3)
     )
     tokens = torch.empty((num_rows, num_units), dtype=torch.int32, device=device)
-    # What is absent is never read; any tensor stands in for it.
+    # The kernels never read absent arguments; any tensor takes their place.
     lows, highs, uniforms = (largest, largest, largest) if kept is None else kept[1:]
     shared = {
         "VOCAB": vocab,
@@ -121,12 +123,11 @@ def _pick(
 def _keep(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the filters leave of each row [S, V], and where in it the draw falls.
+    """Apply the filters to each row of logits [S, V] and find the logit to sample.
 
-    Returns the smallest logit that is kept (fp32 [S], minus infinity for rows without filters); then the interval of
-    logits (fp32 [S] each) within which the token is drawn in the vocabulary's order, and the uniform number (fp64 [S])
-    that it is drawn at. As in `kernels.sampling`: top-k first, of those the fewest likeliest whose probabilities reach
-    top_p, of those the tokens with at least min_p of the likeliest's.
+    Return the smallest logit that is kept (fp32 [S], minus infinity without filters); then the lower and upper end of
+    the interval of logits (fp32 [S] each) in which `_pick` samples in the vocabulary's order, and the uniform number
+    for that (fp64 [S]). The filters have the order of `kernels.sampling.draw`.
     """
     num_rows, vocab = logits.shape
     thresholds, lows, highs = (torch.empty(num_rows, dtype=torch.float32, device=logits.device) for _ in range(3))
@@ -154,7 +155,7 @@ def _keep(
 
 @triton.jit
 def _uniform(seed, position):
-    """`kernels.sampling.uniform_at`: int64 scalars -> fp64."""
+    """Compute `kernels.sampling.uniform_at` of two int64 scalars as fp64."""
     state = seed.to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     state += position.to(tl.uint64, bitcast=True) * 0xD1342543DE82EF95
     state += 0x2545F4914F6CDD1D
@@ -168,7 +169,7 @@ def _uniform(seed, position):
 
 @triton.jit
 def _load_unit(logits, low, high, unit, VOCAB: tl.constexpr, UNIT: tl.constexpr, FILTER: tl.constexpr):
-    """The logits of a unit and which of them are kept; NaN never is."""
+    """Load the logits of a unit, and say which of them are kept. NaN is never kept."""
     token = unit * UNIT + tl.arange(0, UNIT)
     values = tl.load(logits + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
     kept = (token < VOCAB) & (values == values)
@@ -179,7 +180,7 @@ def _load_unit(logits, low, high, unit, VOCAB: tl.constexpr, UNIT: tl.constexpr,
 
 @triton.jit
 def _worth_below(values, kept, best, inverse):
-    """Of logits: their share of the softmax, but for a factor. The best has 1."""
+    """Return the worth of kept logits relative to `best`, whose worth is 1."""
     # Bounded, since minus infinity times 0 and minus infinity less itself are NaN.
     best = tl.where(best > float("-inf"), best, 0.0)
     below = tl.where(kept & (values < best), tl.maximum(values - best, -1e30), 0.0)
@@ -203,7 +204,7 @@ def _sum_kernel(
     SAMPLE: tl.constexpr,
     FILTER: tl.constexpr,
 ):
-    """Of a unit of a row: the largest logit, the largest that is kept with its first token, and the sum of worths."""
+    """Store for one unit of a row: the largest logit, the largest kept one, its first token, and the sum of worths."""
     row = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1)
     low = tl.load(lows + row) if FILTER else 0.0
@@ -247,7 +248,7 @@ def _choose_kernel(
     FILTER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row. It reads one unit of the row again where it draws."""
+    """Store a row's token and largest logit. Read one unit of the row again to sample. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     units = tl.arange(0, BLOCK)
     inside = units < NUM_UNITS
@@ -279,7 +280,7 @@ def _choose_kernel(
 
 @triton.jit
 def _invert(worth, uniform):
-    """Where the sum of worths [N] fp64 first exceeds `uniform` of the whole, and how far into that place in [0, 1)."""
+    """Return where the sum of worths [N] fp64 first exceeds `uniform` of the whole, and how far into it, in [0, 1)."""
     places = tl.arange(0, worth.shape[0])
     reached = tl.cumsum(worth, 0)
     target = uniform * tl.max(reached, 0)
@@ -293,56 +294,56 @@ def _invert(worth, uniform):
 
 
 @triton.jit
-def _ordered(values):
-    """fp32 as uint32 in the same order; both zeros are one."""
+def _to_key(values):
+    """Map fp32 to uint32 keys in the same order. Both zeros get the same key."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     flipped = tl.where(bits < 0, ~bits, bits ^ -2147483648)
     return flipped.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _unordered(keys):
+def _from_key(keys):
     bits = keys.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _digit(worth_1, worth_2, worth_3, target):
-    """How many of three falling worths still reach the target."""
+    """Return how many of three descending worths reach the target."""
     return (worth_1 >= target).to(tl.uint32) + (worth_2 >= target).to(tl.uint32) + (worth_3 >= target).to(tl.uint32)
 
 
 @triton.jit
-def _found(prefix):
-    """The key [1] as fp32; minus infinity where even all keys were worth less than the target."""
-    key = _unordered(prefix)
+def _key_to_logit(prefix):
+    """Return the key [1] as a fp32 scalar; minus infinity if all keys together are worth less than the target."""
+    key = _from_key(prefix)
     return tl.max(tl.where(key == key, key, float("-inf")), 0)
 
 
 @triton.jit
-def _reached(keys, worth, pivot):
+def _worth_from(keys, worth, pivot):
     return tl.where(keys >= pivot, worth, 0.0)
 
 
 @triton.jit
 def _search(keys, worth, target):
-    """The largest key, as fp32, that keys worth `target` together reach."""
+    """Return the largest logit from which upwards keys are worth `target`; minus infinity without one."""
     prefix = tl.zeros([1], tl.uint32)
     shift = tl.full([1], 30, tl.uint32)
     one = tl.full([1], 1, tl.uint32)
     for _ in range(16):
         step = one << shift
-        worth_1 = tl.sum(_reached(keys, worth, prefix + step), 0)
-        worth_2 = tl.sum(_reached(keys, worth, prefix + 2 * step), 0)
-        worth_3 = tl.sum(_reached(keys, worth, prefix + 3 * step), 0)
+        worth_1 = tl.sum(_worth_from(keys, worth, prefix + step), 0)
+        worth_2 = tl.sum(_worth_from(keys, worth, prefix + 2 * step), 0)
+        worth_3 = tl.sum(_worth_from(keys, worth, prefix + 3 * step), 0)
         prefix += _digit(worth_1, worth_2, worth_3, target) << shift
         shift -= 2
-    return _found(prefix)
+    return _key_to_logit(prefix)
 
 
 @triton.jit
 def _worth(values, inside, floor, largest, inverse):
-    """Of logits: their share of the softmax, but for a factor; with `inverse` 0 each counts one. None below `floor`."""
+    """Return the worth of logits relative to `largest`, 0 below `floor`. With `inverse` 0 each logit is worth 1."""
     # Bounded, since minus infinity times 0 is NaN.
     below = tl.maximum(values - largest, -1e30)
     return tl.where(inside & (values >= floor), tl.exp(below * inverse), 0.0)
@@ -350,13 +351,13 @@ def _worth(values, inside, floor, largest, inverse):
 
 @triton.jit
 def _worth_of_keys(keys, floor, largest, inverse):
-    values = _unordered(keys)
+    values = _from_key(keys)
     return _worth(values, values > float("-inf"), floor, largest, inverse)
 
 
 @triton.jit
 def _row_worth(logits, floor, ceiling, largest, inverse, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the logits of a row from `floor` to `ceiling`."""
+    """Return the worth of a row's logits from `floor` to `ceiling`."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, VOCAB, BLOCK):
@@ -368,7 +369,7 @@ def _row_worth(logits, floor, ceiling, largest, inverse, VOCAB: tl.constexpr, BL
 
 @triton.jit
 def _search_row(logits, target, floor, largest, inverse, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """`_search` over a whole row, read once per digit."""
+    """Do `_search` over a whole row, and read the row once per digit."""
     lanes = tl.arange(0, BLOCK)
     prefix = tl.zeros([1], tl.uint32)
     shift = tl.full([1], 30, tl.uint32)
@@ -382,13 +383,13 @@ def _search_row(logits, target, floor, largest, inverse, VOCAB: tl.constexpr, BL
             inside = first + lanes < VOCAB
             values = tl.load(logits + first + lanes, mask=inside, other=float("-inf")).to(tl.float32)
             worth = _worth(values, inside, floor, largest, inverse)
-            keys = _ordered(values)
-            worth_1 += _reached(keys, worth, prefix + step)
-            worth_2 += _reached(keys, worth, prefix + 2 * step)
-            worth_3 += _reached(keys, worth, prefix + 3 * step)
+            keys = _to_key(values)
+            worth_1 += _worth_from(keys, worth, prefix + step)
+            worth_2 += _worth_from(keys, worth, prefix + 2 * step)
+            worth_3 += _worth_from(keys, worth, prefix + 3 * step)
         prefix += _digit(tl.sum(worth_1, 0), tl.sum(worth_2, 0), tl.sum(worth_3, 0), target) << shift
         shift -= 2
-    return _found(prefix)
+    return _key_to_logit(prefix)
 
 
 @triton.jit
@@ -408,10 +409,10 @@ def _keep_kernel(
     VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row. It reads the row once and keeps the four largest logits of each of BLOCK lanes.
+    """Do the work of `_keep`, one program per row. Read the row once and keep the four largest logits of each lane.
 
-    What is looked for is among them unless a lane hides more of what is kept; only then is the row read again, once per
-    digit.
+    These contain the wanted logits, unless the filters keep more than four of a lane; only then read the row again,
+    once per digit.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
@@ -437,14 +438,14 @@ def _keep_kernel(
             second = tl.maximum(second, tl.minimum(best, values))
             best = tl.maximum(best, values)
         largest = tl.max(best, 0)
-        # Whatever exceeds this is among the four of its lane.
+        # Any larger logit is among the four of its lane.
         hidden = tl.max(fourth, 0)
-        # Logits are found again from their keys: both would not fit into registers.
-        keys = _ordered(tl.join(tl.join(best, second), tl.join(third, fourth)).reshape(4 * BLOCK))
+        # Registers have no room for logits and keys, so logits are computed from their keys.
+        keys = _to_key(tl.join(tl.join(best, second), tl.join(third, fourth)).reshape(4 * BLOCK))
         inverse = 1.0 / temperature
         if min_p > 0:
             threshold = largest + temperature * tl.log(min_p)
-        # The nucleus is taken of what top-k left; min-p comes after it.
+        # Top-p applies to what top-k keeps, and min-p comes last.
         floor = float("-inf")
         if has_top_k:
             floor = _search(keys, tl.full([4 * BLOCK], 1.0, tl.float32), top_k)
@@ -463,7 +464,7 @@ def _keep_kernel(
             threshold = tl.maximum(threshold, cut)
         low = threshold
         if has_top_k | (top_p < 1):
-            # From the likeliest down; any positive target is first reached by the likeliest.
+            # From the likeliest down. The target stays positive, because every key reaches a target of 0.
             worth = _worth_of_keys(keys, threshold, largest, inverse)
             total = tl.sum(worth, 0)
             target = tl.maximum(uniform.to(tl.float32) * total, 1e-37)
@@ -475,8 +476,8 @@ def _keep_kernel(
                 equal = _row_worth(logits, low, low, largest, inverse, VOCAB, BLOCK)
             else:
                 low = _search(keys, worth, target)
-                drawn = _ordered(low)
-                reached = tl.sum(_reached(keys, worth, drawn), 0)
+                drawn = _to_key(low)
+                reached = tl.sum(_worth_from(keys, worth, drawn), 0)
                 equal = tl.sum(tl.where(keys == drawn, worth, 0.0), 0)
             high = low
             rest = 1.0 - (reached - target) / tl.where(equal > 0, equal, 1.0)
@@ -497,7 +498,7 @@ def sample_reference(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`sample` as a CPU does it."""
+    """Sample with `kernels.sampling`. Arguments as in `sample`."""
     filters = [values.tolist() for values in (top_k, top_p, min_p) if values is not None]
     per_row = zip(*filters, seeds.tolist(), positions.tolist(), strict=True)
     draws = [
@@ -511,7 +512,7 @@ def sample_reference(
 def filter_thresholds_reference(
     logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """See `kernels.gpu.sampling.filter_thresholds`."""
+    """Find by sorting what `filter_thresholds` returns."""
     thresholds = torch.full((len(logits),), -torch.inf, device=logits.device)
     filters = zip(temperatures.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
     for row, (temperature, k, p, share) in enumerate(filters):

@@ -1,4 +1,4 @@
-"""Serving with less GPU memory than the experts take: slots in device memory, all experts in host memory or on disk."""
+"""Serve with less GPU memory than the experts take: slots in device memory, all experts in host memory or on disk."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from moeserve.model.spec import DecoderSpec, ModelError, Progress
 class GpuResidentExperts:
     """One layer's dispatch (`experts.moe_layer.Dispatch`) through its slots.
 
-    What is missing is decided on the host, so the host waits for the gate's choice in every layer, and a graph cannot
-    record the step. Whether experts are missing or not, the same kernels are launched: none is compiled while serving.
-    observers: told of the rows that are computed here, their ids on the host.
+    The host finds the missing experts, so it waits for the gate's choice in every layer, and no graph can record the
+    step. The same kernels are launched whether experts are missing or not, so none is compiled while serving.
+    observers: receive `arrived` for the rows that this rank computes, with expert ids on the host.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class GpuResidentExperts:
         max_rows: int,
         observers: Sequence[AnyObserver] = (),
     ) -> None:
-        """experts: over the slots that the memory fills for this layer, with scratch for `max_rows` rows."""
+        """experts: computes with the slots that the memory fills for this layer; has scratch for `max_rows` rows."""
         self._memory = memory
         self._layer = layer
         self._experts = experts
@@ -52,7 +52,7 @@ class GpuResidentExperts:
         return self.partial(x, expert_ids, weights, _, activation).to(x.dtype)
 
     def partial(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
-        """[T, H] fp32, over the experts that are computed here; -1 stands for others, by number in the model."""
+        """Return the weighted sum over local experts, [T, H] fp32. expert_ids: numbers in the model, -1 for remote."""
         memory, layer, experts = self._memory, self._layer, self._experts
         chosen = expert_ids.cpu()
         wanted = set(chosen.flatten().tolist())
@@ -61,7 +61,7 @@ class GpuResidentExperts:
         if wanted:
             memory.access(layer, wanted)
         if self._observers:
-            # Missing experts are being loaded meanwhile.
+            # The missing experts are loading meanwhile.
             here = (chosen >= 0).any(1)
             rows = here.nonzero().flatten().to(x.device) if some_elsewhere else slice(None)
             arrived = x[rows], chosen[here], weights[rows]
@@ -74,7 +74,7 @@ class GpuResidentExperts:
         size = rows_at_once(len(x), self._max_rows)
         for ready in memory.turns(layer, wanted):
             contents = memory.contents(layer)
-            # Who had a turn before may be overwritten now.
+            # Experts of an earlier turn may be overwritten now.
             few = len(ready) < len(wanted)
             experts.show([expert if expert in ready else -1 for expert in contents] if few else contents)
             for rows, ids, out in zip(*(part.split(size) for part in (x, expert_ids, products)), strict=True):
@@ -84,10 +84,11 @@ class GpuResidentExperts:
 
 @dataclass(frozen=True, slots=True)
 class GpuExpertSettings:
-    """What the service's settings say of experts on a GPU.
+    """The service's settings for experts on a GPU.
 
-    num_bytes: of the slots. host_bytes: the host memory that the experts of this GPU may take; beyond it they are read
-    from disk. bandwidth: of an emulated link, in bytes per second. load: [L, E], for a policy that goes by it.
+    num_bytes: the memory for slots. host_bytes: the host memory that the experts of this GPU may take; if they need
+    more, they are read from disk. bandwidth: bytes per second of an emulated link, None for the real one. load: [L, E],
+    for a policy that goes by it.
     """
 
     num_bytes: int
@@ -102,7 +103,7 @@ class GpuExpertSettings:
 class GpuResidencyPlan:
     """How the experts of a model that computes in `dtype` lie in slots, and how many slots there are.
 
-    held: the experts of each sparse layer that are computed here, of several ranks.
+    held: the experts of each sparse layer that this rank computes.
     """
 
     spec: DecoderSpec
@@ -122,10 +123,10 @@ def plan_gpu_residency(
     storage: WeightStorage | None = None,
     owned: OwnedExperts | None = None,
 ) -> GpuResidencyPlan | None:
-    """The slots that `num_bytes` pay for, with weights kept in `storage` (default `dtype`); None if all experts fit.
+    """Plan the slots that `num_bytes` pay for, with weights kept in `storage` (default `dtype`); None if all fit.
 
-    owned: those of a layer of the decoder that this rank of several holds. Raises ConfigError for a model without
-    experts, and where a layer could not hold the experts of one token.
+    owned: returns the experts of a decoder layer that this rank holds; None on a single rank. Raise ConfigError for a
+    model without experts, and if a layer could not hold the experts of one token.
     """
     moe = experts_of(spec)
     layout = slot_layout(spec, dtype, storage)
@@ -136,7 +137,7 @@ def plan_gpu_residency(
 
 
 def slot_layout(spec: DecoderSpec, dtype: torch.dtype, storage: WeightStorage | None = None) -> SlotLayout:
-    """How the experts of a model that computes in `dtype` lie in slots. storage: of the weights, default `dtype`."""
+    """Return the layout of a slot for a model that computes in `dtype`, with weights in `storage` (default `dtype`)."""
     assert spec.moe is not None
     shape = ExpertShape(spec.hidden_size, spec.moe.intermediate_size, dtype, dtype, spec.moe.expert_bias)
     return SlotLayout(shape, storage or expert_storage(spec, dtype))
@@ -152,10 +153,10 @@ def open_gpu_experts(
     configs: MoeConfigs | None = None,
     observers: Sequence[AnyObserver] = (),
 ) -> GpuResidentModel:
-    """Puts the experts of the plan where they are copied from, and takes the memory of the slots. Raises ModelError.
+    """Put the planned experts into host memory or onto disk, and allocate the slots. Raise ModelError.
 
-    configs: of the experts' kernels, see `moeserve.model.gpu_kernels.expert_configs`. observers: of the rows that are
-    computed here.
+    configs: the configurations of the experts' kernels, see `moeserve.model.gpu_kernels.expert_configs`. observers:
+    receive `arrived` for the rows that this rank computes.
     """
     spec, layout, num_slots = plan.spec, plan.layout, plan.slots.num_slots
     configs = configs or expert_configs(spec, layout.storage, device)
@@ -181,7 +182,7 @@ def _open_tier(
 ) -> tuple[str, ExpertTier]:
     spec, layout, dtype = plan.spec, plan.layout, plan.dtype
     if sum(map(len, plan.held)) * plan.slots.slot_bytes > settings.host_bytes:
-        # Building files takes packages that computing does not.
+        # Imported late: only building the file needs these packages.
         from moeserve.model.expert_store import ensure_expert_store
 
         store = ensure_expert_store(directory, spec, layout, dtype, settings.store_dir, progress)

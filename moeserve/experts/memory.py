@@ -1,4 +1,4 @@
-"""Serving with less memory than the experts take: how many slots each layer gets, and what fills them."""
+"""Serve on a CPU with less memory than the experts take: plan the slots of each layer and open the tier below them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moeserve.model.spec import DecoderSpec, ModelError
 
 @dataclass(frozen=True, slots=True)
 class ResidencyPlan:
-    """dtype: of computing."""
+    """How experts lie in slots, and how many slots there are. dtype: the dtype that the model computes in."""
 
     layout: ExpertLayout
     dtype: torch.dtype
@@ -41,10 +41,11 @@ CpuResidentModel = ResidentModel[ResidentExperts]
 def plan_residency(
     directory: Path, spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig, placement: Placement | None = None
 ) -> ResidencyPlan | None:
-    """The slots that `--expert-memory` pays for on each rank; None where it is not given or a rank's experts all fit.
+    """Plan the slots that `--expert-memory` pays for on each rank; None without it or where a rank's experts all fit.
 
-    dtype: what the experts compute in. placement: None of one rank. Raises ConfigError where a layer could not hold the
-    experts that one token may choose on a rank, and ModelError for a checkpoint that cannot be served so.
+    dtype: the dtype that the experts compute in. placement: None on a single rank. Raise ConfigError if a layer could
+    not hold the experts that one token may choose on a rank, and ModelError for a checkpoint whose experts cannot lie
+    in slots.
     """
     if config.expert_memory is None:
         return None
@@ -58,7 +59,7 @@ def plan_residency(
 
 
 def residency_with(num_slots: tuple[int, ...], directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> ResidencyPlan:
-    """A rank's plan when another one has decided on the slots. Raises ModelError."""
+    """Return the plan of a rank for the numbers of slots that rank 0 has decided on. Raise ModelError."""
     layout = layout_in_store(directory, spec, dtype)
     return ResidencyPlan(layout, dtype, SlotPlan(num_slots, round_to_page(layout.num_bytes)))
 
@@ -71,9 +72,9 @@ def open_experts(
     report: Callable[[dict[str, Any]], None],
     observers: Sequence[AnyObserver] = (),
 ) -> CpuResidentModel:
-    """Build the expert file if need be and take the memory of the slots. Raises ModelError.
+    """Build the expert file if it is missing, and allocate the slots. Raise ModelError.
 
-    observers: of the rows that are computed here.
+    observers: receive `arrived` for the rows that this rank computes.
     """
     moe, slots = experts_of(spec), plan.slots
 
@@ -96,7 +97,7 @@ def open_experts(
     arena = SlotArena(slots.num_slots, plan.layout.num_bytes, locked)
 
     def layer_of(memory: ExpertMemory, number: int) -> ResidentExperts:
-        return ResidentExperts(memory, arena, number, _places(plan.layout, moe.num_experts), observers)
+        return ResidentExperts(memory, arena, number, _empty_experts(plan.layout, moe.num_experts), observers)
 
     reads = {"store": str(store.path), "read": disk.reads.description}
     if obstacle is not None:
@@ -108,15 +109,15 @@ def open_experts(
 
 
 def _deep_nvme(num_locked: int) -> tuple[DeepNvme | None, str | None]:
-    """Return the operator, or the sentence that says why plain reads take its place."""
+    """Return DeepNVMe's operator, or else a sentence that says why plain reads take its place."""
     try:
         return deep_nvme(num_locked), None
     except DeepNvmeError as error:
         return None, str(error)
 
 
-def _places(layout: ExpertLayout, num_experts: int) -> SplitExperts:
-    """For all experts of a layer, none there yet. Raises ModelError where these have no whole matrices of their own."""
+def _empty_experts(layout: ExpertLayout, num_experts: int) -> SplitExperts:
+    """Return a layer without contents. Raise ModelError for a layout in which experts have no matrices of their own."""
     experts = layout.experts(num_experts)
     if not isinstance(experts, SplitExperts):
         raise ModelError(f"--expert-memory does not work with experts kept as {layout.name}.")

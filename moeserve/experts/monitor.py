@@ -1,4 +1,4 @@
-"""What the engine tells of its experts, and what an operator may command about them."""
+"""What operators see of a service's experts (metrics, descriptions, the strategy in use) and may command about them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ from moeserve.experts.observe import ExpertRecording
 from moeserve.wire import FeatureSamples
 
 
+class Prefetching(Protocol):
+    """Loads experts ahead, as `experts.prefetcher.PrefetchObserver` does."""
+
+    @property
+    def is_on(self) -> bool: ...
+
+
 class ExpertCommandError(Exception):
     """A command that cannot be carried out; the message is one sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertFacts:
-    """layers: the numbers of the model's layers that have experts."""
+    """The size of the model's experts. layers: the numbers of the layers that have experts."""
 
     layers: tuple[int, ...]
     num_experts: int
@@ -33,10 +40,10 @@ class ExpertFacts:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSources:
-    """Whom to ask; None for what this service does not have.
+    """The functions that the monitor calls; None for a feature that this service does not have.
 
-    links: [from, to, rows, bytes] of every pair of ranks. memory: of each rank. prefetches: whether experts are read
-    ahead of their use. strategy: by what is decided now, in words.
+    links: [from, to, rows, bytes] for every pair of ranks. memory: the expert memory of each rank. prefetches: whether
+    experts are loaded ahead of their use. strategy: see `expert_strategy`.
     """
 
     placement: Callable[[], Placement | None] = lambda: None
@@ -49,7 +56,7 @@ class ExpertSources:
 
 
 class ExpertMonitor:
-    """Reads from those that own what is told. recording is None where nothing is recorded."""
+    """Gathers metrics and descriptions from `sources`, and carries out commands. recording: None if it is off."""
 
     def __init__(
         self, facts: ExpertFacts, recording: ExpertRecording | None, sources: ExpertSources, run_dir: Path
@@ -60,9 +67,9 @@ class ExpertMonitor:
         self._trace_file = run_dir / "expert-trace.safetensors"
 
     def samples(self) -> FeatureSamples:
-        """Rows `[*labels, value]` by name of metric, for the table in `moeserve.frontend.metrics`.
+        """Return rows `[*labels, value]` by name of metric, for the table in `moeserve.frontend.metrics`.
 
-        A metric of what this service does not have is left out.
+        Leave out the metrics of features that this service does not have.
         """
         sources, recording = self._sources, self._recording
         samples: FeatureSamples = {}
@@ -84,7 +91,7 @@ class ExpertMonitor:
         return samples
 
     def command(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What a command of `Control` gave. Raises ExpertCommandError."""
+        """Carry out a command of `Control` and return its answer. Raise ExpertCommandError."""
         try:
             match name:
                 case "experts":
@@ -159,7 +166,7 @@ class ExpertMonitor:
         return {"max_tokens": recording.start_trace(with_token_ids=token_ids, max_tokens=max_tokens).max_tokens}
 
     def _stop_trace(self) -> dict[str, Any]:
-        """Hands the trace over as a file in the run directory, which the frontend removes."""
+        """Write the trace to a file in the run directory, which the frontend removes."""
         recording = self._recorded()
         if recording.trace is None:
             raise ExpertCommandError("No trace is being recorded.")
@@ -201,7 +208,7 @@ def _memory_samples(ranks: Sequence[ExpertMemoryStats]) -> FeatureSamples:
 
 
 def _prefetch_samples(ranks: Sequence[ExpertMemoryStats]) -> FeatureSamples:
-    """`distance` counts the layers from a prediction to the layer that it is about."""
+    """Return metrics of prefetching. The label `distance` counts layers from a prediction to the predicted one."""
     counters = [of_rank.counters for of_rank in ranks]
     sources = [(rank, count) for rank, of_rank in enumerate(ranks) for count in of_rank.recall]
     return {
@@ -247,8 +254,11 @@ def _by_distance(ranks: Iterable[Sequence[int]]) -> list[list[str | int | float]
 
 
 def _recall(stats: ExpertMemoryStats) -> dict[str, Any]:
-    """The share of what was needed that had been asked for, 1, 2, 3 layers ahead, and that each source had ranked among
-    its first k, by distance; None where nothing was asked for."""
+    """Return two shares of the needed experts, each by the distance in layers.
+
+    asked_for: the share that was asked for 1, 2, 3 layers ahead; None where nothing could be asked for. sources: the
+    share that each source had ranked among its first k.
+    """
     counters = stats.counters
     sources: dict[str, dict[str, float]] = {}
     for count in stats.recall:
@@ -264,37 +274,28 @@ def _recall(stats: ExpertMemoryStats) -> dict[str, Any]:
 
 
 def _balance_of_experts(load: np.typing.NDArray[np.float32]) -> list[float]:
-    """Per layer the mean load of an expert over that of the busiest; 1 where there is none."""
+    """Return for each layer the mean load of its experts over the load of the busiest; 1 without any load."""
     most = load.max(axis=1)
     balance: list[float] = np.divide(load.mean(axis=1), most, out=np.ones_like(most), where=most > 0).tolist()
     return balance
 
 
-# By what the experts of a service are decided, for operators.
-
-
-class Prefetching(Protocol):
-    """Whoever loads ahead (`experts.prefetcher.PrefetchObserver`)."""
-
-    @property
-    def is_on(self) -> bool: ...
-
-
 def expert_strategy(
     config: ServeConfig, prefetcher: Prefetching | None, dispatch: str | None = None, *, all_fit: bool = False
 ) -> dict[str, Any]:
-    """prefetcher: None where nothing is loaded ahead. dispatch: the shape that is used, None of one rank.
+    """Describe what decides about evictions, prefetching, placement and dispatch now, as JSON for operators.
 
-    all_fit: the memory that the settings give holds all experts, so that nothing is evicted.
+    prefetcher: None where nothing is loaded ahead. dispatch: the shape of dispatch in use, None on a single rank.
+    all_fit: whether `--expert-memory` holds all experts, so that nothing is evicted.
     """
-    told: dict[str, Any] = {}
+    strategy: dict[str, Any] = {}
     if config.expert_memory is not None and not all_fit:
-        told["eviction"] = config.expert_policy
-        told["prefetch"] = {
+        strategy["eviction"] = config.expert_policy
+        strategy["prefetch"] = {
             "source": "off" if prefetcher is None else config.expert_prefetch,
             "is_on": prefetcher is not None and prefetcher.is_on,
         }
     if dispatch is not None:
-        told["placement"] = config.placement
-        told["dispatch"] = dispatch
-    return told
+        strategy["placement"] = config.placement
+        strategy["dispatch"] = dispatch
+    return strategy

@@ -1,4 +1,9 @@
-"""What is gathered while serving: of experts that gates chose, of signatures of prefixes, of rows that ranks sent."""
+"""The observers of a service's steps that only gather: routing, signatures of prefixes, rows sent between ranks.
+
+`ExpertRecording` counts the experts that gates chose on all ranks. `PrefixSigner` describes cached prefixes on the rank
+that computed their tokens; the scheduler keeps the signatures. `SentCounter` puts a rank's counts of sent rows into its
+results, and `LinkCounts` keeps the newest counts on the engine's side.
+"""
 
 from __future__ import annotations
 
@@ -36,23 +41,25 @@ from moeserve.steps import RanksObserver
 MAX_TRACE_BYTES = 64 * 2**20
 _STEPS_AT_ONCE = 64
 _ROWS_AT_ONCE = 1024
+# One signature describes at least so many tokens that a request computed one by one.
+_DECODES_PER_SIGNATURE = 64
+# A request that no plan has named for so many steps is over, or will be matched with the cache anew.
+_FORGOTTEN_AFTER = 64
 
 
 class RoutingListener(Protocol):
-    """Is told of each rank's step: expert ids [L, T, k], NOT_COMPUTED where a layer left a row out, and token ids [T].
+    """Receives the routing of every step of every rank, as `experts.routing.RoutingRecorder` does."""
 
-    `experts.routing.RoutingRecorder` is one.
-    """
-
-    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int]) -> None: ...
+    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int]) -> None:
+        """ids: the experts chosen, [L, T, k], NOT_COMPUTED where a layer left a row out. token_ids: [T]."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordingPlan:
-    """How a service's routing is recorded.
+    """How a service records its routing.
 
-    known: the statistics to begin with. key: `model_key` of the model. path: the file that the statistics are saved to,
-    trace_path: the file of a trace that is recorded from the start; None for no such file.
+    known: the statistics to begin with. key: `model_key` of the model. path: the file for the statistics. trace_path:
+    the file for a trace that begins with the service. Either is None without such a file.
     """
 
     shape: RoutingShape
@@ -63,8 +70,8 @@ class RecordingPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
-    """What a rank's step left. before: the step before, which has drawn the tokens that this one was planned with."""
+class _UncountedStep:
+    """A computed step of one rank. before: the step before it, which sampled the tokens that `plan` leaves open."""
 
     rank: int
     plan: StepPlan
@@ -76,9 +83,9 @@ class _Heard:
 class ExpertRecording(RanksObserver):
     """Records the routing that the results of all ranks carry.
 
-    What a step leaves is kept for a few steps and then unpacked and counted with theirs: code and tables that a step
-    has driven out of the processor's caches are fetched once for all of them. trace: what a trace is recorded into,
-    None while none is.
+    It keeps the bytes of a few steps and then unpacks and counts them together: computing a step drives the code and
+    tables for counting out of the processor's caches, and so they are fetched once for all these steps. trace: records
+    a trace, None while no trace is recorded.
     """
 
     def __init__(
@@ -87,8 +94,8 @@ class ExpertRecording(RanksObserver):
         placement: Callable[[], Placement | None] = lambda: None,
         listeners: Sequence[RoutingListener] = (),
     ) -> None:
-        """placement: where the experts are, asked in every step; None of one rank. listeners: hear of every step after
-        the recorder, some steps late."""
+        """placement: called in every step, returns None on a single rank. listeners: receive every step after the
+        recorder, some steps late."""
         self.shape, self.key, self.path, self.trace_path = plan.shape, plan.key, plan.path, plan.trace_path
         self.recorder = RoutingRecorder(plan.known)
         self.remote_ranks = RemoteRanks()
@@ -96,7 +103,7 @@ class ExpertRecording(RanksObserver):
         self._placement = placement
         self._listeners: tuple[RoutingListener, ...] = (self.recorder, *listeners)
         self._placements: deque[Placement | None] = deque()
-        self._pending: list[_Heard] = []
+        self._pending: list[_UncountedStep] = []
         self._before: dict[int, tuple[StepPlan, StepResult]] = {}
         self._num_rows = 0
         self._num_steps = 0
@@ -110,43 +117,43 @@ class ExpertRecording(RanksObserver):
         placement = self._placements.popleft()
         for rank, (plan, result) in enumerate(zip(plans, results, strict=True)):
             if plan.chunks and result.routing is not None:
-                self._pending.append(_Heard(rank, plan, result.routing, placement, self._before.get(rank)))
+                self._pending.append(_UncountedStep(rank, plan, result.routing, placement, self._before.get(rank)))
                 self._num_rows += plan.num_tokens
             self._before[rank] = plan, result
         self._num_steps += 1
-        # A trace is told where a request's first tokens are kept, which holds while it runs.
+        # A trace finds requests that begin alike by the block of their first tokens, which is valid while they run.
         if self._num_steps >= _STEPS_AT_ONCE or self._num_rows >= _ROWS_AT_ONCE or self.trace is not None:
             self.gather()
 
     def add(
         self, rank: int, ids: NDArray[np.int16], token_ids: Sequence[int], placement: Placement | None = None
     ) -> None:
-        """Count a rank's rows of one step: ids [L, T, k], token_ids [T], and where experts were."""
+        """Count a rank's rows of one step: ids [L, T, k], token_ids [T]. placement: the one that the step ran with."""
         for listener in self._listeners:
             listener.add(ids, token_ids)
         if placement is not None:
             self.remote_ranks.add(ids, rank, placement)
 
     def gather(self) -> None:
-        """Count all steps so far."""
+        """Count the steps that have ended and are not counted yet."""
         pending, self._pending = self._pending, []
         self._num_rows = self._num_steps = 0
-        for heard in pending:
-            self._record(heard)
+        for step in pending:
+            self._record(step)
 
     def statistics(self) -> RoutingStatistics:
-        """Of all steps so far."""
+        """Return the statistics of all steps so far."""
         self.gather()
         return self.recorder.statistics()
 
     def start_trace(self, *, with_token_ids: bool, max_tokens: int | None = None) -> TraceRecorder:
-        """Begins a trace; one that was being recorded is lost. It has room for MAX_TRACE_BYTES at most."""
+        """Begin a trace of at most MAX_TRACE_BYTES. Drop the trace that is being recorded, if there is one."""
         room = MAX_TRACE_BYTES // (2 * self.shape.num_layers * self.shape.top_k + 12)
         self.trace = TraceRecorder(self.shape, min(max_tokens or room, room), with_token_ids=with_token_ids)
         return self.trace
 
     def end_trace(self, path: Path) -> int:
-        """Ends the trace and writes it. Returns how many tokens it has; nothing is written for 0. Raises OSError."""
+        """End the trace and write it, unless it is empty. Return its number of tokens. Raise OSError."""
         recorder, self.trace = self.trace, None
         trace = None if recorder is None else recorder.trace()
         if trace is None:
@@ -155,12 +162,12 @@ class ExpertRecording(RanksObserver):
         return len(trace.requests)
 
     def save(self) -> None:
-        """Writes the statistics to their file; does nothing without one. Raises OSError."""
+        """Write the statistics to their file, if there is one. Raise OSError."""
         if self.path is not None:
             save_statistics(self.path, self.statistics(), self.key)
 
     def close(self) -> dict[str, int]:
-        """Writes what the settings want written at the end. Returns how many tokens each file has. Raises OSError."""
+        """Write the files that the settings name. Return the number of tokens by path. Raise OSError."""
         written = {}
         if self.path is not None:
             self.save()
@@ -169,16 +176,16 @@ class ExpertRecording(RanksObserver):
             written[str(self.trace_path)] = tokens
         return written
 
-    def _record(self, heard: _Heard) -> None:
-        rank, plan = heard.rank, heard.plan
+    def _record(self, step: _UncountedStep) -> None:
+        rank, plan = step.rank, step.plan
         token_ids: array[int] = array("i")
         logit_rows: list[int] = []
         for chunk in plan.chunks:
-            token_ids += chunk.token_ids if chunk.drawn_by is None else _drawn(chunk.drawn_by, heard.before)
+            token_ids += chunk.token_ids if chunk.drawn_by is None else _sampled_token(chunk.drawn_by, step.before)
             num_rows = len(token_ids)
             logit_rows.extend(range(num_rows - chunk.num_logit_rows, num_rows))
-        ids = unpack(bytes(heard.routing), self.shape, len(token_ids), logit_rows)
-        self.add(rank, ids, token_ids, heard.placement)
+        ids = unpack(bytes(step.routing), self.shape, len(token_ids), logit_rows)
+        self.add(rank, ids, token_ids, step.placement)
         if self.trace is not None:
             rows = [
                 RequestRows(chunk.request_id, len(chunk.token_ids), chunk.start, (rank, chunk.block_table[0]))
@@ -187,8 +194,8 @@ class ExpertRecording(RanksObserver):
             self.trace.add(ids, token_ids, rows)
 
 
-def _drawn(place: int, before: tuple[StepPlan, StepResult] | None) -> array[int]:
-    """The token that the step before drew at a place among its sampled chunks; UNKNOWN_TOKEN where that failed."""
+def _sampled_token(place: int, before: tuple[StepPlan, StepResult] | None) -> array[int]:
+    """Return the token at `place` among the sampled chunks of the step before; UNKNOWN_TOKEN where sampling failed."""
     assert before is not None
     plan, result = before
     sampled = [found for chunk, found in zip(plan.chunks, result.chunks, strict=True) if chunk.sampling is not None]
@@ -197,9 +204,10 @@ def _drawn(place: int, before: tuple[StepPlan, StepResult] | None) -> array[int]
 
 
 def plan_recording(config: ServeConfig, model_dir: Path, spec: DecoderSpec) -> RecordingPlan | None:
-    """Begins with what the file of `--expert-statistics` holds. None for a model without experts, or if switched off.
+    """Plan the recording, beginning with the statistics in the file of `--expert-statistics` if it exists.
 
-    Raises ConfigError for a file that cannot serve.
+    Return None for a model without experts or if recording is off. Raise ConfigError for contradicting settings and for
+    a file that cannot be used.
     """
     shape = routing_shape(spec)
     path = None if config.expert_statistics is None else Path(config.expert_statistics)
@@ -234,7 +242,7 @@ def _read(path: Path, model_dir: Path, shape: RoutingShape) -> RoutingStatistics
 
 
 def routing_shape(spec: DecoderSpec) -> RoutingShape | None:
-    """What a step's routing looks like; None for a model without experts."""
+    """Return the shape of a step's routing; None for a model without experts."""
     if spec.moe is None or not spec.moe_layers:
         return None
     return RoutingShape(len(spec.moe_layers), spec.moe.num_experts, spec.moe.gate.top_k, spec.sparse_layers[-1])
@@ -244,17 +252,8 @@ def _empty(shape: RoutingShape) -> RoutingStatistics:
     return RoutingStatistics(StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k))
 
 
-# Signatures of cached prefixes: made on the rank that computed the tokens, kept by the scheduler.
-
-
-# Tokens that came one at a time are described together.
-_TOKENS_AT_ONCE = 64
-# A request that no plan has named for so many steps is over, or will be matched with the cache anew.
-_FORGOTTEN_AFTER = 64
-
-
 def signature_merger(spec: DecoderSpec) -> MergeAnnotations:
-    """One signature out of those along a prefix, of a model with experts."""
+    """Return the function that merges the signatures along a prefix into one, for a model with experts."""
     assert spec.moe is not None
     num_layers, num_experts = len(spec.moe_layers), spec.moe.num_experts
 
@@ -265,23 +264,23 @@ def signature_merger(spec: DecoderSpec) -> MergeAnnotations:
 
 
 def signs_prefixes(config: ServeConfig) -> bool:
-    """Whether cached prefixes are kept with signatures, where not all experts are in the fast tier."""
+    """Return whether cached prefixes get signatures on ranks whose experts are not all in the fast tier."""
     return config.expert_prefetch != "off" and config.enable_prefix_caching
 
 
 class PrefixSigner(StepObserver[StepPlan, StepResult]):
-    """Has results carry the signatures of the tokens that they complete blocks of.
+    """Adds to results the signatures of the tokens that complete blocks.
 
-    A chunk of a prompt is described when it ends a block, and what came one by one when that ends a block and is
-    enough. A few tokens after the last whole block count with those before it.
+    A chunk of a prompt is described once it ends a block. Tokens computed one by one are described together, once they
+    end a block and are many enough. A few tokens after the last whole block count with the tokens before it.
     """
 
     def __init__(self, shape: RoutingShape, block_size: int, *, keeps_routing: bool) -> None:
-        """keeps_routing: whether somebody else wants the routing that results have."""
+        """keeps_routing: whether the results keep their routing for another observer."""
         self._shape = shape
         self._block_size = block_size
         self._keeps_routing = keeps_routing
-        self._seen: dict[str, _Seen] = {}
+        self._open: dict[str, _ExpertCounts] = {}
         self._num_steps = 0
 
     def end(self, plan: StepPlan, result: StepResult) -> None:
@@ -300,31 +299,31 @@ class PrefixSigner(StepObserver[StepPlan, StepResult]):
             computed.annotation = self._describe(chunk, rows)
         if self._num_steps % _FORGOTTEN_AFTER == 0:
             latest = self._num_steps - _FORGOTTEN_AFTER
-            self._seen = {name: seen for name, seen in self._seen.items() if seen.last_step > latest}
+            self._open = {name: counts for name, counts in self._open.items() if counts.last_step > latest}
 
     def _describe(self, chunk: Chunk, ids: NDArray[np.int16]) -> bytes | None:
         """ids: [L, T, k] of the chunk's rows."""
         num_tokens = len(chunk.token_ids)
         end = chunk.start + num_tokens
-        seen = self._seen.get(chunk.request_id)
-        if seen is None or seen.end != chunk.start:
-            seen = self._seen[chunk.request_id] = _Seen(self._shape)
-        seen.add(ids, end, self._num_steps)
+        counts = self._open.get(chunk.request_id)
+        if counts is None or counts.end != chunk.start:
+            counts = self._open[chunk.request_id] = _ExpertCounts(self._shape)
+        counts.add(ids, end, self._num_steps)
         ends_block = end // self._block_size > chunk.start // self._block_size
-        if not ends_block or (num_tokens == 1 and seen.num_tokens < _TOKENS_AT_ONCE):
+        if not ends_block or (num_tokens == 1 and counts.num_tokens < _DECODES_PER_SIGNATURE):
             return None
-        del self._seen[chunk.request_id]
-        return encode_signature(seen.rates())
+        del self._open[chunk.request_id]
+        return encode_signature(counts.rates())
 
 
-class _Seen:
-    """What a request's tokens since its last signature chose. end: the position after them."""
+class _ExpertCounts:
+    """Counts the experts that a request's tokens chose since its last signature. end: the position after them."""
 
     __slots__ = ("_counts", "_top_k", "end", "last_step", "num_tokens")
 
     def __init__(self, shape: RoutingShape) -> None:
         self._top_k = shape.top_k
-        # The first column counts what was not computed.
+        # The first column counts the choices of rows that a layer left out (-1).
         self._counts = np.zeros((shape.num_layers, shape.num_experts + 1), np.int64)
         self.end = self.last_step = self.num_tokens = 0
 
@@ -337,31 +336,28 @@ class _Seen:
         self.num_tokens += ids.shape[1]
 
     def rates(self) -> NDArray[np.float32]:
-        """[L, E]: the share of the tokens that chose each expert, of those that the layer computed."""
+        """Return [L, E]: among the tokens that a layer computed, the share that chose each expert."""
         computed = self.num_tokens - self._counts[:, :1] / self._top_k
         rates: NDArray[np.float32] = (self._counts[:, 1:] / np.maximum(computed, 1)).astype(np.float32)
         return rates
 
 
-# Counting what ranks send to each other: each says it with its results, the engine keeps the newest.
-
-
 class SentCounter(StepObserver[StepPlan, StepResult]):
-    """Has results tell what the rank had sent when their step was launched."""
+    """Adds to each result the rows and bytes that the rank had sent when the step was launched."""
 
     def __init__(self, sent: Callable[[], list[int]]) -> None:
         self._sent = sent
-        self._of_steps: deque[list[int]] = deque()
+        self._at_launch: deque[list[int]] = deque()
 
     def launched(self) -> None:
-        self._of_steps.append(self._sent())
+        self._at_launch.append(self._sent())
 
     def end(self, plan: StepPlan, result: StepResult) -> None:
-        result.sent = self._of_steps.popleft()
+        result.sent = self._at_launch.popleft()
 
 
 class LinkCounts(RanksObserver):
-    """Keeps what every rank said last."""
+    """Keeps the newest counts of sent rows and bytes from every rank."""
 
     def __init__(self, num_ranks: int) -> None:
         self._sent = [[0] * (2 * num_ranks) for _ in range(num_ranks)]
@@ -372,7 +368,7 @@ class LinkCounts(RanksObserver):
                 self._sent[rank] = result.sent
 
     def links(self) -> list[list[int]]:
-        """[from, to, rows, bytes] of every pair of ranks."""
+        """Return [from, to, rows, bytes] for every pair of ranks."""
         num_ranks = len(self._sent)
         return [
             [source, target, sent[target], sent[num_ranks + target]]

@@ -1,4 +1,7 @@
-"""Prefetching experts while serving: who observes steps and asks for experts, as the settings say."""
+"""Prefetching experts while serving: the observers that the settings ask for, and the gates fitted to a model.
+
+Fitted gates lie in the cache, in a file named by the checkpoint's folder and configuration.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from moeserve.model.spec import DecoderSpec
 
 
 class ResidentLayers(Protocol):
-    """The experts of a model of which only some are in the fast tier, on a CPU or on a GPU."""
+    """The experts of a model when only some of them are in the fast tier, on a CPU or a GPU."""
 
     @property
     def memory(self) -> ExpertMemory: ...
@@ -50,17 +53,17 @@ class ResidentLayers(Protocol):
 
 
 class GatedDecoder(Protocol):
-    """A decoder whose gates can be asked."""
+    """A decoder that gives access to its gates."""
 
     spec: DecoderSpec
 
     def gated_blocks(self) -> Sequence[tuple[GatedBlock, Tensor]]:
-        """The blocks with experts, and the weight [H] of the norm in front of each."""
+        """Return the blocks with experts, each with the weight [H] of the norm before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetching:
-    """asks: for experts, ahead of their use. observers: it and all that goes with it, in their order."""
+    """asks: the observer that asks for experts. observers: all observers of prefetching with it, in their order."""
 
     asks: PrefetchObserver
     observers: Sequence[StepObserver[PlannedStep, object]]
@@ -73,12 +76,12 @@ def start_prefetching(
     share: RankShare | None = None,
     fitted: FittedGates | None = None,
 ) -> Prefetching | None:
-    """Who is to observe the steps of a rank and load experts ahead. choice: `--expert-prefetch`.
+    """Make the observers that load experts ahead on a rank. choice: `--expert-prefetch`.
 
-    share: of a rank of several, what it holds and has to do. fitted: what `moeserve experts fit` found, which takes
-    the place of the gates unless the choice is `gate`. Returns None where nothing can be predicted: without experts,
-    and by gates where one layer has them, for none comes after it. Raises ConfigError for a choice that needs fitted
-    gates where there are none.
+    share: the experts and rows of this rank among several, None on a single rank. fitted: the gates of `moeserve
+    experts fit`, used in place of the model's gates unless the choice is `gate`. Return None where nothing can be
+    predicted: without experts, or by gates if only one layer has experts. Raise ConfigError for a choice that needs
+    fitted gates if there are none.
     """
     moe, memory = decoder.spec.moe, experts.memory
     if choice == "off" or moe is None:
@@ -89,11 +92,11 @@ def start_prefetching(
     asks: PrefetchObserver
     observers: list[StepObserver[PlannedStep, object]] = []
     if choice == "affinity":
-        observers.append(asks := _learning(experts, decoder.spec, share))
+        observers.append(asks := _affinity_prefetcher(experts, decoder.spec, share))
     else:
         if len(decoder.spec.moe_layers) == 1:
             return None
-        preview = _preview(decoder, None if choice == "gate" else fitted)
+        preview = _make_preview(decoder, None if choice == "gate" else fitted)
         judge = PrefetchJudge(PrefetchSwitch()) if choice == "auto" else None
         observers.append(asks := GateLookahead(memory, experts.control, preview, moe.gate.top_k, judge, here))
         if share is not None:
@@ -102,45 +105,42 @@ def start_prefetching(
     return Prefetching(asks, observers)
 
 
-def _preview(decoder: GatedDecoder, fitted: FittedGates | None) -> GatePreview:
+def _make_preview(decoder: GatedDecoder, fitted: FittedGates | None) -> GatePreview:
     blocks, norms = zip(*decoder.gated_blocks(), strict=True)
     return GatePreview(blocks, norms, min(MAX_DISTANCE, len(blocks) - 1), Tap.EARLY, fitted)
 
 
-def _learning(experts: ResidentLayers, model: DecoderSpec, share: RankShare | None) -> PrefetchObserver:
+def _affinity_prefetcher(experts: ResidentLayers, model: DecoderSpec, share: RankShare | None) -> PrefetchObserver:
     assert model.moe is not None
     spec = StatisticsSpec(len(experts.layers), model.moe.num_experts, model.moe.gate.top_k, max_distance=AFFINITY_SPAN)
     learnt = LearntAffinity(RoutingStatistics(spec))
     predictor = AffinityPredictor(learnt, experts.memory.recall)
     if share is None:
-        return _prefetcher(experts, predictor, learnt)
-    of_rank = RankPredictor(predictor, learnt, share)
-    return RankPrefetcher(experts.memory, _prefetcher(experts, of_rank, learnt), of_rank)
+        return _make_prefetcher(experts, predictor, learnt)
+    rank_predictor = RankPredictor(predictor, learnt, share)
+    return RankPrefetcher(experts.memory, _make_prefetcher(experts, rank_predictor, learnt), rank_predictor)
 
 
-def _prefetcher(experts: ResidentLayers, predictor: Predictor, learnt: LearntAffinity) -> Prefetcher:
+def _make_prefetcher(experts: ResidentLayers, predictor: Predictor, learnt: LearntAffinity) -> Prefetcher:
     rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
     rules = PrefetchRules(max_distance=MAX_DISTANCE)
     planner = PrefetchPlanner(predictor, experts.control, experts.memory.slot_bytes, rules, rated or None)
     return Prefetcher(experts.memory, predictor, planner, learnt)
 
 
-# Where the gates fitted to a model are kept: in the cache, by the checkpoint's folder and configuration.
-
-
 def fitted_gates_path(directory: Path) -> Path:
-    """Of the checkpoint in `directory`, whether there is a file or not."""
+    """Return the path for the fitted gates of the checkpoint in `directory`; the file need not exist."""
     return cache_root() / "gates" / f"{directory.resolve().name}-{statistics_key(directory)[:16]}.safetensors"
 
 
 def find_fitted_gates(directory: Path) -> FittedGates | None:
-    """Those of the checkpoint in `directory`. Raises FittedGatesError for a file that cannot be used."""
+    """Load the fitted gates of a checkpoint, None without a file. Raise FittedGatesError for an unusable file."""
     path = fitted_gates_path(directory)
     return load_fitted_gates(path, statistics_key(directory)) if path.exists() else None
 
 
 def keep_fitted_gates(directory: Path, fitted: FittedGates) -> Path:
-    """Has `find_fitted_gates` find them from now on; returns the file."""
+    """Save the gates where `find_fitted_gates` looks, and return the path."""
     path = fitted_gates_path(directory)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_fitted_gates(path, fitted, statistics_key(directory))

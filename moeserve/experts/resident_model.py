@@ -1,4 +1,8 @@
-"""The experts of a model of which only some are in the fast tier, whatever device computes them."""
+"""A model with only some of its experts in the fast tier, on any device.
+
+`plan_slots` says how many slots of each layer `--expert-memory` pays for; `resident_model` puts the expert memory
+together.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,13 @@ from experts.tiers import ExpertTier
 from moeserve.config import ConfigError
 from moeserve.model.spec import DecoderSpec, MoeSpec
 
-# How many slots of a fast tier `--expert-memory` pays for, on any device. Pure.
+# Computes one layer's experts through its slots.
+Layer = TypeVar("Layer")
 
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """Of each rank. num_slots: of each layer with experts. slot_bytes: one expert, whole pages."""
+    """The slots of each rank. num_slots: by layer with experts. slot_bytes: the bytes of one expert, in whole pages."""
 
     num_slots: tuple[int, ...]
     slot_bytes: int
@@ -32,9 +37,9 @@ class SlotPlan:
 def plan_slots(
     num_bytes: int, expert_bytes: int, num_held: Sequence[int], top_k: int, *, several_ranks: bool = False
 ) -> SlotPlan | None:
-    """The slots that `num_bytes` pay for on a rank that holds `num_held` experts of each layer; None if these all fit.
+    """Share `num_bytes` out among the layers of a rank that holds num_held[layer] experts; None if all of them fit.
 
-    Raises ConfigError where a layer could not hold the experts that one token may choose on the rank.
+    Raise ConfigError if a layer could not hold the experts that one token may choose on the rank.
     """
     slot_bytes = round_to_page(expert_bytes)
     count, least = num_bytes // slot_bytes, least_slots(num_held, top_k)
@@ -49,7 +54,7 @@ def plan_slots(
 
 
 def experts_of(spec: DecoderSpec) -> MoeSpec:
-    """Raises ConfigError for a model without experts."""
+    """Return the spec of the experts. Raise ConfigError for a model without experts."""
     if spec.moe is None:
         raise ConfigError(f"--expert-memory: a {spec.model_type} model has no experts.")
     return spec.moe
@@ -59,14 +64,13 @@ def in_mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-# What computes one layer's experts through its slots.
-Layer = TypeVar("Layer")
-
-
 @dataclass(frozen=True, slots=True)
 class ResidentModel(Generic[Layer]):
-    """layers: by their numbers in the model. tier, reads: for people, where the experts that have no slot are and how
-    they are read from there."""
+    """The expert memory of a model and what computes with it.
+
+    layers: by their numbers in the model. tier, reads: for log lines, where the experts without a slot lie and how they
+    are read.
+    """
 
     memory: ExpertMemory
     control: ResidencyControl
@@ -92,10 +96,10 @@ def resident_model(
     tier_name: str,
     reads: Mapping[str, str] | None = None,
 ) -> ResidentModel[Layer]:
-    """Starts to copy from `tier` into `slots`, as a policy decides.
+    """Open an expert memory that copies from `tier` into `slots` as the policy decides, and make its layers.
 
-    load: [L, E], for a policy that goes by it. layer_of(memory, number): of a layer by its number among those with
-    experts.
+    load: [L, E], for a policy that goes by it. layer_of(memory, number): makes a layer, by its number among the layers
+    with experts.
     """
     assert spec.moe is not None
     num_experts = spec.moe.num_experts

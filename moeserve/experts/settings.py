@@ -1,4 +1,4 @@
-"""The settings of the experts: what contradicts, the placement they ask for, and the statistics they go by."""
+"""The settings of the experts: check them, and read the statistics and choose the placement that they ask for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeserve.model.spec import DecoderSpec
 
 
 def check_expert_memory(config: ServeConfig) -> None:
-    """Raises ConfigError, one sentence, for settings of the expert memory that contradict each other."""
+    """Raise ConfigError, one sentence, for settings of the expert memory that contradict each other."""
     if config.expert_policy == "static" and config.expert_statistics is None:
         raise ConfigError("--expert-policy static needs --expert-statistics with a file to learn from.")
     if config.expert_policy == "affinity" and config.expert_prefetch != "affinity":
@@ -22,7 +22,7 @@ def check_expert_memory(config: ServeConfig) -> None:
 
 
 def plan_placement(directory: Path, spec: DecoderSpec, config: ServeConfig) -> Placement:
-    """The placement, decided by rank 0 before any rank loads. Raises ConfigError, one sentence, if it cannot be met."""
+    """Choose the placement on rank 0, before any rank loads. Raise ConfigError, one sentence, if there is none."""
     num_ranks = config.expert_parallel_size
     if spec.moe is None:
         raise ConfigError(f"--expert-parallel-size {num_ranks}: a {spec.model_type} model has no experts to share.")
@@ -40,9 +40,9 @@ def plan_placement(directory: Path, spec: DecoderSpec, config: ServeConfig) -> P
 
 
 def read_statistics(directory: Path, config: ServeConfig) -> RoutingStatistics | None:
-    """The statistics of earlier runs of this model, None where no file is named or the file does not exist yet.
+    """Read the statistics of earlier runs of this model; None if no file is named or it does not exist yet.
 
-    A learnt placement needs the file. Raises ConfigError, one sentence, for a file that cannot serve.
+    A learnt placement needs the file. Raise ConfigError, one sentence, if it is missing or cannot be used.
     """
     if config.placement in LEARNT:
         return needed_statistics(directory, config, f"--placement {config.placement}")
@@ -52,14 +52,14 @@ def read_statistics(directory: Path, config: ServeConfig) -> RoutingStatistics |
 
 
 def goes_by_statistics(config: ServeConfig) -> bool:
-    """Whether anything is decided by the statistics of earlier runs."""
+    """Return whether a setting uses the statistics of earlier runs."""
     return config.placement in LEARNT or config.num_redundant_experts > 0 or config.expert_policy == "static"
 
 
 def needed_statistics(directory: Path, config: ServeConfig, needed_by: str) -> RoutingStatistics:
-    """The statistics of earlier runs of this model. needed_by: the setting that asks for them.
+    """Read the statistics of earlier runs of this model. needed_by: the setting that asks for them, for messages.
 
-    Raises ConfigError, one sentence, without a file or for one that cannot serve.
+    Raise ConfigError, one sentence, without a file or for a file that cannot be used.
     """
     if config.expert_statistics is None:
         raise ConfigError(f"{needed_by} needs --expert-statistics with a file to learn from.")
@@ -70,7 +70,7 @@ def needed_statistics(directory: Path, config: ServeConfig, needed_by: str) -> R
 
 
 def measured_load(directory: Path, config: ServeConfig, shape: tuple[int, int]) -> list[list[float]] | None:
-    """[L, E]: the load of earlier runs for the policy `static`, else None. shape: L and E. Raises ConfigError."""
+    """Return the load [L, E] of earlier runs for the policy `static`, else None. shape: (L, E). Raise ConfigError."""
     if config.expert_policy != "static":
         return None
     load = needed_statistics(directory, config, "--expert-policy static").load()
@@ -84,5 +84,5 @@ def measured_load(directory: Path, config: ServeConfig, shape: tuple[int, int]) 
 
 
 def statistics_key(directory: Path) -> str:
-    """The name of the model in a statistics file: a hash of its config.json."""
+    """Return the key of the model in a statistics file: a hash of its config.json."""
     return model_key(json.loads((directory / "config.json").read_bytes()))

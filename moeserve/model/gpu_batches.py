@@ -1,4 +1,7 @@
-"""From arrays to tensors on the device: new ones for a step of its own, or lasting ones that a graph reads."""
+"""Turn the arrays of a step into a batch on the device.
+
+`StepBatches` makes new tensors for a step; `DecodeBatch` loads a step into the lasting tensors that a graph reads.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ from moeserve.model.gpu_kernels import attention_shape
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.step_arrays import ExtendLimits, StepArrays, share_prompts
 
-# Table widths are multiples of this: Triton compiles anew for a stride that is no multiple of 16.
+# Table widths are multiples of this, because Triton compiles a variant for strides that are no multiples of 16.
 _TABLE_STEP = 16
-# What the interpreter splits work for; a GPU says its own number.
+# The number of SMs that the interpreter splits work for; a GPU reports its own.
 _INTERPRETED_SMS = 4
-# Waves of programs that short extends of one step may fill: more would need scratch and gain nothing by splitting.
+# Short append-prefills of one step may fill so many waves of programs: with more, splitting costs scratch and gains
+# nothing.
 _EXTEND_WAVES = 4
 
 
@@ -32,9 +36,10 @@ Works = dict[int | None, SplitWork]
 
 @dataclass(frozen=True, slots=True)
 class AttentionLimits:
-    """What attention scratch is sized for. tuned: measured configurations, None for those of the table.
+    """The sizes for attention's scratch and work lists.
 
-    kv_dtype: of the pools, default that of the activations.
+    dtype: of the activations. tuned: measured configurations, None for the table's. kv_dtype: of the KV pools, None for
+    `dtype`.
     """
 
     spec: DecoderSpec
@@ -58,12 +63,12 @@ class AttentionLimits:
         return AttentionConfigs(self.shape) if self.tuned is None else self.tuned
 
     def works(self, max_seqs: int) -> Works:
-        """A work list per window length for up to `max_seqs` sequences with one new token."""
+        """Return a work list per window length for up to `max_seqs` sequences with one new token."""
         config = self.configs.split()
         return {window: self._work(max_seqs, max_seqs, config, window) for window in set(self.spec.windows)}
 
     def extend_works(self, max_seqs: int) -> Works:
-        """The same for short extends; empty where nothing is computed as one."""
+        """Return a work list per window length for short append-prefills; empty if none is computed as such."""
         config, limits = self.configs.extend(), self.extends(max_seqs)
         if limits is None:
             return {}
@@ -73,7 +78,7 @@ class AttentionLimits:
         }
 
     def extends(self, max_seqs: int) -> ExtendLimits | None:
-        """What counts as a short extend in steps of up to `max_seqs` sequences; None if nothing does."""
+        """Return what counts as a short append-prefill in steps of up to `max_seqs` sequences; None if nothing does."""
         config, group = self.configs.extend(), self.shape.group
         if not config.max_query_len:
             return None
@@ -84,16 +89,15 @@ class AttentionLimits:
         return ExtendLimits(config.max_query_len, tokens, tiles)
 
     def prefill(self, max_query_len: int) -> PrefillConfig:
-        """What attention of prompts up to a length is computed with."""
         return self.configs.prefill(max_query_len)
 
     def partials(self, *works: Works) -> Partials:
-        """Scratch for the largest of some work lists."""
+        """Allocate scratch for the largest of these work lists."""
         first, *others = (work for by_window in works for work in by_window.values())
         return Partials.allocate(first, self.shape.num_heads, self.shape.value_dim, *others)
 
     def _programs(self, config: SplitConfig) -> int:
-        """For each piece of work."""
+        """Return the number of programs per piece of work."""
         return self.shape.kv_heads * -(-self.shape.group // config.rows)
 
     def _work(
@@ -114,7 +118,7 @@ class AttentionLimits:
 
 
 class StepBatches:
-    """Makes a batch of its own for every step: for prompts, and where nothing is captured."""
+    """Makes a batch of new tensors for every step that replays no graph."""
 
     def __init__(self, limits: AttentionLimits, max_seqs: int) -> None:
         self._limits = limits
@@ -124,9 +128,10 @@ class StepBatches:
         self._partials = limits.partials(self._works, self._extend_works)
 
     def make(self, arrays: StepArrays, logit_rows: Sequence[int], drawn: Tensor | None) -> ForwardBatch:
-        """Tensors for `arrays`; `drawn` are the previous step's tokens [S] int64 on the device, where rows need them.
+        """Copy `arrays` to the device and launch the kernels that fill the work lists.
 
-        Launches the work lists' kernels.
+        logit_rows: the rows whose logits are wanted. drawn: the previous step's tokens [S] int64 on the device, needed
+        if rows read them.
         """
         device = self._limits.device
         every = len(logit_rows) == arrays.num_rows
@@ -166,7 +171,7 @@ class StepBatches:
 
 
 class DecodeTensors:
-    """What the decode batches of all sizes read, large enough for the largest; each takes the first rows."""
+    """The tensors of all decode batches, as large as the largest. Each batch uses the first rows."""
 
     def __init__(self, limits: AttentionLimits, max_seqs: int) -> None:
         def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -204,7 +209,7 @@ class DecodeBatch:
         )
 
     def load(self, arrays: StepArrays, drawn: Tensor | None) -> None:
-        """Puts a step's rows into the tensors; those beyond them become padding: no length, no slot."""
+        """Copy a step's rows into the tensors, and make the rows after them padding, without length and slot."""
         count, batch, sequences = arrays.num_rows, self.batch, self._sequences
         if count:
             self._load_rows(arrays, drawn)
@@ -224,13 +229,13 @@ class DecodeBatch:
         sequences.block_table[:count, :width].copy_(block_table(arrays.block_tables, width, device))
 
     def update_works(self) -> None:
-        """Shares the loaded sequences' work out; part of what a graph records."""
+        """Fill the work lists for the loaded sequences. A graph records this too."""
         for work in self._works.values():
             work.update(self._sequences.seq_lens)
 
 
 def token_ids_of(arrays: StepArrays, drawn: Tensor | None, device: torch.device) -> Tensor:
-    """The rows' tokens [T] int64: from the host, or from what the previous step has drawn on the device."""
+    """Return the rows' tokens [T] int64, from the host or from `drawn`. Raise ValueError if `drawn` is missing."""
     token_ids = to_device(arrays.token_ids, device)
     if not arrays.sources:
         return token_ids
@@ -241,7 +246,7 @@ def token_ids_of(arrays: StepArrays, drawn: Tensor | None, device: torch.device)
 
 
 def block_table(tables: Sequence[array[int]], width: int, device: torch.device) -> Tensor:
-    """[S, width] int32, zeros behind each table's end, which no kernel reads."""
+    """Return the tables as [S, width] int32. No kernel reads the zeros after a table's end."""
     rows = array("i")
     for table in tables:
         rows += table

@@ -1,4 +1,7 @@
-"""From a decoder to a runner on a GPU: the largest step once, KV memory from what is left, kernels, graphs."""
+"""Make a runner on a GPU from a decoder.
+
+Compute the largest step once, plan KV memory from what is left, compile all kernels, and capture the decode steps.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,10 @@ from moeserve.model.step_arrays import StepShape, capture_sizes
 
 @dataclass(frozen=True, slots=True)
 class GpuSettings:
-    """What the service's settings say of a GPU.
+    """The service's settings for a GPU.
 
-    kv_dtype: of the KV blocks, None for the model's. expert_quantization: see `expert_storage`.
+    kv_cache_memory: bytes, None for what is left. kv_dtype: of the KV blocks, None for the model's dtype.
+    expert_quantization: see `expert_storage`.
     """
 
     block_size: int
@@ -46,7 +50,7 @@ class GpuSettings:
 
 
 def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memory: int) -> tuple[KvBudget, int]:
-    """The blocks that so many bytes are shared out into, and the bytes that these take. Raises ConfigError."""
+    """Share `memory` bytes out into KV blocks. Return the blocks and their bytes. Raise ConfigError if too few fit."""
     block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, settings.kv_dtype or dtype)
     kv = share_kv(
         memory,
@@ -66,10 +70,10 @@ def make_runner(
     peers: Peers | None = None,
     tap: RoutingTap | None = None,
 ) -> GpuModelRunner:
-    """Takes the KV memory. On a GPU it compiles all kernels and, unless eager, captures the decode steps.
+    """Allocate the KV memory; on a GPU compile all kernels and, unless eager, capture the decode steps.
 
-    configs: of the decoder's experts. peers: the other ranks, who do the same meanwhile. tap: what hears the decoder's
-    gates.
+    configs: the kernel configurations of the decoder's experts. peers: the other ranks, which must do the same at the
+    same time. tap: observes the decoder's gates.
     """
     spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
     kv_dtype = settings.kv_dtype or dtype
@@ -82,19 +86,19 @@ def make_runner(
         variants = launch_variants(limits, configs, steps)
         begin_step = alone if peers is None else peers.begin_alike
         launch_all_variants(decoder, pool.layers, batches, variants, settings.block_size, begin_step)
-    heard = HeardDecoder(decoder, pool.layers, tap)
+    tapped = HeardDecoder(decoder, pool.layers, tap)
     decode = None
     if not settings.enforce_eager:
-        decode = DecodeSteps(heard, limits, capture_sizes(settings.max_num_seqs), peers)
+        decode = DecodeSteps(tapped, limits, capture_sizes(settings.max_num_seqs), peers)
         if decoder.device.type == "cuda":
             decode.capture()
     wait = torch.cuda.Event.synchronize if peers is None else peers.wait_for
-    return GpuModelRunner(heard, pool, batches, decode=decode, wait=wait)
+    return GpuModelRunner(tapped, pool, batches, decode=decode, wait=wait)
 
 
 @torch.inference_mode()
 def compute_largest_step(decoder: Decoder, settings: GpuSettings, begin_step: BeginStep = alone) -> None:
-    """Leaves the allocator's peak behind. Stores no KV."""
+    """Compute the largest step that the settings allow, so that the allocator's peak includes it. Store no KV."""
     spec, size = decoder.spec, settings.block_size
     length = min(settings.max_num_batched_tokens, decoder.max_model_len)
     count = max(1, settings.max_num_batched_tokens // length)
@@ -105,24 +109,24 @@ def compute_largest_step(decoder: Decoder, settings: GpuSettings, begin_step: Be
     shape = StepShape(0, (length,) * count, num_logits)
     batches = StepBatches(limits, settings.max_num_seqs)
     logits = launch_blank_step(decoder, pool.layers, batches, shape, size, begin_step)
-    # Penalties and log probabilities widen the logits once each.
+    # Penalties and log probabilities each make a copy of the logits in fp32.
     widened = logits.float()
     widened.clone().log_softmax(-1)
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What tensors take of a device's memory; 0 of a CPU under the interpreter."""
+    """Return the bytes that tensors take on a device; 0 on a CPU under the interpreter."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def forget_peak(device: torch.device) -> None:
-    """What loading took for a moment, as for quantising, is free again and does not count as used in a step."""
+    """Reset the allocator's peak: memory that loading used for a while, as for quantising, is free for KV."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def free_for_kv(device: torch.device, settings: GpuSettings) -> int:
-    """Bytes for KV on this device, once the largest step was computed."""
+    """Return the bytes left for KV on this device. Call it after `compute_largest_step`."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return kv_memory(

@@ -1,12 +1,12 @@
-"""Executes plans on a GPU: prompts in steps of their own making, decode steps by replaying a captured graph.
+"""Compute plans on a GPU: steps with prompts launch each kernel, decode steps replay a captured graph.
 
-`launch` returns as soon as the step is on the device's queue, and the next plan may be launched before the results are
-read: it finds the tokens that this one draws on the device.
+`launch` returns as soon as the step is on the device's queue. The next plan may be launched before the results of this
+one are read: it takes the sampled tokens from the device.
 
-A replay costs one launch where a step of its own costs hundreds. Kernel variants are those of the captured size, and
-rows beyond the step's are padding. All graphs share one memory pool, so the largest is captured first. With several
-ranks a graph holds what they send each other: all capture the same sizes in the same order, and replay the same size in
-the same step, one without rows too.
+A replay costs one launch instead of hundreds. It uses the kernel variants of the captured size and pads the step's rows
+to it. All graphs share one memory pool, so the largest is captured first. With several ranks a graph contains the
+exchange of rows: all ranks capture the same sizes in the same order and replay the same size in the same step, even a
+rank without rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moeserve.plan import StepPlan, StepResult, wanted_logits
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
-# How the host waits for a place in the device's queue.
+# Makes the host wait for an event on the device.
 Wait = Callable[[torch.cuda.Event], None]
 
 _WARM_UP_ROUNDS = 2
@@ -39,9 +39,10 @@ _WARM_UP_ROUNDS = 2
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on the device's queue. `event` is behind everything that `result` reads; None where nothing is queued.
+    """A step on the device's queue.
 
-    sampled: None for a step without rows. routing: of the step's rows, on its way to the host; None if nobody listens.
+    sampled: None for a step without rows. event: comes after everything that `result` reads; None on a CPU. routing: of
+    the step's rows, on its way to the host; None without a tap.
     """
 
     plan: StepPlan
@@ -55,7 +56,7 @@ class LaunchedStep:
         return self.event is None or self.event.query()
 
     def result(self) -> StepResult:
-        """Waits for the device."""
+        """Wait for the device and return the step's result."""
         if self.event is not None:
             self.wait(self.event)
         results = [] if self.sampled is None else self.sampled.results()
@@ -63,7 +64,7 @@ class LaunchedStep:
 
 
 class GpuModelRunner:
-    """Owns a decoder and its KV memory. Of requests it keeps the tokens that the last step has drawn, no more."""
+    """Owns a decoder and its KV memory. It keeps no state of requests but the tokens that the last step sampled."""
 
     def __init__(
         self,
@@ -74,8 +75,8 @@ class GpuModelRunner:
         decode: DecodeSteps | None,
         wait: Wait = torch.cuda.Event.synchronize,
     ) -> None:
-        """computes: over `kv_pool`. decode: lasting batches for decode steps; None makes every step anew
-        (`--enforce-eager`). wait: for a step; a rank of several does not wait forever."""
+        """computes: a decoder over `kv_pool`. decode: batches for decode steps; None launches every step's kernels
+        (`--enforce-eager`). wait: among several ranks, a wait with a time limit."""
         self._computes = computes
         self._kv_pool = kv_pool
         self._batches = batches
@@ -85,9 +86,9 @@ class GpuModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Queues a step. What it reads on the device belongs to it until it is done: launch at most one more before.
+        """Queue a step. Launch at most one more before it is done: until then a step needs its tensors on the device.
 
-        Blocks are not cleared when they change hands: no kernel reads a slot that its sequence has not written.
+        Blocks need no clearing between requests: no kernel reads a slot that its sequence has not written.
         """
         if not plan.chunks:
             return LaunchedStep(plan, None, _mark(self._serve_others()), self._wait)
@@ -102,7 +103,7 @@ class GpuModelRunner:
         return LaunchedStep(plan, sampled, _mark(computed.states), self._wait, routing)
 
     def close(self) -> None:
-        """Gives up what was captured."""
+        """Release the captured graphs."""
         if self._decode is not None:
             self._decode.release()
 
@@ -113,7 +114,7 @@ class GpuModelRunner:
         return self._computes(self._batches.make(arrays, logit_rows, self._drawn), with_logits=with_logits)
 
     def _serve_others(self) -> Tensor:
-        """A step of several ranks in which this one has no rows; a graph of theirs has padding here."""
+        """Compute a step in which only other ranks have rows. If they replay a graph, replay it here with padding."""
         no_rows = StepArrays()
         size = None if self._decode is None else self._decode.size_of(no_rows, 0)
         if self._decode is not None and size is not None:
@@ -131,10 +132,10 @@ def _mark(queued: Tensor) -> torch.cuda.Event | None:
 
 @dataclass(frozen=True, slots=True)
 class StepRouting:
-    """What the gates of a step chose: copied from the device without waiting, read with the step's result.
+    """The gates' choices in a step, copied from the device without waiting and read with the step's result.
 
-    ids: [R, k], of one layer after the other. In a padded batch each layer has `num_padded` rows, of which the first
-    `num_rows` are the step's; otherwise all are, and both are 0.
+    ids: [R, k], layer after layer. In a padded batch each layer has `num_padded` rows, of which the first `num_rows`
+    belong to the step. Otherwise both are 0, and all rows belong to the step.
     """
 
     ids: Tensor
@@ -142,7 +143,7 @@ class StepRouting:
     num_rows: int = 0
 
     def __bytes__(self) -> bytes:
-        """See `experts.routing.unpack`. Only of ids on the host."""
+        """Return the bytes for `experts.routing.unpack`. The ids must be on the host."""
         ids = self.ids
         if self.num_padded:
             ids = ids.view(-1, self.num_padded, ids.shape[1])[:, : self.num_rows]
@@ -150,21 +151,24 @@ class StepRouting:
         return data
 
     def on_host(self) -> StepRouting:
-        """A copy that arrives in the order of the stream: read it after an event behind it."""
+        """Queue a copy to the host and return it. Read it after an event that follows on the stream."""
         return StepRouting(to_host(self.ids), self.num_padded, self.num_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a forward leaves on the device, of the wanted rows: states [S, H] behind the last norm, and logits
-    [S, vocab], None where they are made of some states at a time. routing: None if nobody listens."""
+    """The outputs of a forward on the device, for the rows whose logits are wanted.
+
+    states: [S, H], after the last norm. logits: [S, vocab], None if the sampler computes them for a few states at a
+    time. routing: None without a tap.
+    """
 
     states: Tensor
     logits: Tensor | None
     routing: StepRouting | None = None
 
     def of_first(self, num_rows: int) -> Computed:
-        """Of a batch of decodes that is padded from a row on."""
+        """Return the outputs of a padded decode batch without its padding."""
         routing = self.routing
         if routing is not None:
             routing = StepRouting(routing.ids, self.states.shape[0], num_rows)
@@ -172,14 +176,14 @@ class Computed:
 
 
 class HeardDecoder:
-    """A decoder over its KV memory, and what hears its gates, if something does."""
+    """A decoder with its KV memory, and the tap that observes its gates, if there is one."""
 
     def __init__(self, decoder: Decoder, kv_pools: KvPools, tap: RoutingTap | None = None) -> None:
         self.decoder = decoder
         self._kv_pools, self._tap = kv_pools, tap
 
     def __call__(self, batch: ForwardBatch, *, with_logits: bool = True) -> Computed:
-        """See `Decoder.states`. A graph can record it: replayed, it writes the same tensors anew."""
+        """Compute a batch. A graph can record this; its replay writes the same tensors. See `Decoder.states`."""
         decoder, routing = self.decoder, None
         if self._tap is None:
             states = decoder.states(batch, self._kv_pools)
@@ -192,44 +196,44 @@ class HeardDecoder:
 
 
 class Traffic(Protocol):
-    """What one graph sends to other ranks."""
+    """The exchange of rows in one graph."""
 
     def recorded(self) -> AbstractContextManager[None]:
-        """The graph is captured inside."""
+        """Return a context to capture the graph in."""
 
     def replayed(self) -> AbstractContextManager[None]:
-        """It is launched inside."""
+        """Return a context to launch the graph in."""
 
 
 class Peers(Protocol):
-    """The other ranks, which compute every step together with this one. All call the same in the same order.
+    """The other ranks, which compute every step together with this one. All make the same calls in the same order.
 
-    decode_size: of the lasting batch that the step is computed in which has begun, the same on all ranks; None where
-    each makes a batch of its own.
+    decode_size: the size of the decode batch for the step that has begun, the same on all ranks; None if each rank
+    makes a batch for its own rows.
     """
 
     @property
     def decode_size(self) -> int | None: ...
 
     def begin_alike(self, shape: StepShape) -> None:
-        """A step that is not captured begins, of the same shape on every rank."""
+        """Begin a step that is not captured and has the same shape on every rank."""
 
     def begin_decodes(self, size: int) -> None:
-        """A step in lasting batches of `size` rows begins."""
+        """Begin a step in the decode batches of `size` rows."""
 
     def traffic(self) -> Traffic:
-        """For the graph of the batch that has begun."""
+        """Return the exchange of rows for the graph of the step that has begun."""
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """As long as ranks may be apart, and no longer."""
+        """Wait for an event, at most as long as ranks may be behind each other."""
 
     def wait_for_device(self) -> None:
-        """For everything queued, as long."""
+        """Wait for everything queued, with the same limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph, the tensors that it writes, and what it sends to other ranks; None without any."""
+    """A graph, the tensors that it writes, and its exchange of rows; None on a single rank."""
 
     graph: torch.cuda.CUDAGraph
     computed: Computed
@@ -242,27 +246,30 @@ class _Captured:
 
 
 class DecodeSteps:
-    """Lasting batches of some sizes. Until `capture`, and on a CPU under the interpreter, they are computed as they
-    are; captured ones are replayed."""
+    """Decode batches of some sizes, in tensors whose addresses never change, and their graphs.
+
+    `run` replays the graph of a captured size. Before `capture`, and on a CPU under the interpreter, it launches the
+    kernels.
+    """
 
     def __init__(
         self, computes: HeardDecoder, limits: AttentionLimits, sizes: Sequence[int], peers: Peers | None = None
     ) -> None:
-        """sizes: ascending, see `capture_sizes`. peers: the other ranks, if there are any."""
+        """sizes: ascending, see `capture_sizes`. peers: None on a single rank."""
         self._computes, self._sizes, self._peers = computes, tuple(sizes), peers
         tensors = DecodeTensors(limits, self._sizes[-1])
         self._batches = {size: DecodeBatch(limits, size, tensors) for size in self._sizes}
         self._graphs: dict[int, _Captured] = {}
 
     def size_of(self, arrays: StepArrays, num_logit_rows: int) -> int | None:
-        """Of the batch that a step is computed in; None for one of its own. Ranks have agreed on it when it began."""
+        """Return the size of the decode batch for a step; None if it needs a batch of its own. Ranks agree on it."""
         if self._peers is not None:
             return self._peers.decode_size
         is_decode = arrays.max_query_len == 1 and num_logit_rows == arrays.num_rows
         return padded_size(arrays.num_rows, self._sizes) if is_decode else None
 
     def run(self, arrays: StepArrays, drawn: Tensor | None, size: int) -> Computed:
-        """A step whose chunks, at most `size`, have one token each. What it gives lasts until the next replay."""
+        """Compute a step of at most `size` chunks of one token. The next replay overwrites the returned tensors."""
         batch = self._batches[size]
         batch.load(arrays, drawn)
         captured = self._graphs.get(size)
@@ -271,36 +278,36 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Records a graph per size, largest first. The batches hold padding alone then: nothing is written to KV."""
+        """Capture a graph per size, largest first. The batches hold nothing but padding, so no KV is written."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         for size in reversed(self._sizes):
             if self._peers is not None:
                 self._peers.begin_decodes(size)
             self._warm_up(self._batches[size], stream)
-            self._graphs[size] = self._captured(self._batches[size], pool, stream)
+            self._graphs[size] = self._capture_batch(self._batches[size], pool, stream)
 
     def release(self) -> None:
-        """Gives the graphs up. A group of ranks cannot be left while graphs hold its collectives."""
+        """Release the graphs. A rank cannot leave its group while graphs hold the group's collectives."""
         self._graphs.clear()
 
     def _warm_up(self, batch: DecodeBatch, stream: torch.cuda.Stream) -> None:
-        """Compiling, tuning, the matrix library's workspaces and connections of ranks cannot happen inside a graph."""
+        """Compile, tune, allocate the matrix library's workspaces and connect ranks: a capture cannot do that."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UP_ROUNDS):
                 self._compute(batch)
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _captured(self, batch: DecodeBatch, pool: _POOL_HANDLE, stream: torch.cuda.Stream) -> _Captured:
+    def _capture_batch(self, batch: DecodeBatch, pool: _POOL_HANDLE, stream: torch.cuda.Stream) -> _Captured:
         graph, peers = torch.cuda.CUDAGraph(), self._peers
         if peers is None:
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 return _Captured(graph, self._compute(batch), None)
-        # To begin a capture torch waits for the device without end.
+        # Wait with a time limit first: beginning a capture waits for the device without one.
         peers.wait_for_device()
         traffic = peers.traffic()
-        # Threads of the collectives and of migrations are no part of it, and may call CUDA meanwhile.
+        # Threads of the collectives and of migrations may call CUDA during the capture and are no part of it.
         with traffic.recorded(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             return _Captured(graph, self._compute(batch), traffic)
 

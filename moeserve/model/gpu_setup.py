@@ -1,7 +1,7 @@
-"""Launches before serving whatever serving may launch, so that no request waits for the compiler.
+"""Launch every kernel variant before serving, so that no request waits for the compiler.
 
-What a kernel is compiled for must follow from the model, the device and the few choices that `LaunchVariants` names.
-Numbers that vary from step to step (tokens, sequences, table widths) are arguments that Triton does not specialise on.
+A variant must follow from the model, the device and the few choices that `LaunchVariants` lists. Numbers that vary from
+step to step (tokens, sequences, table widths) are arguments on which Triton does not specialise.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from moeserve.model.gpu_batches import AttentionLimits, StepBatches
 from moeserve.model.spec import MoeSpec
 from moeserve.model.step_arrays import ExtendLimits, StepArrays, StepShape, share_prompts
 
-# Of a number of new tokens: what makes one configuration of kernels differ from another.
+# Maps a number of new tokens to a key that is equal for numbers with the same kernel variant.
 Choice = Callable[[int], Hashable]
-# Told of every step that is launched: several ranks have to know the sizes of each other's.
+# Called before every launched step: ranks need the sizes of each other's steps.
 BeginStep = Callable[[StepShape], None]
 
 
 def alone(_: StepShape) -> None:
-    """For a rank that has no others."""
+    """Do nothing, as `BeginStep` of a single rank."""
 
 
 def launch_variants(limits: AttentionLimits, configs: MoeConfigs | None, step: StepLimits) -> LaunchVariants:
-    """Of the steps of a model that are not captured."""
+    """Return the variants of the steps that are not captured."""
     experts = None if configs is None else configs.variant
     return LaunchVariants(step, limits.prefill, experts, limits.extends(step.max_seqs), limits.spec.sparse_layers)
 
@@ -47,14 +47,14 @@ def launch_all_variants(
     block_size: int,
     begin_step: BeginStep = alone,
 ) -> None:
-    """Every kernel of a step that is not captured, then those that draw. Writes no KV; reads what lies in block 0."""
+    """Launch every kernel of steps that are not captured and of sampling. Write no KV; read block 0 as it is."""
     for shape in variants.steps():
         launch_blank_step(decoder, kv_pools, batches, shape, block_size, begin_step)
     launch_all_draws(decoder)
 
 
 def launch_all_draws(decoder: Decoder) -> None:
-    """Each way of drawing, from logits as they are and from adjusted ones, which are in fp32."""
+    """Launch every way of sampling, from logits in the decoder's dtype and from adjusted logits, which are fp32."""
     for dtype in {decoder.dtype, torch.float32}:
         logits = torch.zeros((1, decoder.spec.vocab_size), dtype=dtype, device=decoder.device)
         for draw in (Draw(0.0), Draw(1.0), Draw(1.0, top_k=1, top_p=0.5, min_p=0.5)):
@@ -69,7 +69,7 @@ def launch_blank_step(
     block_size: int,
     begin_step: BeginStep = alone,
 ) -> torch.Tensor:
-    """Logits without meaning of a step of this shape, which stores nothing."""
+    """Compute a step of this shape that stores no KV. Return its logits, which have no meaning."""
     begin_step(shape)
     arrays = blank_arrays(shape, block_size, decoder.spec.vocab_size)
     rows = range(arrays.num_rows - shape.num_logits, arrays.num_rows)
@@ -77,11 +77,11 @@ def launch_blank_step(
 
 
 def blank_arrays(shape: StepShape, block_size: int, vocab_size: int) -> StepArrays:
-    """New sequences without slots, whose contexts lie in block 0."""
+    """Return arrays of new sequences without slots for their KV. All block tables name block 0."""
     lengths = (1,) * shape.num_decodes + shape.prompt_lens
     arrays = StepArrays(num_decodes=shape.num_decodes, max_query_len=max(lengths))
     for length in lengths:
-        # Spread over the vocabulary, so that the gate spreads them over the experts.
+        # Spread tokens over the vocabulary, so that the gate spreads them over the experts.
         arrays.token_ids.extend(position * 31 % vocab_size for position in range(length))
         arrays.positions.extend(range(length))
         arrays.slots.extend([-1] * length)
@@ -100,8 +100,11 @@ def launch_expert_variants(
     max_rows: int,
     ids: Sequence[int],
 ) -> None:
-    """Launches every variant that up to `max_rows` rows are computed with: rows that arrive from other ranks follow no
-    step's shape. experts: of some layer, which goes by `ids`."""
+    """Launch every variant of the experts' kernels for up to `max_rows` rows.
+
+    Rows that arrive from other ranks follow no step's shape, so the steps of `launch_all_variants` do not cover them.
+    experts: of any layer. ids: the expert ids that `compute` takes for that layer.
+    """
     smallest = {variant(num_rows): num_rows for num_rows in range(max_rows, 0, -1)}
     for num_rows in smallest.values():
         x = torch.zeros((num_rows, decoder.spec.hidden_size), dtype=decoder.dtype, device=decoder.device)
@@ -112,7 +115,7 @@ def launch_expert_variants(
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What no step exceeds: tokens, sequences, tokens of one sequence."""
+    """The limits of a step: tokens, sequences, tokens of one sequence."""
 
     max_tokens: int
     max_seqs: int
@@ -120,10 +123,11 @@ class StepLimits:
 
 
 class LaunchVariants:
-    """The variants of attention and experts that steps of a model launch, of those that are not captured.
+    """The variants of attention and experts that the steps of a model launch if they are not captured.
 
-    prefill: by the longest prompt of a step that is no short extend. experts: by its rows, None for a model without
-    any. extends: which prompts are short extends, None for none. sparse_layers: which layers have experts.
+    prefill: the key for the longest prompt of a step that is no short append-prefill. experts: the key for the rows of
+    a step, None for a model without experts. extends: which prompts are short append-prefills, None if none are.
+    sparse_layers: whether each layer has experts.
     """
 
     def __init__(
@@ -135,10 +139,10 @@ class LaunchVariants:
         sparse_layers: Sequence[bool],
     ) -> None:
         self._limits, self._prefill, self._experts, self._extends = limits, prefill, experts, extends
-        self._meet_all, self._meet_wanted = any(sparse_layers[:-1]), sparse_layers[-1]
+        self._all_rows, self._wanted_rows = any(sparse_layers[:-1]), sparse_layers[-1]
 
     def of_step(self, shape: StepShape) -> frozenset[Hashable]:
-        """What a step launches. Experts of the last layer meet only rows whose logits are wanted."""
+        """Return the variants of a step. Experts of the last layer compute only rows whose logits are wanted."""
         found: set[Hashable] = set()
         if shape.num_decodes:
             found.add("decode")
@@ -148,16 +152,16 @@ class LaunchVariants:
         if longest:
             found.add(("prefill", self._prefill(longest)))
         if self._experts is not None:
-            numbers = (shape.num_tokens * self._meet_all, shape.num_logits * self._meet_wanted)
+            numbers = (shape.num_tokens * self._all_rows, shape.num_logits * self._wanted_rows)
             found |= {("experts", self._experts(rows)) for rows in numbers if rows}
         return frozenset(found)
 
     def all(self) -> frozenset[Hashable]:
-        """What steps within the limits launch between them."""
+        """Return the variants of all steps within the limits."""
         return frozenset().union(*(self.of_step(shape) for shape in self._simple_steps()))
 
     def steps(self) -> list[StepShape]:
-        """Few steps that launch `all` between them, the largest first."""
+        """Return a few steps that together launch `all`, the largest first."""
         missing = set(self.all())
         chosen = []
         for shape in sorted(self._simple_steps(), key=lambda shape: -shape.num_tokens):
@@ -168,10 +172,11 @@ class LaunchVariants:
         return chosen
 
     def _simple_steps(self) -> Iterator[StepShape]:
-        """One decode, and prompts of every number of tokens, as long as can be: every choice depends on one number.
+        """Yield steps whose variants are those of all steps: every variant depends on one number alone.
 
-        And as many prompts as can be, of one token each: more than are computed as short extends. Where experts meet
-        wanted rows alone, all rows are.
+        These are one decode, prompts as long as can be of every number of tokens, and as many prompts of one token as
+        can be, which are more than short append-prefills take. If only the last layer has experts, all rows' logits are
+        wanted.
         """
         limits = self._limits
         yield StepShape(1, (), 1)
@@ -181,4 +186,4 @@ class LaunchVariants:
             whole, rest = divmod(num_tokens, limits.max_len)
             lengths = (limits.max_len,) * whole + ((rest,) if rest else ())
             if len(lengths) <= limits.max_seqs:
-                yield StepShape(0, lengths, len(lengths) if self._meet_all else num_tokens)
+                yield StepShape(0, lengths, len(lengths) if self._all_rows else num_tokens)

@@ -1,8 +1,9 @@
-"""How the ranks of one service find each other.
+"""Where the ranks of one service meet: addresses, the key that nodes share, and the network between them.
 
-Ranks that one supervisor started know everything from their run context. Otherwise rank 0 announces its sockets in the
-store of torchrun. That store is open to whoever reaches its port, so what counts between nodes is the key: a rank
-talks only to a rank 0 that has it.
+Ranks that one supervisor started read everything from their run context. Otherwise rank 0 announces its sockets in
+torchrun's store. Anybody who reaches the store's port can write to it, so between nodes only the key decides: ranks
+talk to holders of the same key and to nobody else. The key encrypts their messages (ZeroMQ CURVE); one key pair serves
+both ends. It does not cover tensors, which travel through torch's own collectives. Addresses are IPv4.
 """
 
 from __future__ import annotations
@@ -27,144 +28,14 @@ from moeserve.wire import RunContext
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-
-# The key that the nodes of one service share: it encrypts what ranks on several nodes tell each other (ZeroMQ
-# CURVE). One key pair serves both ends: whoever has the file is let in, and nobody else. It does not cover tensors,
-# which travel through torch's own collectives.
-
-
+_STORE_KEY = "moeserve"
 _ZAP_DOMAIN = "moeserve"
-
-
-@dataclass(frozen=True, slots=True)
-class RankKeys:
-    """A CURVE key pair, Z85 text of 40 bytes each."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Lets only holders of this key connect to `socket`, which is not bound yet. Needs `Gatekeeper`."""
-        socket.zap_domain = _ZAP_DOMAIN.encode()
-        socket.curve_publickey = self.public
-        socket.curve_secretkey = self.secret
-        socket.curve_server = True
-
-    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Has `socket`, which is not connected yet, speak only to a holder of this key."""
-        socket.curve_publickey = self.public
-        socket.curve_secretkey = self.secret
-        socket.curve_serverkey = self.public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a client with this public key may enter: the interface of `zmq.auth`'s credentials provider."""
-        return key == self.public
-
-
-def create_keys(path: Path) -> None:
-    """Writes a new key with mode 0600. Raises ConfigError if the file exists or cannot be written."""
-    public, secret = zmq.curve_keypair()
-    text = f'metadata\ncurve\n    public-key = "{public.decode()}"\n    secret-key = "{secret.decode()}"\n'
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists already and is left as it is.") from None
-    except OSError as error:
-        raise ConfigError(f"Cannot write {path}: {error.strerror}.") from None
-    with open(descriptor, "w", encoding="ascii") as file:
-        file.write(text)
-
-
-def load_keys(path: Path) -> RankKeys:
-    """The key that `create_keys` wrote. Raises ConfigError for a file that is none, or that everybody may read."""
-    advice = "make one with 'moeserve curve-key FILE' and copy it to every node"
-    try:
-        mode = path.stat().st_mode
-        public, secret = zmq.auth.load_certificate(path)
-    except (OSError, ValueError):
-        raise ConfigError(f"--curve-key-file {path} cannot be read as a key: {advice}.") from None
-    if mode & 0o007:
-        raise ConfigError(f"--curve-key-file {path} is open to every user of this machine: chmod 600 it.")
-    if secret is None or len(public) != 40 or len(secret) != 40:
-        raise ConfigError(f"--curve-key-file {path} holds no key pair: {advice}.")
-    return RankKeys(public, secret)
-
-
-class Gatekeeper:
-    """Answers ZeroMQ's question whether a client's key is the right one, for all servers of a context."""
-
-    def __init__(self, context: zmq.Context[Any], keys: RankKeys) -> None:
-        from zmq.auth.thread import ThreadAuthenticator
-
-        self._authenticator = ThreadAuthenticator(context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, keys)
-
-    def close(self) -> None:
-        self._authenticator.stop()
-
-
-# Which of a machine's addresses and network interfaces its ranks use to reach another node. IPv4 only.
-
-
 _SIOCGIFADDR = 0x8915
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def machine_id() -> str:
-    """Equal for two processes exactly if they see each other's process ids."""
-    return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
-def resolve(host: str) -> str:
-    """The IPv4 address of a host. Raises RankError."""
-    try:
-        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        raise RankError(f"{host} has no IPv4 address: check --rdzv-endpoint.") from None
-
-
-def is_own(address: str) -> bool:
-    """Whether an IPv4 address belongs to this machine."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
-
-
-def own_address_towards(host: str) -> str:
-    """The address of this machine from which packets to `host` leave; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((resolve(host), 9))
-        return str(probe.getsockname()[0])
-
-
-def interface_of(address: str) -> str:
-    """The network interface that has an IPv4 address; that of GLOO_SOCKET_IFNAME if it is set."""
-    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
-        return chosen
-    wanted = socket.inet_aton(address)
-    if wanted[0] == 127:
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                # Without an IPv4 address.
-                continue
-            if reply[20:24] == wanted:
-                return name
-    raise RankError(f"No network interface has the address {address}: set GLOO_SOCKET_IFNAME.")
-
-
-_KEY = "moeserve"
-
-
 class Announcement(msgspec.Struct):
-    """What rank 0 tells. `steps[r - 1]` is the address for rank r; without `collectives` they use torchrun's store."""
+    """The sockets of rank 0. steps[r - 1]: for rank r. collectives: as in `Meeting`."""
 
     incarnation: int
     results: str
@@ -174,10 +45,11 @@ class Announcement(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where ranks meet, as one of them sees it.
+    """The addresses at which ranks meet, as one rank sees them.
 
-    For rank 0 the addresses are what to bind, where a `*` stands for a free port. collectives: the file in which ranks
-    find each other for their collectives, None for torchrun's store. interface: the network they use for them.
+    Rank 0 binds the addresses, and `*` stands for a free port; the other ranks connect to them. collectives: the file
+    through which ranks start their collectives, None for torchrun's store. interface: the collectives' network
+    interface.
     """
 
     incarnation: int
@@ -188,14 +60,14 @@ class Meeting:
     keys: RankKeys | None = None
 
     def announce(self, results: str, steps: list[str]) -> None:
-        """Tells the other ranks what was bound."""
+        """Publish the bound addresses in torchrun's store."""
         collectives = None if self.collectives is None else str(self.collectives)
         announcement = Announcement(self.incarnation, results, steps, collectives)
-        _store().set(_KEY, msgspec.json.encode(announcement).decode())
+        _store().set(_STORE_KEY, msgspec.json.encode(announcement).decode())
 
 
 def meet_as_first(context: RunContext) -> Meeting:
-    """What rank 0 is to bind. Raises ConfigError or RankError."""
+    """Return the addresses that rank 0 binds. Raise ConfigError or RankError."""
     config = context.config
     if config.nnodes == 1:
         return _meet_in_directory(context)
@@ -213,12 +85,12 @@ def meet_as_first(context: RunContext) -> Meeting:
 
 
 def meet_first(context: RunContext) -> Meeting:
-    """Where another rank finds rank 0; waits for its announcement. Raises ConfigError or RankError."""
+    """Return where another rank finds rank 0, once rank 0 has announced it. Raise ConfigError or RankError."""
     config = context.config
     if not context.meets_in_store:
         return _meet_in_directory(context)
     try:
-        announced = msgspec.json.decode(_store().get(_KEY), type=Announcement)
+        announced = msgspec.json.decode(_store().get(_STORE_KEY), type=Announcement)
     except (RuntimeError, msgspec.MsgspecError) as error:
         raise RankError(
             f"Rank 0 does not say in torchrun's store where it is: {str(error).partition('.')[0]}."
@@ -250,3 +122,120 @@ def _store() -> Store:
 
     store: Store = next(rendezvous("env://", timeout=timedelta(minutes=5)))[0]
     return store
+
+
+@dataclass(frozen=True, slots=True)
+class RankKeys:
+    """A CURVE key pair, Z85 text of 40 bytes each."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Let only holders of this key connect to `socket`, which is not bound yet. Needs a running `Gatekeeper`."""
+        socket.zap_domain = _ZAP_DOMAIN.encode()
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+        socket.curve_server = True
+
+    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+        """Let `socket`, which is not connected yet, talk only to a holder of this key."""
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+        socket.curve_serverkey = self.public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a client with this public key may connect; `zmq.auth` calls this on a credentials provider."""
+        return key == self.public
+
+
+def create_keys(path: Path) -> None:
+    """Write a new key pair with mode 0600. Raise ConfigError if the file exists or cannot be written."""
+    public, secret = zmq.curve_keypair()
+    text = f'metadata\ncurve\n    public-key = "{public.decode()}"\n    secret-key = "{secret.decode()}"\n'
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already and is left as it is.") from None
+    except OSError as error:
+        raise ConfigError(f"Cannot write {path}: {error.strerror}.") from None
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+def load_keys(path: Path) -> RankKeys:
+    """Read the file of `create_keys`. Raise ConfigError if it holds no key pair or every user may read it."""
+    advice = "make one with 'moeserve curve-key FILE' and copy it to every node"
+    try:
+        mode = path.stat().st_mode
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError):
+        raise ConfigError(f"--curve-key-file {path} cannot be read as a key: {advice}.") from None
+    if mode & 0o007:
+        raise ConfigError(f"--curve-key-file {path} is open to every user of this machine: chmod 600 it.")
+    if secret is None or len(public) != 40 or len(secret) != 40:
+        raise ConfigError(f"--curve-key-file {path} holds no key pair: {advice}.")
+    return RankKeys(public, secret)
+
+
+class Gatekeeper:
+    """Authenticates clients by their key for all CURVE servers of a ZeroMQ context, in a thread of its own."""
+
+    def __init__(self, context: zmq.Context[Any], keys: RankKeys) -> None:
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, keys)
+
+    def close(self) -> None:
+        self._authenticator.stop()
+
+
+def machine_id() -> str:
+    """Return a text that is equal for two processes exactly if they see each other's process ids."""
+    return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def resolve(host: str) -> str:
+    """Return the IPv4 address of a host. Raise RankError if it has none."""
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        raise RankError(f"{host} has no IPv4 address: check --rdzv-endpoint.") from None
+
+
+def is_own(address: str) -> bool:
+    """Return whether an IPv4 address belongs to this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def own_address_towards(host: str) -> str:
+    """Return this machine's IPv4 address on the route to `host`. Send nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((resolve(host), 9))
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Return the interface with this IPv4 address; GLOO_SOCKET_IFNAME overrides it. Raise RankError if none has it."""
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return chosen
+    wanted = socket.inet_aton(address)
+    if wanted[0] == 127:
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                # This interface has no IPv4 address.
+                continue
+            if reply[20:24] == wanted:
+                return name
+    raise RankError(f"No network interface has the address {address}: set GLOO_SOCKET_IFNAME.")

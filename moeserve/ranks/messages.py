@@ -1,9 +1,9 @@
-"""What rank 0 and the other ranks of one service tell each other, in the frames of `moeserve.wire`.
+"""The messages between rank 0 and the other ranks of one service, in the frames of `moeserve.wire`.
 
-A start: every rank says `Joined`, gets `Setup` (or `Dismissed`), loads, says `Loaded` and gets `Start`. Then each step
-is a `Forward` to every rank and a `RankResult` from it, until `Shutdown`. From `Joined` on a rank sends `RankBeat`.
-Meanwhile rank 0 may have a layer placed anew: `PlaceLayer`, a `LayerLoaded` of every rank, and then a `Forward` that
-says so.
+At the start every rank sends `Joined`, receives `Setup` (or `Dismissed`), loads, sends `Loaded` and receives `Start`.
+In each step rank 0 sends a `Forward` to every rank and receives a `RankResult` from it, until it sends `Shutdown`. From
+`Joined` on a rank sends `RankBeat`. To give a layer a new placement, rank 0 sends `PlaceLayer`, waits for `LayerLoaded`
+from every rank and names the new version in the next `Forward`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from moeserve.wire import Message
 
 
 class RankError(Exception):
-    """A rank is lost, or does not do its part. The message is one sentence that names it."""
+    """A rank has died, hangs or cannot take part. The message is one sentence that names the rank."""
 
 
 class Joined(Message):
-    """A rank's process is there, on a machine named `node`. `software` and `model_hash` must be those of rank 0.
+    """A rank's process runs, on a machine named `node`. `software` and `model_hash` must equal those of rank 0.
 
-    Only where `machine` (`moeserve.ranks.meeting.machine_id`) is that of the receiver does `pid` mean something to it.
+    `pid` has a meaning only for a receiver with the same `machine` (`moeserve.ranks.meeting.machine_id`).
     """
 
     rank: int
@@ -31,17 +31,17 @@ class Joined(Message):
 
 
 class Dismissed(Message):
-    """The rank cannot take part; one sentence why."""
+    """The rank cannot take part. `reason` is one sentence."""
 
     reason: str
 
 
 class Setup(Message):
-    """What rank 0 decided for all: `pid` is its own process, the blocks are those of each rank.
+    """The decisions of rank 0 that hold for all ranks.
 
-    `settings` are those of rank 0 (JSON of a `ServeConfig` without keys), which hold for all ranks.
-    placement[layer][expert]: the ranks that hold the expert (`experts.placement`). expert_slots: of each
-    layer on each rank, None where all experts of a rank are in memory.
+    settings: the settings of rank 0, JSON of a `ServeConfig` without API keys. pid: the process of rank 0. num_blocks:
+    the KV blocks of each rank. placement[layer][expert]: the ranks that hold the expert (`experts.placement`).
+    expert_slots: the number of slots of each layer on each rank, None where a rank keeps all its experts in memory.
     """
 
     settings: bytes
@@ -53,19 +53,19 @@ class Setup(Message):
 
 
 class Loaded(Message):
-    """A rank has its weights."""
+    """A rank has loaded its weights."""
 
     rank: int
 
 
 class Start(Message):
-    """All ranks have theirs."""
+    """All ranks have loaded."""
 
 
 class Forward(Message):
-    """A step: this rank's plan (`moeserve.wire`), and how many rows all have (`moeserve.ranks.together.StepRows`).
+    """A step: the receiver's plan (`moeserve.wire`) and the rows of all ranks (`moeserve.ranks.together.StepRows`).
 
-    placement_version: the migration (`PlaceLayer`) that is in use from this step on, 0 before the first.
+    placement_version: the version of the last `PlaceLayer` that takes effect with this step or before; 0 without one.
     """
 
     plan: bytes
@@ -76,14 +76,14 @@ class Forward(Message):
 
 
 class RankResult(Message):
-    """What a rank's plan gave (`result_codec`)."""
+    """The result of a rank's plan, as bytes of `moeserve.wire`."""
 
     rank: int
     result: bytes
 
 
 class PlaceLayer(Message):
-    """Load what this rank is to hold of a layer (of the placement), for the step whose `Forward` has this version."""
+    """Load the experts that `ranks` gives the receiver in a layer. A `Forward` with this version will use them."""
 
     version: int
     layer: int
@@ -91,7 +91,7 @@ class PlaceLayer(Message):
 
 
 class LayerLoaded(Message):
-    """A rank has what a `PlaceLayer` gives it; or, with an error, it could not read it."""
+    """A rank has loaded the experts of a `PlaceLayer`, or with `error` could not read them."""
 
     rank: int
     version: int
@@ -99,15 +99,15 @@ class LayerLoaded(Message):
 
 
 class DropLayer(Message):
-    """Nothing will come of a `PlaceLayer`."""
+    """Rank 0 has given up a `PlaceLayer`."""
 
     version: int
 
 
 class RankBeat(Message):
-    """Sent a few times a second: the process runs, and has entered so many collectives.
+    """Sent a few times a second: the process runs and has entered `num_entered` collectives.
 
-    memory: what its expert memory tells, None without one.
+    memory: the counters of its expert memory, None without one.
     """
 
     rank: int
@@ -116,7 +116,7 @@ class RankBeat(Message):
 
 
 class Shutdown(Message):
-    """There will be no further step."""
+    """No further step follows."""
 
 
 ToRank = Setup | Dismissed | Start | Forward | PlaceLayer | DropLayer | Shutdown

@@ -1,4 +1,4 @@
-"""Steps computed by several ranks together; this process is rank 0."""
+"""Steps of several ranks: `RankedExecutor` on rank 0 sends the plans, `RankSteps` on every other rank computes them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ from moeserve.steps import Runner
 from moeserve.wire import decode_plan, decode_result, encode_plan, encode_result
 
 _POLL_SECONDS = 0.1
-# Between two looks at the device and at what rank 0 says. Nobody's step is longer for it than a launch takes.
-_BETWEEN_LOOKS = 20e-6
+# Between two looks at the device and at the socket: about as long as a launch takes.
+_SECONDS_BETWEEN_LOOKS = 20e-6
 
 
 class StepSizes(Protocol):
-    """Whoever needs to know how many rows every rank has in the step that begins."""
+    """Receives the numbers of rows of all ranks before each step."""
 
     def begin_step(self, rows: StepRows) -> None: ...
 
 
 class RankedExecutor:
-    """Hands every rank its plan, launches that of rank 0 and collects the results.
+    """Sends every rank its plan, launches the plan of rank 0 and collects all results.
 
-    Where ranks queue their steps, the next one is announced while one is computed. Whatever goes wrong with another
-    rank becomes a RankError that names it.
+    The next step may be launched while one is computed. A failure of another rank becomes a RankError that names it.
     """
 
     def __init__(
@@ -45,23 +44,23 @@ class RankedExecutor:
         timeout: float,
         num_entered: Callable[[], int],
         placement_version: Callable[[], int],
-        heed: Sequence[Callable[[object], None]] = (),
+        listeners: Sequence[Callable[[object], None]] = (),
     ) -> None:
-        """timeout: seconds that the ranks may be apart in a step. num_entered: how many collectives this rank has
-        entered. placement_version: what the next step is computed with. heed: each is told what the other ranks say
-        besides their results."""
+        """timeout: the seconds that one rank may be behind another in a step. num_entered: the number of collectives
+        that this rank has entered. placement_version: the version for the next step. listeners: each receives every
+        message of the other ranks that is no result."""
         self._runner = runner
         self._sizes = sizes
         self._hub = hub
         self._timeout = timeout
         self._num_entered = num_entered
         self._placement_version = placement_version
-        self._heed = heed
+        self._listeners = listeners
         self._in_flight: dict[int, Pending[StepResult]] = {}
         self._results: defaultdict[int, dict[int, StepResult]] = defaultdict(dict)
 
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
-        """Steps are waited for in their order."""
+        """Launch a step on all ranks. Results must be taken in the order of the steps."""
         rows, number = StepRows.of(plans), plans[0].step
         counts = [*rows.num_rows], [*rows.num_logit_rows], rows.only_decodes
         for rank in self._hub.others:
@@ -69,18 +68,18 @@ class RankedExecutor:
         self._sizes.begin_step(rows)
         with self._blaming():
             step = self._in_flight[number] = self._runner.launch(plans[0])
-        return _OfAllRanks(step, lambda: self._wait(number))
+        return _RankedStep(step, lambda: self._wait(number))
 
     def check(self) -> None:
-        """Raise RankError if a rank has died or fallen silent while nothing was to be done."""
+        """Raise RankError if a rank has died or fallen silent between steps."""
         while (message := self._hub.receive(0)) is not None:
             self._take(message)
         self._hub.check_signs_of_life(self._timeout)
 
     def close(self) -> None:
-        """Let the other ranks go. Raise RankError if one has gone before.
+        """Finish the steps in flight, then send `Shutdown`. Raise RankError if a rank has ended before.
 
-        What is still in flight is computed first: nobody leaves the others alone in a step.
+        A rank that left during a step would leave the others waiting in a collective.
         """
         for number in sorted(self._in_flight):
             self._wait(number)
@@ -101,7 +100,7 @@ class RankedExecutor:
         return self._with_others(own)
 
     def _with_others(self, own: StepResult) -> list[StepResult]:
-        """The results of all ranks for a step. Those of a later one may come before the last of this one."""
+        """Return the results of all ranks for a step. Keep those of later steps, which may come in between."""
         deadline = time.monotonic() + self._timeout
         while len(results := self._results[own.step]) < len(self._hub.others):
             message = self._hub.receive(_POLL_SECONDS)
@@ -117,13 +116,13 @@ class RankedExecutor:
             result = decode_result(message.result)
             self._results[result.step][message.rank] = result
         elif message is not None:
-            for heed in self._heed:
-                heed(message)
+            for listener in self._listeners:
+                listener(message)
 
 
 @dataclass(frozen=True, slots=True)
-class _OfAllRanks:
-    """A step of all ranks. own: that of rank 0."""
+class _RankedStep:
+    """A step of all ranks in flight. own: the step of rank 0. wait: returns the results of all ranks."""
 
     own: Pending[StepResult]
     wait: Callable[[], list[StepResult]]
@@ -137,8 +136,10 @@ class _OfAllRanks:
 
 
 class RankSteps:
-    """Where steps are queued, the next one that rank 0 sends is launched while one is computed; results go home in
-    the order of their steps."""
+    """Computes the steps that rank 0 sends and returns their results in order.
+
+    On a device with a queue the next step is launched while one is computed.
+    """
 
     def __init__(
         self, rank: int, link: RankLink, runner: Runner, sizes: StepSizes, migrator: Migrator, beats: BeatThread
@@ -148,7 +149,7 @@ class RankSteps:
         self._in_flight: deque[Pending[StepResult]] = deque()
 
     def run(self) -> None:
-        """Until rank 0 says `Shutdown` or is gone."""
+        """Follow rank 0 until it sends `Shutdown` or ends."""
         self._beats.busy.clear()
         try:
             while not isinstance(message := self._next(), Shutdown):
@@ -157,18 +158,18 @@ class RankSteps:
                 else:
                     follow(message, self._migrator)
         except CollectiveError:
-            # Rank 0 finds out whose fault it is and ends, which ends the wait here. The beats say that it is not ours.
+            # Rank 0 finds the rank at fault and ends, which ends the wait here. Beats show that this rank is alive.
             self._link.receive()
 
     def _next(self) -> Any:
-        """What rank 0 says next. Meanwhile steps come to their end, which may take as long as rank 0 waits for it."""
+        """Return the next message of rank 0. Meanwhile finish steps; rank 0 bounds how long that may take."""
         while self._in_flight:
             if self._in_flight[0].done:
                 self._finish(self._in_flight.popleft())
             elif (message := self._link.poll()) is not None:
                 return message
             else:
-                time.sleep(_BETWEEN_LOOKS)
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
         self._beats.busy.clear()
         return self._link.receive(self._beats.say_waiting)
 
@@ -187,7 +188,7 @@ class RankSteps:
 
 
 def follow(message: PlaceLayer | DropLayer, migrator: Migrator) -> None:
-    """What a rank does when rank 0 says so between steps."""
+    """Carry out a migration message of rank 0, between steps."""
     match message:
         case PlaceLayer():
             migrator.begin(Migration(message.version, message.layer, message.ranks))

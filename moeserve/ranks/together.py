@@ -1,6 +1,6 @@
-"""How ranks begin a step together: a captured graph of one size for all, or each with its own rows.
+"""How ranks begin a step together: all replay a captured graph of one size, or each computes its own rows.
 
-All of it follows from how many rows every rank has, which all of them are told.
+Ranks need not agree on that by messages: it follows from the numbers of rows of all ranks, which each rank knows.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     from experts.dispatch import ExpertParallel
     from moeserve.model.step_arrays import StepShape
 
-# Its sizes follow from the number of rows alone, so a graph can hold it.
+# The sizes of this shape of dispatch follow from the number of rows alone, so a graph can hold it.
 _CAPTURED_SHAPE = "allgather"
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """num_rows[r], num_logit_rows[r]: of rank r, in all layers and in the last one.
+    """The rows of one step on all ranks.
 
-    only_decodes: whether all chunks of all ranks are single tokens whose logits are wanted.
+    num_rows[r]: the rows of rank r in all layers but the last. num_logit_rows[r]: its rows in the last layer.
+    only_decodes: whether every chunk of every rank is one token whose logits are wanted.
     """
 
     num_rows: Sequence[int]
@@ -36,7 +37,7 @@ class StepRows:
 
     @classmethod
     def of(cls, plans: Sequence[StepPlan]) -> StepRows:
-        """plans[r] is what rank r computes."""
+        """Count the rows of a step in which rank r computes plans[r]."""
         return cls(
             [plan.num_tokens for plan in plans],
             [plan.num_logit_rows for plan in plans],
@@ -45,21 +46,21 @@ class StepRows:
 
     @classmethod
     def alike(cls, num_ranks: int, num_rows: int, num_logit_rows: int) -> StepRows:
-        """Every rank computes a step of the same shape, of its own."""
+        """Return the rows of a step that has the same shape on every rank and is not captured."""
         return cls([num_rows] * num_ranks, [num_logit_rows] * num_ranks, only_decodes=False)
 
     def captured_size(self, sizes: Sequence[int]) -> int | None:
-        """The one of the captured sizes (ascending) that all ranks replay, those with fewer rows or none padded to it.
+        """Return the smallest of `sizes` (ascending) that holds the rows of any rank; all ranks pad to it.
 
-        None for a step that each rank computes with its own rows.
+        Return None for a step that each rank computes with its own rows.
         """
         return padded_size(max(self.num_rows), sizes) if self.only_decodes else None
 
 
 class GroupSteps:
-    """Tells the exchange of rows of every step. On GPUs it is `moeserve.model.gpu_runner.Peers`.
+    """Prepares the exchange of rows for every step. On GPUs it implements `moeserve.model.gpu_runner.Peers`.
 
-    decode_size: of the step that has begun, None for one that is not captured.
+    decode_size: the captured size of the step that has begun, None for a step that is not captured.
     """
 
     def __init__(self, experts: ExpertParallel[Any], collectives: Collectives) -> None:
@@ -69,11 +70,11 @@ class GroupSteps:
         self.decode_size: int | None = None
 
     def use(self, shape: str, captured_sizes: Sequence[int]) -> None:
-        """shape: of dispatch in steps that are not captured. captured_sizes: ascending; all ranks say the same."""
+        """shape: for steps that are not captured. captured_sizes: ascending. Both are the same on all ranks."""
         self._shape, self._sizes = shape, tuple(captured_sizes)
 
     def begin(self, rows: StepRows) -> None:
-        """Decides how the step is computed, which needs nothing but what all ranks know."""
+        """Choose a captured size or the rows of each rank, from `rows` alone, so that all ranks choose alike."""
         size = rows.captured_size(self._sizes)
         if size is not None:
             self.begin_decodes(size)
@@ -83,33 +84,34 @@ class GroupSteps:
         self._experts.begin_step(rows.num_rows, rows.num_logit_rows)
 
     def begin_alike(self, shape: StepShape) -> None:
-        """A step that is not captured, of the same shape on every rank."""
+        """Begin a step that is not captured and has the same shape on every rank."""
         self.begin(StepRows.alike(self._collectives.num_ranks, shape.num_tokens, shape.num_logits))
 
     def begin_decodes(self, size: int) -> None:
-        """A batch of `size` rows on every rank, of which some or all are padding."""
+        """Begin a captured step with `size` rows on every rank; some or all of them may be padding."""
         self.decode_size = size
         self._experts.use(_CAPTURED_SHAPE)
         rows = [size] * self._collectives.num_ranks
         self._experts.begin_step(rows, rows)
 
     def traffic(self) -> RecordedTraffic:
-        """For the graph of the batch that has begun."""
+        """Return the traffic of the graph for the step that has begun."""
         return self._experts.traffic()
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Raises CollectiveError where that takes longer than ranks may be apart."""
+        """Wait for `event`. Raise CollectiveError after the time that ranks may be behind each other."""
         self._collectives.waits.wait_for(event)
 
     def wait_for_device(self) -> None:
-        """The same for everything queued."""
+        """Wait for everything queued, as `wait_for` does."""
         self._collectives.waits.wait_for_device()
 
 
 def captures_decodes(shape: str, *, eager: bool, all_resident: bool) -> bool:
-    """Whether ranks on GPUs replay decode steps; follows from settings alone, so that all ranks do the same.
+    """Return whether ranks on GPUs replay decode steps; follows from settings alone, so that all ranks do the same.
 
-    shape: of dispatch. Only the sizes of `allgather` need no word from the device; with `auto` decodes take it whatever
-    suits the other steps. eager: `--enforce-eager`. all_resident: what the gate chose is not looked at on the host.
+    shape: the setting of dispatch. Only with `allgather` does the host know the sizes without waiting for the device;
+    with `auto` decode steps use `allgather` and other steps the faster shape. eager: `--enforce-eager`. all_resident:
+    whether all experts are in memory, so that the host need not read the gate's choice.
     """
     return shape != "alltoall" and all_resident and not eager

@@ -1,4 +1,8 @@
-"""Rank 0's end of the sockets to the other ranks, and its watch over their processes."""
+"""The sockets between rank 0 and the other ranks, and how each end notices that the other has died or hangs.
+
+`RankHub` is the end of rank 0, `RankLink` the end of every other rank, `BeatThread` a rank's signs of life. When a
+collective fails, `find_fault` names the rank at fault as far as rank 0 can tell.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +30,22 @@ from moeserve.wire import MAX_FRAME_BYTES, DecodeError, RunContext, decode, enco
 _POLL_SECONDS = 0.1
 _SEND_SECONDS = 5.0
 _SECONDS_TO_JOIN = 300.0
-_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_BEAT_SECONDS = 0.2
+# Longer than a few beats: a rank without a beat in that time gives no sign of life.
+_SECONDS_FOR_A_BEAT = 0.7
+_PING_SECONDS = 1
+_LOST_SECONDS = 4
+_LOST = zmq.EVENT_DISCONNECTED
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 log = structlog.get_logger(__name__)
 
 
 class RankHub:
-    """A PUSH socket per rank from 1 on, one PULL socket for what they answer. Used by the engine's thread alone.
+    """Rank 0's end: a PUSH socket to each other rank and one PULL socket for their answers. Only one thread uses it.
 
-    Between nodes both demand the meeting's key. Processes on this machine are watched through pidfds; of all ranks it
-    is known when they were last heard of.
+    Between nodes both demand the meeting's key. The hub watches processes on this machine through pidfds, and notes
+    when each rank sent its last message.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], meeting: Meeting) -> None:
@@ -62,11 +72,11 @@ class RankHub:
 
     @property
     def addresses(self) -> tuple[str, list[str]]:
-        """What was bound: of the results, of the steps."""
+        """The bound addresses: one for results, and one per rank from 1 on for steps."""
         return _address(self._results), [_address(socket) for socket in self._steps.values()]
 
     def send(self, rank: int, message: ToRank) -> None:
-        """Raises RankError if the rank takes nothing any more."""
+        """Raise RankError if the rank has died or takes no messages."""
         try:
             self._steps[rank].send(encode(message, self._incarnation))
         except zmq.Again:
@@ -74,12 +84,12 @@ class RankHub:
             raise RankError(f"{self.name(rank)} does not take its messages.") from None
 
     def send_all(self, message: ToRank) -> None:
-        """Send every other rank the same. Raises RankError as `send` does."""
+        """Send a message to every other rank. Raise RankError as `send` does."""
         for rank in self.others:
             self.send(rank, message)
 
     def receive(self, timeout: float) -> Any:
-        """The next message of any rank, None if there is none in `timeout` seconds. Raises RankError if a rank dies."""
+        """Return the next message of any rank, None if none comes in `timeout` s. Raise RankError if a rank dies."""
         events = dict(self._poller.poll(int(1000 * timeout)))
         if self._results in events:
             try:
@@ -103,9 +113,10 @@ class RankHub:
     def gather(
         self, kind: type[Any], stop: threading.Event, *, patience: float = float("inf")
     ) -> dict[int, Any] | None:
-        """Every rank's one message of a `kind`; None if `stop` is set before.
+        """Return one message of a `kind` from every rank, by rank; None if `stop` is set before.
 
-        Raises RankError for a rank that never joins, or was heard of before and then not for `patience` seconds.
+        Raise RankError if a rank does not join in time, dies, or has joined and then sends nothing for `patience`
+        seconds.
         """
         gathered: dict[int, Any] = {}
         deadline = time.monotonic() + _SECONDS_TO_JOIN
@@ -124,7 +135,7 @@ class RankHub:
         return gathered
 
     def watch(self, machine: str) -> None:
-        """From now on the end of a rank's process on this machine is noticed at once."""
+        """Watch the processes of the ranks on this machine from now on. Raise RankError if one has ended already."""
         for rank, joined in self._joined.items():
             if joined.machine != machine:
                 continue
@@ -135,22 +146,22 @@ class RankHub:
             self._poller.register(self._pidfds[rank], zmq.POLLIN)
 
     def check(self) -> None:
-        """Raises RankError if the process of a rank has ended."""
+        """Raise RankError if the process of a rank has ended."""
         for rank, pidfd in self._pidfds.items():
             if select.select([pidfd], [], [], 0)[0]:
                 raise RankError(f"{self.name(rank)} died.")
 
     def check_for(self, seconds: float) -> None:
-        """The same for a while: a process that is just ending counts."""
+        """Check for `seconds`, so that a process that is just ending is noticed."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.check()
             time.sleep(_POLL_SECONDS)
 
     def check_signs_of_life(self, patience: float) -> None:
-        """Raises RankError for a rank that has joined and was not heard of for `patience` seconds.
+        """Raise RankError for a rank that has joined and then sent nothing for `patience` seconds.
 
-        Only what `receive` has taken counts.
+        A message counts once `receive` has taken it.
         """
         now = time.monotonic()
         for rank in self._joined:
@@ -174,7 +185,7 @@ class RankHub:
     def _bind(self, socket: zmq.Socket[bytes], address: str) -> None:
         if self._keys is not None:
             self._keys.secure_server(socket)
-            monitor = socket.get_monitor_socket(_REFUSALS)
+            monitor = socket.get_monitor_socket(_REFUSED)
             self._monitors.append(monitor)
             self._poller.register(monitor, zmq.POLLIN)
         socket.bind(address)
@@ -186,20 +197,10 @@ def _address(socket: zmq.Socket[bytes]) -> str:
     return address.decode().rstrip("\0")
 
 
-# A rank's end of the sockets to rank 0.
-
-
-_BEAT_SECONDS = 0.2
-_PING_SECONDS = 1
-_LOST_SECONDS = 4
-_LOST = zmq.EVENT_DISCONNECTED
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-
-
 class RankLink:
-    """A PULL socket for steps, a PUSH socket for results. Used by one thread.
+    """Another rank's end: a PULL socket for steps and a PUSH socket for results. Only one thread uses it.
 
-    The end of rank 0 is seen through a pidfd on its own machine, and by the broken connection from another one.
+    It notices the end of rank 0 through a pidfd on the same machine, and by the broken connection on another node.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], meeting: Meeting, rank: int) -> None:
@@ -219,39 +220,39 @@ class RankLink:
         self._met = False
         self._steps.connect(self._address)
         self._results = _connect_results(context, meeting)
-        self._first_rank: int | None = None
+        self._first_pidfd: int | None = None
 
     def watch(self, pid: int) -> None:
-        """From now on the end of process `pid` on this machine, rank 0's, counts as `Shutdown`."""
+        """Take the end of rank 0, process `pid` here, as `Shutdown`. Raise ConnectionError if it has ended."""
         try:
-            self._first_rank = os.pidfd_open(pid)
+            self._first_pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
             raise ConnectionError("rank 0 is gone") from None
-        self._poller.register(self._first_rank, zmq.POLLIN)
+        self._poller.register(self._first_pidfd, zmq.POLLIN)
 
     def send(self, message: FromRank) -> None:
         self._results.send(encode(message, self._incarnation))
 
     def receive(self, on_wait: Callable[[], None] = lambda: None) -> Any:
-        """Blocks until there is a message; meanwhile calls `on_wait` a few times a second.
+        """Wait for the next message and return it; meanwhile call `on_wait` a few times a second.
 
-        Raises RankError if rank 0, on another node, refuses this one or is gone.
+        Raise RankError if rank 0, on another node, refuses this rank or is gone.
         """
         while (message := self.poll(_BEAT_SECONDS)) is None:
             on_wait()
         return message
 
     def poll(self, seconds: float = 0.0) -> Any:
-        """The next message, None if there is none in so long. Raises as `receive` does."""
+        """Return the next message, None if none comes in `seconds`. Raise RankError as `receive` does."""
         events = dict(self._poller.poll(int(1000 * seconds)))
         if self._steps in events:
             incarnation, message = decode(self._steps.recv(), ToRank)
             if incarnation == self._incarnation:
                 return message
-        elif self._first_rank in events:
+        elif self._first_pidfd in events:
             return Shutdown()
         elif self._monitor is not None and self._monitor in events:
-            self._heed(self._monitor)
+            self._handle_event(self._monitor)
         return None
 
     def close(self) -> None:
@@ -260,10 +261,10 @@ class RankLink:
         self._results.close()
         if self._monitor is not None:
             self._monitor.close(linger=0)
-        if self._first_rank is not None:
-            os.close(self._first_rank)
+        if self._first_pidfd is not None:
+            os.close(self._first_pidfd)
 
-    def _heed(self, monitor: zmq.Socket[bytes]) -> None:
+    def _handle_event(self, monitor: zmq.Socket[bytes]) -> None:
         event = parse_monitor_message(monitor.recv_multipart())["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._met = True
@@ -274,9 +275,9 @@ class RankLink:
 
 
 class BeatThread(threading.Thread):
-    """Sends `RankBeat` on a socket of its own: while `busy` is set, and otherwise when the rank itself says so.
+    """Sends `RankBeat` on a socket of its own: while `busy` is set, and otherwise only after `say_waiting`.
 
-    So a rank that computes for long is not taken for lost, and one that hangs while it should wait is.
+    So a rank that computes for long is not taken for lost, and a rank that hangs between steps is.
     """
 
     def __init__(
@@ -298,7 +299,7 @@ class BeatThread(threading.Thread):
         self._socket = _connect_results(context, meeting)
 
     def say_waiting(self) -> None:
-        """Called by the rank's own thread again and again while it waits for a message."""
+        """Allow one more beat. The rank's own thread calls this again and again while it waits for a message."""
         self._waits.set()
 
     def run(self) -> None:
@@ -318,7 +319,7 @@ class BeatThread(threading.Thread):
 def _connect_results(context: zmq.Context[zmq.Socket[bytes]], meeting: Meeting) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.PUSH)
     socket.setsockopt(zmq.LINGER, 500)
-    # A rank 0 that does not read any more is not waited for: whoever notices first ends the service.
+    # A rank 0 that reads no more has died or hangs: do not wait for it, the service is about to end.
     socket.setsockopt(zmq.SNDTIMEO, 1000 * _LOST_SECONDS)
     if meeting.keys is not None:
         meeting.keys.secure_client(socket)
@@ -326,16 +327,10 @@ def _connect_results(context: zmq.Context[zmq.Socket[bytes]], meeting: Meeting) 
     return socket
 
 
-# Who made a collective fail, as far as rank 0 can find out.
-
-
-_SECONDS_FOR_A_BEAT = 0.7
-
-
 def find_fault(hub: RankHub, error: CollectiveError, num_entered: int, timeout: float) -> RankError:
-    """Names who is dead, or else silent, or else behind all others.
+    """Return an error that names a dead rank, or else a silent one, or else the rank that is behind all others.
 
-    num_entered: how many collectives this rank has entered. timeout: how many seconds it waited.
+    num_entered: the collectives that this rank has entered. timeout: the seconds that it waited in the last one.
     """
     try:
         entered = _latest_beats(hub)
@@ -351,7 +346,7 @@ def find_fault(hub: RankHub, error: CollectiveError, num_entered: int, timeout: 
 
 
 def _latest_beats(hub: RankHub) -> dict[int, int]:
-    """Of every rank that runs now, how many collectives it has entered. Raises RankError if one has died."""
+    """Return, by rank, the collectives that each running rank has entered. Raise RankError if a rank has died."""
     while hub.receive(0) is not None:
         continue
     entered: dict[int, int] = {}
@@ -363,16 +358,14 @@ def _latest_beats(hub: RankHub) -> dict[int, int]:
     return entered
 
 
-# What a rank says of itself when it comes, and whom rank 0 sends away.
-
-
 def introduction(context: RunContext, rank: int) -> Joined:
+    """Return the message with which this process joins as `rank`."""
     software = f"moeserve {VERSION} with torch {torch.__version__}"
     return Joined(rank, os.getpid(), platform.node(), machine_id(), software, context.model_hash)
 
 
 def dismiss_strangers(hub: RankHub, joined: Mapping[int, Joined], first: Joined) -> None:
-    """Raises RankError, and tells the rank why, if one has another model or other software than rank 0."""
+    """Dismiss the first rank whose model or software differs from `first`, that of rank 0, and raise RankError."""
     for rank, other in sorted(joined.items()):
         where = f"{hub.name(rank)} cannot take part"
         if other.software != first.software:

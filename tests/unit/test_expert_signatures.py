@@ -112,7 +112,7 @@ def test_requests_that_are_over_are_forgotten() -> None:
     signer = signer_of()
     for number in range(300):
         signatures(signer, chunk(f"r{number}", 0, [1]))
-    assert len(signer._seen) <= 128
+    assert len(signer._open) <= 128
 
 
 def test_routing_that_nobody_else_wants_ends_here() -> None:

@@ -94,7 +94,7 @@ class Group:
     executor: RankedExecutor
     link: RankLink
     process: subprocess.Popen[bytes]
-    heard: list[object]
+    received: list[object]
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
     link.send(Joined(1, process.pid, "name", "here", "software", "model"))
     assert hub.gather(Joined, threading.Event())
     hub.watch("here")
-    first, heard = FirstRank(), list[object]()
+    first, received = FirstRank(), list[object]()
     executor = RankedExecutor(
         first,
         first,
@@ -120,9 +120,9 @@ def group(tmp_path: Path) -> Iterator[Group]:
         timeout=0.3,
         num_entered=lambda: 5,
         placement_version=lambda: 4,
-        heed=[heard.append],
+        listeners=[received.append],
     )
-    yield Group(first, hub, executor, link, process, heard)
+    yield Group(first, hub, executor, link, process, received)
     process.kill()
     process.wait()
     hub.close()
@@ -176,7 +176,7 @@ def test_a_step_goes_out_to_the_ranks_and_its_results_come_home(group: Group) ->
     group.link.send(RankResult(1, encode_result(StepResult(9, [ChunkResult(), ChunkResult(7)]))))
     results = group.executor.launch(plans).result()
     assert [[chunk.token_id for chunk in result.chunks] for result in results] == [[1], [None, 7]]
-    assert group.heard == [LayerLoaded(1, 2, None)]
+    assert group.received == [LayerLoaded(1, 2, None)]
     step = group.link.receive()
     assert isinstance(step, Forward)
     assert decode_plan(step.plan) == plans[1]

@@ -101,7 +101,7 @@ class Service:
         if self.version != other.version:
             other.switch(self.version)
         if self.reports and (outcome := other.outcome()):
-            self.rebalancing.heed(LayerLoaded(1, outcome.version, outcome.error))
+            self.rebalancing.on_message(LayerLoaded(1, outcome.version, outcome.error))
 
     def step(self) -> None:
         self.launch()
