@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.tiny_models import save
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,11 +84,13 @@ def without_the_service(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_what_computes_loads_where_nothing_that_serves_is_installed():
     result = without_the_service(IMPORTS.format(modules=MODULES))
     assert result.returncode == 0, result.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_a_model_in_a_folder_is_tuned_there_and_a_name_is_refused(tmp_path):
     save("mixtral", tmp_path)
     result = without_the_service(TUNE.format(folder=str(tmp_path)))

@@ -133,6 +133,7 @@ def test_a_killed_frontend_ends_the_service_with_a_sentence(start):
     assert service.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_children_die_with_a_killed_supervisor_and_the_next_one_cleans_up(start):
     service = start(STANDIN_FRONTEND="ignores signals")
     service.wait_until_ready()
@@ -150,6 +151,7 @@ def test_children_die_with_a_killed_supervisor_and_the_next_one_cleans_up(start)
     assert following.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_taken_for_hung_and_killed(start):
     service = start()
     service.wait_until_ready()
@@ -159,6 +161,7 @@ def test_a_stopped_worker_is_taken_for_hung_and_killed(start):
     assert service.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_a_busy_worker_whose_step_stands_still_is_taken_for_hung(start):
     service = start(STANDIN_WORKER="hangs")
     service.wait_until_ready()

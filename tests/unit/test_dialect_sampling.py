@@ -262,6 +262,7 @@ JSON = st.recursive(
 NAMES = sorted({*chat.ChatBody.__struct_fields__, *completions.CompletionBody.__struct_fields__})
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["chat", "completions"]), st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4))
 def test_any_json_is_a_request_or_an_error_of_the_client(dialect: str, changes: dict[str, Any]) -> None:
     try:

@@ -87,6 +87,7 @@ def test_eight_experts_on_four_ranks_come_within_two_percent_of_the_optimum(seed
     assert crossing <= 1.02 * (transitions.sum() - most_staying(transitions, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_with_one_expert_per_rank_each_transition_reaches_its_optimum(seed):
     transitions = synthetic_trace(MIXTRAL_LIKE, 32, 100, seed).transitions()
@@ -144,6 +145,7 @@ def test_integer_programming_finds_the_same_optimum():
     assert staying(affinity_placement(transitions, 2).first_ranks(), transitions) >= 0.98 * most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "reduction"), [(4, 0.22), (8, 0.16)])
 def test_structured_traces_hop_less_and_controls_do_not(num_ranks, reduction):
     trace = synthetic_trace(MIXTRAL_LIKE, 64, 100, seed=0)

@@ -96,6 +96,7 @@ def reduction(trace, num_ranks, *, by_family):
     return 1 - remote_ranks(held_out.ids, homes, placement).mean() / plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "by_family", "least"),
     [(MIXTRAL_LIKE, False, 0.03), (SPARSE, False, 0.08), (SPARSE, True, 0.15)],

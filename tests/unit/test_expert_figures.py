@@ -120,6 +120,7 @@ def test_a_setup_that_cannot_be_is_refused():
         replace(setup_of(), residency=1.5)
 
 
+@pytest.mark.slow
 def test_a_byte_budget_bounds_what_prefetches_move():
     learning, held_out = coupled().split()
     free = simulate(learning, held_out, setup_of(predictor="affinity"))

@@ -111,6 +111,7 @@ def test_affinity_is_learnt_at_growing_intervals():
     assert learnt.current.popularity()[0, 0] > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distance", [1, 2])
 def test_affinity_beats_popularity_where_layers_depend_on_each_other_and_nowhere_else(distance):
     def gain(trace):

@@ -32,6 +32,7 @@ def is_png(path: str) -> bool:
     return Path(path).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_trace_and_its_statistics_are_drawn(tmp_path: Path, trace: RoutingTrace) -> None:
     save_trace(tmp_path / "trace", trace)
     save_statistics(tmp_path / "statistics", count_trace(trace), "any model")

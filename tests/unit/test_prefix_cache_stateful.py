@@ -288,7 +288,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 PrefixCacheMachine.TestCase.settings = settings(deadline=None, max_examples=200, stateful_step_count=50)
-TestPrefixCacheAgainstModel = PrefixCacheMachine.TestCase
+TestPrefixCacheAgainstModel = pytest.mark.slow(PrefixCacheMachine.TestCase)
 
 
 def drive(seed: int, steps: int, check_every: int, caching: bool = True) -> list[object]:

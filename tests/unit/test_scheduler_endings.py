@@ -34,6 +34,7 @@ def crowded(depth: int, *, caching: bool = True) -> Simulation:
     return simulation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("how", ["abort", "finish"])
 def test_a_request_can_end_at_every_step(how: str, depth: int) -> None:

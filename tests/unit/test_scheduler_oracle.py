@@ -95,6 +95,7 @@ def test_conversations_get_the_tokens_of_an_undisturbed_run(block_size: int, pol
         assert counters.preemptions == 0 or num_blocks == tiny
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
@@ -222,6 +223,7 @@ class Script:
             record.finish_reason = FinishReason.ABORT
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(SETUP, st.lists(ACTION, min_size=20, max_size=50), st.sets(st.integers(0, 30), max_size=2))
 def test_random_scripts_leave_every_output_and_every_block_right(
