@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` and `/v1/completions`: one HTTP request from its body to the end of its answer."""
+"""The routes that generate, in every dialect: one HTTP request from its body to the end of its answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
 from moeserve.frontend.answer import Answer, build_generates
-from moeserve.frontend.dialects import chat, completions
+from moeserve.frontend.dialects import chat, completions, messages, messages_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.engine_client import EngineGone, RequestGroup, RequestRejected
 from moeserve.frontend.http import (
@@ -44,6 +44,7 @@ class Dialect:
 
 CHAT = Dialect("chatcmpl-", chat.parse, chat.ChatFormatter)
 COMPLETIONS = Dialect("cmpl-", completions.parse, completions.CompletionFormatter)
+MESSAGES = Dialect("msg_", messages.parse, messages_answer.MessageFormatter)
 
 
 class GenerateRoute:
