@@ -25,7 +25,7 @@ BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 20, "messages": [{"role":
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
     folder = tmp_path_factory.mktemp("frontend")
-    settings = {"api_key": ("alice",), "cors_allow_origin": (PAGE,), "max_request_bytes": LIMIT}
+    settings: dict[str, Any] = {"api_key": ("alice",), "cors_allow_origin": (PAGE,), "max_request_bytes": LIMIT}
     with frontend(folder, **settings) as running:
         yield running
 
@@ -110,8 +110,11 @@ def test_more_tokens_than_the_context_has_room_for_end_there(server: Frontend, m
 
 
 def test_tokens_are_counted_as_they_are_generated_from(server: Frontend) -> None:
-    body = {"system": "s", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}] * 3}
-    body["messages"].append({"role": "user", "content": "?"})  # type: ignore[attr-defined]
+    body: dict[str, Any] = {
+        "system": "s",
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}] * 3,
+    }
+    body["messages"].append({"role": "user", "content": "?"})
     usage = post(server, **body).json()["usage"]
     counted = post(server, "/v1/messages/count_tokens", **body, max_tokens=None).json()
     assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
@@ -221,3 +224,8 @@ def test_pages_of_an_allowed_origin_may_call_and_read_errors(server: Frontend) -
 def test_origins_that_no_browser_sends_are_refused_at_the_start(tmp_path: Any, origin: str) -> None:
     with pytest.raises(ConfigError, match="cors-allow-origin"):
         create_app(Services.load(run_context(tmp_path, cors_allow_origin=(origin,))))
+
+
+def test_tools_of_the_vendor_are_named_in_a_header(server: Frontend) -> None:
+    response = post(server, tools=[{"type": "web_search_20250305", "name": "web_search"}, {"type": "a b", "name": "b"}])
+    assert (response.status_code, response.headers["x-moeserve-dropped-tools"]) == (200, "web_search_20250305,a?b")

@@ -180,7 +180,7 @@ def test_tools_and_the_choice_of_them() -> None:
 def test_tools_of_the_vendor_are_dropped_and_counted_and_refused_where_they_are_forced() -> None:
     request = parse(tools=[WEB_SEARCH, WEATHER, {"type": "bash_20250124", "name": "bash"}])
     assert [tool.name for tool in request.tools] == ["weather"]
-    assert request.ignored == ("server_tools", "server_tools")
+    assert request.dropped_tools == ("web_search_20250305", "bash_20250124")
     error = refuse(tools=[WEB_SEARCH, WEATHER], tool_choice={"type": "tool", "name": "web_search"})
     assert (error.param, "web_search_20250305" in error.message) == ("tool_choice.name", True)
     assert refuse(tools=[WEB_SEARCH], tool_choice={"type": "any"}).param == "tool_choice"

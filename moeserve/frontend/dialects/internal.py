@@ -75,7 +75,8 @@ class GenerateRequest:
     Every prompt gives `n` choices; choice `p * n + j` is sample j of prompt p. `max_tokens` None is the remainder of
     the context; with `fit_context` a larger number is that, too, and no error. `seed` None draws one; the values of
     `max_tokens` and `seed` in `sampling` do not count. `output_format` holds for the text of an answer that calls no
-    tool. `ignored` names the unknown fields, `repeated` holds the fields that the dialect's answer repeats.
+    tool. `ignored` names the unknown fields, `dropped_tools` the kinds of built-in tools that were asked for and do not
+    exist here; `repeated` holds what the dialect's answer says of the request.
     """
 
     model: str
@@ -97,6 +98,7 @@ class GenerateRequest:
     parallel_tool_calls: bool = True
     output_format: OutputFormat | None = None
     ignored: tuple[str, ...] = ()
+    dropped_tools: tuple[str, ...] = ()
     repeated: dict[str, Any] = field(default_factory=dict)
 
     @property

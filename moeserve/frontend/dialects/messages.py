@@ -150,7 +150,8 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         tool_choice=_tool_choice(asked, prompt.tools),
         parallel_tool_calls=not (asked.tool_choice and asked.tool_choice.disable_parallel_tool_use),
         output_format=_output_format(asked),
-        ignored=(*ignored, *dropped),
+        ignored=ignored,
+        dropped_tools=dropped,
         repeated={"writes_cache": has_cache_control(asked), "shows_thinking": _shows_thinking(asked)},
     )
 
@@ -163,7 +164,7 @@ def parse_count(body: bytes, model: ModelFacts) -> ChatPrompt:
 
 
 def read_chat_prompt(asked: MessagesBody) -> tuple[ChatPrompt, tuple[str, ...]]:
-    """Return the prompt, and a name for each tool that was dropped. Raises ApiError."""
+    """Return the prompt, and the types of the tools that were dropped. Raises ApiError."""
     _refuse_what_is_not_served(asked)
     if not asked.messages:
         raise invalid("`messages` must hold at least one message", "messages")
@@ -303,7 +304,7 @@ def tool_use_id_of(call_id: str) -> str:
 
 
 def _tools(bodies: list[ToolBody]) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """Return the client's own tools, and `server_tools` for each tool that the vendor defines or runs."""
+    """Return the client's own tools, and the types of the other ones: tools that the vendor defines or runs."""
     if len(bodies) > limits.MAX_TOOLS:
         raise invalid(f"`tools` takes at most {limits.MAX_TOOLS} tools", "tools")
     tools: dict[str, Tool] = {}
@@ -311,7 +312,7 @@ def _tools(bodies: list[ToolBody]) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
     for index, body in enumerate(bodies):
         path = f"tools[{index}]"
         if body.type not in (None, "custom"):
-            dropped.append("server_tools")
+            dropped.append(body.type)
             continue
         if _TOOL_NAME.fullmatch(body.name) is None:
             raise invalid(f"`{path}.name` must have 1 to 128 letters, digits, `_` or `-`", f"{path}.name")
