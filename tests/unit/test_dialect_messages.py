@@ -125,6 +125,15 @@ def test_a_turn_of_tools_becomes_one_message_with_its_calls_and_one_for_each_res
     ]
 
 
+def test_results_come_in_the_order_of_their_calls() -> None:
+    calls = assistant([tool_use("toolu_1"), tool_use("toolu_2")])
+    ids = [
+        [message["tool_call_id"] for message in said(user("go"), calls, user([tool_result(id) for id in sent]))[2:]]
+        for sent in (["toolu_2", "toolu_1"], ["toolu_9", "toolu_2"], ["toolu_2"])
+    ]
+    assert ids == [["call_1", "call_2"], ["call_2", "call_9"], ["call_2"]]
+
+
 def test_messages_of_one_role_are_one_turn() -> None:
     assert said(user("a"), user([text("b")]), assistant("c"), assistant([text("d")]), user("e")) == [
         user("a\nb"),

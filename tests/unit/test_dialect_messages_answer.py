@@ -155,6 +155,13 @@ def test_the_events_of_a_stream() -> None:
     assert stream[-2]["delta"]["stop_reason"] == "tool_use"
 
 
+def test_text_after_a_call_begins_a_block_of_its_own() -> None:
+    late = Delta(0, "then", calls=[ToolCallPart(0, "1}"), ToolCallPart(1, "{}", "call_2", "g")])
+    message = put_together(streamed(call(0, '{"a":', "call_1", "f"), late))
+    kinds = [(block["type"], block.get("input", block.get("text"))) for block in message["content"]]
+    assert kinds == [("tool_use", {"a": 1}), ("text", "then"), ("tool_use", {})]
+
+
 PIECES = st.lists(st.text(' \n\u2028"\\aé', max_size=3), max_size=4)
 CALLS = st.lists(st.sampled_from(['{"a": 1}', "{}", ' {"b": ["\\n"]}']), max_size=3)
 

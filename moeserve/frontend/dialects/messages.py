@@ -171,13 +171,14 @@ def read_chat_prompt(asked: MessagesBody) -> tuple[ChatPrompt, tuple[str, ...]]:
     if len(asked.messages) > limits.MAX_MESSAGES:
         raise invalid(f"`messages` takes at most {limits.MAX_MESSAGES} messages", "messages")
     system = _system_text(asked.system)
-    messages = [{"role": "system", "content": system}] if system else []
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for role, turn in groupby(enumerate(asked.messages), lambda numbered: numbered[1].role):
         blocks = [found for index, message in turn for found in _blocks(message.content, f"messages[{index}]")]
         if role == "assistant":
             messages.append(_assistant_message(blocks))
         elif role == "user":
-            messages += _user_messages(blocks)
+            calls = messages[-1].get("tool_calls", []) if messages else []
+            messages += _user_messages(blocks, [call["id"] for call in calls])
         elif role == "system":
             messages.append({"role": "system", "content": _joined(blocks)})
         else:
@@ -250,9 +251,15 @@ def _required(value: str | None, path: str) -> str:
     return value
 
 
-def _user_messages(blocks: list[tuple[str, Block]]) -> list[dict[str, Any]]:
-    """Return the messages of a user's turn: one for each tool's result, then one with the user's text."""
+def _user_messages(blocks: list[tuple[str, Block]], call_ids: list[str]) -> list[dict[str, Any]]:
+    """Return the messages of a user's turn: one for each tool's result, then one with the user's text.
+
+    Results come in the order of `call_ids`, the calls before this turn: many templates show no ids, and agents send
+    the result first that was ready first.
+    """
     results = [_tool_message(path, block) for path, block in blocks if block.type == "tool_result"]
+    places = {call_id: place for place, call_id in enumerate(call_ids)}
+    results.sort(key=lambda result: places.get(result["tool_call_id"], len(places)))
     said = [found for found in blocks if found[1].type != "tool_result"]
     return results if results and not said else [*results, {"role": "user", "content": _joined(said)}]
 

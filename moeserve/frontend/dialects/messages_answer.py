@@ -65,12 +65,14 @@ class MessageFormatter:
         return _event("message_start", message=message)
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
-        events = b""
+        events, calls = b"", delta.calls
+        if calls and not calls[0].name:  # the rest of the open call, from before the text
+            events, calls = self._piece(calls[0].arguments), calls[1:]
         if delta.reasoning:
             events += self._thinking(delta.reasoning)
         if delta.text:
             events += self._text(delta.text)
-        for part in delta.calls:
+        for part in calls:
             events += self._call(part)
         if delta.finish_reason is not None:
             self._last = delta
@@ -121,7 +123,7 @@ class MessageFormatter:
         return self._begin(_TEXT, _TEXT_BLOCK) + self._piece(piece)
 
     def _call(self, part: ToolCallPart) -> bytes:
-        events = self._begin(_CALL, _call_block(part)) if part.name else b""
+        events = self._begin(_CALL, _call_block(part))
         return events + self._piece(part.arguments) if part.arguments else events
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
