@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -24,6 +24,7 @@ from moeserve.frontend.services import Services
 
 # By the path under which routes lie, where errors have another shape than OpenAI's.
 ERROR_BODIES = {"/v1/messages": messages_answer.error_body}
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 def create_app(services: Services) -> Starlette:
@@ -87,8 +88,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
     Raises ConfigError for an origin that no browser sends.
     """
     for origin in origins:
-        parts = urlsplit(origin)
-        if origin != "*" and origin != f"{parts.scheme}://{parts.netloc}":
+        if origin != "*" and _ORIGIN.fullmatch(origin) is None:
             raise ConfigError(f"--cors-allow-origin takes `*` or SCHEME://HOST[:PORT], not {origin}")
     if not origins:
         return []
@@ -96,9 +96,9 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=list(origins),
-            allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-moeserve-dropped-tools"],
         )
     ]
 
