@@ -22,6 +22,10 @@ from moeserve.frontend.services import Services
 ENDPOINTS = (
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/responses",
+    "GET /v1/responses/{id}",
+    "DELETE /v1/responses/{id}",
+    "GET /v1/responses/{id}/input_items",
     "GET /v1/models",
     "POST /tokenize",
     "POST /detokenize",

@@ -59,13 +59,14 @@ class ChatPrompt:
     A message is a dict with `role` (system, developer, user, assistant or tool) and `content`, a text. An assistant's
     may have `reasoning_content`, and `tool_calls`: `[{"id", "type": "function", "function": {"name", "arguments"}}]`
     with arguments as an object, so that templates render them alike however the client spelled them. A tool's has
-    `tool_call_id` and perhaps `name`.
+    `tool_call_id` and perhaps `name`. `request_field` is the field of the request that errors name.
     """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     variables: dict[str, Any] = field(default_factory=dict)
     tools: tuple[Tool, ...] = ()
+    request_field: str = field(default="messages", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +75,8 @@ class GenerateRequest:
 
     Every prompt gives `n` choices; choice `p * n + j` is sample j of prompt p. `max_tokens` None is the remainder of
     the context, `seed` None draws one; the values of these two in `sampling` do not count. `output_format` holds for
-    the text of an answer that calls no tool. `ignored` names the unknown fields, `repeated` holds the fields that the
-    dialect's answer repeats.
+    the text of an answer that calls no tool. `ignored` names the unknown fields, `dropped_tools` the kinds of built-in
+    tools that were asked for and do not exist here; `repeated` holds what the dialect's answer says of the request.
     """
 
     model: str
@@ -96,6 +97,7 @@ class GenerateRequest:
     parallel_tool_calls: bool = True
     output_format: OutputFormat | None = None
     ignored: tuple[str, ...] = ()
+    dropped_tools: tuple[str, ...] = ()
     repeated: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -105,7 +107,8 @@ class GenerateRequest:
     @property
     def prompt_field(self) -> str:
         """The request field of the prompts."""
-        return "messages" if isinstance(self.prompts[0], ChatPrompt) else "prompt"
+        prompt = self.prompts[0]
+        return prompt.request_field if isinstance(prompt, ChatPrompt) else "prompt"
 
 
 @dataclass(frozen=True, slots=True)
