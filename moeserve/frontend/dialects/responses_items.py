@@ -45,7 +45,7 @@ class ItemReader:
         self.messages: list[dict[str, Any]] = []
         self._find = find
         self._assistant: dict[str, Any] | None = None  # the message that the assistant's next items belong to
-        self._called: set[str] = set()
+        self._called: dict[str, str] = {}  # the names of the tools that were called, by the ids of the calls
 
     def say(self, role: str, text: str) -> None:
         """Add a message of somebody else than the assistant."""
@@ -60,8 +60,7 @@ class ItemReader:
             case "reasoning":
                 self._add_reasoning(item, where)
             case "function_call":
-                text = _required(item, "arguments", where)
-                self._add_call(item, _arguments(text, f"{where}.arguments"), where)
+                self._add_call(item, _arguments(_required(item, "arguments", where)), where)
             case "custom_tool_call":
                 self._add_call(item, {CUSTOM_INPUT: _required(item, "input", where)}, where)
             case "function_call_output" | "custom_tool_call_output":
@@ -98,7 +97,7 @@ class ItemReader:
         name = model_name(_required(item, "name", where), namespace)
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._open().setdefault("tool_calls", []).append(call)
-        self._called.add(call_id)
+        self._called[call_id] = name
 
     def _add_output(self, item: Item, where: str) -> None:
         call_id = _required(item, "call_id", where)
@@ -108,7 +107,9 @@ class ItemReader:
             )
         content = _content_text(item.get("output"), f"{where}.output")
         self._assistant = None
-        self.messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
+        self.messages.append(
+            {"role": "tool", "content": content, "tool_call_id": call_id, "name": self._called[call_id]}
+        )
 
     def _add_reference(self, item_id: str, where: str) -> None:
         found = self._find(item_id)
@@ -135,15 +136,17 @@ def _required(item: Item, key: str, where: str) -> str:
     return value
 
 
-def _arguments(text: str, where: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object, so that prompts are alike however a client spelled the JSON."""
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object, so that prompts are alike however a client spelled the JSON.
+
+    A model may have written what is no JSON object. The conversation must be able to go on, so the template then gets
+    the text as the only argument.
+    """
     try:
         arguments = msgspec.json.decode(text) if text.strip() else {}
     except (msgspec.DecodeError, RecursionError):
         arguments = None
-    if not isinstance(arguments, dict):
-        raise invalid(f"`{where}` must be a JSON object", where)
-    return arguments
+    return arguments if isinstance(arguments, dict) else {"invalid_arguments": text}
 
 
 def _content_text(content: Any, where: str) -> str:
