@@ -22,13 +22,17 @@ _OVERHEAD_BYTES = 1024  # of the objects around one kept response
 
 @dataclass(slots=True, eq=False)
 class KeptResponse:
-    """A response and the input of its request, both as JSON. `holders` counts later turns and the shelf itself."""
+    """A response and the input of its request, both as JSON.
+
+    `holders` counts later turns and the shelf itself, `past_size` is what the turns before it count.
+    """
 
     response_id: str
     response: bytes
     input: bytes
     item_ids: tuple[str, ...]
     previous: KeptResponse | None
+    past_size: int
     holders: int = 1
 
     @property
@@ -84,13 +88,14 @@ class Shelf:
         return next((item for item in kept.output_items() if item.get("id") == item_id), None)
 
     def put(self, response_id: str, response: bytes, input_items: list[Item], previous_id: str | None) -> bool:
-        """Keep a response. Return False, with nothing kept, if it is larger than the shelf or its past is gone."""
+        """Keep a response. Return False, with nothing kept, if its conversation is too long or its past is gone."""
         previous = None if previous_id is None else self._kept.get(previous_id)
         if previous is None and previous_id is not None:
             return False
         item_ids = tuple(item["id"] for item in msgspec.json.decode(response)["output"])
-        kept = KeptResponse(response_id, response, msgspec.json.encode(input_items), item_ids, previous)
-        if kept.size > self._max_bytes:
+        past_size = 0 if previous is None else previous.past_size + previous.size
+        kept = KeptResponse(response_id, response, msgspec.json.encode(input_items), item_ids, previous, past_size)
+        if kept.size + past_size > min(self._max_bytes, limits.MAX_STORED_CONVERSATION_BYTES):
             return False
         if previous is not None:
             previous.holders += 1

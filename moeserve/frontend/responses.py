@@ -87,7 +87,7 @@ class KeptResponseRoutes:
         )
 
     def _find(self, request: Request) -> KeptResponse:
-        response_id = request.path_params["response_id"]
+        response_id = responses_answer.ID_PREFIX + request.path_params["name"]
         kept = _shelf(self._store, request.scope).find(response_id)
         if kept is None:
             raise ApiError(

@@ -165,7 +165,8 @@ def test_an_engine_that_dies_ends_the_stream_as_a_failed_response(server: Fronte
     assert not any(line.startswith("data: [DONE]") for line in rest)
 
 
-def test_methods_that_do_not_exist_are_refused(server: Frontend) -> None:
+def test_what_does_not_exist_is_refused(server: Frontend) -> None:
     refused = server.http.put("/v1/responses/resp_1")
     assert refused.status_code == 405
     assert {"GET", "DELETE"} <= set(refused.headers["allow"].split(", "))
+    assert server.http.post("/v1/responses/compact", json={}).status_code == 404

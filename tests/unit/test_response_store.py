@@ -87,12 +87,13 @@ def test_a_long_conversation_counts_every_turn_once() -> None:
     assert shelf.num_bytes < 51 * one
 
 
-def test_a_response_that_is_too_large_or_has_lost_its_past_is_not_kept() -> None:
+def test_a_response_whose_conversation_is_too_large_or_gone_is_not_kept() -> None:
     shelf = shelf_of(max_bytes=5000)
     assert put(shelf, "a")
     assert not put(shelf, "huge", size=5000)
     assert not put(shelf, "orphan", "gone")
-    assert [shelf.find(name) is not None for name in ("a", "huge", "orphan")] == [True, False, False]
+    assert not put(shelf, "long", "a", size=3500)
+    assert [shelf.find(name) is not None for name in ("a", "huge", "orphan", "long")] == [True] + [False] * 3
 
 
 def test_callers_have_shelves_of_their_own() -> None:
