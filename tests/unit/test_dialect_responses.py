@@ -331,6 +331,10 @@ def test_formats_of_the_text() -> None:
         ("prompt", {"id": "p"}),
         ("context_management", [{"type": "compaction"}]),
         ("n", 2),
+        ("prompt_logprobs", 3),
+        ("skip_special_tokens", False),
+        ("include_stop_str_in_output", True),
+        ("response_format", {"type": "json_object"}),
         ("max_tokens", 5),
     ],
 )

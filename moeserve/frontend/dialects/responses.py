@@ -25,9 +25,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "context_management": (None, []),
     "conversation": (None,),
+    "include_stop_str_in_output": (None, False),
     "max_tokens": (None,),
     "n": (None, 1),
     "prompt": (None,),
+    "prompt_logprobs": (None, False),
+    "skip_special_tokens": (None, True),
 }
 
 
@@ -64,7 +67,10 @@ class ResponsesBody(fields.SamplingBody, kw_only=True):
     background: Any = None
     context_management: Any = None
     conversation: Any = None
+    include_stop_str_in_output: Any = None
     prompt: Any = None
+    prompt_logprobs: Any = None
+    skip_special_tokens: Any = None
 
 
 class Earlier(Protocol):
