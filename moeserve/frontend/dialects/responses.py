@@ -112,29 +112,12 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
     tools = read_tools(asked.tools)
     stream, _, _ = fields.read_stream_options(asked)
     sampling = fields.read_sampling(asked, model, _logprobs(asked, model))
-    output_format, format_repeated = _read_format(asked.text)
+    output_format, form = _read_format(asked.text)
     items = _own_items(asked.input)
-    effort = fields.read_effort("reasoning.effort", asked.reasoning.effort if asked.reasoning else None)
-    messages = _read_messages(asked, items, earlier)
-    turn = Turn(
-        repeated=_repeated(asked, tools, sampling, format_repeated),
-        input=items,
-        names=tools.names,
-        previous_id=asked.previous_response_id,
-        store=asked.store is not False,
-        seals_reasoning=_SEALED_REASONING in (asked.include or ()),
-    )
     verbosity = ("verbosity",) if asked.text is not None and asked.text.verbosity is not None else ()
     return GenerateRequest(
         model=name,
-        prompts=[
-            ChatPrompt(
-                messages=messages,
-                variables={} if effort is None else {"reasoning_effort": effort},
-                tools=tuple(tools.tools),
-                request_field="input",
-            )
-        ],
+        prompts=[_prompt(asked, items, tools, earlier)],
         sampling=sampling,
         max_tokens=fields.read_count("max_output_tokens", asked.max_output_tokens),
         seed=fields.read_seed(asked.seed),
@@ -148,7 +131,28 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
         output_format=output_format,
         ignored=(*ignored, *verbosity),
         dropped_tools=tuple(tools.dropped),
-        repeated={"turn": turn},
+        repeated={"turn": _turn(asked, items, tools, _repeated(asked, tools, sampling, form))},
+    )
+
+
+def _prompt(asked: ResponsesBody, items: list[Item], tools: ToolSet, earlier: Earlier) -> ChatPrompt:
+    effort = fields.read_effort("reasoning.effort", asked.reasoning.effort if asked.reasoning else None)
+    return ChatPrompt(
+        messages=_read_messages(asked, items, earlier),
+        variables={} if effort is None else {"reasoning_effort": effort},
+        tools=tuple(tools.tools),
+        request_field="input",
+    )
+
+
+def _turn(asked: ResponsesBody, items: list[Item], tools: ToolSet, repeated: dict[str, Any]) -> Turn:
+    return Turn(
+        repeated=repeated,
+        input=items,
+        names=tools.names,
+        previous_id=asked.previous_response_id,
+        store=asked.store is not False,
+        seals_reasoning=_SEALED_REASONING in (asked.include or ()),
     )
 
 
