@@ -19,6 +19,8 @@ from moeserve.frontend.generate import CHAT, COMPLETIONS, MESSAGES, GenerateRout
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.middleware import RequestBoundary
+from moeserve.frontend.response_store import ResponseStore
+from moeserve.frontend.responses import KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.routes import ExpertRoutes, ServiceRoutes, TokenRoutes
 from moeserve.frontend.services import Services
 
@@ -61,11 +63,16 @@ def create_app(services: Services) -> Starlette:
 
 def _routes(services: Services) -> list[BaseRoute]:
     service, tokens, experts = ServiceRoutes(services), TokenRoutes(services), ExpertRoutes(services)
+    store = ResponseStore()
+    kept = KeptResponseRoutes(store)
     return [
         Route("/v1/chat/completions", GenerateRoute(services, CHAT), methods=["POST"]),
         Route("/v1/completions", GenerateRoute(services, COMPLETIONS), methods=["POST"]),
         Route("/v1/messages", GenerateRoute(services, MESSAGES), methods=["POST"]),
         Route("/v1/messages/count_tokens", tokens.count_message, methods=["POST"]),
+        Route("/v1/responses", ResponsesRoute(services, store), methods=["POST"]),
+        Route("/v1/responses/resp_{name}", kept.one, methods=["GET", "DELETE"]),
+        Route("/v1/responses/resp_{name}/input_items", kept.input_items, methods=["GET"]),
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.model),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),

@@ -14,6 +14,8 @@ from moeserve.frontend.dialects.internal import GenerateRequest, ModelFacts, Usa
 from moeserve.frontend.http import DONE, ApiError, invalid, unknown_model, unsupported
 from moeserve.plan import SamplingParams
 
+EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
+
 _ABSENT = frozenset({b"null"})
 _OFF = frozenset({b"null", b"false"})
 _EMPTY = frozenset({b"null", b"[]", b"{}"})
@@ -228,6 +230,13 @@ def read_cache_salt(salt: str | None) -> str:
     if not salt or len(salt) > limits.MAX_CACHE_SALT_CHARS:
         raise invalid(f"`cache_salt` must have 1 to {limits.MAX_CACHE_SALT_CHARS} characters", "cache_salt")
     return salt
+
+
+def read_effort(name: str, effort: str | None) -> str | None:
+    """Return how much the model is asked to reason, None if that is left to the template."""
+    if effort is not None and effort not in EFFORTS:
+        raise invalid(f"`{name}` must be one of {', '.join(sorted(EFFORTS))}", name)
+    return effort
 
 
 def read_stream_options(body: SamplingBody) -> tuple[bool, bool, bool]:

@@ -59,13 +59,14 @@ class ChatPrompt:
     A message is a dict with `role` (system, developer, user, assistant or tool) and `content`, a text. An assistant's
     may have `reasoning_content`, and `tool_calls`: `[{"id", "type": "function", "function": {"name", "arguments"}}]`
     with arguments as an object, so that templates render them alike however the client spelled them. A tool's has
-    `tool_call_id` and perhaps `name`.
+    `tool_call_id` and perhaps `name`. `request_field` is the field of the request that errors name.
     """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     variables: dict[str, Any] = field(default_factory=dict)
     tools: tuple[Tool, ...] = ()
+    request_field: str = field(default="messages", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +109,8 @@ class GenerateRequest:
     @property
     def prompt_field(self) -> str:
         """The request field of the prompts."""
-        return "messages" if isinstance(self.prompts[0], ChatPrompt) else "prompt"
+        prompt = self.prompts[0]
+        return prompt.request_field if isinstance(prompt, ChatPrompt) else "prompt"
 
 
 @dataclass(frozen=True, slots=True)
