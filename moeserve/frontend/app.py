@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from moeserve.frontend.cache_routes import WARM, CacheRoutes
 from moeserve.frontend.generate import CHAT, COMPLETIONS, GenerateRoute
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import AuthGate, load_keys
@@ -49,6 +50,7 @@ def create_app(services: Services) -> Starlette:
 
 def _routes(services: Services) -> list[BaseRoute]:
     service, tokens, experts = ServiceRoutes(services), TokenRoutes(services), ExpertRoutes(services)
+    cache = CacheRoutes(services)
     return [
         Route("/v1/chat/completions", GenerateRoute(services, CHAT), methods=["POST"]),
         Route("/v1/completions", GenerateRoute(services, COMPLETIONS), methods=["POST"]),
@@ -61,6 +63,10 @@ def _routes(services: Services) -> list[BaseRoute]:
         Route("/metrics", service.metrics),
         Route("/version", service.version),
         Route("/reset_prefix_cache", service.reset_prefix_cache, methods=["POST"]),
+        Route("/v1/cache", cache.cache, methods=["GET", "DELETE"]),
+        Route("/v1/cache/warm", GenerateRoute(services, WARM), methods=["POST"]),
+        Route("/v1/cache/pin", cache.pin, methods=["POST"]),
+        Route("/v1/cache/unpin", cache.unpin, methods=["POST"]),
         Route("/v1/experts", experts.experts),
         Route("/v1/experts/statistics", experts.save_statistics, methods=["POST"]),
         Route("/v1/experts/trace", experts.trace, methods=["POST"]),
