@@ -21,7 +21,7 @@ class EvictionRecord:
 
     __slots__ = ("_block_bytes", "_evicted", "_limit", "_overrun")
 
-    def __init__(self, block_bytes: int, limit: int = MAX_RECORDED_BLOCKS) -> None:
+    def __init__(self, block_bytes: int, limit: int) -> None:
         self._block_bytes = block_bytes
         self._limit = limit
         self._evicted: dict[str, OrderedDict[int, None]] = {}

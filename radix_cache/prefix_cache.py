@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from radix_cache.block_allocator import BlockAllocator
 from radix_cache.errors import BudgetError, LeaseError, require
+from radix_cache.evictions import MAX_RECORDED_BLOCKS
 from radix_cache.invariants import check_tree
 from radix_cache.listing import CachedPrefix, list_prefixes
 from radix_cache.misses import Miss, explain_miss
@@ -42,7 +43,15 @@ class PrefixCache:
         "num_blocks",
     )
 
-    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True, retention_share: float = 0.5) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        caching: bool = True,
+        retention_share: float = 0.5,
+        max_recorded_evictions: int = MAX_RECORDED_BLOCKS,
+    ) -> None:
         if block_size <= 0:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.num_blocks = num_blocks
@@ -50,7 +59,7 @@ class PrefixCache:
         self._caching = caching
         self._retention_share = retention_share
         self._allocator = BlockAllocator(num_blocks)
-        self._tree = RadixTree(block_size)
+        self._tree = RadixTree(block_size, max_recorded_evictions)
         self._leases: dict[int, Lease] = {}
         self._next_number = 0
         self._num_private_blocks = 0

@@ -12,7 +12,7 @@ from array import array
 from heapq import heapify, heappop, heappush
 
 from radix_cache.errors import require
-from radix_cache.evictions import EvictionRecord
+from radix_cache.evictions import MAX_RECORDED_BLOCKS, EvictionRecord
 from radix_cache.nodes import NOT_QUEUED, Node
 from radix_cache.retention import RetentionLedger, account_of
 
@@ -47,7 +47,8 @@ class RadixTree:
         "roots",
     )
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, max_recorded_evictions: int = MAX_RECORDED_BLOCKS) -> None:
+        """max_recorded_evictions: blocks of each account."""
         self._block_bytes = 4 * block_size
         self._clock = 0
         self._serial = 0
@@ -56,7 +57,7 @@ class RadixTree:
         self._queue: list[tuple[int, int, int, int, Node]] = []
         self._next_entry = 0
         self.ledger = RetentionLedger()
-        self.evictions = EvictionRecord(4 * block_size)
+        self.evictions = EvictionRecord(4 * block_size, max_recorded_evictions)
         self.now = 0.0
         self.roots: dict[str, Node] = {}
         self.num_nodes = 0

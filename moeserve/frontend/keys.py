@@ -161,7 +161,7 @@ def cache_namespace(secret: str, identity: Identity, cache_salt: str) -> str:
     """Return the namespace of the cached prefixes that a request may use: its own key's, narrowed by its salt.
 
     Its first part, before a `/`, is the key's account (`cache_account`). Without keys and salt all requests share one
-    namespace, the empty one. The key's digest has a fixed length, so no two pairs of key and salt give the same message.
+    namespace, the empty one. The key's digest has a fixed length, so no two pairs of key and salt give one message.
     """
     account = cache_account(secret, identity)
     if not cache_salt:
