@@ -51,7 +51,7 @@ def read_cache_control(control: Any, where: str) -> int | None:
     if kind != "ephemeral":
         raise invalid(f"`{where}` must be an object with the type ephemeral", where)
     ttl = control.get("ttl", "5m")
-    if ttl not in _CONTROL_SECONDS:
+    if not isinstance(ttl, str) or ttl not in _CONTROL_SECONDS:
         raise invalid(f"`{where}.ttl` must be 5m or 1h", f"{where}.ttl")
     return _CONTROL_SECONDS[ttl]
 
