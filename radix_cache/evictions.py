@@ -1,14 +1,13 @@
 """Which prefixes were evicted: a bounded record, so that a miss can be told from a prompt that was never seen.
 
-The digest of a prefix is chained block by block from the name of its namespace. Records serve reports alone; no
-decision depends on them.
+The digest of a prefix is chained block by block from the name of its namespace. It is a `hash()`, the cheapest there
+is, and differs from process to process: digests serve reports alone, no decision depends on them.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from hashlib import blake2b
 
 from radix_cache.nodes import Node
 from radix_cache.retention import account_of
@@ -31,10 +30,11 @@ class EvictionRecord:
         """Note that the last `count` blocks of a node are about to be evicted."""
         digests = self.digests(node)
         account = account_of(node.namespace)
-        record = self._evicted.setdefault(account, OrderedDict())
-        for digest in reversed(digests[len(digests) - count :]):
-            record[digest] = None
-            record.move_to_end(digest)
+        record = self._evicted.get(account)
+        if record is None:
+            record = self._evicted[account] = OrderedDict()
+        # The tail first: the head of a prefix is remembered longest.
+        record.update(dict.fromkeys(reversed(digests[len(digests) - count :])))
         while len(record) > self._limit:
             record.popitem(last=False)
             self._overrun.add(account)
@@ -52,33 +52,32 @@ class EvictionRecord:
             return 0
         digest = self.end_digest(node)
         for position in range(0, len(data), size):
-            digest = _chain(digest, data[position : position + size])
+            digest = hash((digest, data[position : position + size]))
             if digest not in record:
                 return position // size
         return len(data) // size
 
     def end_digest(self, node: Node) -> int:
         """Return the digest of the prefix that ends with `node`."""
-        return self.digests(node)[-1] if node.parent is not None else _chain(0, node.namespace.encode())
+        return self.digests(node)[-1] if node.parent is not None else hash(node.namespace)
 
     def digests(self, node: Node) -> array[int]:
         """Return the node's own array with the digests of the prefixes that end with its blocks, filled in."""
+        if len(node.digests) == len(node.blocks):
+            return node.digests
         chain = []
         current: Node = node
         while current.parent is not None and len(current.digests) < len(current.blocks):
             chain.append(current)
             current = current.parent
-        digest = current.digests[-1] if current.parent is not None else _chain(0, current.namespace.encode())
+        digest = current.digests[-1] if current.parent is not None else hash(current.namespace)
         size = self._block_bytes
         for current in reversed(chain):
             digests = current.digests
             if digests:
                 digest = digests[-1]
-            for position in range(len(digests) * size, len(current.tokens), size):
-                digest = _chain(digest, bytes(current.tokens[position : position + size]))
+            data = bytes(current.tokens)
+            for position in range(len(digests) * size, len(data), size):
+                digest = hash((digest, data[position : position + size]))
                 digests.append(digest)
         return node.digests
-
-
-def _chain(digest: int, data: bytes) -> int:
-    return int.from_bytes(blake2b(digest.to_bytes(8, "little") + data, digest_size=8).digest(), "little")

@@ -57,7 +57,7 @@ class Node:
         self.hits = 0
         self.saved_tokens = 0
         self.used_at = 0.0
-        self.digests: array[int] = array("Q")
+        self.digests: array[int] = array("q")
 
 
 class Retention:
