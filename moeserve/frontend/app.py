@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from moeserve.config import ConfigError
+from moeserve.frontend.cache_routes import WARM, CacheRoutes
 from moeserve.frontend.dialects import messages_answer
 from moeserve.frontend.generate import CHAT, COMPLETIONS, MESSAGES, GenerateRoute
 from moeserve.frontend.http import ApiError
@@ -63,7 +64,7 @@ def create_app(services: Services) -> Starlette:
 
 def _routes(services: Services) -> list[BaseRoute]:
     service, tokens, experts = ServiceRoutes(services), TokenRoutes(services), ExpertRoutes(services)
-    store = ResponseStore()
+    store, cache = ResponseStore(), CacheRoutes(services)
     kept = KeptResponseRoutes(store)
     return [
         Route("/v1/chat/completions", GenerateRoute(services, CHAT), methods=["POST"]),
@@ -82,6 +83,10 @@ def _routes(services: Services) -> list[BaseRoute]:
         Route("/metrics", service.metrics),
         Route("/version", service.version),
         Route("/reset_prefix_cache", service.reset_prefix_cache, methods=["POST"]),
+        Route("/v1/cache", cache.cache, methods=["GET", "DELETE"]),
+        Route("/v1/cache/warm", GenerateRoute(services, WARM), methods=["POST"]),
+        Route("/v1/cache/pin", cache.pin, methods=["POST"]),
+        Route("/v1/cache/unpin", cache.unpin, methods=["POST"]),
         Route("/v1/experts", experts.experts),
         Route("/v1/experts/statistics", experts.save_statistics, methods=["POST"]),
         Route("/v1/experts/trace", experts.trace, methods=["POST"]),

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects.internal import GenerateRequest, ModelFacts, Usage
+from moeserve.frontend.dialects.cache_options import read_cache_options
+from moeserve.frontend.dialects.internal import CacheOptions, GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.http import DONE, ApiError, invalid, unknown_model, unsupported
 from moeserve.plan import SamplingParams
 
@@ -62,9 +63,6 @@ HARMLESS = frozenset(
         "metadata",
         "parallel_tool_calls",
         "prediction",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
         "safety_identifier",
         "server_tools",
         "service_tier",
@@ -104,6 +102,10 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    cache_report: bool | None = None
 
 
 _B = TypeVar("_B", bound=msgspec.Struct)
@@ -239,6 +241,13 @@ def read_effort(name: str, effort: str | None) -> str | None:
     return effort
 
 
+def read_cache(body: SamplingBody) -> CacheOptions:
+    """Return what a body asks of the prompt cache. Raises ApiError."""
+    return read_cache_options(
+        body.prompt_cache_key, body.prompt_cache_retention, body.prompt_cache_options, body.cache_report
+    )
+
+
 def read_stream_options(body: SamplingBody) -> tuple[bool, bool, bool]:
     """Return (stream, include_usage, continuous_usage)."""
     stream = bool(body.stream)
@@ -320,13 +329,16 @@ class EventWriter:
 
 def openai_usage(usage: Usage) -> dict[str, Any]:
     """Return the `usage` object of chat and of completions."""
-    return {
+    counts: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+    if usage.cache_report is not None:
+        counts["cache_report"] = usage.cache_report
+    return counts
 
 
 def _usage_tail(usage: Usage) -> bytes:

@@ -69,6 +69,19 @@ class ChatPrompt:
     request_field: str = field(default="messages", compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """What a client asks of the prompt cache.
+
+    seconds: how long to retain the whole prompt, None not to. breakpoints: (number of leading messages, seconds) of
+    prefixes to retain; 0 messages are the tools alone. report: say where and why the match of the prompt ended.
+    """
+
+    seconds: float | None = None
+    breakpoints: tuple[tuple[int, float], ...] = ()
+    report: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A client's request, in no dialect.
@@ -98,6 +111,7 @@ class GenerateRequest:
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     output_format: OutputFormat | None = None
+    cache: CacheOptions = CacheOptions()
     ignored: tuple[str, ...] = ()
     dropped_tools: tuple[str, ...] = ()
     repeated: dict[str, Any] = field(default_factory=dict)
@@ -168,12 +182,14 @@ class Delta:
 @dataclass(slots=True)
 class Usage:
     """Token counts of an answer; `cached_tokens` of the prompt tokens came from the prefix cache, `reasoning_tokens` of
-    the completion tokens were reasoning."""
+    the completion tokens were reasoning. `cache_report`: what `CacheOptions.report` asked for, of one prompt or, as a
+    list, of several."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    cache_report: dict[str, Any] | list[dict[str, Any]] | None = None
 
 
 class Formatter(Protocol):
