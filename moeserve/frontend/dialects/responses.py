@@ -62,7 +62,6 @@ class ResponsesBody(fields.SamplingBody, kw_only=True):
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     service_tier: str | None = None
     background: Any = None
     context_management: Any = None
@@ -125,6 +124,7 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
         stream=stream,
         priority=fields.read_priority(asked),
         cache_salt=fields.read_cache_salt(asked.cache_salt),
+        cache=fields.read_cache(asked),
         tools=tuple(tools.tools),
         tool_choice=read_tool_choice(asked.tool_choice, tools),
         parallel_tool_calls=asked.parallel_tool_calls is not False,
@@ -158,7 +158,7 @@ def _turn(asked: ResponsesBody, items: list[Item], tools: ToolSet, repeated: dic
 
 def _check_labels(asked: ResponsesBody) -> None:
     """Check fields that the answer repeats and that do not change it otherwise."""
-    for name in ("user", "safety_identifier", "prompt_cache_key", "service_tier"):
+    for name in ("user", "safety_identifier", "service_tier"):
         if len(getattr(asked, name) or "") > limits.MAX_ECHOED_CHARS:
             raise invalid(f"`{name}` takes at most {limits.MAX_ECHOED_CHARS} characters", name)
     if asked.max_tool_calls is not None:
