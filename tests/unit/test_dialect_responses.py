@@ -366,6 +366,25 @@ def test_bad_values_are_refused_by_name(field: str, value: Any, param: str) -> N
     assert (error.status, error.param) == (400, param)
 
 
+def nested(place: str, depth: int) -> bytes:
+    """Return a body that holds objects in objects at that place."""
+    value = '{"a":' * depth + "1" + "}" * depth
+    fields = {
+        "tools": f'"tools": [{{"type": "function", "name": "f", "parameters": {value}}}], "input": "x"',
+        "text": f'"text": {{"format": {{"type": "json_schema", "name": "n", "schema": {value}}}}}, "input": "x"',
+        "input": f'"input": [{{"role": "user", "content": "x", "extra": {value}}}]',
+    }
+    return f'{{"model": "tiny", {fields[place]}}}'.encode()
+
+
+@pytest.mark.parametrize("place", ["tools", "text", "input"])
+def test_what_is_nested_too_deeply_is_refused_at_every_depth(place: str) -> None:
+    responses.parse(nested(place, 50), FACTS, empty_shelf())
+    for depth in (400, *range(980, 1000), 100_000):
+        with pytest.raises(ApiError, match="nested too deeply"):
+            responses.parse(nested(place, depth), FACTS, empty_shelf())
+
+
 def test_options_reach_the_request_and_are_repeated() -> None:
     request = parse(
         max_output_tokens=7,

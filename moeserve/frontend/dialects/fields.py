@@ -21,6 +21,7 @@ _ABSENT = frozenset({b"null"})
 _OFF = frozenset({b"null", b"false"})
 _EMPTY = frozenset({b"null", b"[]", b"{}"})
 _LEAST_LOGPROB = -9999.0
+_LEVELS_IN_RESERVE = 700  # of the 1000 that Python has
 
 # Fields that would change the answer if they were supported, with the values that ask for nothing.
 UNSUPPORTED: dict[str, Collection[bytes]] = {
@@ -125,6 +126,19 @@ def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
         raise _wrong_type(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise invalid("The body is not valid JSON in UTF-8", code="invalid_json") from None
+    except RecursionError:
+        raise invalid("The body is nested too deeply", code="invalid_json") from None
+
+
+def check_depth(value: Any) -> None:
+    """Raise ApiError for a value that is nested so deeply that later readers of it might run out of stack.
+
+    A template or an answer goes down into the value again, from a deeper stack and with more frames for each level.
+    """
+    for _ in range(_LEVELS_IN_RESERVE):
+        value = [value]
+    try:
+        msgspec.json.encode(value)
     except RecursionError:
         raise invalid("The body is nested too deeply", code="invalid_json") from None
 

@@ -113,6 +113,7 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
     sampling = fields.read_sampling(asked, model, _logprobs(asked, model))
     output_format, form = _read_format(asked.text)
     items = _own_items(asked.input)
+    fields.check_depth((items, asked.tools, form))
     verbosity = ("verbosity",) if asked.text is not None and asked.text.verbosity is not None else ()
     return GenerateRequest(
         model=name,
