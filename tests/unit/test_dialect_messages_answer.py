@@ -19,14 +19,14 @@ USAGE = Usage(prompt_tokens=9, completion_tokens=7, cached_tokens=4, reasoning_t
 DIRECT = {"type": "direct"}
 
 
-def formatter(cache: CacheOptions = CacheOptions(), **repeated: Any) -> MessageFormatter:
+def formatter(seconds: float | None = None, **repeated: Any) -> MessageFormatter:
     request = GenerateRequest(
         model="m",
         prompts=[""],
         sampling=SamplingParams(max_tokens=0),
         max_tokens=7,
         seed=None,
-        cache=cache,
+        cache=CacheOptions(seconds),
         repeated=repeated,
     )
     return MessageFormatter("msg_1", 17, request, TOKENIZER, "fp")
