@@ -1,0 +1,66 @@
+// The top of the prefix tree, as `GET /v1/cache` tells it: the prefixes that saved the most, below what they begin with.
+
+import { count, el, find, milliseconds } from "./dom.js";
+
+const MAX_ROWS = 40;
+const MAX_INDENT = 8;
+
+/** Prefixes in the order of a tree, each with its depth; those whose parent is not told are at the top. */
+export function inTreeOrder(prefixes) {
+  const below = new Map();
+  const ids = new Set(prefixes.map((prefix) => prefix.id));
+  for (const prefix of prefixes) {
+    const parent = ids.has(prefix.parent) ? prefix.parent : null;
+    if (!below.has(parent)) below.set(parent, []);
+    below.get(parent).push(prefix);
+  }
+  const rows = [];
+  const waiting = [...(below.get(null) ?? [])].reverse().map((prefix) => [prefix, 0]);
+  while (waiting.length) {
+    const [prefix, depth] = waiting.pop();
+    rows.push({ prefix, depth });
+    waiting.push(...[...(below.get(prefix.id) ?? [])].reverse().map((child) => [child, depth + 1]));
+  }
+  return rows;
+}
+
+export class PrefixPanel {
+  show(described) {
+    const prefixes = described.prefixes ?? [];
+    this.showFacts(described);
+    const rows = inTreeOrder(prefixes).slice(0, MAX_ROWS);
+    const most = Math.max(1, ...prefixes.map((prefix) => prefix.tokens_saved));
+    const head = ["Begins with", "Tokens", "Hits", "Tokens saved"].map((name) => el("th", { scope: "col" }, name));
+    const table = el("table", { class: "prefixes" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows.map((row) => this.row(row, most))));
+    find("#prefix-tree").replaceChildren(rows.length ? table : el("p", { class: "note" }, "Nothing is cached yet."));
+  }
+
+  showFacts({ num_prefixes: all, budget }) {
+    const facts = [];
+    if (all !== undefined) facts.push(["prefixes", count(all)]);
+    if (budget?.blocks) {
+      facts.push(["retained", `${count(budget.retained)} of ${count(budget.blocks)} blocks`]);
+      facts.push(["pinned", `${count(budget.pinned)} blocks`]);
+    }
+    find("#prefix-facts").replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+  }
+
+  row({ prefix, depth }, most) {
+    const text = typeof prefix.preview === "string" ? prefix.preview : `tokens ${prefix.preview.join(" ")}`;
+    const shown = el("span", { class: "text", title: text }, text.replace(/\s+/g, " ").trim() || "(spaces)");
+    const first = el("td", { class: "begins" }, shown, tags(prefix));
+    first.style.paddingLeft = `${Math.min(depth, MAX_INDENT) * 1.1}rem`;
+    const meter = el("meter", { min: 0, max: most, value: prefix.tokens_saved, "aria-hidden": "true" });
+    const number = (value) => el("td", { class: "number" }, count(value));
+    return el("tr", {}, first, number(prefix.num_prefix_tokens), number(prefix.hits), el("td", { class: "number" }, count(prefix.tokens_saved), meter));
+  }
+}
+
+function tags(prefix) {
+  const names = [];
+  if (prefix.is_pinned) names.push("pinned");
+  else if (prefix.retained_for) names.push(`kept ${milliseconds(prefix.retained_for)}`);
+  else if (prefix.is_retained) names.push("kept");
+  if (prefix.is_leased) names.push("in use");
+  return names.map((name) => el("span", { class: "tag" }, name));
+}
