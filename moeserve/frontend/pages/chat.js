@@ -17,6 +17,7 @@ const form = new SettingsForm(keepSettings);
 
 let conversation = null;
 let views = new Map();
+let models = []; // Names, once the server has told them.
 let answering = null; // The AbortController of the answer under way.
 let follows = true; // Whether the end of the answer stays in sight.
 
@@ -27,8 +28,7 @@ function open(next) {
   conversation = next;
   views = new Map();
   log.replaceChildren();
-  form.show(conversation.settings);
-  showModel();
+  chooseModel();
   for (const message of conversation.messages) addView(message);
   refreshLast();
   showList();
@@ -146,17 +146,23 @@ function keepSettings(settings) {
   showModel();
 }
 
+/** A conversation whose model is not served any more goes on with the first that is. */
+function chooseModel() {
+  const { settings } = conversation;
+  if (models.length && !models.includes(settings.model)) settings.model = models[0];
+  form.show(settings);
+  showModel();
+}
+
 function showModel() {
   find("#model-name").textContent = conversation.settings.model;
 }
 
 async function loadModels() {
   const { data } = await server.json("/v1/models");
-  const names = data.map((model) => model.id);
-  form.showModels(names);
-  if (!names.includes(conversation.settings.model)) conversation.settings.model = names[0];
-  form.show(conversation.settings);
-  showModel();
+  models = data.map((model) => model.id);
+  form.showModels(models);
+  chooseModel();
 }
 
 // Messages.

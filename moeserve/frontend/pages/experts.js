@@ -48,7 +48,7 @@ export class ExpertPanel {
     this.described = null;
     this.rows = [];
     this.chosen = null;
-    this.grouping.addEventListener("change", () => this.draw());
+    this.grouping.addEventListener("change", () => (this.choose(null), this.draw()));
     this.canvas.addEventListener("pointermove", (event) => this.choose(this.cellAt(event)));
     this.canvas.addEventListener("pointerleave", () => this.choose(null));
     this.canvas.addEventListener("keydown", (event) => this.move(event));

@@ -42,10 +42,7 @@ export class SettingsForm {
   }
 
   showModels(names) {
-    const select = this.form.elements.model;
-    const chosen = select.value;
-    select.replaceChildren(...names.map((name) => new Option(name, name)));
-    if (names.includes(chosen)) select.value = chosen;
+    this.form.elements.model.replaceChildren(...names.map((name) => new Option(name, name)));
   }
 
   read() {
