@@ -122,7 +122,9 @@ def test_markdown_is_shown_and_never_becomes_html(chat: Page, server: Frontend) 
     assert chat.text(".markdown h3") == "Title"
     assert (chat.text(".markdown strong"), chat.text(".markdown em")) == ("bold", "slanted")
     assert "<img src=x onerror=alert(1)>" in chat.text(".markdown p")
-    assert chat.evaluate("[...document.querySelectorAll('.markdown a')].map((a) => a.href)") == ["https://example.org/a"]
+    assert chat.evaluate("[...document.querySelectorAll('.markdown a')].map((a) => a.href)") == [
+        "https://example.org/a"
+    ]
     assert texts(chat, ".markdown ol > li > ul > li") == ["inner"]
     assert texts(chat, ".markdown td") == ["1", "2"]
     assert texts(chat, ".markdown pre") == ['print("<script>")']
@@ -242,9 +244,8 @@ def test_tool_calls_are_blocks_and_their_results_go_on(chat: Page) -> None:
     answered(chat, 2)
     assert texts(chat, ".assistant .markdown") == ["It rains."]
     assert chat.evaluate("document.querySelectorAll('.call textarea').length") == 0
-    kept = chat.evaluate(
-        "JSON.parse(localStorage.getItem(Object.keys(localStorage).find((k) => k.startsWith('moeserve.conversation.'))))"
-    )
+    name = "Object.keys(localStorage).find((name) => name.startsWith('moeserve.conversation.'))"
+    kept = chat.evaluate(f"JSON.parse(localStorage.getItem({name}))")
     assert [message["role"] for message in kept["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert kept["messages"][2]["tool_call_id"] == "call_1"
 
@@ -439,13 +440,13 @@ def test_the_dashboard_shows_experts_and_prefixes(browser: Browser, server: Fron
     for key in ("ArrowRight", "ArrowDown"):
         page.press(key)
         readings.append(page.text("#heat-reading"))
-    assert readings[0] == "layer 0, expert 1, rank 0: 0.80 × mean load, not in memory"
+    assert readings[0] == "layer 0, expert 1, rank 0: 0.80 of the mean load, not in memory"
     page.evaluate(
         "(() => { const s = document.querySelector('#heat-grouping'); s.value = 'rank';"
         " s.dispatchEvent(new Event('change')); document.querySelector('#heat').focus(); })()"
     )
     page.press("ArrowRight")
-    assert page.text("#heat-reading") == "layer 0, rank 1: 1.40 × mean load, 2 experts"
+    assert page.text("#heat-reading") == "layer 0, rank 1: 1.40 of the mean load, 2 experts"
     page.wait("!document.querySelector('#prefixes .content').hidden")
     assert texts(page, ".prefixes .text") == ["You are", "below"]
     assert page.problems == []

@@ -161,7 +161,7 @@ class Page:
         self.command("Input.dispatchKeyEvent", type="keyUp", modifiers=8 if shift else 0, **common)
 
     def answer(self, path: str, *answers: tuple[int, str, str]) -> None:
-        """Answers the page's requests for a path with (status, media type, body): one after the other, the last again."""
+        """Answers the page's requests for a path with (status, media type, body), one by one, the last ever again."""
         self.routes[path] = list(answers)
         patterns = [{"urlPattern": f"*{route}*"} for route in self.routes]
         self.command("Fetch.enable", patterns=patterns)

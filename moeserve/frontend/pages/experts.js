@@ -156,7 +156,7 @@ export class ExpertPanel {
 
   inWords(layer, place) {
     const cell = this.rows[layer][place];
-    const share = `${cell.share.toFixed(2)} × mean load`;
+    const share = `${cell.share.toFixed(2)} of the mean load`;
     const where = `layer ${this.described.layers[layer]}`;
     if (cell.expert === undefined) return `${where}, rank ${cell.rank}: ${share}, ${count(cell.held)} experts`;
     const ranks = cell.rank === undefined ? cell.ranks.join(" and ") : cell.rank;
