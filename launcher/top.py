@@ -21,7 +21,7 @@ from launcher.server_client import ServerError, open_url, read_events, server_op
 _SILENCE_S = 30.0
 _KEPT_SAMPLES = 300
 _LEVELS = " ▁▂▃▄▅▆▇█"
-_BAR_WIDTH = 40
+_BAR_WIDTH = 28
 
 
 @click.command()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,15 @@ def test_the_stream_begins_with_all_there_is_and_tells_every_sample(server: Fron
         name, sample = next(events)
         assert name == "sample"
         assert (sample["running"], sample["kv"]["free"]) == (3, 7)
+
+
+def test_the_stream_ends_when_the_service_does(tmp_path: Path) -> None:
+    with frontend(tmp_path) as running, running.http.stream("GET", "/v1/stats/stream") as response:
+        events = read_events(response)
+        next(events)
+        running.process.terminate()
+        assert list(events) == []
+        assert running.process.wait(10) == 0
 
 
 def read_events(response: Any) -> Iterator[tuple[str, Any]]:

@@ -419,8 +419,8 @@ EXPERTS = {
 PREFIXES = {
     "num_prefixes": 2,
     "prefixes": [
-        {"id": "0.2", "parent": "0.1", "preview": "below", "num_prefix_tokens": 64, "hits": 1, "tokens_saved": 64},
-        {"id": "0.1", "parent": None, "preview": "You are", "num_prefix_tokens": 32, "hits": 4, "tokens_saved": 128},
+        {"id": "0.2", "parent": "0.1", "preview": "below", "prefix_tokens": 64, "hits": 1, "tokens_saved": 64},
+        {"id": "0.1", "parent": None, "preview": "You are", "prefix_tokens": 32, "hits": 4, "tokens_saved": 128},
     ],
 }
 

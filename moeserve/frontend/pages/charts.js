@@ -42,14 +42,14 @@ export class LineChart {
     this.paths.forEach((path, series) => path.setAttribute("d", lineOf(rows, series + 1, this.place, height)));
     this.area.setAttribute("d", areaOf(rows, this.place, height));
     this.svg.setAttribute("aria-label", this.inWords(rows, most, span));
-    this.most = values.length ? most : null;
+    this.most = values.some((value) => value > 0) ? most : null;
     this.read(null);
   }
 
   inWords(rows, most, span) {
     const last = rows.at(-1);
     const now = this.names.map((name, series) => `${name} ${this.show(last?.[series + 1] ?? null)}`).join(", ");
-    return `Now ${now}; at most ${this.format(most)} in the latest ${Math.round(span / 60)} minutes`;
+    return `Now ${now}; at most ${this.format(most)} in the latest ${Math.round(span)} seconds`;
   }
 
   show(value) {

@@ -7,7 +7,7 @@ import { ExpertPanel } from "./experts.js";
 import { PrefixPanel } from "./prefixes.js";
 
 const KEPT = 300;
-const SPAN_S = 300;
+const SHORTEST_SPAN_S = 60;
 const STALE_MS = 5000;
 const SLOW_EVERY_MS = 5000;
 const RETRY_MS = 2000;
@@ -66,8 +66,9 @@ let lastEvent = 0;
 
 function showAll() {
   const sample = samples.at(-1);
+  const span = Math.max(SHORTEST_SPAN_S, sample ? sample.time - samples[0].time : 0);
   for (const [id, tile] of Object.entries(TILES)) {
-    tile.chart.update(samples.map((each) => [each.time, ...tile.values(each)]), SPAN_S);
+    tile.chart.update(samples.map((each) => [each.time, ...tile.values(each)]), span);
     if (!sample) continue;
     find(`#${id} .big`).textContent = tile.big(sample);
     find(`#${id} .small`).textContent = tile.small(sample);
@@ -142,16 +143,26 @@ function take(event, content) {
 async function refreshSlow() {
   if (document.hidden || !lastEvent) return;
   await Promise.all([
-    refresh("/v1/experts", "#experts", (described) => experts.show(described)),
-    refresh("/v1/cache", "#prefixes", (described) => prefixes.show(described)),
+    refresh(() => server.json("/v1/experts", { ask: false }), "#experts", (described) => experts.show(described)),
+    refresh(askForPrefixes, "#prefixes", (described) => prefixes.show(described)),
   ]);
 }
 
-async function refresh(path, panel, show) {
+/** The whole tree; its own prefixes for a key without the role admin. */
+async function askForPrefixes() {
+  try {
+    return await server.json("/v1/cache?all=1", { ask: false });
+  } catch (error) {
+    if (error.status !== 403) throw error;
+    return server.json("/v1/cache", { ask: false });
+  }
+}
+
+async function refresh(ask, panel, show) {
   const problem = find(`${panel} .absent`);
   const content = find(`${panel} .content`);
   try {
-    const described = await server.json(path, { ask: false });
+    const described = await ask();
     content.hidden = false;
     problem.textContent = "";
     show(described);

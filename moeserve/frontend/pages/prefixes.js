@@ -40,27 +40,28 @@ export class PrefixPanel {
     if (all !== undefined) facts.push(["prefixes", count(all)]);
     if (budget?.blocks) {
       facts.push(["retained", `${count(budget.retained)} of ${count(budget.blocks)} blocks`]);
-      facts.push(["pinned", `${count(budget.pinned)} blocks`]);
+      facts.push(["of which pinned", `${count(budget.pinned)} blocks`]);
     }
     find("#prefix-facts").replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   }
 
   row({ prefix, depth }, most) {
-    const text = typeof prefix.preview === "string" ? prefix.preview : `tokens ${prefix.preview.join(" ")}`;
+    const text = prefix.preview;
     const shown = el("span", { class: "text", title: text }, text.replace(/\s+/g, " ").trim() || "(spaces)");
-    const first = el("td", { class: "begins" }, shown, tags(prefix));
-    first.style.paddingLeft = `${Math.min(depth, MAX_INDENT) * 1.1}rem`;
-    const meter = el("meter", { min: 0, max: most, value: prefix.tokens_saved, "aria-hidden": "true" });
-    const number = (value) => el("td", { class: "number" }, count(value));
-    return el("tr", {}, first, number(prefix.num_prefix_tokens), number(prefix.hits), el("td", { class: "number" }, count(prefix.tokens_saved), meter));
+    const begins = el("div", { class: "begins" }, shown, tags(prefix));
+    begins.style.paddingLeft = `${Math.min(depth, MAX_INDENT) * 1.1}rem`;
+    const bar = el("span", { class: "bar" }, el("span"));
+    bar.firstChild.style.width = `${(100 * prefix.tokens_saved) / most}%`;
+    const number = (value, ...more) => el("td", { class: "number" }, count(value), more);
+    return el("tr", {}, el("td", {}, begins), number(prefix.prefix_tokens), number(prefix.hits), number(prefix.tokens_saved, bar));
   }
 }
 
 function tags(prefix) {
   const names = [];
-  if (prefix.is_pinned) names.push("pinned");
-  else if (prefix.retained_for) names.push(`kept ${milliseconds(prefix.retained_for)}`);
-  else if (prefix.is_retained) names.push("kept");
-  if (prefix.is_leased) names.push("in use");
+  if (prefix.pinned) names.push("pinned");
+  else if (prefix.retained_for_s) names.push(`kept for ${milliseconds(prefix.retained_for_s)}`);
+  else if (prefix.retained) names.push("kept");
+  if (prefix.in_use) names.push("in use");
   return names.map((name) => el("span", { class: "tag" }, name));
 }

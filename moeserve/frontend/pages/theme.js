@@ -4,6 +4,11 @@
   const KEY = "moeserve.theme";
   const ORDER = ["auto", "light", "dark"];
 
+  // Canvases take their colours from the style when they are drawn.
+  function tell() {
+    document.dispatchEvent(new Event("themechange"));
+  }
+
   function read() {
     const kept = localStorage.getItem(KEY);
     return ORDER.includes(kept) ? kept : "auto";
@@ -14,11 +19,11 @@
     for (const button of document.querySelectorAll("[data-action=theme]")) {
       button.textContent = `Theme: ${theme}`;
     }
-    // Canvases take their colours from the style when they are drawn.
-    document.dispatchEvent(new Event("themechange"));
+    tell();
   }
 
   apply(read());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", tell);
   document.addEventListener("DOMContentLoaded", () => apply(read()));
   document.addEventListener("click", (event) => {
     if (!event.target.closest("[data-action=theme]")) return;
