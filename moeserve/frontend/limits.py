@@ -27,6 +27,7 @@ MAX_HEADERS = 100
 RECEIVE_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 30.0
 KEEP_ALIVE_S = 10.0
+MAX_STATS_STREAMS = 32
 TOKENIZE_INLINE_CHARS = 16_384
 
 # Responses that `/v1/responses` keeps for later turns. A key's share counts requests and answers as JSON.

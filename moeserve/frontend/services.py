@@ -14,10 +14,11 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
 from moeserve.frontend.engine_client import EngineClient
 from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, unavailable
+from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.templates import ChatTemplate, load_chat_template, render_prompt
 from moeserve.frontend.text import TextTokenizer
-from moeserve.wire import RunContext
+from moeserve.wire import RunContext, Stats
 
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
@@ -33,7 +34,8 @@ class Services:
         self.tokenizer = tokenizer
         self.template = template
         self.metrics = Metrics()
-        self.engine = EngineClient(run, on_stats=self.metrics.on_stats)
+        self.live = LiveStats(self.metrics)
+        self.engine = EngineClient(run, on_stats=self._on_stats)
         self.admission = Admission(time.monotonic, self.metrics.rejections)
         self._draining = False
         self.created = int(time.time())
@@ -88,6 +90,10 @@ class Services:
     def draw_seed(self) -> int:
         """Return a seed for a request without one."""
         return self._seeds.getrandbits(63)
+
+    def _on_stats(self, stats: Stats) -> None:
+        self.metrics.on_stats(stats)
+        self.live.on_stats(stats)
 
     async def encode(self, prompt: ChatPrompt | str | list[int], facts: ModelFacts) -> list[int]:
         """Return the token ids of a prompt; long ones are tokenised in a thread. Raises ApiError."""

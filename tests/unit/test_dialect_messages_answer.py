@@ -222,9 +222,7 @@ def test_why_an_answer_ended(end: Delta, tokens: int, reason: str, sequence: str
 
 @pytest.mark.parametrize(("marked", "plain", "written"), [(False, 5, 0), (True, 0, 5)])
 def test_the_three_kinds_of_input_tokens_add_up_to_the_prompt(marked: bool, plain: int, written: int) -> None:
-    usage = json.loads(formatter(CacheOptions(seconds=300 if marked else None)).complete([Delta(0, "a")], USAGE))[
-        "usage"
-    ]
+    usage = whole(Delta(0, "a"), seconds=300 if marked else None)["usage"]
     kinds = [usage[name] for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")]
     assert kinds == [plain, written, 4]
 

@@ -36,8 +36,8 @@ class ChatMessage(msgspec.Struct):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: msgspec.Raw = msgspec.Raw(b"")
-    function_call: msgspec.Raw = msgspec.Raw(b"")
+    tool_calls: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    function_call: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class ChatBody(fields.SamplingBody, kw_only=True):
