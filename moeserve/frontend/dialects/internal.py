@@ -54,18 +54,24 @@ class OutputFormat:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages for the chat template; `variables` are passed to it.
+    """Messages for the chat template; `variables` and `tools` are passed to it.
 
     A message is a dict with `role` (system, developer, user, assistant or tool) and `content`, a text. An assistant's
     may have `reasoning_content`, and `tool_calls`: `[{"id", "type": "function", "function": {"name", "arguments"}}]`
     with arguments as an object, so that templates render them alike however the client spelled them. A tool's has
-    `tool_call_id` and perhaps `name`.
+    `tool_call_id` and perhaps `name`. continue_final: the answer continues the last message's text.
     """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     variables: dict[str, Any] = field(default_factory=dict)
     tools: tuple[Tool, ...] = ()
+    continue_final: bool = False
+
+    @property
+    def continued(self) -> str | None:
+        """The text that the answer continues, if it does."""
+        return str(self.messages[-1]["content"]) if self.continue_final else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +82,10 @@ class GenerateRequest:
     the context, `seed` None draws one; the values of these two in `sampling` do not count. `output_format` holds for
     the text of an answer that calls no tool. `ignored` names the unknown fields, `repeated` holds the fields that the
     dialect's answer repeats.
+
+    `max_tokens` 0 asks for nothing but the prompt. `echo` puts the prompt before the text, of a chat the continued text.
+    `best` is how many of the `n` choices of each prompt the client gets, those with the best mean log probability; all
+    where it is None. `prompt_logprobs` asks for that many alternatives to each prompt token. `include_stop` leaves the stop string in the text, `skip_special_tokens` special tokens out of it.
     """
 
     model: str
@@ -95,6 +105,10 @@ class GenerateRequest:
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     output_format: OutputFormat | None = None
+    best: int | None = None
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
     ignored: tuple[str, ...] = ()
     repeated: dict[str, Any] = field(default_factory=dict)
 
@@ -134,7 +148,8 @@ class ToolCallPart:
 class Delta:
     """New parts of one choice, in the order reasoning, text, calls; or its end.
 
-    `tokens` is filled only if log probabilities were asked for. `finish_reason` is `stop`, `length` or `tool_calls`.
+    `tokens` is filled only if log probabilities were asked for, `prompt` only in a last delta, if those of the prompt
+    were. `finish_reason` is `stop`, `length` or `tool_calls`.
     """
 
     index: int
@@ -143,12 +158,14 @@ class Delta:
     finish_reason: str | None = None
     reasoning: str = ""
     calls: list[ToolCallPart] = field(default_factory=list)
+    prompt: list[TokenText] = field(default_factory=list)
 
     def append(self, later: Delta) -> None:
         """Add what the choice said later, its end with it. Calls become whole."""
         self.text += later.text
         self.reasoning += later.reasoning
         self.tokens += later.tokens
+        self.prompt += later.prompt
         self.finish_reason = later.finish_reason
         for part in later.calls:
             if part.name:
