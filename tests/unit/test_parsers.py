@@ -1,5 +1,7 @@
 """Tool calls and reasoning in the text of models, family by family."""
 
+# ruff: noqa: RUF001 - DeepSeek's markers have fullwidth bars
+
 from __future__ import annotations
 
 import itertools

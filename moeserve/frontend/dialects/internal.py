@@ -83,9 +83,10 @@ class GenerateRequest:
     the text of an answer that calls no tool. `ignored` names the unknown fields, `repeated` holds the fields that the
     dialect's answer repeats.
 
-    `max_tokens` 0 asks for nothing but the prompt. `echo` puts the prompt before the text, of a chat the continued text.
-    `best` is how many of the `n` choices of each prompt the client gets, those with the best mean log probability; all
-    where it is None. `prompt_logprobs` asks for that many alternatives to each prompt token. `include_stop` leaves the stop string in the text, `skip_special_tokens` special tokens out of it.
+    `max_tokens` 0 asks for nothing but the prompt. `echo` puts the prompt before the text, of a chat the text that is
+    continued. `best` is how many of the `n` choices of each prompt the client gets, those with the best mean log
+    probability; all where it is None. `prompt_logprobs` asks for that many alternatives to each prompt token.
+    `include_stop` leaves the stop string in the text, `skip_special_tokens` special tokens out of it.
     """
 
     model: str

@@ -1,5 +1,7 @@
 """The families of models by how they write calls and reasoning, and the choice of one for a checkpoint."""
 
+# ruff: noqa: RUF001 - DeepSeek's markers have fullwidth bars
+
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence

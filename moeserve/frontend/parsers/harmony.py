@@ -21,8 +21,10 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 def read_harmony(
     feed: Feed, sink: Sink, schemas: Schemas, *, reasons: bool, calls: bool, in_body: bool
 ) -> Reading[None]:
-    """Read an answer. in_body: the prompt ends inside a message to the user. Without `reasons` and `calls`, the parts
-    of these kinds are text."""
+    """Read an answer. Without `reasons` and `calls`, the parts of these kinds are text.
+
+    in_body: the prompt ends inside a message to the user.
+    """
     found: str | None = "<|start|>"
     if in_body:
         found = yield from feed.until(_BODY, sink.say)

@@ -42,7 +42,7 @@ class OutputParser:
         parallel: bool = True,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
-        """schemas: of the request's tools. hidden: markers that are special tokens. parallel: tell more than one call."""
+        """schemas: of the request's tools. hidden: markers that are special tokens. parallel: more than one call."""
         self._feed = Feed()
         self._sink = Sink(hidden, parallel, new_id)
         if is_harmony:
