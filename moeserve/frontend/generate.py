@@ -80,7 +80,7 @@ class GenerateRoute:
             seed=services.draw_seed() if request.seed is None else request.seed,
             max_model_len=facts.max_model_len,
         )
-        answer = Answer(request, prompts, services.tokenizer)
+        answer = Answer(request, prompts, services.tokenizer, services.shape)
         progress = Progress(services.metrics, state["arrival"], request.num_choices)
         formatter = self._dialect.formatter(
             answer_id, int(time.time()), request, services.tokenizer, services.fingerprint
@@ -133,7 +133,8 @@ async def _whole(send: Send, group: RequestGroup, answer: Answer, formatter: For
                 choices.setdefault(delta.index, Delta(delta.index)).append(delta)
     except EngineGone as error:
         raise unavailable(f"The answer broke off: {error}", "engine_dead") from error
-    await send_body(send, 200, formatter.complete([choices[index] for index in sorted(choices)], answer.usage))
+    given = answer.best([choices[index] for index in sorted(choices)])
+    await send_body(send, 200, formatter.complete(given, answer.usage))
 
 
 def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:

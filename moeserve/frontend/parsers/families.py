@@ -132,6 +132,9 @@ class OutputShape:
         return self.calls != "none" and bool(request.tools) and request.tool_choice.mode != "none"
 
 
+PLAIN = OutputShape()
+
+
 def choose_shape(
     templates: Sequence[str], model_type: str, calls: str = "auto", reasoning: str = "auto"
 ) -> OutputShape:
