@@ -53,6 +53,11 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: 
     return max_model_len - num_prompt_tokens if max_tokens is None else wanted
 
 
+def prompt_tail(tokenizer: TextTokenizer, prompt: Sequence[int]) -> str:
+    """Return the text of a prompt's last tokens, special ones too."""
+    return tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
+
+
 def derive_seed(seed: int, sample: int) -> int:
     """Return the seed of sample `sample`: the first one has `seed` itself, the others are independent of it."""
     if sample == 0:
@@ -96,8 +101,8 @@ class Answer:
         shown_prompt = self._shown_prompts[choice]
         parser, markers = None, frozenset[str]()
         if shape.applies(request):
-            tail = tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
-            parser = shape.parser(request, shape.start_of(request, tail), tokenizer.special_texts)
+            start = shape.start_of(request, prompt_tail(tokenizer, prompt))
+            parser = shape.parser(request, start, tokenizer.special_texts)
             markers = shape.markers
         return OutputText(
             choice,

@@ -6,13 +6,13 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
-from moeserve.frontend.answer import Answer, build_generates
+from moeserve.frontend.answer import Answer, build_generates, prompt_tail
 from moeserve.frontend.dialects import chat, completions
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.engine_client import EngineGone, RequestGroup, RequestRejected
@@ -71,6 +71,10 @@ class GenerateRoute:
     async def _serve(self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts) -> None:
         services, state = self._services, scope["state"]
         prompts = [await services.encode(prompt, facts) for prompt in request.prompts]
+        tokenizer = services.tokenizer
+        grammar = services.shape.grammar(request, prompt_tail(tokenizer, prompts[0]), tokenizer.added_ids)
+        if grammar is not None:
+            request = replace(request, sampling=replace(request.sampling, grammar=grammar))
         answer_id = self._dialect.id_prefix + secrets.token_hex(12)
         generates = build_generates(
             request,

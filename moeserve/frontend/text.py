@@ -37,6 +37,7 @@ class TextTokenizer:
         added = tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.added_ids = {token.content: token_id for token_id, token in added.items()}
         self._added_texts = {token_id: token.content for token_id, token in added.items()}
         specials = {token.content for token in added.values() if token.special}
         markers = {token.content for token in added.values() if _MARKER.fullmatch(token.content)}

@@ -8,7 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest
+from moeserve.frontend.http import invalid
 from moeserve.frontend.parsers.calls import CallShape, JsonCalls, MarkedCalls, MistralCalls
+from moeserve.frontend.parsers.grammars import call_grammar
 from moeserve.frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
 from moeserve.frontend.parsers.parser import OutputParser, Reasoning, Start
 from moeserve.frontend.parsers.tagged import GlmCalls, TaggedCalls
@@ -81,10 +83,14 @@ _REASONING_IN_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class OutputShape:
-    """How a model writes: the names of its family for calls and for reasoning, `none` where nothing is looked for."""
+    """How a model writes: the names of its family for calls and for reasoning, `none` where nothing is looked for.
+
+    is_fenced: the JSON of its calls stands in fences, DeepSeek's older form.
+    """
 
     calls: str = "none"
     reasoning: str = "none"
+    is_fenced: bool = False
 
     @property
     def is_harmony(self) -> bool:
@@ -128,6 +134,35 @@ class OutputShape:
             return "reasoning" if is_open else "text"
         return "reasoning" if prompt_tail.rstrip().endswith(reasoning.begin) else "answer"
 
+    def grammar(self, request: GenerateRequest, prompt_tail: str, ids: Mapping[str, int]) -> str | None:
+        """Return the grammar that an answer's calls, or its reasoning before a format, need; None for no such need.
+
+        Calls are held to the tools' schemas where the request forces calls, allows some tools only, has strict tools or
+        asks for a format of text; the grammar then refers to the format's by the name `grammars.ANSWER`. ids: of the
+        tokenizer's added tokens, by text. Raises ApiError for forced calls that nothing would read.
+        """
+        if not isinstance(request.prompts[0], ChatPrompt):
+            return None
+        choice, has_format = request.tool_choice, request.output_format is not None
+        forced = choice.mode == "required"
+        if forced and self.calls == "none":
+            raise invalid("`tool_choice` asks for a call, but this server reads none from its model", "tool_choice")
+        looks = self._looks_for_calls(request)
+        tools = [tool for tool in request.tools if not choice.names or tool.name in choice.names] if looks else []
+        holds_calls = bool(tools) and (forced or has_format or bool(choice.names) or any(t.strict for t in tools))
+        if not holds_calls and not (has_format and (self.is_harmony or self.reasoning != "none")):
+            return None
+        return call_grammar(
+            "deepseek-fenced" if self.is_fenced else "harmony" if self.is_harmony else self.calls,
+            tools,
+            forced=forced,
+            parallel=request.parallel_tool_calls,
+            ids=ids,
+            start=self.start_of(request, prompt_tail),
+            reasoning=REASONING.get(self.reasoning),
+            has_format=has_format,
+        )
+
     def _looks_for_calls(self, request: GenerateRequest) -> bool:
         return self.calls != "none" and bool(request.tools) and request.tool_choice.mode != "none"
 
@@ -150,4 +185,4 @@ def choose_shape(
     if reasoning == "auto":
         default = "harmony" if model_type == "gpt_oss" else "none"
         reasoning = next((name for marker, name in _REASONING_IN_TEMPLATE if marker in source), default)
-    return OutputShape(calls, reasoning)
+    return OutputShape(calls, reasoning, calls == "deepseek" and "```json" in source)
