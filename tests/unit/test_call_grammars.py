@@ -1,6 +1,6 @@
 """Grammars of calls: whatever they let through, the family's parser reads as calls that fit the schemas."""
 
-# ruff: noqa: RUF001 - DeepSeek's markers have fullwidth bars
+
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_forced_calls_are_read_back_whole_and_fit_their_schemas(family: str, spe
 @pytest.mark.parametrize(("family", "special"), FORMS)
 def test_forced_calls_leave_no_way_out(family: str, special: bool) -> None:
     for text in ("No.", "", "{}", '{"name": "other", "arguments": {}}'):
-        assert not Model(family, special=special, forced=True, parallel=True).allows(text)
+        assert not Model(family, special=special, forced=True, parallel=True).allows(text), text
 
 
 CALL = '{"name": "send", "arguments": {"to": true}}'

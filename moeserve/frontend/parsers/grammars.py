@@ -300,8 +300,11 @@ def _harmony(rules: Rules, tools: Sequence[Tool], forced: bool, start: Start, te
     tail = f"{literal(' ')} {mark('<|constrain|>')} {literal('json')} {mark('<|message|>')}"
     messages = [f"{header} {literal(t.name)} {tail} {_arguments(t)} {mark('<|call|>')}?" for t in tools]
     said = text or rules.add(_ANY_TEXT)
-    if start == "text":
+    if start == "text" and not forced:
         return rules.source(f"{said} {mark('<|return|>')}?")
+    if start == "text":
+        ended = f"{rules.until('<|end|>')} {mark('<|start|>')} {literal('assistant')}"
+        return rules.source(f"{ended} {rules.choice(messages)}")
     if not forced:
         messages.append(f"{mark('<|channel|>')} {literal('final')} {mark('<|message|>')} {said} {mark('<|return|>')}?")
     thought = f"{mark('<|channel|>')} {literal('analysis')} {mark('<|message|>')} {rules.until('<|end|>')}"
