@@ -1,7 +1,5 @@
 """Grammars of calls: whatever they let through, the family's parser reads as calls that fit the schemas."""
 
-
-
 from __future__ import annotations
 
 import json
@@ -18,7 +16,7 @@ from moeserve.frontend.parsers.grammars import ANSWER, FAMILIES, arguments_schem
 from moeserve.frontend.parsers.parsed import Parsed
 from moeserve.frontend.parsers.parser import OutputParser, Start
 from moeserve.plan import SamplingParams
-from tests.support.tiny_model import END, byte_tokenizer
+from tests.support.tiny_model import BOS, byte_tokenizer
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -38,6 +36,8 @@ TOOLS = (
 )
 # Whether the markers are tokens differs between models of a family; harmony's always are.
 FORMS = [*((family, special) for family in FAMILIES for special in (False, True)), ("harmony", True)]
+# Not `<|end|>`, which is one of harmony's markers.
+_EOS = BOS
 _TEXT_TAGS = ("<function", "</function", "<invoke", "</invoke", "<parameter", "</parameter")
 
 
@@ -59,7 +59,9 @@ class Model:
         texts = markers(family) if special else []
         self.tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
         ids = {text: self.tokenizer.token_to_id(text) for text in texts}
-        tokens = llguidance.LLTokenizer(self.tokenizer.to_str(), n_vocab=self.tokenizer.get_vocab_size(), eos_token=END)
+        tokens = llguidance.LLTokenizer(
+            self.tokenizer.to_str(), n_vocab=self.tokenizer.get_vocab_size(), eos_token=_EOS
+        )
         self.source = grammar or call_grammar(family, TOOLS, ids=ids, **options)
         self.matcher = llguidance.LLMatcher(tokens, self.source)
         assert not self.matcher.is_error(), self.matcher.get_error()
@@ -75,10 +77,10 @@ class Model:
         said: list[int] = []
         while not self.matcher.is_stopped() and len(said) < most:
             allowed = [token for token, bias in enumerate(self.matcher.compute_logit_bias()) if bias]
-            ends = [token for token in allowed if token >= END]
+            ends = [token for token in allowed if token >= _EOS]
             token = source.choice(ends if ends and source.random() < 0.5 else allowed)
             assert self.matcher.consume_token(token)
-            if token != END:
+            if token != _EOS:
                 said.append(token)
         return str(self.tokenizer.decode(said, skip_special_tokens=False))
 
