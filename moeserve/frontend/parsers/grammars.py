@@ -88,12 +88,18 @@ def _closed(schema: Any) -> Any:
         return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {name: value if name in _DATA else _closed(value) for name, value in schema.items()}
+    closed = {}
+    for word, value in schema.items():
+        if word in _BY_NAME and isinstance(value, dict):
+            closed[word] = {name: _closed(part) for name, part in value.items()}
+        else:
+            closed[word] = value if word in _DATA else _closed(value)
     if isinstance(schema.get("properties"), dict) and not _OPEN & schema.keys():
         closed["additionalProperties"] = False
     return closed
 
 
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _DATA = frozenset({"enum", "const", "default", "examples"})
 _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "$ref"})
 
