@@ -88,7 +88,7 @@ def _closed(schema: Any) -> Any:
         return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {}
+    closed: dict[str, Any] = {}
     for word, value in schema.items():
         if word in _BY_NAME and isinstance(value, dict):
             closed[word] = {name: _closed(part) for name, part in value.items()}
