@@ -206,7 +206,8 @@ def test_the_template_for_tools_is_used_with_tools_and_calls_alone(tmp_path: Pat
 def test_ids_of_calls_are_short_where_the_template_insists() -> None:
     template = ChatTemplate(
         "{% for m in messages %}{% for c in m.tool_calls %}{% if c.id|length != 9 %}"
-        "{{ raise_exception('length 9') }}{% endif %}{{ c.id }}{% endfor %}|{{ m.tool_call_id }}|{% endfor %}{{ tools }}"
+        "{{ raise_exception('length 9') }}{% endif %}{{ c.id }}{% endfor %}|{{ m.tool_call_id }}|{% endfor %}"
+        "{{ tools }}"
     )
     short = template.render(CALLS, add_generation_prompt=True).split("|")
     assert short[2] == short[5]
