@@ -75,9 +75,13 @@ class ServedModel:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """Those of the generation config, else the model's. Some checkpoints name one that no logit stands for."""
-        named = self.defaults.eos_token_ids or self.spec.eos_token_ids
-        return [token for token in named if 0 <= token < self.spec.vocab_size]
+        return eos_token_ids(self.defaults, self.spec)
+
+
+def eos_token_ids(defaults: GenerationDefaults, spec: DecoderSpec) -> list[int]:
+    """Those of the generation config, else the model's. Some checkpoints name one that no logit stands for."""
+    named = defaults.eos_token_ids or spec.eos_token_ids
+    return [token for token in named if 0 <= token < spec.vocab_size]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from moeserve.model.sampler import SCORED_AT_ONCE
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.step_arrays import StepShape, capture_sizes
+from moeserve.model.token_masks import MaskSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,12 @@ def make_runner(
     configs: MoeConfigs | None = None,
     peers: Peers | None = None,
     tap: RoutingTap | None = None,
+    grammars: MaskSource | None = None,
 ) -> GpuModelRunner:
     """Takes the KV memory. On a GPU it compiles all kernels and, unless eager, captures the decode steps.
 
     configs: of the decoder's experts. peers: the other ranks, who do the same meanwhile. tap: what hears the decoder's
-    gates.
+    gates. grammars: what enforces those of requests.
     """
     spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
     kv_dtype = settings.kv_dtype or dtype
@@ -89,7 +91,7 @@ def make_runner(
         if decoder.device.type == "cuda":
             decode.capture()
     wait = torch.cuda.Event.synchronize if peers is None else peers.wait_for
-    return GpuModelRunner(heard, pool, batches, decode=decode, wait=wait)
+    return GpuModelRunner(heard, pool, batches, decode=decode, wait=wait, grammars=grammars)
 
 
 @torch.inference_mode()
