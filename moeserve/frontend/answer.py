@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from moeserve.frontend.dialects.internal import Delta, GenerateRequest, TokenText, Usage
-from moeserve.frontend.http import ApiError, context_length_exceeded, internal_error
+from moeserve.frontend.http import ApiError, context_length_exceeded, internal_error, invalid
 from moeserve.frontend.text import IncrementalDetokenizer, StopMatcher, TextTokenizer
-from moeserve.plan import FinishReason, TokenLogprobs
+from moeserve.plan import GRAMMAR_FAILED, FinishReason, TokenLogprobs
 from moeserve.wire import Generate, Output, pack_token_ids
 
 _SEED_MASK = 2**63 - 1
@@ -129,6 +129,8 @@ class Answer:
 def _failure(output: Output) -> ApiError:
     if output.finish_reason is FinishReason.ABORT:
         return internal_error("The server ended this request before it was complete")
+    if output.error is not None and output.error.startswith(GRAMMAR_FAILED):
+        return invalid(output.error[:500], code="grammar_failed")
     return internal_error()
 
 

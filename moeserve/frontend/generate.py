@@ -6,13 +6,14 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
 from moeserve.frontend.answer import Answer, build_generates
+from moeserve.frontend.constraints import constraint_of
 from moeserve.frontend.dialects import chat, completions
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.engine_client import EngineGone, RequestGroup, RequestRejected
@@ -70,6 +71,10 @@ class GenerateRoute:
 
     async def _serve(self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts) -> None:
         services, state = self._services, scope["state"]
+        if request.output_format is not None:
+            constraint = constraint_of(request.output_format)
+            sampling = await services.grammars.constrain(constraint, request.sampling, facts.eos_token_ids)
+            request = replace(request, sampling=sampling)
         prompts = [await services.encode(prompt, facts) for prompt in request.prompts]
         answer_id = self._dialect.id_prefix + secrets.token_hex(12)
         generates = build_generates(

@@ -13,6 +13,7 @@ from pathlib import Path
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
 from moeserve.frontend.engine_client import EngineClient
+from moeserve.frontend.grammar_checker import GrammarChecker
 from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, unavailable
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.templates import ChatTemplate, load_chat_template, render_prompt
@@ -33,6 +34,7 @@ class Services:
         self.tokenizer = tokenizer
         self.template = template
         self.metrics = Metrics()
+        self.grammars = GrammarChecker(Path(run.model_dir) / "tokenizer.json")
         self.engine = EngineClient(run, on_stats=self.metrics.on_stats)
         self.admission = Admission(time.monotonic, self.metrics.rejections)
         self._draining = False

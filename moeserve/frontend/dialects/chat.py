@@ -9,6 +9,7 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.fields import EventWriter, finite
+from moeserve.frontend.dialects.formats import read_format
 from moeserve.frontend.dialects.internal import (
     ChatPrompt,
     Delta,
@@ -70,6 +71,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         continuous_usage=continuous_usage,
         priority=fields.read_priority(chat),
         cache_salt=fields.read_cache_salt(chat.cache_salt),
+        output_format=read_format(chat),
         ignored=ignored,
     )
 

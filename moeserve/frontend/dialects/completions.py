@@ -9,6 +9,7 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.fields import EventWriter, finite
+from moeserve.frontend.dialects.formats import read_format
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
 from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid
 from moeserve.frontend.text import TextTokenizer
@@ -45,6 +46,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         echo=echo,
         priority=fields.read_priority(completion),
         cache_salt=fields.read_cache_salt(completion.cache_salt),
+        output_format=read_format(completion),
         ignored=ignored,
     )
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from moeserve.frontend import limits
+from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.http import DONE, ApiError, invalid, unknown_model, unsupported
 from moeserve.plan import SamplingParams
@@ -30,10 +31,11 @@ UNSUPPORTED: dict[str, Collection[bytes]] = {
     "function_call": {b"null", b'"none"'},
     "functions": _EMPTY,
     "guided_choice": _ABSENT,
-    "guided_decoding_backend": _ABSENT,
+    "guided_decoding_backend": {b"null", b'"auto"', b'"guidance"', b'"llguidance"'},
     "guided_grammar": _ABSENT,
     "guided_json": _ABSENT,
     "guided_regex": _ABSENT,
+    "guided_whitespace_pattern": _ABSENT,
     "include_stop_str_in_output": _OFF,
     "kv_transfer_params": _ABSENT,
     "logits_processors": _EMPTY,
@@ -78,7 +80,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingBody(msgspec.Struct, kw_only=True):
+class SamplingBody(FormatFields, kw_only=True):
     """The fields of both dialects; null is the same as absent."""
 
     model: str | None = None
