@@ -30,7 +30,7 @@ _ENFORCED_FORMATS = frozenset(
 )
 _OF_ONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 _OF_SOME = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 
 SchemaPath = tuple[str | int, ...]
 
@@ -116,16 +116,17 @@ def constrain(sampling: SamplingParams, grammar: str, eos_token_ids: Sequence[in
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[SchemaPath, Any]]:
-    """Yield the path and value of each schema right inside a schema; not of examples, defaults and constants."""
-    for keyword in _OF_ONE:
-        if isinstance(schema.get(keyword), dict | bool):
-            yield (keyword,), schema[keyword]
-    for keyword in _OF_SOME:
-        if isinstance(schema.get(keyword), list):
-            yield from (((keyword, place), inner) for place, inner in enumerate(schema[keyword]))
+    """Yield the path and value of each schema right inside a schema, definitions first. Examples and constants are
+    none."""
     for keyword in _BY_NAME:
         if isinstance(schema.get(keyword), dict):
             yield from (((keyword, name), inner) for name, inner in schema[keyword].items())
+    for keyword in _OF_SOME:
+        if isinstance(schema.get(keyword), list):
+            yield from (((keyword, place), inner) for place, inner in enumerate(schema[keyword]))
+    for keyword in _OF_ONE:
+        if isinstance(schema.get(keyword), dict | bool):
+            yield (keyword,), schema[keyword]
 
 
 def _prepared(schema: Any, where: str, depth: int) -> Any:

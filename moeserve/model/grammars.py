@@ -76,12 +76,11 @@ class Grammars:
         grammar, output = chunk.sampling.grammar, chunk.extras.output
         held = self._caught_up(chunk.request_id, tokens, grammar, output)
         mask = _mask_of(held.matcher, tokens)
-        if held.matcher.is_error() and held.shared:
-            # Requests that share a lexer use its limit up together, but no request may fail for another one.
+        if held.shared and _has_full_lexer(held.matcher):
+            # Requests that share a lexer fill it together, but no request may fail for another one.
             self._compiled.pop(grammar, None)
-            held = _Held(compile_grammar(tokens, grammar), grammar, output, shared=False)
+            held = self._held[chunk.request_id] = _Held(compile_grammar(tokens, grammar), grammar, output, shared=False)
             held.matcher.consume_tokens(output.tolist())
-            self._held[chunk.request_id] = held
             mask = _mask_of(held.matcher, tokens)
         if held.matcher.is_error():
             raise GrammarError(error_of(held.matcher))
@@ -109,6 +108,11 @@ class Grammars:
                 self._compiled.popitem(last=False)
         self._compiled[grammar] = compiled
         return compiled
+
+
+def _has_full_lexer(matcher: LLMatcher) -> bool:
+    """Return whether a matcher has failed at a limit of its lexer, and not of its own parser."""
+    return matcher.is_error() and matcher.get_error().startswith("lexer error")
 
 
 def _mask_of(matcher: LLMatcher, tokens: LLTokenizer) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
