@@ -234,7 +234,7 @@ class PrefixCache:
         if keep_tokens is not None:
             num_dropped = num_published - max(0, keep_tokens) // self.block_size
             if num_dropped > 0:
-                private.extend(self._tree.trim(lease.node, num_dropped))
+                private.extend(self._tree.trim(lease.node, num_dropped, lease.namespace))
         self._allocator.free(private)
 
     def annotate(self, lease: Lease, annotation: bytes) -> None:

@@ -191,14 +191,17 @@ class RadixTree:
         self._bound_queue()
         return evicted
 
-    def trim(self, node: Node, count: int) -> array[int]:
+    def trim(self, node: Node, count: int, namespace: str) -> array[int]:
         """Remove up to `count` blocks upwards from the end of `node`, as far as no lease or child node needs them.
 
-        Return their ids, which the caller owns from now on.
+        Blocks of another namespace than the given one stay: they are public. Return the ids of the others, which the
+        caller owns from now on.
         """
         removed: array[int] = array("i")
         current: Node | None = node
         while current is not None and current.queued != NOT_QUEUED and len(removed) < count:
+            if current.namespace != namespace:
+                break
             parent = current.parent
             removed.extend(self._cut_tail(current, min(count - len(removed), len(current.blocks)), lost=False))
             current = parent
@@ -270,7 +273,7 @@ class RadixTree:
         ]
         for leaf in victims:
             node: Node | None = leaf
-            while node is not None and node.queued != NOT_QUEUED:
+            while node is not None and node.queued != NOT_QUEUED and account_of(node.namespace) == account:
                 parent = node.parent
                 self.evictions.add(node, len(node.blocks))
                 removed.extend(self._cut_tail(node, len(node.blocks), lost=False))

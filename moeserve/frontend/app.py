@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,6 +17,7 @@ from moeserve.frontend.generate import CHAT, COMPLETIONS, GenerateRoute
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.middleware import RequestBoundary
+from moeserve.frontend.public_prefixes import load_public_prefixes, publish_prefixes
 from moeserve.frontend.routes import ExpertRoutes, ServiceRoutes, TokenRoutes
 from moeserve.frontend.services import Services
 
@@ -24,15 +26,20 @@ def create_app(services: Services) -> Starlette:
     """Create the application. Its lifespan connects to the engine without waiting. Raises ConfigError for bad keys."""
     config = services.run.config
     keys = load_keys(config.api_key, config.api_key_file)
+    public = load_public_prefixes(config.public_prefixes)
     routes = _routes(services)
     paths = frozenset(route.path for route in routes if isinstance(route, Route))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await services.engine.start()
+        publishing = asyncio.create_task(publish_prefixes(services, public)) if public else None
         try:
             yield
         finally:
+            if publishing is not None:
+                publishing.cancel()
+                await asyncio.gather(publishing, return_exceptions=True)
             await services.engine.stop()
 
     app = Starlette(

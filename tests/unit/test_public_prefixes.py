@@ -96,6 +96,9 @@ def test_no_block_serves_a_namespace_that_did_not_write_it_but_public_ones(seed:
         stem = draw.choice(stems)
         return [*stem[: draw.randint(0, 24)], *(draw.randint(0, 1) for _ in range(draw.randint(1, 8)))]
 
+    def num_public_blocks() -> int:
+        return sum(prefix.num_blocks for prefix in cache.prefixes(PUBLIC, 1000)[0])
+
     def check(lease: Lease, name: str, tokens: array[int], blocks: int) -> int:
         foreign = 0
         for block in range(blocks):
@@ -130,7 +133,9 @@ def test_no_block_serves_a_namespace_that_did_not_write_it_but_public_ones(seed:
         elif kind < 0.85 and running:
             lease, name, tokens = running.pop(draw.randrange(len(running)))
             cache.retain(lease, draw.randint(0, 28), draw.randint(1, 20))
+            before = num_public_blocks()
             cache.release(lease, draw.choice((None, draw.randint(0, 28))))
+            assert name == PUBLIC or num_public_blocks() == before
         elif kind < 0.9:
             cache.tell_time(float(step // 10))
             cache.unpin(array("i", [0] * SIZE), draw.choice(names))
@@ -140,7 +145,9 @@ def test_no_block_serves_a_namespace_that_did_not_write_it_but_public_ones(seed:
             except BudgetError:
                 continue
         elif kind < 0.97:
-            cache.drop(draw.choice(names))
+            name, before = draw.choice(names), num_public_blocks()
+            cache.drop(name)
+            assert name == PUBLIC or num_public_blocks() == before
         cache.check_invariants()
     assert num_foreign > 20
     for lease, _, _ in running:

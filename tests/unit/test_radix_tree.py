@@ -108,7 +108,7 @@ def test_prefix_is_as_recently_used_as_the_continuation_it_lost() -> None:
     tree.release(prefix)
     cache(tree, data(2, 2), ids(1))
     tree.release(child)
-    assert tree.trim(child, 1) == ids(2)
+    assert tree.trim(child, 1, "") == ids(2)
     assert tree.evict(2) == ids(1, 0)
 
 
@@ -128,7 +128,7 @@ def test_trim_stops_at_blocks_that_something_else_continues() -> None:
     tree = RadixTree(SIZE)
     cache(tree, data(1, 1, 2, 2), ids(0, 1))
     node = cache(tree, data(1, 1, 3, 3, 4, 4), ids(9, 2, 3))
-    assert tree.trim(node, 3) == ids(2, 3)
+    assert tree.trim(node, 3, "") == ids(2, 3)
     assert tree.depth("", data(1, 1, 2, 2)) == 2
 
 
@@ -164,6 +164,6 @@ def test_trimmed_nodes_do_not_pile_up_in_the_eviction_queue() -> None:
     tree = RadixTree(SIZE)
     nodes = [cache(tree, data(token, token), ids(token)) for token in range(200)]
     for node in nodes:
-        assert len(tree.trim(node, 1)) == 1
+        assert len(tree.trim(node, 1, "")) == 1
         assert len(tree._queue) <= 2 * tree.num_nodes + 64
     assert tree.num_nodes == tree.num_blocks == 0
