@@ -47,8 +47,8 @@ def test_malformed_bodies_are_refused_on_every_route(server: Frontend, path: str
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_field_that_is_not_served_is_named(server: Frontend, stream: bool) -> None:
-    error = error_of(server.http.post("/v1/chat/completions", json={**CHAT, "tools": [{}], "stream": stream}), 400)
-    assert (error["param"], error["type"]) == ("tools", "invalid_request_error")
+    error = error_of(server.http.post("/v1/chat/completions", json={**CHAT, "audio": {}, "stream": stream}), 400)
+    assert (error["param"], error["type"]) == ("audio", "invalid_request_error")
 
 
 def test_unknown_models_routes_and_methods(server: Frontend) -> None:
