@@ -19,6 +19,7 @@ ifeq ($(filter $(TORCH),cpu cuda),)
 $(error TORCH is cpu or cuda, not $(TORCH))
 endif
 endif
+comma := ,
 # Where the GPU targets write their tables.
 OUT ?= docs/benchmarks
 # Tests of one process each run side by side, with two threads so that parallel code is run in parallel.
@@ -59,6 +60,7 @@ quick: lint
 	@export OMP_NUM_THREADS=1; $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) -m 'not slow and not long' tests/unit tests/contracts $(GENERATION)
 
 test: lint unit cpu kernels behaviour e2e
+	@$(RUN) -m tests.support.checked_kernels --record
 
 lint: venv
 	@echo "-- ruff and mypy"
@@ -72,31 +74,32 @@ cpu: venv
 	@echo "-- tests of the model on a CPU"
 	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/cpu
 
-# What a module prepares, ranks of their own for example, is made by one process. What takes long in the interpreter or
-# compiles for an absent GPU runs where kernels/gpu is not what the record says, which is written when all has passed.
+# What takes long in the interpreter, or compiles for an absent GPU, runs where kernels/gpu is not what the record says,
+# which is written when all has passed.
+KERNELS_ARE_DUE := $(shell $(PYTHON) -m tests.support.checked_kernels || echo due)
+MARKS := not long and not gpu$(if $(KERNELS_ARE_DUE),, and not kernel_change)
+# What a module prepares, ranks of their own for example, is made by one process.
 KERNEL_TESTS := -n $(shell nproc) --dist loadscope --no-loadscope-reorder tests/kernels
 kernels: venv
-	@echo "-- Triton kernels, in the interpreter where there is no GPU"
-	@due='not long and not gpu'; \
-	if $(RUN) -m tests.support.checked_kernels; then due+=' and not kernel_change'; \
-	else echo "kernels/gpu is not what the record says: all tests of the kernels are due"; fi; \
-	export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -m "$$due" $(KERNEL_TESTS) && \
-	$(RUN) -m tests.support.checked_kernels --record
+	@echo "-- Triton kernels, in the interpreter where there is no GPU$(if $(KERNELS_ARE_DUE),: all of them$(comma) kernels/gpu has changed)"
+	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -m "$(MARKS)" $(KERNEL_TESTS)
 
 # It pins its own threads, and runs two things at once.
 behaviour: venv
 	@echo "-- tokens, bits and plans are those recorded"
 	@$(TIMED) $(RUN) -m pytest tests/behaviour
 
-kernels-long: venv
-	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -m 'not long and not gpu' $(KERNEL_TESTS)
-	@$(RUN) -m tests.support.checked_kernels --record
-
 # Services are forked from a process for each of the tests' processes, which takes half a gigabyte.
 FEW := $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
+E2E_TESTS := -n $(FEW) --dist worksteal tests/e2e
 e2e: venv
 	@echo "-- end-to-end tests over HTTP"
-	@$(TIMED) $(RUN) -m pytest -n $(FEW) --dist worksteal tests/e2e
+	@$(TIMED) $(RUN) -m pytest -m "$(MARKS)" $(E2E_TESTS)
+
+kernels-long: venv
+	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -m 'not long and not gpu' $(KERNEL_TESTS)
+	@$(TIMED) $(RUN) -m pytest -m 'kernel_change' $(E2E_TESTS)
+	@$(RUN) -m tests.support.checked_kernels --record
 
 test-long: venv kernels-long deep-nvme
 	@$(TIMED) $(RUN) -m pytest -m long tests

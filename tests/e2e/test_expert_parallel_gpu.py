@@ -57,6 +57,7 @@ def expected(model: Path, tmp_path: Path) -> Iterator[list[str]]:
         yield complete_all(one)
 
 
+@pytest.mark.kernel_change
 def test_two_ranks_with_few_slots_say_what_a_cpu_says_and_a_killed_one_is_named(
     model: Path, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +85,7 @@ def test_two_ranks_with_few_slots_say_what_a_cpu_says_and_a_killed_one_is_named(
         wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
 
 
+@pytest.mark.kernel_change
 def test_two_ranks_replay_decodes_and_one_that_dies_in_the_middle_of_them_is_named(
     model: Path, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

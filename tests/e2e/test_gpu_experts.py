@@ -37,6 +37,7 @@ def complete_all(running: Service) -> tuple[list[str], int]:
     return texts, num_computed
 
 
+@pytest.mark.kernel_change
 def test_a_gpu_with_few_slots_says_what_a_cpu_says_and_tells_what_its_gates_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Whether the GPU kernels are those that all of `tests/kernels` has passed with.
+"""Whether the GPU kernels are those with which all tests marked `kernel_change` have passed.
 
 `python -m tests.support.checked_kernels` exits with 0 where they are.
 
