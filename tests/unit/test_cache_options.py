@@ -10,7 +10,7 @@ import pytest
 
 from moeserve.config import ConfigError
 from moeserve.frontend.cache_wishes import cache_wishes
-from moeserve.frontend.dialects.cache_options import read_cache_control, read_cache_options
+from moeserve.frontend.dialects.cache_options import read_cache_options
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import ANYONE, Identity, cache_account, cache_namespace, load_keys
@@ -64,25 +64,6 @@ def test_a_wrong_wish_is_refused_by_name(arguments: tuple[Any, Any, Any], param:
     with pytest.raises(ApiError) as caught:
         read_cache_options(*arguments, None)
     assert (caught.value.status, caught.value.param) == (400, param)
-
-
-@pytest.mark.parametrize(
-    ("control", "seconds"),
-    [(None, None), ({"type": "ephemeral"}, 300), ({"type": "ephemeral", "ttl": "1h"}, 3600)],
-)
-def test_anthropics_marks_have_two_times(control: Any, seconds: int | None) -> None:
-    assert read_cache_control(control, "system[0].cache_control") == seconds
-
-
-@pytest.mark.parametrize(
-    "control",
-    [{"type": "persistent"}, {}, "ephemeral", {"type": "ephemeral", "ttl": "2h"}, {"type": "ephemeral", "ttl": {}}],
-)
-def test_other_marks_are_refused(control: Any) -> None:
-    with pytest.raises(ApiError) as caught:
-        read_cache_control(control, "system[0].cache_control")
-    assert caught.value.status == 400
-    assert str(caught.value.param).startswith("system[0].cache_control")
 
 
 def test_a_key_file_gives_keys_shares_of_their_own(tmp_path: Path) -> None:

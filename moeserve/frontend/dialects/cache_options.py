@@ -1,4 +1,4 @@
-"""What a client asks of the prompt cache, in the spellings of OpenAI and Anthropic, read for all dialects."""
+"""What a client asks of the prompt cache, in the spellings of OpenAI, read for all dialects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ MAX_SECONDS = 86_400
 _IN_MEMORY_SECONDS = 600
 _OPTIONS_SECONDS = 1800
 _RETENTION_SECONDS = {"in_memory": _IN_MEMORY_SECONDS, "in-memory": _IN_MEMORY_SECONDS, "24h": 86_400}
-_CONTROL_SECONDS = {"5m": 300, "1h": 3600}
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -41,19 +40,6 @@ def read_cache_options(
         implicit, longer = _read_options(options)
         seconds.append(longer)
     return CacheOptions(seconds=max(seconds) if implicit else None, report=bool(report))
-
-
-def read_cache_control(control: Any, where: str) -> int | None:
-    """Return the seconds of Anthropic's `cache_control`, None if it is null. `where` is the path of the field."""
-    if control is None:
-        return None
-    kind = control.get("type") if isinstance(control, dict) else None
-    if kind != "ephemeral":
-        raise invalid(f"`{where}` must be an object with the type ephemeral", where)
-    ttl = control.get("ttl", "5m")
-    if not isinstance(ttl, str) or ttl not in _CONTROL_SECONDS:
-        raise invalid(f"`{where}.ttl` must be 5m or 1h", f"{where}.ttl")
-    return _CONTROL_SECONDS[ttl]
 
 
 def _read_options(options: dict[str, Any]) -> tuple[bool, int]:
