@@ -345,9 +345,13 @@ class PrefixCache:
         return list_prefixes(self._tree, self.block_size, account, limit)
 
     def explain(self, lease: Lease, tokens: array[int]) -> Miss:
-        """Return why `match`, or `advance`, found no more of `tokens`. To be called at once after it."""
+        """Return why `match`, or `advance`, found no more of `tokens`. To be called at once after it.
+
+        Evictions of the lease's account are recorded from the first call on.
+        """
         if lease.owner is not self:
             raise _not_leased()
+        self._tree.evictions.begin(account_of(lease.namespace))
         return explain_miss(self._tree, lease, tokens, self.block_size)
 
     def _budget(self, share: float | None) -> int:

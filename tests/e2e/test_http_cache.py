@@ -99,6 +99,11 @@ def test_ten_misses_have_their_reasons(running: Service) -> None:
     assert (gone["reason"], gone["matched_tokens"], gone["known_tokens"]) == ("evicted", 0, 192)
 
 
+def test_what_was_evicted_before_the_first_report_of_a_key_is_not_known(running: Service) -> None:
+    flood(running)
+    assert report(running, "0root" + "A" * 1500, "root")["reason"] == "not_known"
+
+
 def test_a_report_comes_with_the_usage_of_a_stream_and_by_header_too(running: Service) -> None:
     body = {"model": "m", "prompt": "Streamed " + TAIL, "max_tokens": 2, "stream": True}
     headers = {"authorization": "Bearer alice", "x-moeserve-cache-report": "1"}
