@@ -210,6 +210,8 @@ def test_dropping_takes_ones_own_prefixes_alone(running: Service) -> None:
         ("POST", "/v1/completions", {"cache_report": "yes"}, "cache_report"),
         ("POST", "/v1/cache/warm", {"prompt": None}, "prompt"),
         ("POST", "/v1/cache/warm", {"stream": True}, "stream"),
+        ("POST", "/v1/cache/warm", {"temperature": 0.5}, "temperature"),
+        ("POST", "/v1/cache/pin", {"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
         ("POST", "/v1/cache/pin", {"prompt": "short"}, "prompt"),
         ("POST", "/v1/cache/pin", {"prompt": [-1] * 32}, "prompt"),
         ("POST", "/v1/cache/unpin", {"id": "0.1"}, "id"),

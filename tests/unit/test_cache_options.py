@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moeserve.config import ConfigError
+from moeserve.frontend.cache_routes import parse_warm
 from moeserve.frontend.cache_wishes import cache_wishes
 from moeserve.frontend.dialects.cache_options import read_cache_options
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
@@ -21,6 +23,7 @@ from radix_cache import account_of
 from tests.support.frontend import run_context
 
 SECRET = "5e" * 32
+FACTS = ModelFacts(("tiny",), 512, 300, (), {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -102,15 +105,14 @@ MESSAGES = [
 def wishes_of(folder: Path, options: CacheOptions, prompt: ChatPrompt | list[int]) -> tuple[Any, list[int], list[int]]:
     """Return the wishes, the prompt's token ids, and those of the first message alone."""
     services = Services.load(run_context(folder))
-    facts = ModelFacts(("tiny",), 512, 300, (), {}, 0)
     request = GenerateRequest(
         model="tiny", prompts=[prompt], sampling=SamplingParams(1), max_tokens=1, seed=0, cache=options
     )
 
     async def run() -> tuple[Any, list[int], list[int]]:
-        ids = await services.encode(prompt, facts)
-        head = await services.encode(ChatPrompt(MESSAGES[:1], add_generation_prompt=False), facts)
-        return await cache_wishes(services, request, [ids], facts, Identity(b"", frozenset(), 0.25)), ids, head
+        ids = await services.encode(prompt, FACTS)
+        head = await services.encode(ChatPrompt(MESSAGES[:1], add_generation_prompt=False), FACTS)
+        return await cache_wishes(services, request, [ids], FACTS, Identity(b"", frozenset(), 0.25)), ids, head
 
     return asyncio.run(run())
 
@@ -127,13 +129,53 @@ def test_a_request_that_asks_nothing_of_the_cache_has_no_wish(tmp_path: Path) ->
     assert wishes_of(tmp_path, CacheOptions(report=True), [1, 2, 3])[0] == [CacheWish((), 0.25, True)]
 
 
+PREFIXES = ({"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"})
+
+
+@pytest.mark.parametrize("prefix", PREFIXES, ids=["messages", "prompt"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0),
+        ("max_tokens", 5),
+        ("stop", ["x"]),
+        ("n", 2),
+        ("stream", True),
+        ("logprobs", True),
+        ("logit_bias", {"1": 1}),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_warming_refuses_fields_that_have_no_effect_on_a_prefix(prefix: dict[str, Any], name: str, value: Any) -> None:
+    with pytest.raises(ApiError, match="has no effect on a prefix") as caught:
+        parse_warm(json.dumps({**prefix, name: value}).encode(), FACTS)
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_fields_that_render_messages_have_no_effect_on_a_text() -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_warm(b'{"prompt": "hi", "reasoning_effort": "low"}', FACTS)
+    assert caught.value.param == "reasoning_effort"
+
+
+@pytest.mark.parametrize("prefix", PREFIXES, ids=["messages", "prompt"])
+def test_warming_takes_what_counts_and_what_asks_for_nothing(prefix: dict[str, Any]) -> None:
+    counts = {"cache_salt": "s", "priority": 2, "prompt_cache_retention": "24h", "cache_report": True}
+    nothing: dict[str, Any] = {"stream": False, "temperature": None, "n": 1, "tool_choice": "auto", "stop": []}
+    request = parse_warm(json.dumps({**prefix, **counts, **nothing}).encode(), FACTS)
+    assert (request.cache_salt, request.priority, request.max_tokens) == ("s", 2, 1)
+    assert request.cache == CacheOptions(seconds=86_400, report=True)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("{}", "no JSON list"),
         ("[", "no JSON list"),
         ("[1]", "public prefix 0"),
-        ('[{"prompt": "a"}, {}]', "public prefix 1 .* needs either"),
+        ('[{"prompt": "a"}, {}]', "public prefix 1 .* Give either `prompt` or `messages`"),
+        ('[{"prompt": "a", "cache_salt": "s"}]', "`cache_salt` has no effect"),
         ('[{"prompt": "a", "prefix": 1}]', "unknown field 'prefix'"),
         ('[{"prompt": 1}]', "public prefix 0"),
     ],
