@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
-from moeserve.frontend.dialects.chat import ChatBody, read_chat_prompt
+from moeserve.frontend.dialects.chat import ChatBody, read_cache, read_chat_prompt
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.engine_client import EngineGone
 from moeserve.frontend.generate import Dialect
@@ -112,7 +112,7 @@ def parse_warm(body: bytes, model: ModelFacts) -> GenerateRequest:
         seed=0,
         priority=fields.read_priority(prefix),
         cache_salt=fields.read_cache_salt(prefix.cache_salt),
-        cache=fields.read_cache(prefix),
+        cache=read_cache(prefix),
         ignored=ignored,
     )
 

@@ -144,6 +144,17 @@ def test_a_retained_prompt_outlives_a_flood_and_others_do_not(running: Service, 
     assert cached(running, f"Kept {name} " + TAIL) > 200
 
 
+def test_the_head_of_a_chat_up_to_a_mark_outlives_a_flood(running: Service) -> None:
+    part = {"type": "text", "text": "Marked " + TAIL, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    messages = [{"role": "system", "content": [part]}, {"role": "user", "content": TAIL}]
+    body = {"model": "m", "messages": messages, "max_tokens": 1, "prompt_cache_options": {"mode": "explicit"}}
+    for _ in range(2):
+        usage = call(running, "POST", "/v1/chat/completions", "alice", body).json()["usage"]
+        flood(running)
+    # The head is there, and what followed it was evicted.
+    assert 240 <= usage["prompt_tokens_details"]["cached_tokens"] < 300 < usage["prompt_tokens"]
+
+
 def test_pins_stay_until_they_are_unpinned_and_within_the_keys_budget(running: Service) -> None:
     prefix = {"prompt": "Pinned " + TAIL}
     missing = call(running, "POST", "/v1/cache/pin", "bob", prefix)

@@ -124,6 +124,12 @@ def test_breakpoints_become_token_counts_of_the_rendered_prompt(tmp_path: Path) 
     assert wishes == [CacheWish(((len(ids), 60), (len(head), 3600), (len(ids), 300)), 0.25)]
 
 
+def test_of_many_breakpoints_the_last_four_count(tmp_path: Path) -> None:
+    options = CacheOptions(breakpoints=tuple((4, float(seconds)) for seconds in range(1, 8)))
+    (wish,), ids, _ = wishes_of(tmp_path, options, ChatPrompt(MESSAGES))
+    assert wish.retentions == tuple((len(ids), float(seconds)) for seconds in range(4, 8))
+
+
 def test_a_request_that_asks_nothing_of_the_cache_has_no_wish(tmp_path: Path) -> None:
     assert wishes_of(tmp_path, CacheOptions(), [1, 2, 3])[0] is None
     assert wishes_of(tmp_path, CacheOptions(report=True), [1, 2, 3])[0] == [CacheWish((), 0.25, True)]
