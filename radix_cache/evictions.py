@@ -1,5 +1,7 @@
 """Which prefixes were evicted: a bounded record, so that a miss can be told from a prompt that was never seen.
 
+Hashing what is evicted costs as much as evicting it, so the record of an account begins when it first asks.
+
 The digest of a prefix is chained block by block from the name of its namespace. It is a `hash()`, the cheapest there
 is, and differs from process to process: digests serve reports alone, no decision depends on them.
 """
@@ -16,33 +18,38 @@ MAX_RECORDED_BLOCKS = 16_384
 
 
 class EvictionRecord:
-    """The digests of the prefixes of each account that were evicted last, at most `limit` of them."""
+    """The digests of the prefixes that were evicted last of each account that has asked, at most `limit` of them."""
 
-    __slots__ = ("_block_bytes", "_evicted", "_limit", "_overrun")
+    __slots__ = ("_block_bytes", "_evicted", "_incomplete", "_limit")
 
     def __init__(self, block_bytes: int, limit: int) -> None:
         self._block_bytes = block_bytes
         self._limit = limit
         self._evicted: dict[str, OrderedDict[int, None]] = {}
-        self._overrun: set[str] = set()
+        self._incomplete: set[str] = set()
+
+    def begin(self, account: str) -> None:
+        """Record what is evicted of an account from now on."""
+        self._evicted.setdefault(account, OrderedDict())
 
     def add(self, node: Node, count: int) -> None:
         """Note that the last `count` blocks of a node are about to be evicted."""
-        digests = self.digests(node)
         account = account_of(node.namespace)
         record = self._evicted.get(account)
         if record is None:
-            record = self._evicted[account] = OrderedDict()
+            self._incomplete.add(account)
+            return
+        digests = self.digests(node)
         # The tail first: the head of a prefix is remembered longest.
         record.update(dict.fromkeys(reversed(digests[len(digests) - count :])))
         while len(record) > self._limit:
             record.popitem(last=False)
-            self._overrun.add(account)
+            self._incomplete.add(account)
         del digests[len(digests) - count :]
 
-    def is_overrun(self, account: str) -> bool:
-        """Return whether the record of an account has lost entries."""
-        return account in self._overrun
+    def is_incomplete(self, account: str) -> bool:
+        """Return whether something of an account was evicted that its record does not have, or no more."""
+        return account in self._incomplete
 
     def num_evicted(self, node: Node, data: bytes) -> int:
         """Count the leading blocks of `data` (int32 ids, whole blocks) behind the end of `node` that were evicted."""

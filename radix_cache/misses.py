@@ -39,7 +39,7 @@ class MissReason(StrEnum):
     VOLATILE_HEAD = "volatile_head"  # diverged, and behind a short difference the prompts are the same again
     DIVERGED = "diverged"
     NEVER_SEEN = "never_seen"
-    NOT_KNOWN = "not_known"  # never seen, or evicted so long ago that there is no record of it
+    NOT_KNOWN = "not_known"  # never seen, or evicted before its record began or too long ago for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ def explain_miss(tree: RadixTree, lease: Lease, tokens: array[int], block_size: 
         return Miss(MissReason.OTHER_SALT, matched, matched, elsewhere * block_size)
     if diverged := _divergence(lease.node, tokens, matched, lease.namespace):
         return diverged
-    overrun = tree.evictions.is_overrun(account_of(lease.namespace))
-    return Miss(MissReason.NOT_KNOWN if overrun else MissReason.NEVER_SEEN, matched, matched)
+    incomplete = tree.evictions.is_incomplete(account_of(lease.namespace))
+    return Miss(MissReason.NOT_KNOWN if incomplete else MissReason.NEVER_SEEN, matched, matched)
 
 
 def _other_namespaces(tree: RadixTree, namespace: str) -> Iterator[str]:

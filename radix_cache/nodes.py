@@ -68,14 +68,15 @@ class Retention:
     """The wish to keep the prefix that ends with `node`; `node` is None once it has ended.
 
     It ends at `until` (0: no deadline) and begins anew for `ttl` with every hit, both in the caller's time. With
-    `is_pinned` it does not end by itself.
+    `is_pinned` it does not end by itself. `refreshed`: retentions that were refreshed longer ago have lower ones.
     """
 
-    __slots__ = ("is_pinned", "node", "number", "ttl", "until")
+    __slots__ = ("is_pinned", "node", "number", "refreshed", "ttl", "until")
 
     def __init__(self, number: int, node: Node) -> None:
         self.number = number
         self.node: Node | None = node
+        self.refreshed = 0
         self.ttl = 0.0
         self.until = 0.0
         self.is_pinned = False

@@ -292,17 +292,19 @@ class PrefixCache:
     def pin(self, tokens: array[int], namespace: str = "", share: float | None = None) -> int:
         """Pin the whole blocks of `tokens`, if all of them are cached, until `unpin`.
 
-        Return the number of tokens that are cached: they are pinned if these are all whole blocks. Raises BudgetError
-        if the account's pins would exceed its budget; its other retentions give way. share: as in `retain`.
+        Return the number of tokens that are cached: they are pinned if these are all whole blocks. Raises BudgetError,
+        with nothing changed, if the account's pins would exceed its budget; its other retentions give way. share: as in
+        `retain`.
         """
         tree, size = self._tree, self.block_size
         wanted = len(tokens) // size
         data = tokens[: wanted * size].tobytes()
         depth = tree.depth(namespace, data)
-        budget, pinned = self._budget(share), self._account(namespace)[1]
+        account, budget = tree.ledger.account(account_of(namespace)), self._budget(share)
+        num_left = max(0, budget - account.num_pinned_blocks)
         # Blocks that are not cached are not pinned yet.
-        if wanted - depth + pinned > budget:
-            raise BudgetError(wanted - depth, max(0, budget - pinned))
+        if wanted - depth > num_left:
+            raise BudgetError(wanted - depth, num_left)
         if depth < wanted or not wanted:
             return depth * size
         start = tree.start(namespace, data)
@@ -310,11 +312,10 @@ class PrefixCache:
         node = tree.descend(start, data, array("i"), namespace)
         if node.namespace != namespace:
             return wanted * size  # a public prefix is not the account's to pin, and the operator has pinned it
+        num_new = account.num_unpinned_blocks(node)
+        if num_new > num_left:
+            raise BudgetError(num_new, num_left)
         tree.pin(node)
-        num_new = self._account(namespace)[1] - pinned
-        if pinned + num_new > budget:
-            tree.unpin(node)
-            raise BudgetError(num_new, max(0, budget - pinned))
         tree.make_room(node, budget)
         return wanted * size
 
@@ -344,9 +345,13 @@ class PrefixCache:
         return list_prefixes(self._tree, self.block_size, account, limit)
 
     def explain(self, lease: Lease, tokens: array[int]) -> Miss:
-        """Return why `match`, or `advance`, found no more of `tokens`. To be called at once after it."""
+        """Return why `match`, or `advance`, found no more of `tokens`. To be called at once after it.
+
+        Evictions of the lease's account are recorded from the first call on.
+        """
         if lease.owner is not self:
             raise _not_leased()
+        self._tree.evictions.begin(account_of(lease.namespace))
         return explain_miss(self._tree, lease, tokens, self.block_size)
 
     def _budget(self, share: float | None) -> int:

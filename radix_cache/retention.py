@@ -8,6 +8,7 @@ ends; a node is retained if a retention ends at it or below it.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
 from radix_cache.nodes import Node, Retention
@@ -35,17 +36,32 @@ class Account:
     @property
     def num_pinned_blocks(self) -> int:
         """Blocks that pins cover. Walks the pins."""
-        seen: set[int] = set()
-        count = 0
+        return sum(self._pinned_runs().values())
+
+    def num_unpinned_blocks(self, node: Node) -> int:
+        """Count the account's own blocks up to the end of `node` that no pin covers. Walks the pins."""
+        pinned = self._pinned_runs()
+        return sum(len(run.blocks) for run in _own_runs(node) if run.serial not in pinned)
+
+    def _pinned_runs(self) -> dict[int, int]:
+        """Return the number of blocks of each run that a pin covers, by the run's serial."""
+        found: dict[int, int] = {}
         for retention in self.retentions.values():
-            node = retention.node if retention.is_pinned else None
-            # Public blocks above the account's own are not its.
-            namespace = "" if node is None else node.namespace
-            while node is not None and node.namespace == namespace and node.serial not in seen:
-                seen.add(node.serial)
-                count += len(node.blocks)
-                node = node.parent
-        return count
+            if not retention.is_pinned or retention.node is None:
+                continue
+            for run in _own_runs(retention.node):
+                if run.serial in found:
+                    break
+                found[run.serial] = len(run.blocks)
+        return found
+
+
+def _own_runs(node: Node) -> Iterator[Node]:
+    """Yield `node` and the runs above it, but for public ones, which belong to no account that goes on below them."""
+    current: Node | None = node
+    while current is not None and current.namespace == node.namespace:
+        yield current
+        current = current.parent
 
 
 class RetentionLedger:
@@ -55,13 +71,23 @@ class RetentionLedger:
     evicted, since the start.
     """
 
-    __slots__ = ("_accounts", "_deadlines", "_number", "num_blocks", "num_lost_blocks", "num_pins", "num_retentions")
+    __slots__ = (
+        "_accounts",
+        "_deadlines",
+        "_num_refreshes",
+        "_number",
+        "num_blocks",
+        "num_lost_blocks",
+        "num_pins",
+        "num_retentions",
+    )
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
         # (deadline, number, retention): one entry for each retention with a deadline, at or before its deadline.
         self._deadlines: list[tuple[float, int, Retention]] = []
         self._number = 0
+        self._num_refreshes = 0
         self.num_blocks = 0
         self.num_lost_blocks = 0
         self.num_pins = 0
@@ -90,7 +116,7 @@ class RetentionLedger:
         if ttl > 0 and now + ttl >= retention.until:
             retention.ttl = ttl
             self._extend(retention, now + ttl)
-        account.retentions.move_to_end(retention.number)
+        self._make_newest(retention, account)
 
     def refresh(self, node: Node, now: float) -> None:
         """Begin every retention anew that ends at `node` or above it: its prefix was hit."""
@@ -100,7 +126,7 @@ class RetentionLedger:
             if retention is not None:
                 if retention.until > 0:
                     retention.until = max(retention.until, now + retention.ttl)
-                self._accounts[account_of(current.namespace)].retentions.move_to_end(retention.number)
+                self._make_newest(retention, self._accounts[account_of(current.namespace)])
             current = current.parent
 
     def unpin(self, node: Node, now: float) -> Node | None:
@@ -149,28 +175,38 @@ class RetentionLedger:
     def move_up(self, node: Node) -> None:
         """Move the retention of `node`, which has lost its last block, to its parent, with the parent's own if any.
 
-        To be called while `node.parent` is set. A retention of which no block is left ends.
+        To be called while `node.parent` is set. A retention of which no block is left ends. Of two the one refreshed
+        last stays, with the most that both were granted, so the order in which they meet does not matter.
         """
         retention, parent = node.retention, node.parent
         assert retention is not None
         assert parent is not None
         if parent.parent is None or parent.namespace != node.namespace:
             self._forget(retention, node)
-        elif parent.retention is not None:
+        elif parent.retention is not None and parent.retention.refreshed > retention.refreshed:
             self._merge(retention, parent.retention)
             self._forget(retention, node)
         else:
+            if parent.retention is not None:
+                self._merge(parent.retention, retention)
+                self._forget(parent.retention, parent)
+            else:
+                parent.keeps += 1
             node.retention, retention.node, parent.retention = None, parent, retention
-            parent.keeps += 1
         node.keeps = 0
         self._release(parent)
         self._close(account_of(node.namespace))
+
+    def _make_newest(self, retention: Retention, account: Account) -> None:
+        self._num_refreshes += 1
+        retention.refreshed = self._num_refreshes
+        account.retentions.move_to_end(retention.number)
 
     def _merge(self, source: Retention, target: Retention) -> None:
         if source.is_pinned and not target.is_pinned:
             target.is_pinned = True
             self.num_pins += 1
-        if source.until > target.until:
+        if source.until > 0 and (source.until, source.ttl) > (target.until, target.ttl):
             target.ttl = source.ttl
             self._extend(target, source.until)
 

@@ -26,7 +26,10 @@ _EXPLANATIONS = {
     ),
     MissReason.DIVERGED: "At token {position} the prompt differs from the nearest prefix that is cached.",
     MissReason.NEVER_SEEN: "No prompt that went on like this was cached before.",
-    MissReason.NOT_KNOWN: "No such prefix is cached; it was never seen, or evicted too long ago for the record.",
+    MissReason.NOT_KNOWN: (
+        "No such prefix is cached; it was never seen, or evicted too long ago for the record, which begins with the "
+        "first report that this key asks for."
+    ),
 }
 
 

@@ -5,6 +5,7 @@ Every route acts on the account of the caller's key. Warming is a generation of 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from starlette.responses import Response
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
-from moeserve.frontend.dialects.chat import ChatBody, read_chat_prompt
+from moeserve.frontend.dialects.chat import ChatBody, read_cache, read_chat_prompt
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.engine_client import EngineGone
 from moeserve.frontend.generate import Dialect
@@ -31,9 +32,34 @@ _P = TypeVar("_P", bound="PrefixBody")
 _LISTED = 50
 _MAX_LISTED = 1000
 
+# The fields of a body that have an effect: those that render messages, and by route those beside the prefix.
+_MESSAGE_FIELDS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "functions",
+        "messages",
+        "reasoning_effort",
+        "tools",
+    }
+)
+PUBLIC_FIELDS = frozenset({"model"})
+_PIN_FIELDS = PUBLIC_FIELDS | {"cache_salt"}
+_WARM_FIELDS = _PIN_FIELDS | {
+    "cache_report",
+    "priority",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+}
+
 
 class PrefixBody(ChatBody, kw_only=True):
-    """A prefix: the messages of a chat (with the fields that change how they are rendered), a text, or token ids."""
+    """A prefix: the messages of a chat (with the fields that change how they are rendered), a text, or token ids.
+
+    The other fields of a chat may ask for nothing (`check_prefix`).
+    """
 
     prompt: str | list[int] | None = None
 
@@ -44,12 +70,27 @@ class UnpinBody(PrefixBody, kw_only=True):
     id: str | None = None
 
 
-def read_prefix(body: PrefixBody, model: ModelFacts) -> ChatPrompt | str | list[int]:
-    """Return the prefix of a body; messages without the head of an answer, unless the client asks for it."""
-    if body.model is not None:
-        fields.check_model(body.model, model)
+def check_prefix(body: PrefixBody, others: Collection[str]) -> None:
+    """Raise ApiError unless the body has one prefix, and beside it asks for nothing but in the fields `others`."""
     if (body.prompt is None) == (body.messages is None):
         raise invalid("Give either `prompt` or `messages`", "prompt")
+    prefix_fields = _MESSAGE_FIELDS if body.prompt is None else {"prompt"}
+    for name in body.__struct_fields__:
+        if name not in prefix_fields and name not in others and _asks(name, getattr(body, name)):
+            raise invalid(f"`{name}` has no effect on a prefix here: leave it out", name)
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Return whether a field asks for something. Bodies made for a chat may say what is so without them."""
+    if name in ("function_call", "tool_choice"):
+        return value not in (None, "auto", "none")
+    return not (value is None or value is False or value in ([], {}) or (name == "n" and value == 1))
+
+
+def read_prefix(body: PrefixBody, model: ModelFacts) -> ChatPrompt | str | list[int]:
+    """Return the prefix of a checked body; messages without the head of an answer, unless the client asks for it."""
+    if body.model is not None:
+        fields.check_model(body.model, model)
     if body.prompt is None:
         return replace(read_chat_prompt(body), add_generation_prompt=body.add_generation_prompt is True)
     if not body.prompt:
@@ -62,8 +103,7 @@ def read_prefix(body: PrefixBody, model: ModelFacts) -> ChatPrompt | str | list[
 def parse_warm(body: bytes, model: ModelFacts) -> GenerateRequest:
     """Return a request that computes a prefix and samples one token, which nobody sees. Raises ApiError."""
     prefix, ignored = fields.decode_json(body, PrefixBody)
-    if prefix.stream:
-        raise invalid("`stream` is not for warming: the answer is one object", "stream")
+    check_prefix(prefix, _WARM_FIELDS)
     return GenerateRequest(
         model=prefix.model or model.names[0],
         prompts=[read_prefix(prefix, model)],
@@ -72,7 +112,7 @@ def parse_warm(body: bytes, model: ModelFacts) -> GenerateRequest:
         seed=0,
         priority=fields.read_priority(prefix),
         cache_salt=fields.read_cache_salt(prefix.cache_salt),
-        cache=fields.read_cache(prefix),
+        cache=read_cache(prefix),
         ignored=ignored,
     )
 
@@ -213,11 +253,13 @@ class CacheRoutes:
             max_bytes=services.run.config.max_request_bytes,
             timeout_s=limits.RECEIVE_TIMEOUT_S,
         )
-        body, _ = fields.decode_json(data, kind)
+        body, ignored = fields.decode_json(data, kind)
+        services.metrics.count_ignored(ignored)
         if isinstance(body, UnpinBody) and body.id is not None:
             if body.prompt is not None or body.messages is not None:
                 raise invalid("Give either `id` or a prefix", "id")
             return body, None
+        check_prefix(body, _PIN_FIELDS)
         return body, await services.encode(read_prefix(body, facts), facts)
 
     def _namespace(self, request: Request, body: PrefixBody) -> str:

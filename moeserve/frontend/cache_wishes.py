@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import Identity
@@ -27,7 +28,7 @@ async def cache_wishes(
     for prompt, token_ids in zip(request.prompts, prompts, strict=True):
         retentions = [] if options.seconds is None else [(len(token_ids), options.seconds)]
         if isinstance(prompt, ChatPrompt):
-            for num_messages, seconds in options.breakpoints:
+            for num_messages, seconds in options.breakpoints[-limits.MAX_CACHE_BREAKPOINTS :]:
                 retentions.append((await _prefix_length(services, prompt, num_messages, token_ids, facts), seconds))
         kept = tuple((num_tokens, seconds) for num_tokens, seconds in retentions if num_tokens)
         wishes.append(CacheWish(kept, identity.retention_share, options.report))

@@ -18,6 +18,8 @@ MAX_TOKENS = 2**31 - 1
 MAX_PRIORITY = 2**31 - 1
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_CACHE_SALT_CHARS = 256
+# Each costs another rendering of the prompt; of more the last ones count.
+MAX_CACHE_BREAKPOINTS = 4
 MAX_TOOLS = 1024
 MAX_TOOL_SCHEMA_BYTES = 256 * 1024
 MAX_TOOL_DESCRIPTION_CHARS = 128 * 1024

@@ -16,7 +16,7 @@ import structlog
 
 from moeserve.config import ConfigError
 from moeserve.frontend.answer import check_length
-from moeserve.frontend.cache_routes import PrefixBody, read_prefix
+from moeserve.frontend.cache_routes import PUBLIC_FIELDS, PrefixBody, check_prefix, read_prefix
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.engine_client import EngineGone, RequestRejected
 from moeserve.frontend.http import ApiError
@@ -44,12 +44,11 @@ def load_public_prefixes(file: str | None) -> list[PrefixBody]:
     for number, entry in enumerate(entries):
         try:
             prefix, unknown = fields.decode_json(bytes(entry), PrefixBody)
+            check_prefix(prefix, PUBLIC_FIELDS)
         except ApiError as error:
             raise ConfigError(f"public prefix {number} in {file}: {error.message}") from None
         if unknown:
             raise ConfigError(f"public prefix {number} in {file} has an unknown field {unknown[0]!r}")
-        if (prefix.prompt is None) == (prefix.messages is None):
-            raise ConfigError(f"public prefix {number} in {file} needs either `prompt` or `messages`")
         prefixes.append(prefix)
     return prefixes
 

@@ -99,6 +99,11 @@ def test_ten_misses_have_their_reasons(running: Service) -> None:
     assert (gone["reason"], gone["matched_tokens"], gone["known_tokens"]) == ("evicted", 0, 192)
 
 
+def test_what_was_evicted_before_the_first_report_of_a_key_is_not_known(running: Service) -> None:
+    flood(running)
+    assert report(running, "0root" + "A" * 1500, "root")["reason"] == "not_known"
+
+
 def test_a_report_comes_with_the_usage_of_a_stream_and_by_header_too(running: Service) -> None:
     body = {"model": "m", "prompt": "Streamed " + TAIL, "max_tokens": 2, "stream": True}
     headers = {"authorization": "Bearer alice", "x-moeserve-cache-report": "1"}
@@ -137,6 +142,17 @@ def test_a_retained_prompt_outlives_a_flood_and_others_do_not(running: Service, 
     flood(running)
     assert cached(running, f"Plain {name} " + TAIL) == 0
     assert cached(running, f"Kept {name} " + TAIL) > 200
+
+
+def test_the_head_of_a_chat_up_to_a_mark_outlives_a_flood(running: Service) -> None:
+    part = {"type": "text", "text": "Marked " + TAIL, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    messages = [{"role": "system", "content": [part]}, {"role": "user", "content": TAIL}]
+    body = {"model": "m", "messages": messages, "max_tokens": 1, "prompt_cache_options": {"mode": "explicit"}}
+    for _ in range(2):
+        usage = call(running, "POST", "/v1/chat/completions", "alice", body).json()["usage"]
+        flood(running)
+    # The head is there, and what followed it was evicted.
+    assert 240 <= usage["prompt_tokens_details"]["cached_tokens"] < 300 < usage["prompt_tokens"]
 
 
 def test_pins_stay_until_they_are_unpinned_and_within_the_keys_budget(running: Service) -> None:
@@ -205,6 +221,8 @@ def test_dropping_takes_ones_own_prefixes_alone(running: Service) -> None:
         ("POST", "/v1/completions", {"cache_report": "yes"}, "cache_report"),
         ("POST", "/v1/cache/warm", {"prompt": None}, "prompt"),
         ("POST", "/v1/cache/warm", {"stream": True}, "stream"),
+        ("POST", "/v1/cache/warm", {"temperature": 0.5}, "temperature"),
+        ("POST", "/v1/cache/pin", {"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
         ("POST", "/v1/cache/pin", {"prompt": "short"}, "prompt"),
         ("POST", "/v1/cache/pin", {"prompt": [-1] * 32}, "prompt"),
         ("POST", "/v1/cache/unpin", {"id": "0.1"}, "id"),

@@ -109,6 +109,22 @@ def test_a_record_that_was_overrun_says_not_known_for_that_account_alone() -> No
     assert use(cache, TAIL[:40], "c").reason is MissReason.NEVER_SEEN
 
 
+def test_evictions_are_recorded_once_the_account_has_asked_and_not_known_before() -> None:
+    cache = PrefixCache(16, SIZE)
+    for account in ("a", "b"):
+        for start in (0, 1000, 2000):
+            lease = cache.match(array("i", range(start, start + 60)), account)
+            assert cache.extend(lease, 15) is not None
+            cache.publish(lease, array("i", range(start, start + 60)), 60)
+            cache.release(lease)
+    assert use(cache, range(60), "a").reason is MissReason.NOT_KNOWN
+    use(cache, range(1000, 1060), "b")
+    assert use(cache, range(60), "a") == Miss(MissReason.EVICTED, 4, 4, 56)
+    # What was evicted before stays unknown.
+    assert use(cache, range(1000, 1060), "a").reason is MissReason.NOT_KNOWN
+    assert use(cache, range(60), "c").reason is MissReason.NEVER_SEEN
+
+
 def test_another_salt_of_the_account_is_named_and_another_account_is_not() -> None:
     cache = PrefixCache(64, SIZE)
     use(cache, TAIL[:24], "a/salt")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moeserve.config import ConfigError
+from moeserve.frontend.cache_routes import parse_warm
 from moeserve.frontend.cache_wishes import cache_wishes
-from moeserve.frontend.dialects.cache_options import read_cache_control, read_cache_options
+from moeserve.frontend.dialects.cache_options import read_cache_options
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import ANYONE, Identity, cache_account, cache_namespace, load_keys
@@ -21,6 +23,7 @@ from radix_cache import account_of
 from tests.support.frontend import run_context
 
 SECRET = "5e" * 32
+FACTS = ModelFacts(("tiny",), 512, 300, (), {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -66,25 +69,6 @@ def test_a_wrong_wish_is_refused_by_name(arguments: tuple[Any, Any, Any], param:
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-@pytest.mark.parametrize(
-    ("control", "seconds"),
-    [(None, None), ({"type": "ephemeral"}, 300), ({"type": "ephemeral", "ttl": "1h"}, 3600)],
-)
-def test_anthropics_marks_have_two_times(control: Any, seconds: int | None) -> None:
-    assert read_cache_control(control, "system[0].cache_control") == seconds
-
-
-@pytest.mark.parametrize(
-    "control",
-    [{"type": "persistent"}, {}, "ephemeral", {"type": "ephemeral", "ttl": "2h"}, {"type": "ephemeral", "ttl": {}}],
-)
-def test_other_marks_are_refused(control: Any) -> None:
-    with pytest.raises(ApiError) as caught:
-        read_cache_control(control, "system[0].cache_control")
-    assert caught.value.status == 400
-    assert str(caught.value.param).startswith("system[0].cache_control")
-
-
 def test_a_key_file_gives_keys_shares_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("user:alice retention=0.25\nbob\nadmin:root   retention=1\n")
@@ -121,15 +105,14 @@ MESSAGES = [
 def wishes_of(folder: Path, options: CacheOptions, prompt: ChatPrompt | list[int]) -> tuple[Any, list[int], list[int]]:
     """Return the wishes, the prompt's token ids, and those of the first message alone."""
     services = Services.load(run_context(folder))
-    facts = ModelFacts(("tiny",), 512, 300, (), {}, 0)
     request = GenerateRequest(
         model="tiny", prompts=[prompt], sampling=SamplingParams(1), max_tokens=1, seed=0, cache=options
     )
 
     async def run() -> tuple[Any, list[int], list[int]]:
-        ids = await services.encode(prompt, facts)
-        head = await services.encode(ChatPrompt(MESSAGES[:1], add_generation_prompt=False), facts)
-        return await cache_wishes(services, request, [ids], facts, Identity(b"", frozenset(), 0.25)), ids, head
+        ids = await services.encode(prompt, FACTS)
+        head = await services.encode(ChatPrompt(MESSAGES[:1], add_generation_prompt=False), FACTS)
+        return await cache_wishes(services, request, [ids], FACTS, Identity(b"", frozenset(), 0.25)), ids, head
 
     return asyncio.run(run())
 
@@ -141,9 +124,54 @@ def test_breakpoints_become_token_counts_of_the_rendered_prompt(tmp_path: Path) 
     assert wishes == [CacheWish(((len(ids), 60), (len(head), 3600), (len(ids), 300)), 0.25)]
 
 
+def test_of_many_breakpoints_the_last_four_count(tmp_path: Path) -> None:
+    options = CacheOptions(breakpoints=tuple((4, float(seconds)) for seconds in range(1, 8)))
+    (wish,), ids, _ = wishes_of(tmp_path, options, ChatPrompt(MESSAGES))
+    assert wish.retentions == tuple((len(ids), float(seconds)) for seconds in range(4, 8))
+
+
 def test_a_request_that_asks_nothing_of_the_cache_has_no_wish(tmp_path: Path) -> None:
     assert wishes_of(tmp_path, CacheOptions(), [1, 2, 3])[0] is None
     assert wishes_of(tmp_path, CacheOptions(report=True), [1, 2, 3])[0] == [CacheWish((), 0.25, True)]
+
+
+PREFIXES = ({"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"})
+
+
+@pytest.mark.parametrize("prefix", PREFIXES, ids=["messages", "prompt"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0),
+        ("max_tokens", 5),
+        ("stop", ["x"]),
+        ("n", 2),
+        ("stream", True),
+        ("logprobs", True),
+        ("logit_bias", {"1": 1}),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_warming_refuses_fields_that_have_no_effect_on_a_prefix(prefix: dict[str, Any], name: str, value: Any) -> None:
+    with pytest.raises(ApiError, match="has no effect on a prefix") as caught:
+        parse_warm(json.dumps({**prefix, name: value}).encode(), FACTS)
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_fields_that_render_messages_have_no_effect_on_a_text() -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_warm(b'{"prompt": "hi", "reasoning_effort": "low"}', FACTS)
+    assert caught.value.param == "reasoning_effort"
+
+
+@pytest.mark.parametrize("prefix", PREFIXES, ids=["messages", "prompt"])
+def test_warming_takes_what_counts_and_what_asks_for_nothing(prefix: dict[str, Any]) -> None:
+    counts = {"cache_salt": "s", "priority": 2, "prompt_cache_retention": "24h", "cache_report": True}
+    nothing: dict[str, Any] = {"stream": False, "temperature": None, "n": 1, "tool_choice": "auto", "stop": []}
+    request = parse_warm(json.dumps({**prefix, **counts, **nothing}).encode(), FACTS)
+    assert (request.cache_salt, request.priority, request.max_tokens) == ("s", 2, 1)
+    assert request.cache == CacheOptions(seconds=86_400, report=True)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +180,8 @@ def test_a_request_that_asks_nothing_of_the_cache_has_no_wish(tmp_path: Path) ->
         ("{}", "no JSON list"),
         ("[", "no JSON list"),
         ("[1]", "public prefix 0"),
-        ('[{"prompt": "a"}, {}]', "public prefix 1 .* needs either"),
+        ('[{"prompt": "a"}, {}]', "public prefix 1 .* Give either `prompt` or `messages`"),
+        ('[{"prompt": "a", "cache_salt": "s"}]', "`cache_salt` has no effect"),
         ('[{"prompt": "a", "prefix": 1}]', "unknown field 'prefix'"),
         ('[{"prompt": 1}]', "public prefix 0"),
     ],

@@ -7,7 +7,15 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from moeserve.frontend.dialects import chat
-from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
+from moeserve.frontend.dialects.internal import (
+    CacheOptions,
+    ChatPrompt,
+    Delta,
+    GenerateRequest,
+    ModelFacts,
+    TokenText,
+    Usage,
+)
 from moeserve.frontend.http import DONE, ApiError
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
@@ -47,6 +55,39 @@ def event(data: bytes) -> dict[str, Any]:
     chunk: dict[str, Any] = json.loads(data[6:])
     ChatCompletionChunk.model_validate(chunk)
     return chunk
+
+
+def marked(role: str, *breakpoints: Any) -> dict[str, Any]:
+    """Return a message with one part for each mark."""
+    parts = [{"type": "text", "text": "a", "prompt_cache_breakpoint": mark} for mark in breakpoints]
+    return {"role": role, "content": parts}
+
+
+def test_marks_of_content_parts_are_breakpoints_at_the_ends_of_their_messages() -> None:
+    explicit = {"mode": "explicit"}
+    messages = [
+        marked("system", explicit),
+        marked("user", None),
+        marked("user", {**explicit, "ttl": "12h"}, explicit),
+        {"role": "user", "content": "b"},
+    ]
+    request = parse(messages=messages)
+    assert request.cache == CacheOptions(breakpoints=((1, 1800), (3, 43_200)))
+    assert prompt_of(request).messages[0] == {"role": "system", "content": "a"}
+    options = {"mode": "explicit", "ttl": "2h"}
+    request = parse(messages=messages[:1], prompt_cache_options=options, cache_report=True)
+    assert request.cache == CacheOptions(breakpoints=((1, 7200),), report=True)
+    assert parse(messages=messages[:1], prompt_cache_options={"ttl": "2h"}).cache.seconds == 7200
+
+
+@pytest.mark.parametrize(
+    ("mark", "end"),
+    [({"mode": "implicit"}, ".mode"), ({"mode": "explicit", "ttl": "2d"}, ".ttl"), ({}, ""), (True, "")],
+)
+def test_a_wrong_mark_is_named(mark: Any, end: str) -> None:
+    error = refuse(messages=[marked("user", mark)])
+    assert error.status == 400
+    assert str(error.param).replace("[...]", "[0]").endswith(f"content[0].prompt_cache_breakpoint{end}")
 
 
 def test_messages_reach_the_template_as_they_are() -> None:

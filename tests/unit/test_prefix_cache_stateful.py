@@ -103,8 +103,8 @@ class World:
         if mark is not None and above[1]:
             other = self.marks.setdefault(above, mark)
             other.is_pinned |= mark.is_pinned
-            if mark.until > other.until:
-                other.until, other.ttl = mark.until, mark.ttl
+            other.order = max(other.order, mark.order)
+            other.until, other.ttl = max((other.until, other.ttl), (mark.until, mark.ttl))
 
     def rank(self, key: Key) -> int:
         mark = self.marks.get(key)
@@ -187,7 +187,7 @@ class World:
         key = self.key(name, ids, wanted)
         new = len(self.prefixes(key) - pinned)
         least_new = new if cached == wanted else wanted - cached
-        if least_new + len(pinned) > limit:
+        if least_new > max(0, limit - len(pinned)):
             with pytest.raises(BudgetError) as caught:
                 self.cache.pin(ids, name, share)
             assert caught.value.num_wanted == least_new

@@ -1,9 +1,11 @@
-"""What a client asks of the prompt cache, in the spellings of OpenAI and Anthropic, read for all dialects."""
+"""What a client asks of the prompt cache, in the spellings of OpenAI, read for all dialects."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from moeserve.frontend.dialects.internal import CacheOptions
 from moeserve.frontend.http import invalid, unsupported
@@ -14,8 +16,14 @@ MAX_SECONDS = 86_400
 _IN_MEMORY_SECONDS = 600
 _OPTIONS_SECONDS = 1800
 _RETENTION_SECONDS = {"in_memory": _IN_MEMORY_SECONDS, "in-memory": _IN_MEMORY_SECONDS, "24h": 86_400}
-_CONTROL_SECONDS = {"5m": 300, "1h": 3600}
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+class CacheBreakpoint(msgspec.Struct):
+    """The mark `prompt_cache_breakpoint` of a content part: the prompt up to there will come again."""
+
+    mode: Literal["explicit"]
+    ttl: str | int | None = None
 
 
 def read_cache_options(
@@ -43,17 +51,11 @@ def read_cache_options(
     return CacheOptions(seconds=max(seconds) if implicit else None, report=bool(report))
 
 
-def read_cache_control(control: Any, where: str) -> int | None:
-    """Return the seconds of Anthropic's `cache_control`, None if it is null. `where` is the path of the field."""
-    if control is None:
-        return None
-    kind = control.get("type") if isinstance(control, dict) else None
-    if kind != "ephemeral":
-        raise invalid(f"`{where}` must be an object with the type ephemeral", where)
-    ttl = control.get("ttl", "5m")
-    if not isinstance(ttl, str) or ttl not in _CONTROL_SECONDS:
-        raise invalid(f"`{where}.ttl` must be 5m or 1h", f"{where}.ttl")
-    return _CONTROL_SECONDS[ttl]
+def read_breakpoint(mark: CacheBreakpoint, options: dict[str, Any] | None, where: str) -> int:
+    """Return the seconds of a mark, by default those of `prompt_cache_options`. `where` is the path of the mark."""
+    if mark.ttl is not None:
+        return _read_ttl(mark.ttl, f"{where}.ttl")
+    return _read_options(options or {})[1]
 
 
 def _read_options(options: dict[str, Any]) -> tuple[bool, int]:
@@ -65,18 +67,15 @@ def _read_options(options: dict[str, Any]) -> tuple[bool, int]:
     if mode not in ("implicit", "explicit"):
         raise invalid("`prompt_cache_options.mode` must be implicit or explicit", "prompt_cache_options.mode")
     ttl = options.get("ttl")
-    return mode == "implicit", _OPTIONS_SECONDS if ttl is None else _read_ttl(ttl)
+    return mode == "implicit", _OPTIONS_SECONDS if ttl is None else _read_ttl(ttl, "prompt_cache_options.ttl")
 
 
-def _read_ttl(ttl: Any) -> int:
+def _read_ttl(ttl: Any, where: str) -> int:
     """Return the seconds of `90`, `90s`, `30m`, `1h` or `1d`."""
     found = re.fullmatch(r"([1-9][0-9]{0,5})([smhd]?)", str(ttl)) if isinstance(ttl, str | int) else None
     seconds = 0 if found is None else int(found[1]) * _UNIT_SECONDS[found[2] or "s"]
     if not 0 < seconds <= MAX_SECONDS:
-        raise invalid(
-            "`prompt_cache_options.ttl` must be a time such as 300s, 30m or 24h, at most 24h",
-            "prompt_cache_options.ttl",
-        )
+        raise invalid(f"`{where}` must be a time such as 300s, 30m or 24h, at most 24h", where)
     return seconds
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
-from moeserve.frontend.dialects.chat_messages import ChatMessage, read_messages
+from moeserve.frontend.dialects.chat_messages import ChatMessage, read_breakpoints, read_messages
 from moeserve.frontend.dialects.fields import EventWriter, finite
 from moeserve.frontend.dialects.formats import read_format
 from moeserve.frontend.dialects.internal import (
+    CacheOptions,
     ChatPrompt,
     Delta,
     GenerateRequest,
@@ -84,7 +86,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         echo=bool(chat.echo),
         priority=fields.read_priority(chat),
         cache_salt=fields.read_cache_salt(chat.cache_salt),
-        cache=fields.read_cache(chat),
+        cache=read_cache(chat),
         tools=prompt.tools,
         tool_choice=_tool_choice(chat, prompt.tools),
         parallel_tool_calls=chat.parallel_tool_calls is not False and not is_legacy,
@@ -95,6 +97,13 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         ignored=ignored,
         repeated={"is_legacy": is_legacy},
     )
+
+
+def read_cache(chat: ChatBody) -> CacheOptions:
+    """Return what a body and the marks in its messages ask of the prompt cache. Raises ApiError."""
+    options = fields.read_cache(chat)
+    breakpoints = read_breakpoints(chat.messages, chat.prompt_cache_options)
+    return replace(options, breakpoints=breakpoints) if breakpoints else options
 
 
 def read_chat_prompt(chat: ChatBody) -> ChatPrompt:

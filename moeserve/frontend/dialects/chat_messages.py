@@ -8,6 +8,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import tools
+from moeserve.frontend.dialects.cache_options import CacheBreakpoint, read_breakpoint
 from moeserve.frontend.http import invalid, unsupported
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -18,6 +19,7 @@ class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
 class CalledFunction(msgspec.Struct):
@@ -66,6 +68,26 @@ def read_messages(messages: list[ChatMessage] | None) -> list[dict[str, Any]]:
         read.append(plain)
     tools.name_results(read)
     return read
+
+
+def read_breakpoints(
+    messages: list[ChatMessage] | None, options: dict[str, Any] | None
+) -> tuple[tuple[int, float], ...]:
+    """Return the marked prefixes as in `CacheOptions`: a mark inside a message counts at its end. Raises ApiError.
+
+    options: `prompt_cache_options`, which has the time of marks without one.
+    """
+    found = []
+    for index, message in enumerate(messages or ()):
+        parts = message.content if isinstance(message.content, list) else ()
+        seconds = [
+            read_breakpoint(mark, options, f"messages[{index}].content[{number}].prompt_cache_breakpoint")
+            for number, part in enumerate(parts)
+            if (mark := part.prompt_cache_breakpoint) is not None
+        ]
+        if seconds:
+            found.append((index + 1, float(max(seconds))))
+    return tuple(found)
 
 
 def _add_assistant_parts(plain: dict[str, Any], message: ChatMessage, where: str, index: int) -> str:
