@@ -1,0 +1,139 @@
+"""Runs the clients against the demo: `python -m tests.clients [--only NAME ...]`; see docs/clients.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.clients.environments import (
+    HERE,
+    Client,
+    Environment,
+    InstallError,
+    cache_folder,
+    ensure_environment,
+    load_clients,
+)
+from tests.clients.service import ROOT, Service, serve_demo
+from tests.clients.table import Row, merge_into, render
+
+PAGE = ROOT / "docs" / "clients.md"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Install, serve, run and report; return 0 if every check passed."""
+    clients = load_clients()
+    parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(clients), help="these clients alone")
+    parser.add_argument("--install", action="store_true", help="make the environments and stop")
+    parser.add_argument("--url", help="a service that runs already, without scripted answers; API_KEY and MODEL hold")
+    options = parser.parse_args(arguments)
+    chosen = [client for name, client in clients.items() if not options.only or name in options.only]
+    environments, rows = _install(chosen)
+    if options.install:
+        return 1 if rows else 0
+    with tempfile.TemporaryDirectory(prefix="moeserve-clients-") as scratch:
+        folder = Path(scratch)
+        with serve_demo(cache_folder() / "service.log") as service:
+            for environment in environments:
+                rows += run_client(environment, service, folder)
+    print(render(row.cells for row in rows))
+    merge_into(PAGE, rows)
+    return 1 if any(row.failures for row in rows) else 0
+
+
+def _install(clients: list[Client]) -> tuple[list[Environment], list[Row]]:
+    """Return the clients' environments, and a failed row for each that could not be made."""
+    environments, rows = [], []
+    for client in clients:
+        print(f"-- environment of {client.name}", flush=True)
+        try:
+            environments.append(ensure_environment(client, cache_folder()))
+        except InstallError as error:
+            print(error)
+            rows.append(Row(client.title, client.version, "", {"install": False}))
+    return environments, rows
+
+
+def run_client(environment: Environment, service: Service, folder: Path) -> list[Row]:
+    """Run a client's script and return what it reported, a row for each API."""
+    client = environment.client
+    print(f"-- {client.name}", flush=True)
+    home = folder / client.name
+    home.mkdir()
+    begin = time.monotonic()
+    output, errors = folder / f"{client.name}.out", folder / f"{client.name}.err"
+    with output.open("w") as out, errors.open("w") as err:
+        process = subprocess.Popen(
+            environment.command(HERE / "scripts" / client.script),
+            cwd=home,
+            env=_variables(environment, service, home),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(client.seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end_session(process)
+    rows = _read(client, output)
+    if status != 0:
+        why = f"no end within {client.seconds} s" if status is None else f"status {status}"
+        failed = rows[-1] if rows else Row(client.title, client.version, "")
+        failed.outcomes["script"] = False
+        failed.details["script"] = f"{why}: {errors.read_text()[-2000:]}"
+        rows = rows or [failed]
+    for row in rows:
+        for check in row.failures:
+            print(f"FAILED {client.name} {row.api} {check}: {row.details.get(check, '')}", flush=True)
+    print(f"   {sum(len(row.outcomes) for row in rows)} checks in {time.monotonic() - begin:.0f} s", flush=True)
+    return rows
+
+
+def _variables(environment: Environment, service: Service, home: Path) -> dict[str, str]:
+    """Return the variables of a script's environment: nothing of the user's own settings of these clients."""
+    kept = {name: os.environ[name] for name in ("LANG", "TERM", "TMPDIR") if name in os.environ}
+    return {
+        **kept,
+        **service.variables,
+        "PATH": os.pathsep.join([str(environment.programs), os.environ.get("PATH", "")]),
+        "HOME": str(home),
+        "PYTHONPATH": str(HERE / "helpers"),
+        "PYTHONDONTWRITEBYTECODE": "",
+        "NO_PROXY": "*",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill what a script left running, itself with it."""
+    try:
+        os.killpg(process.pid, 9)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _read(client: Client, output: Path) -> list[Row]:
+    rows: dict[str, Row] = {}
+    for line in output.read_text().splitlines():
+        if not line.startswith('{"api": '):
+            continue
+        said = json.loads(line)
+        row = rows.setdefault(said["api"], Row(client.title, client.version, said["api"]))
+        row.outcomes[said["check"]] = said["ok"]
+        row.details[said["check"]] = said["detail"]
+    return list(rows.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

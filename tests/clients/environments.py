@@ -1,0 +1,111 @@
+"""The clients of `clients.toml` and an environment for each, made once and kept in a cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+_STAMP = "installed.json"
+
+
+class InstallError(Exception):
+    """An environment could not be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One client of `clients.toml`: `requirements` as pip or npm takes them, `seconds` its script may take."""
+
+    name: str
+    title: str
+    kind: str
+    requirements: tuple[str, ...]
+    script: str
+    seconds: int = 180
+    group: str = "client"
+
+    @property
+    def version(self) -> str:
+        """The pinned version of the first requirement."""
+        return self.requirements[0].replace("==", "@").rpartition("@")[2]
+
+
+def load_clients(file: Path = HERE / "clients.toml") -> dict[str, Client]:
+    """Return the clients of a file by their names, in its order. Raises KeyError or TypeError at an incomplete one."""
+    tables = tomllib.loads(file.read_text())
+    return {
+        name: Client(name=name, requirements=tuple(table.pop("requirements")), **table)
+        for name, table in tables.items()
+    }
+
+
+def cache_folder() -> Path:
+    """Return the folder of the environments."""
+    named = os.environ.get("MOESERVE_CLIENTS_DIR")
+    return Path(named) if named else Path.home() / ".cache" / "moeserve-clients"
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The folder with a client's packages."""
+
+    client: Client
+    folder: Path
+
+    @property
+    def programs(self) -> Path:
+        """The folder of the environment's own commands."""
+        return self.folder / ("bin" if self.client.kind == "pip" else "node_modules/.bin")
+
+    def command(self, script: Path) -> list[str]:
+        """Return the command that runs a script in the environment.
+
+        Scripts may have the name of the package that they use (`-P` keeps their own folder out of the path). Those in
+        Python that drive a program of an npm environment run in this interpreter.
+        """
+        if script.suffix == ".mjs":
+            return [str(self.programs / "node"), str(script)]
+        python = str(self.programs / "python") if self.client.kind == "pip" else sys.executable
+        return [python, "-P", str(script)]
+
+    def is_made(self) -> bool:
+        """Return whether all requirements have been installed."""
+        stamp = self.folder / _STAMP
+        return stamp.exists() and json.loads(stamp.read_text()) == list(self.client.requirements)
+
+
+def ensure_environment(client: Client, root: Path) -> Environment:
+    """Return a client's environment below `root`, made anew where its requirements have changed.
+
+    Raises InstallError with the end of what the installer said.
+    """
+    digest = hashlib.sha256("\n".join(client.requirements).encode()).hexdigest()[:8]
+    environment = Environment(client, root / f"{client.name}-{digest}")
+    if environment.is_made():
+        return environment
+    shutil.rmtree(environment.folder, ignore_errors=True)
+    environment.folder.mkdir(parents=True)
+    if client.kind == "pip":
+        _run([sys.executable, "-m", "venv", str(environment.folder)])
+        pip = [str(environment.programs / "python"), "-m", "pip"]
+        _run([*pip, "install", "--quiet", "--disable-pip-version-check", *client.requirements])
+    else:
+        (environment.folder / "package.json").write_text('{"private": true, "type": "module"}\n')
+        npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", str(environment.folder)]
+        _run([*npm, "--save-exact", *client.requirements])
+    (environment.folder / _STAMP).write_text(json.dumps(list(client.requirements)))
+    return environment
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(["nice", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise InstallError(f"{' '.join(command)}\n{done.stdout[-3000:]}")

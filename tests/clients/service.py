@@ -1,0 +1,71 @@
+"""The demo as a user starts it, with a key, for the clients; with the scripted model's answers on its path."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "moeserve-demo"
+_END_S = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Where the demo is served, and the key for it."""
+
+    url: str
+    key: str
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that scripts read."""
+        return {"BASE_URL": self.url, "API_KEY": self.key, "MODEL": MODEL}
+
+
+@contextmanager
+def serve_demo(log: Path, model: Path | None = None) -> Iterator[Service]:
+    """Serve a model, the demo unless one is given, as long as the context lasts.
+
+    log: file for what the service says. Raises RuntimeError with the end of it if the service does not start.
+    """
+    key = f"sk-{secrets.token_hex(12)}"
+    scripted = ROOT / "tests" / "clients" / "scripted"
+    path = os.pathsep.join([str(scripted), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "launcher.cli", "serve", *([] if model is None else [str(model)])]
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [*command, "--port", "0", "--served-model-name", MODEL],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path, "MOESERVE_API_KEY": key, "MOESERVE_LOG_FORMAT": "json"},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        try:
+            yield Service(_address(process, log), key)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def _address(process: subprocess.Popen[str], log: Path) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(r"ready on (http://\S+)", line):
+            return found[1]
+    raise RuntimeError(f"the service did not start:\n{log.read_text()[-3000:]}")
