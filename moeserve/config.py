@@ -207,6 +207,9 @@ class ServeConfig:
     api_key_file: str | None = setting(
         None, "File of keys, one `role:key` or `key` per line; roles user, metrics, admin.", group="HTTP"
     )
+    cors_allow_origin: tuple[str, ...] = setting(
+        (), "Origin whose pages may call the server from a browser; * for any.", group="HTTP"
+    )
     max_logprobs: int = setting(
         20, "Most alternatives per token a client may ask for.", group="HTTP", minimum=0, maximum=1000
     )

@@ -30,7 +30,10 @@ def build_generates(
     generates: list[Generate] = []
     for prompt in prompts:
         packed = pack_token_ids(prompt)
-        max_tokens = check_length(len(prompt), request.max_tokens, max_model_len, request.prompt_field)
+        wanted = request.max_tokens
+        if wanted is not None and request.fit_context:
+            wanted = min(wanted, max(1, max_model_len - len(prompt)))
+        max_tokens = check_length(len(prompt), wanted, max_model_len, request.prompt_field)
         for sample in range(request.n):
             sampling = replace(request.sampling, max_tokens=max_tokens, seed=derive_seed(seed, sample))
             generates.append(Generate(f"{request_id}-{len(generates)}", packed, sampling, namespace, request.priority))
@@ -192,6 +195,7 @@ class OutputText:
         else:
             delta.tokens += self._release()
         delta.finish_reason = finish_reason if self.keep_tokens is None else "stop"
+        delta.matched_stop = self._matcher.matched
         self._held.clear()
 
     def _show(self, text: str, may_stop: bool) -> str:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from moeserve.frontend.generate import CHAT, COMPLETIONS, GenerateRoute
+from moeserve.config import ConfigError
+from moeserve.frontend.dialects import messages_answer
+from moeserve.frontend.generate import CHAT, COMPLETIONS, MESSAGES, GenerateRoute
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.routes import ExpertRoutes, ServiceRoutes, TokenRoutes
 from moeserve.frontend.services import Services
 
+# By the path under which routes lie, where errors have another shape than OpenAI's.
+ERROR_BODIES = {"/v1/messages": messages_answer.error_body}
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+
 
 def create_app(services: Services) -> Starlette:
-    """Create the application. Its lifespan connects to the engine without waiting. Raises ConfigError for bad keys."""
+    """Create the application. Its lifespan connects to the engine without waiting.
+
+    Raises ConfigError for bad keys and origins.
+    """
     config = services.run.config
     keys = load_keys(config.api_key, config.api_key_file)
     routes = _routes(services)
@@ -38,7 +49,8 @@ def create_app(services: Services) -> Starlette:
         routes=routes,
         lifespan=lifespan,
         middleware=[
-            Middleware(RequestBoundary, metrics=services.metrics, routes=paths),
+            *_cors(config.cors_allow_origin),
+            Middleware(RequestBoundary, metrics=services.metrics, routes=paths, error_bodies=ERROR_BODIES),
             Middleware(AuthGate, keys=keys),
         ],
         exception_handlers={404: _no_route, 405: _no_method},
@@ -52,6 +64,8 @@ def _routes(services: Services) -> list[BaseRoute]:
     return [
         Route("/v1/chat/completions", GenerateRoute(services, CHAT), methods=["POST"]),
         Route("/v1/completions", GenerateRoute(services, COMPLETIONS), methods=["POST"]),
+        Route("/v1/messages", GenerateRoute(services, MESSAGES), methods=["POST"]),
+        Route("/v1/messages/count_tokens", tokens.count_message, methods=["POST"]),
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.model),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
@@ -68,13 +82,36 @@ def _routes(services: Services) -> list[BaseRoute]:
     ]
 
 
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Return the layer that lets pages of these origins call the server; it answers a browser's preflight, too.
+
+    Raises ConfigError for an origin that no browser sends.
+    """
+    for origin in origins:
+        if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+            raise ConfigError(f"--cors-allow-origin takes `*` or SCHEME://HOST[:PORT], not {origin}")
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after", "x-moeserve-dropped-tools"],
+        )
+    ]
+
+
 async def _no_route(request: Request, _: Exception) -> Response:
     message = f"There is no {request.scope['path'][:200]} here; GET / lists what there is"
-    return Response(ApiError(404, message, code="not_found").body(), 404, media_type="application/json")
+    raise ApiError(404, message, code="not_found")
 
 
 async def _no_method(request: Request, error: Exception) -> Response:
-    headers = getattr(error, "headers", None) or {}
-    message = f"{request.scope['path'][:200]} does not answer {request.method}, but {headers.get('Allow')}"
-    body = ApiError(405, message, code="method_not_allowed").body()
-    return Response(body, 405, headers, media_type="application/json")
+    """Refuse a method that the route does not answer; HEAD, by which clients look whether it exists, is answered."""
+    allowed = (getattr(error, "headers", None) or {}).get("Allow", "")
+    if request.method == "HEAD":
+        return Response(headers={"allow": allowed})
+    message = f"{request.scope['path'][:200]} does not answer {request.method}, but {allowed}"
+    raise ApiError(405, message, code="method_not_allowed", allow=allowed)

@@ -1,7 +1,8 @@
-"""`/v1/chat/completions` and `/v1/completions`: one HTTP request from its body to the end of its answer."""
+"""The routes that generate, in every dialect: one HTTP request from its body to the end of its answer."""
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
 from moeserve.frontend.answer import Answer, build_generates
-from moeserve.frontend.dialects import chat, completions
+from moeserve.frontend.dialects import chat, completions, messages, messages_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.engine_client import EngineGone, RequestGroup, RequestRejected
 from moeserve.frontend.http import (
@@ -25,12 +26,15 @@ from moeserve.frontend.http import (
     send_body,
     unavailable,
     until_disconnect,
+    with_headers,
 )
 from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.services import Services
 from moeserve.frontend.text import TextTokenizer
 from moeserve.wire import Generate, Output, Rejected
+
+_MAX_HEADER_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Dialect:
 
 CHAT = Dialect("chatcmpl-", chat.parse, chat.ChatFormatter)
 COMPLETIONS = Dialect("cmpl-", completions.parse, completions.CompletionFormatter)
+MESSAGES = Dialect("msg_", messages.parse, messages_answer.MessageFormatter)
 
 
 class GenerateRoute:
@@ -65,8 +70,17 @@ class GenerateRoute:
         facts = services.check_serving()
         request = self._dialect.parse(body, facts)
         services.metrics.count_ignored(request.ignored)
+        if request.dropped_tools:
+            send = self._warn(scope, send, request.dropped_tools)
         with services.admission.hold(request.num_choices, services.capacity):
             await until_disconnect(receive, self._serve(scope, send, request, facts))
+
+    def _warn(self, scope: Scope, send: Send, dropped: tuple[str, ...]) -> Send:
+        """Count and log built-in tools that do not exist here; return a `send` that names them in a header."""
+        kinds = re.sub(r"[^\w,-]", "?", ",".join(dict.fromkeys(dropped)), flags=re.ASCII)[:_MAX_HEADER_CHARS]
+        self._services.metrics.count_ignored(["server_tools"])
+        scope["state"]["log"]["dropped_tools"] = kinds
+        return with_headers(send, [(b"x-moeserve-dropped-tools", kinds.encode())])
 
     async def _serve(self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts) -> None:
         services, state = self._services, scope["state"]

@@ -1,17 +1,18 @@
 """Errors as a client sees them, receiving bodies within bounds, sending bodies and event streams.
 
-Errors have OpenAI's shape, come from a fixed set of kinds and never show a traceback or other internals.
+Errors come from a fixed set of kinds and never show a traceback or other internals. Their shape is OpenAI's but where
+the routes of another API have an `ErrorBody` of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -32,6 +33,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
         close: bool = False,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -41,6 +43,7 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.close = close
+        self.allow = allow
 
     def body(self) -> bytes:
         """`{"error": {...}}`: the body of a response and the data of an error event."""
@@ -52,8 +55,10 @@ class ApiError(Exception):
         return b"data: " + self.body() + b"\n\n"
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that belong to the status: when to retry, and whether the connection ends here."""
+        """The headers that belong to the status: when to retry, how to ask, and whether the connection ends here."""
         headers = []
+        if self.allow is not None:
+            headers.append((b"allow", self.allow.encode()))
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode()))
         if self.status == 401:
@@ -61,6 +66,15 @@ class ApiError(Exception):
         if self.close:
             headers.append((b"connection", b"close"))
         return headers
+
+
+# Returns the body of an error's response, in the shape of one API, from the error and the request's id.
+ErrorBody = Callable[[ApiError, str], bytes]
+
+
+def openai_error_body(error: ApiError, _: str) -> bytes:
+    """Return the body that OpenAI's API has; the id is in a header alone."""
+    return error.body()
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -172,9 +186,20 @@ async def send_body(
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    """Send an error as a response."""
-    await send_body(send, error.status, error.body(), error.headers())
+def with_headers(send: Send, headers: list[tuple[bytes, bytes]]) -> Send:
+    """Return a `send` that adds headers to the response."""
+
+    async def adding(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *headers]}
+        await send(message)
+
+    return adding
+
+
+async def send_error(send: Send, error: ApiError, body: bytes) -> None:
+    """Send an error as a response with that body."""
+    await send_body(send, error.status, body, error.headers())
 
 
 class EventStream:

@@ -61,7 +61,7 @@ class AuthGate:
         if identity is None:
             raise ApiError(
                 401,
-                "A valid API key is required: send it as `Authorization: Bearer KEY`",
+                "A valid API key is required: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 type="authentication_error",
                 code="invalid_api_key",
             )

@@ -5,12 +5,21 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Mapping
 
 import structlog
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moeserve.frontend.http import ApiError, ClientDisconnected, SlowReader, internal_error, send_error
+from moeserve.frontend.http import (
+    ApiError,
+    ClientDisconnected,
+    ErrorBody,
+    SlowReader,
+    internal_error,
+    openai_error_body,
+    send_error,
+)
 from moeserve.frontend.metrics import Metrics
 
 log = structlog.get_logger(__name__)
@@ -22,13 +31,17 @@ _CLIENT_CLOSED = 499
 class RequestBoundary:
     """ASGI middleware. `scope["state"]["request_id"]` is the client's `x-request-id` where it is safe to repeat.
 
-    Handlers add fields to the log line in `scope["state"]["log"]`: counts and times, never text.
+    Handlers add fields to the log line in `scope["state"]["log"]`: counts and times, never text. `error_bodies` gives
+    the shape of errors by the path under which a route lies; elsewhere it is OpenAI's.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: frozenset[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, routes: frozenset[str], error_bodies: Mapping[str, ErrorBody]
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._routes = routes
+        self._error_bodies = error_bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,7 +64,7 @@ class RequestBoundary:
             if abort := scope.get("extensions", {}).get("moeserve.abort"):
                 abort()
         except Exception as error:
-            await self._fail(error, response, request_id)
+            await self._fail(error, scope["path"], response, request_id)
         finally:
             route = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.count_response(route, response.status)
@@ -59,12 +72,19 @@ class RequestBoundary:
             emit = log.debug if route in ("/health", "/ready", "/metrics") else log.info
             emit("request", request_id=request_id, route=route, status=response.status, **fields)
 
-    async def _fail(self, error: Exception, response: _Response, request_id: str) -> None:
+    async def _fail(self, error: Exception, path: str, response: _Response, request_id: str) -> None:
         if not isinstance(error, ApiError | HTTPException):
             log.error("request_failed", request_id=request_id, exc_info=error)
         if response.started:
             raise error
-        await send_error(response, as_api_error(error))
+        shown = as_api_error(error)
+        await send_error(response, shown, self._error_body(path)(shown, request_id))
+
+    def _error_body(self, path: str) -> ErrorBody:
+        for prefix, body in self._error_bodies.items():
+            if path == prefix or path.startswith(prefix + "/"):
+                return body
+        return openai_error_body
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -77,11 +97,11 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 class _Response:
-    """A `send` that adds the request id and remembers the status."""
+    """A `send` that adds the request id, under OpenAI's name and Anthropic's, and remembers the status."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
-        self._header = (b"x-request-id", request_id.encode())
+        self._headers = [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
         self.started = False
         self.status = 500
 
@@ -89,7 +109,7 @@ class _Response:
         if message["type"] == "http.response.start":
             self.started = True
             self.status = message["status"]
-            message = {**message, "headers": [*message.get("headers", ()), self._header]}
+            message = {**message, "headers": [*message.get("headers", ()), *self._headers]}
         await self._send(message)
 
     def abandon(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from starlette.responses import Response
 
 from moeserve.config import VERSION
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects import fields, messages
 from moeserve.frontend.dialects.chat import ChatBody, read_chat_prompt
 from moeserve.frontend.engine_client import EngineGone
 from moeserve.frontend.http import ApiError, invalid, read_body, unavailable, unknown_model
@@ -22,6 +23,8 @@ from moeserve.frontend.services import Services
 ENDPOINTS = (
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
     "GET /v1/models",
     "POST /tokenize",
     "POST /detokenize",
@@ -68,7 +71,9 @@ class ServiceRoutes:
 
     async def models(self, _: Request) -> Response:
         names = self._services.run.served_model_names
-        return json_response({"object": "list", "data": [self._model(name) for name in names]})
+        data = [self._model(name) for name in names]
+        pages = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return json_response({"object": "list", "data": data, **pages})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -88,7 +93,10 @@ class ServiceRoutes:
         return json_response({"status": "ok", **result.result})
 
     def _model(self, name: str) -> dict[str, Any]:
+        """Return a model as OpenAI's and Anthropic's clients know it, in one object."""
         ready = self._services.engine.ready
+        max_model_len = None if ready is None else ready.max_model_len
+        created = datetime.fromtimestamp(self._services.created, UTC)
         return {
             "id": name,
             "object": "model",
@@ -96,7 +104,14 @@ class ServiceRoutes:
             "owned_by": "moeserve",
             "root": name,
             "parent": None,
-            "max_model_len": None if ready is None else ready.max_model_len,
+            "max_model_len": max_model_len,
+            "type": "model",
+            "display_name": name,
+            "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "max_input_tokens": max_model_len,
+            "max_tokens": max_model_len,
+            "capabilities": None,
+            "lifecycle": "active",
         }
 
 
@@ -111,7 +126,7 @@ class DetokenizeBody(msgspec.Struct):
 
 
 class TokenRoutes:
-    """`/tokenize` and `/detokenize`: the same conversions that generations use."""
+    """`/tokenize`, `/detokenize` and `/v1/messages/count_tokens`: the same conversions that generations use."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -141,6 +156,12 @@ class TokenRoutes:
         fields.check_token_ids("tokens", body.tokens, facts.vocab_size)
         text = await asyncio.to_thread(services.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return json_response({"prompt": text})
+
+    async def count_message(self, request: Request) -> Response:
+        """Count the prompt tokens that the request would have on `/v1/messages`."""
+        facts = self._services.check_serving()
+        prompt = messages.parse_count(await self._body(request), facts)
+        return json_response({"input_tokens": len(await self._services.encode(prompt, facts))})
 
     async def _body(self, request: Request) -> bytes:
         return await read_body(

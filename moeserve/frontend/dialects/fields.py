@@ -64,6 +64,7 @@ HARMLESS = frozenset(
         "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
+        "server_tools",
         "service_tier",
         "spaces_between_special_tokens",
         "store",
@@ -212,12 +213,12 @@ def read_n(body: SamplingBody) -> int:
     return int(bounded("n", 1 if body.n is None else body.n, 1, limits.MAX_N))
 
 
-def read_stop(stop: str | list[str] | None) -> tuple[str, ...]:
+def read_stop(stop: str | list[str] | None, name: str = "stop") -> tuple[str, ...]:
     stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if len(stops) > limits.MAX_STOP_STRINGS:
-        raise invalid(f"`stop` takes at most {limits.MAX_STOP_STRINGS} strings", "stop")
+        raise invalid(f"`{name}` takes at most {limits.MAX_STOP_STRINGS} strings", name)
     if any(not text or len(text) > limits.MAX_STOP_CHARS for text in stops):
-        raise invalid(f"strings in `stop` must have 1 to {limits.MAX_STOP_CHARS} characters", "stop")
+        raise invalid(f"strings in `{name}` must have 1 to {limits.MAX_STOP_CHARS} characters", name)
     return stops
 
 

@@ -73,9 +73,10 @@ class GenerateRequest:
     """A client's request, in no dialect.
 
     Every prompt gives `n` choices; choice `p * n + j` is sample j of prompt p. `max_tokens` None is the remainder of
-    the context, `seed` None draws one; the values of these two in `sampling` do not count. `output_format` holds for
-    the text of an answer that calls no tool. `ignored` names the unknown fields, `repeated` holds the fields that the
-    dialect's answer repeats.
+    the context; with `fit_context` a larger number is that, too, and no error. `seed` None draws one; the values of
+    `max_tokens` and `seed` in `sampling` do not count. `output_format` holds for the text of an answer that calls no
+    tool. `ignored` names the unknown fields, `dropped_tools` the kinds of built-in tools that were asked for and do not
+    exist here; `repeated` holds what the dialect's answer says of the request.
     """
 
     model: str
@@ -83,6 +84,7 @@ class GenerateRequest:
     sampling: SamplingParams
     max_tokens: int | None
     seed: int | None
+    fit_context: bool = False
     n: int = 1
     stop: tuple[str, ...] = ()
     stream: bool = False
@@ -96,6 +98,7 @@ class GenerateRequest:
     parallel_tool_calls: bool = True
     output_format: OutputFormat | None = None
     ignored: tuple[str, ...] = ()
+    dropped_tools: tuple[str, ...] = ()
     repeated: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -134,7 +137,8 @@ class ToolCallPart:
 class Delta:
     """New parts of one choice, in the order reasoning, text, calls; or its end.
 
-    `tokens` is filled only if log probabilities were asked for. `finish_reason` is `stop`, `length` or `tool_calls`.
+    `tokens` is filled only if log probabilities were asked for. `finish_reason` is `stop`, `length` or `tool_calls`;
+    `matched_stop` is the stop string that made the end.
     """
 
     index: int
@@ -143,6 +147,7 @@ class Delta:
     finish_reason: str | None = None
     reasoning: str = ""
     calls: list[ToolCallPart] = field(default_factory=list)
+    matched_stop: str | None = None
 
     def append(self, later: Delta) -> None:
         """Add what the choice said later, its end with it. Calls become whole."""
@@ -150,6 +155,7 @@ class Delta:
         self.reasoning += later.reasoning
         self.tokens += later.tokens
         self.finish_reason = later.finish_reason
+        self.matched_stop = later.matched_stop
         for part in later.calls:
             if part.name:
                 self.calls.append(ToolCallPart(part.place, part.arguments, part.call_id, part.name))

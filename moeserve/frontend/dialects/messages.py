@@ -1,0 +1,382 @@
+"""The dialect of `/v1/messages`: reads its requests, and those of `/v1/messages/count_tokens`, into internal ones.
+
+`messages_answer.py` writes the answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, Literal
+
+import msgspec
+
+from moeserve.frontend import limits
+from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.internal import (
+    ChatPrompt,
+    GenerateRequest,
+    ModelFacts,
+    OutputFormat,
+    Tool,
+    ToolChoice,
+)
+from moeserve.frontend.http import invalid, unsupported
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+_MAX_TEMPERATURE = 1.0
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+_ROLES = ("user", "assistant", "system")
+_CALL_PREFIX, _TOOL_USE_PREFIX = "call_", "toolu_"
+
+
+class CacheControl(msgspec.Struct):
+    """The mark after a part of the prompt that the client will send again."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Block(msgspec.Struct):
+    """A content block of any type; `type` says which of the other fields it has."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[Block] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[Block]
+
+
+class ToolBody(msgspec.Struct):
+    """A tool of the client's; with another `type` than `custom` one whose schema, or execution, is the vendor's."""
+
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class ToolChoiceBody(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    type: str
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class Format(msgspec.Struct):
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Format | None = None
+
+
+class Metadata(msgspec.Struct):
+    user_id: str | None = None
+
+
+class ContextEdit(msgspec.Struct):
+    type: str
+    keep: Any = None
+
+
+class ContextManagement(msgspec.Struct):
+    edits: list[ContextEdit] | None = None
+
+
+class MessagesBody(fields.SamplingBody, kw_only=True):
+    """The request. Sampling fields that Anthropic's API lacks, such as `seed` and `min_p`, are taken as elsewhere."""
+
+    messages: list[Message] | None = None
+    system: str | list[Block] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: ToolChoiceBody | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: Format | None = None
+    cache_control: CacheControl | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard", "fast"] | None = None
+    inference_geo: str | None = None
+    context_management: ContextManagement | None = None
+    mcp_servers: list[Any] | None = None
+    container: Any = None
+
+
+def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
+    """Return the internal request. Raises ApiError with the status that the client gets."""
+    asked, ignored = fields.decode_json(body, MessagesBody)
+    name = fields.check_model(asked.model, model)
+    if asked.max_tokens is None:
+        raise invalid("`max_tokens` is required", "max_tokens")
+    prompt, dropped = read_chat_prompt(asked)
+    if prompt.messages[-1]["role"] == "assistant":
+        raise invalid("The last of `messages` must not be the assistant's: prefill is not supported", "messages")
+    fields.bounded("temperature", asked.temperature or 0.0, 0, _MAX_TEMPERATURE)
+    return GenerateRequest(
+        model=name,
+        prompts=[prompt],
+        sampling=fields.read_sampling(asked, model, None),
+        max_tokens=fields.read_count("max_tokens", asked.max_tokens),
+        fit_context=True,
+        seed=fields.read_seed(asked.seed),
+        stop=fields.read_stop(asked.stop_sequences, "stop_sequences"),
+        stream=bool(asked.stream),
+        priority=fields.read_priority(asked),
+        cache_salt=fields.read_cache_salt(asked.cache_salt),
+        tools=prompt.tools,
+        tool_choice=_tool_choice(asked, prompt.tools),
+        parallel_tool_calls=not (asked.tool_choice and asked.tool_choice.disable_parallel_tool_use),
+        output_format=_output_format(asked),
+        ignored=ignored,
+        dropped_tools=dropped,
+        repeated={"writes_cache": has_cache_control(asked), "shows_thinking": _shows_thinking(asked)},
+    )
+
+
+def parse_count(body: bytes, model: ModelFacts) -> ChatPrompt:
+    """Return the prompt of a request to count its tokens: the very one that `parse` gives. Raises ApiError."""
+    asked, _ = fields.decode_json(body, MessagesBody)
+    fields.check_model(asked.model, model)
+    return read_chat_prompt(asked)[0]
+
+
+def read_chat_prompt(asked: MessagesBody) -> tuple[ChatPrompt, tuple[str, ...]]:
+    """Return the prompt, and the types of the tools that were dropped. Raises ApiError."""
+    _refuse_what_is_not_served(asked)
+    if not asked.messages:
+        raise invalid("`messages` must hold at least one message", "messages")
+    if len(asked.messages) > limits.MAX_MESSAGES:
+        raise invalid(f"`messages` takes at most {limits.MAX_MESSAGES} messages", "messages")
+    system = _system_text(asked.system)
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for role, turn in groupby(enumerate(asked.messages), lambda numbered: numbered[1].role):
+        blocks = [found for index, message in turn for found in _blocks(message.content, f"messages[{index}]")]
+        if role == "assistant":
+            messages.append(_assistant_message(blocks))
+        elif role == "user":
+            calls = messages[-1].get("tool_calls", []) if messages else []
+            messages += _user_messages(blocks, [call["id"] for call in calls])
+        elif role == "system":
+            messages.append({"role": "system", "content": _joined(blocks)})
+        else:
+            names = ", ".join(_ROLES)
+            index = next(index for index, message in enumerate(asked.messages) if message.role == role)
+            raise invalid(f"`messages[{index}].role` must be one of {names}", f"messages[{index}].role")
+    tools, dropped = _tools(asked.tools or [])
+    return ChatPrompt(messages=messages, variables=_variables(asked), tools=tools), dropped
+
+
+def _refuse_what_is_not_served(asked: MessagesBody) -> None:
+    """Raise ApiError for fields that ask for something that this server, or this API, does not have."""
+    for name in ("n", "stop", "stream_options", "logit_bias"):
+        if getattr(asked, name) is not None:
+            raise unsupported(name)
+    for name in ("container", "mcp_servers"):
+        if getattr(asked, name) not in (None, []):
+            raise unsupported(name)
+    if asked.inference_geo not in (None, "global", "not_available"):
+        raise unsupported("inference_geo", asked.inference_geo[:40])
+    edits = asked.context_management.edits if asked.context_management else None
+    for index, edit in enumerate(edits or []):
+        # Keeping all of the thinking is no edit at all.
+        if not (edit.type.startswith("clear_thinking_") and edit.keep == "all"):
+            raise unsupported(f"context_management.edits[{index}].type", edit.type[:40])
+
+
+def has_cache_control(asked: MessagesBody) -> bool:
+    """Return whether the request marks any part of its prompt."""
+    blocks: list[Block] = list(asked.system) if isinstance(asked.system, list) else []
+    for message in asked.messages or []:
+        if isinstance(message.content, list):
+            blocks += message.content
+    marks = [asked.cache_control, *(block.cache_control for block in blocks)]
+    return any((*marks, *(tool.cache_control for tool in asked.tools or [])))
+
+
+def _system_text(system: str | list[Block] | None) -> str:
+    """Return the system prompt without the clients' billing header, a nonce per request at the head of every prefix."""
+    if system is None:
+        return ""
+    if isinstance(system, str):
+        return system.partition("\n")[2] if system.startswith(BILLING_HEADER) else system
+    blocks = [found for found in _blocks(system, "system", "") if not (found[1].text or "").startswith(BILLING_HEADER)]
+    return _joined(blocks)
+
+
+def _blocks(content: str | list[Block], where: str, field: str = ".content") -> list[tuple[str, Block]]:
+    """Return the blocks of a content, each with its path; a text is one block."""
+    if isinstance(content, str):
+        return [(where + field, Block("text", text=content))]
+    if len(content) > limits.MAX_CONTENT_PARTS:
+        raise invalid(f"`{where}{field}` takes at most {limits.MAX_CONTENT_PARTS} blocks", where + field)
+    return [(f"{where}{field}[{index}]", block) for index, block in enumerate(content)]
+
+
+def _joined(blocks: Sequence[tuple[str, Block]]) -> str:
+    """Return the text of text blocks, joined by a newline, so that no two words merge."""
+    texts = []
+    for path, block in blocks:
+        if block.type != "text":
+            raise unsupported(f"{path}.type", block.type[:40])
+        texts.append(_required(block.text, f"{path}.text"))
+    return "\n".join(texts)
+
+
+def _required(value: str | None, path: str) -> str:
+    if value is None:
+        raise invalid(f"`{path}` is required", path)
+    return value
+
+
+def _user_messages(blocks: list[tuple[str, Block]], call_ids: list[str]) -> list[dict[str, Any]]:
+    """Return the messages of a user's turn: one for each tool's result, then one with the user's text.
+
+    Results come in the order of `call_ids`, the calls before this turn: many templates show no ids, and agents send
+    the result first that was ready first.
+    """
+    results = [_tool_message(path, block) for path, block in blocks if block.type == "tool_result"]
+    places = {call_id: place for place, call_id in enumerate(call_ids)}
+    results.sort(key=lambda result: places.get(result["tool_call_id"], len(places)))
+    said = [found for found in blocks if found[1].type != "tool_result"]
+    return results if results and not said else [*results, {"role": "user", "content": _joined(said)}]
+
+
+def _tool_message(path: str, block: Block) -> dict[str, Any]:
+    call_id = _required(block.tool_use_id, f"{path}.tool_use_id")
+    text = _joined(_blocks(block.content or "", path))
+    if block.is_error and not text.lower().startswith("error"):
+        text = f"Error: {text}"  # templates have no other place to say so
+    return {"role": "tool", "tool_call_id": call_id_of(call_id), "content": text}
+
+
+def _assistant_message(blocks: list[tuple[str, Block]]) -> dict[str, Any]:
+    """Return the one message of an assistant's turn."""
+    said, thoughts, calls = [], [], []
+    for path, block in blocks:
+        if block.type == "thinking":
+            thoughts.append(_required(block.thinking, f"{path}.thinking"))
+        elif block.type == "tool_use":
+            calls.append(_call(path, block))
+        elif block.type != "redacted_thinking":  # which nobody but its vendor can read
+            said.append((path, block))
+    message: dict[str, Any] = {"role": "assistant", "content": _joined(said)}
+    if thoughts := [thought for thought in thoughts if thought]:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(path: str, block: Block) -> dict[str, Any]:
+    if block.input is None:
+        raise invalid(f"`{path}.input` must be an object", f"{path}.input")
+    call_id = call_id_of(_required(block.id, f"{path}.id"))
+    function = {"name": _required(block.name, f"{path}.name"), "arguments": block.input}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def call_id_of(tool_use_id: str) -> str:
+    """Return the id that a call has in the other dialects. An id that is a model's own is the same in all."""
+    if tool_use_id.startswith(_TOOL_USE_PREFIX):
+        return _CALL_PREFIX + tool_use_id.removeprefix(_TOOL_USE_PREFIX)
+    return tool_use_id
+
+
+def tool_use_id_of(call_id: str) -> str:
+    """Return this dialect's id of a call, from which `call_id_of` leads back."""
+    return _TOOL_USE_PREFIX + call_id.removeprefix(_CALL_PREFIX) if call_id.startswith(_CALL_PREFIX) else call_id
+
+
+def _tools(bodies: list[ToolBody]) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
+    """Return the client's own tools, and the types of the other ones: tools that the vendor defines or runs."""
+    if len(bodies) > limits.MAX_TOOLS:
+        raise invalid(f"`tools` takes at most {limits.MAX_TOOLS} tools", "tools")
+    tools: dict[str, Tool] = {}
+    dropped = []
+    for index, body in enumerate(bodies):
+        path = f"tools[{index}]"
+        if body.type not in (None, "custom"):
+            dropped.append(body.type)
+            continue
+        if _TOOL_NAME.fullmatch(body.name) is None:
+            raise invalid(f"`{path}.name` must have 1 to 128 letters, digits, `_` or `-`", f"{path}.name")
+        if body.name in tools:
+            raise invalid(f"`{path}.name` is the name of another tool: {body.name}", f"{path}.name")
+        if body.input_schema is None:
+            raise invalid(f"`{path}.input_schema` is required", f"{path}.input_schema")
+        tools[body.name] = Tool(body.name, body.description, body.input_schema, bool(body.strict))
+    return tuple(tools.values()), tuple(dropped)
+
+
+def _tool_choice(asked: MessagesBody, tools: tuple[Tool, ...]) -> ToolChoice:
+    choice = asked.tool_choice
+    if choice is None or choice.type == "auto":
+        return ToolChoice()
+    if choice.type == "none":
+        return ToolChoice("none")
+    if choice.type == "any":
+        if not tools:
+            raise invalid("`tool_choice` asks for a call, but `tools` has none that this server serves", "tool_choice")
+        return ToolChoice("required")
+    name = _required(choice.name, "tool_choice.name")
+    if not any(tool.name == name for tool in tools):
+        vendors = next((body.type for body in asked.tools or [] if body.name == name), None)
+        if vendors is not None:
+            raise unsupported("tool_choice.name", f"{name[:128]} (a tool of type {vendors[:40]})")
+        raise invalid(f"`tool_choice.name` names no tool of `tools`: {name[:128]}", "tool_choice.name")
+    return ToolChoice("required", (name,))
+
+
+def _variables(asked: MessagesBody) -> dict[str, Any]:
+    """Return the template's variables. Without `thinking` in the request the template decides."""
+    variables: dict[str, Any] = {}
+    if thinking := asked.thinking:
+        if thinking.type not in ("enabled", "adaptive", "disabled"):
+            raise unsupported("thinking.type", thinking.type[:40])
+        thinks = thinking.type != "disabled"
+        variables |= {"enable_thinking": thinks, "thinking": thinks}
+        if thinking.budget_tokens is not None:
+            budget = fields.bounded("thinking.budget_tokens", thinking.budget_tokens, 1, limits.MAX_TOKENS)
+            variables["thinking_budget"] = int(budget)
+    if asked.output_config and asked.output_config.effort:
+        variables["reasoning_effort"] = asked.output_config.effort
+    return variables
+
+
+def _shows_thinking(asked: MessagesBody) -> bool:
+    return asked.thinking is None or asked.thinking.display != "omitted"
+
+
+def _output_format(asked: MessagesBody) -> OutputFormat | None:
+    in_config = asked.output_config.format if asked.output_config else None
+    path, wanted = ("output_config.format", in_config) if in_config else ("output_format", asked.output_format)
+    if wanted is None:
+        return None
+    if wanted.type != "json_schema":
+        raise unsupported(f"{path}.type", wanted.type[:40])
+    if wanted.schema is None:
+        raise invalid(f"`{path}.schema` is required", f"{path}.schema")
+    return OutputFormat("json_schema", wanted.schema)
