@@ -69,10 +69,13 @@ class Environment:
         """Return the command that runs a script in the environment.
 
         Scripts may have the name of the package that they use (`-P` keeps their own folder out of the path). Those in
-        Python that drive a program of an npm environment run in this interpreter.
+        Python that drive a program of an npm environment run in this interpreter. Node.js looks for packages beside the
+        script alone, so JavaScript is copied into the environment.
         """
         if script.suffix == ".mjs":
-            return [str(self.programs / "node"), str(script)]
+            for file in (script, HERE / "helpers" / "client_checks.mjs"):
+                shutil.copy(file, self.folder)
+            return [str(self.programs / "node"), str(self.folder / script.name)]
         python = str(self.programs / "python") if self.client.kind == "pip" else sys.executable
         return [python, "-P", str(script)]
 
