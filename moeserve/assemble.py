@@ -389,7 +389,12 @@ def build_scheduler(
     if budget < config.max_num_seqs:
         raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
     caches = [
-        PrefixCache(kv.num_blocks, config.block_size, caching=config.enable_prefix_caching)
+        PrefixCache(
+            kv.num_blocks,
+            config.block_size,
+            caching=config.enable_prefix_caching,
+            retention_share=config.cache_retention_share,
+        )
         for _ in range(config.expert_parallel_size)
     ]
     scheduler = Scheduler(

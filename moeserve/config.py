@@ -152,6 +152,14 @@ class ServeConfig:
     enable_prefix_caching: bool = setting(
         True, "Keep the KV of computed prefixes for later requests.", group="Memory and scheduling"
     )
+    cache_retention_share: float = setting(
+        0.5,
+        "Share of the KV blocks that each API key may have retained or pinned; a key file can give a key its own.",
+        group="Memory and scheduling",
+        minimum=0,
+        maximum=1,
+        metavar="SHARE",
+    )
     max_num_seqs: int = setting(64, "Requests that run at once.", group="Memory and scheduling", minimum=1)
     max_num_batched_tokens: int | None = setting(
         None,

@@ -11,8 +11,9 @@ from typing import Any
 import structlog
 import zmq
 
+from moeserve.cache_commands import CacheCommandError, CacheCommands
 from moeserve.experts.monitor import ExpertCommandError, ExpertMonitor
-from moeserve.plan import FinishReason, Request
+from moeserve.plan import CacheWish, FinishReason, Request
 from moeserve.scheduler import NeverFitsError, QueueFullError, RequestOutput, Scheduler
 from moeserve.steps import Steps
 from moeserve.wire import (
@@ -47,6 +48,7 @@ _HEARTBEAT_SECONDS = 0.2
 _IDLE_POLL_SECONDS = 0.25
 _SECONDS_BETWEEN_STATS = 0.5
 _SMOOTHING = 0.1
+_MAX_RETENTION_SECONDS = 31 * 86400.0
 
 log = structlog.get_logger(__name__)
 
@@ -72,6 +74,7 @@ class Engine:
         self._experts = experts
         self._frontends: list[bytes] = []
         self._asked_by: dict[str, bytes] = {}
+        self._cache_commands = CacheCommands(caches)
         self._stats = EngineStats(scheduler, caches)
 
     def run(self, stop: threading.Event) -> None:
@@ -85,6 +88,7 @@ class Engine:
             for sender, message in self._socket.drain(_IDLE_POLL_SECONDS if idle else 0.0):
                 self._handle(sender, message)
             started = time.monotonic()
+            self._scheduler.tell_time(started)
             outputs = self._steps.advance()
             if outputs is not None:
                 self._stats.count_started(self._scheduler.take_started(), started)
@@ -126,6 +130,13 @@ class Engine:
     def _control(self, control: Control) -> ControlResult:
         if control.command == "reset_prefix_cache":
             return ControlResult(control.control_id, {"blocks_freed": sum(cache.reset() for cache in self._caches)})
+        if control.command in self._cache_commands:
+            try:
+                return ControlResult(
+                    control.control_id, self._cache_commands.command(control.command, control.arguments)
+                )
+            except CacheCommandError as error:
+                return ControlResult(control.control_id, {}, str(error))
         if self._experts is not None:
             try:
                 return ControlResult(control.control_id, self._experts.command(control.command, control.arguments))
@@ -140,6 +151,7 @@ class Engine:
             if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._ready.vocab_size:
                 raise ValueError("token ids are empty or out of vocabulary")
             request = Request(request_id, token_ids, message.sampling, message.namespace, message.priority)
+            request.cache = _checked(message.cache)
             self._scheduler.add(request)
         except QueueFullError as error:
             self._reject(sender, Rejected(request_id, "queue_full", str(error), self._stats.seconds_per_request()))
@@ -173,7 +185,10 @@ class Engine:
             self._send(receiver, Outputs(messages))
 
     def _send_stats(self) -> None:
-        stats = self._stats.snapshot(self._steps.step, {} if self._experts is None else self._experts.samples())
+        features = self._cache_commands.samples()
+        if self._experts is not None:
+            features |= self._experts.samples()
+        stats = self._stats.snapshot(self._steps.step, features)
         for frontend in list(self._frontends):
             self._send(frontend, stats)
 
@@ -200,7 +215,15 @@ def _to_message(output: RequestOutput) -> Output:
         None if output.logprobs is None else [output.logprobs],
         output.prompt_logprobs,
         output.error,
+        output.miss,
     )
+
+
+def _checked(wish: CacheWish | None) -> CacheWish | None:
+    """Return a request's wish. Raises ValueError for times that are none."""
+    if wish is not None and not all(0 < seconds <= _MAX_RETENTION_SECONDS for _, seconds in wish.retentions):
+        raise ValueError("a retention's time is out of range")
+    return wish
 
 
 class EngineStats:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, Protocol, SupportsBytes, TypeVar
 
-from radix_cache import Lease
+from radix_cache import Lease, Miss
 
 
 class FinishReason(StrEnum):
@@ -52,6 +52,19 @@ class SamplingParams:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class CacheWish:
+    """What a request asks of the prefix cache beside its use.
+
+    `retentions`: (prompt tokens, seconds) of prefixes to be retained once the request has ended. `share` of the KV
+    blocks that its account may retain, None for the service's setting. `report`: explain where the match ended.
+    """
+
+    retentions: tuple[tuple[int, float], ...] = ()
+    share: float | None = None
+    report: bool = False
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """One request inside the scheduler, which alone mutates it.
@@ -61,7 +74,8 @@ class Request:
     `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
     tokens that were reported, also over preemptions. `annotation` is the one of the cached prefix, until a chunk
-    carries it. `is_plain`: sampling depends on nothing but the logits.
+    carries it. `is_plain`: sampling depends on nothing but the logits. `cache` is None
+    for most requests; `miss` explains where the match of the prompt ended, until an output carries it.
     """
 
     request_id: str
@@ -82,6 +96,8 @@ class Request:
     annotation: bytes | None = None
     finished: bool = False
     failed: bool = False
+    cache: CacheWish | None = None
+    miss: Miss | None = None
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 
-from moeserve.plan import MAX_ANNOTATION_BYTES, Request
-from radix_cache import PrefixCache
+from moeserve.plan import MAX_ANNOTATION_BYTES, CacheWish, Request
+from radix_cache import Miss, PrefixCache
 
 # Merges the annotations along a prefix, (number of tokens, annotation) in order, into one.
 MergeAnnotations = Callable[[Sequence[tuple[int, bytes]]], bytes]
@@ -59,6 +59,29 @@ class RequestMemory:
         self._cache.release(request.lease, keep_tokens)
         request.lease = request.annotation = None
         request.num_computed_tokens = 0
+
+    def tell_time(self, now: float) -> None:
+        """Set the time of the cache, which must not go back, in seconds."""
+        self._cache.tell_time(now)
+
+    def note_hit(self, request: Request, num_tokens: int) -> None:
+        """Count tokens that the request has found cached, and refresh the retentions of its prefix."""
+        assert request.lease is not None
+        self._cache.note_hit(request.lease, num_tokens)
+
+    def explain(self, request: Request) -> Miss:
+        """Return why the request has found no more of its tokens cached. To be called at once after the match."""
+        assert request.lease is not None
+        return self._cache.explain(request.lease, request.token_ids)
+
+    def retain(self, request: Request, wish: CacheWish) -> None:
+        """Retain the prefixes of the request's prompt that it wishes to keep, as far as they are published.
+
+        The longest first: if the budget cuts it, the shorter ones are within what is left.
+        """
+        assert request.lease is not None
+        for num_tokens, seconds in sorted(wish.retentions, reverse=True):
+            self._cache.retain(request.lease, min(num_tokens, request.num_prompt_tokens), seconds, wish.share)
 
     def recall(self, request: Request) -> None:
         """Let the request's next chunk carry the merged annotations of its cached prefix, unless they are too long."""

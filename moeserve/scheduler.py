@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from moeserve.plan import Chunk, ChunkExtras, ChunkResult, FinishReason, Request, StepPlan, StepResult, TokenLogprobs
 from moeserve.request_memory import AdmissionOutcome, MergeAnnotations, RankLoads, RequestMemory
-from radix_cache import PrefixCache
+from radix_cache import Miss, PrefixCache
 
 _LPM_WINDOW = 64
 _LPM_MAX_OVERTAKERS = 32
@@ -184,10 +184,18 @@ class Scheduler:
                 output = _append_sampled(request, chunk, computed)
                 if output is not None:
                     self.counters.generation_tokens += output.token_id is not None
+                    if request.miss is not None:
+                        output.miss, request.miss = request.miss, None
                     if output.finish_reason is not None:
                         self._end(request, output.finish_reason)
                     outputs.append(output)
         return outputs
+
+    def tell_time(self, now: float) -> None:
+        """Set the time by which retained prefixes expire, in seconds; it must not go back. No plan depends on it
+        unless requests ask for retention."""
+        for memory in self._memories:
+            memory.tell_time(now)
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
@@ -295,8 +303,17 @@ class Scheduler:
     def _count_hits(self, request: Request, num_tokens: int) -> None:
         """Count cached tokens. After a preemption they are hits, but its client did not find them cached."""
         self.counters.prefix_hit_tokens += num_tokens
-        if not request.num_preemptions:
-            request.num_cached_tokens += num_tokens
+        if request.num_preemptions:
+            return
+        request.num_cached_tokens += num_tokens
+        memory = self._memories[request.rank]
+        if num_tokens:
+            memory.note_hit(request, num_tokens)
+        if request.cache is None or not request.cache.report:
+            return
+        # Behind tokens that the request computed itself a later match says nothing about its prompt.
+        if (num_tokens or request.miss is None) and request.num_cached_tokens == request.num_computed_tokens:
+            request.miss = memory.explain(request)
 
     def _publish(self, request: Request, annotation: bytes | None) -> None:
         """Publish the request's full blocks, and free the duplicates once no plan names them."""
@@ -320,8 +337,12 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Release the request's memory once no plan names it. Its tokens stay cached, but not after an error."""
-        if not request.num_scheduled_tokens:
-            self._memories[request.rank].detach(request, 0 if request.failed else len(request.token_ids))
+        if request.num_scheduled_tokens:
+            return
+        memory = self._memories[request.rank]
+        if request.cache is not None and not request.failed:
+            memory.retain(request, request.cache)
+        memory.detach(request, 0 if request.failed else len(request.token_ids))
 
 
 def _append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> RequestOutput | None:
@@ -509,6 +530,7 @@ class RequestOutput:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    miss: Miss | None = None
 
 
 @dataclass(slots=True)

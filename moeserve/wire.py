@@ -19,6 +19,7 @@ import msgspec
 from moeserve.config import ServeConfig
 from moeserve.plan import (
     MAX_ANNOTATION_BYTES,
+    CacheWish,
     Chunk,
     ChunkExtras,
     ChunkResult,
@@ -28,6 +29,7 @@ from moeserve.plan import (
     StepResult,
     TokenLogprobs,
 )
+from radix_cache import Miss
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 
@@ -129,6 +131,7 @@ class Generate(Message):
     sampling: SamplingParams
     namespace: str = ""
     priority: int = 0
+    cache: CacheWish | None = None
 
 
 class Finish(Message):
@@ -147,7 +150,7 @@ class Abort(Message):
 class Control(Message):
     """An operator's command; answered with `ControlResult` of the same id.
 
-    Commands: `reset_prefix_cache`, and those of `moeserve.experts.monitor`.
+    Commands: `reset_prefix_cache`, and those of `moeserve.cache_commands` and `moeserve.experts.monitor`.
     """
 
     control_id: int
@@ -200,7 +203,8 @@ class Output(Message):
     """New tokens of one request; terminal if `finish_reason` is set.
 
     `token_ids` are the tokens since the last output. `num_cached_tokens` counts the prompt tokens that came from the
-    prefix cache (None until the first chunk); `num_output_tokens`, in the terminal output, all output tokens.
+    prefix cache (None until the first chunk); `num_output_tokens`, in the terminal output, all output tokens. `miss`,
+    in the first output, answers `CacheWish.report`.
     """
 
     request_id: str
@@ -211,6 +215,7 @@ class Output(Message):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    miss: Miss | None = None
 
 
 class Outputs(Message):

@@ -1,7 +1,20 @@
 """Which KV block holds which tokens. `PrefixCache` is the only face."""
 
-from radix_cache.errors import InvariantError, LeaseError
+from radix_cache.errors import BudgetError, InvariantError, LeaseError
+from radix_cache.listing import CachedPrefix
+from radix_cache.misses import Miss, MissReason
+from radix_cache.nodes import Lease
 from radix_cache.prefix_cache import PrefixCache
-from radix_cache.tree import Lease
+from radix_cache.retention import account_of
 
-__all__ = ["InvariantError", "Lease", "LeaseError", "PrefixCache"]
+__all__ = [
+    "BudgetError",
+    "CachedPrefix",
+    "InvariantError",
+    "Lease",
+    "LeaseError",
+    "Miss",
+    "MissReason",
+    "PrefixCache",
+    "account_of",
+]

@@ -5,6 +5,15 @@ class LeaseError(RuntimeError):
     """A lease was used after its release, or with a cache that did not hand it out."""
 
 
+class BudgetError(ValueError):
+    """An account may not pin that many blocks: `num_wanted` more are asked for, `num_free` are left of its budget."""
+
+    def __init__(self, num_wanted: int, num_free: int) -> None:
+        super().__init__(f"{num_wanted} blocks are asked for, but {num_free} are left of the budget")
+        self.num_wanted = num_wanted
+        self.num_free = num_free
+
+
 class InvariantError(AssertionError):
     """The bookkeeping contradicts itself. Unlike ``assert`` this check survives ``python -O``."""
 

@@ -6,7 +6,9 @@ from array import array
 from collections.abc import Iterable
 
 from radix_cache.errors import require
-from radix_cache.tree import Lease, Node, RadixTree
+from radix_cache.nodes import Lease, Node
+from radix_cache.retention import account_of
+from radix_cache.tree import RadixTree
 
 
 def check_tree(tree: RadixTree, leases: Iterable[Lease], block_size: int) -> array[int]:
@@ -27,6 +29,7 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease], block_size: int) -> arr
     require(len(nodes) == tree.num_nodes, "num_nodes is wrong")
     require(len(blocks) == tree.num_blocks, "num_blocks is wrong")
     require(num_pinned == tree.num_pinned_blocks, "num_pinned_blocks is wrong")
+    _check_ledger(tree, nodes)
     for namespace, root in tree.roots.items():
         require(root.parent is None and root.namespace == namespace, f"namespace {namespace!r} has a wrong root")
     queued = [node.serial for node in nodes if node.parent is not None and not node.children and not node.refs]
@@ -50,11 +53,35 @@ def _check_node(node: Node, block_bytes: int) -> None:
         require(key == child.tokens[:block_bytes], f"{name}: a child is filed under other tokens")
     pins = (node.refs > 0) + sum(child.pins > 0 for child in node.children.values())
     require(node.pins == pins, f"{name}: pins is wrong")
+    keeps = (node.retention is not None) + sum(child.keeps > 0 for child in node.children.values())
+    require(node.keeps == keeps, f"{name}: keeps is wrong")
+    require(len(node.digests) <= len(node.blocks), f"{name}: more digests than blocks")
     if node.parent is not None:
         require(len(node.blocks) > 0, f"{name} is empty")
     else:
         require(not node.blocks, f"{name} is a root with blocks")
         require(bool(node.children) or node.refs > 0, f"{name} is the root of an empty namespace")
+
+
+def _check_ledger(tree: RadixTree, nodes: list[Node]) -> None:
+    ledger = tree.ledger
+    retained: dict[str, int] = {}
+    retentions = {}
+    for node in nodes:
+        if node.keeps:
+            account = account_of(node.namespace)
+            retained[account] = retained.get(account, 0) + len(node.blocks)
+        if node.retention is not None:
+            require(node.parent is not None, f"a retention ends at the root of {node.namespace!r}")
+            require(node.retention.node is node, f"node {node.serial}: its retention ends elsewhere")
+            retentions[node.retention.number] = account_of(node.namespace)
+    accounts = ledger.accounts()
+    known = {number: name for name, account in accounts.items() for number in account.retentions}
+    pins = sum(one.is_pinned for account in accounts.values() for one in account.retentions.values())
+    require(known == retentions, "the accounts' retentions differ from the nodes'")
+    require({name: account.num_blocks for name, account in accounts.items()} == retained, "retained blocks are wrong")
+    require(ledger.num_blocks == sum(retained.values()), "the sum of retained blocks is wrong")
+    require((ledger.num_retentions, ledger.num_pins) == (len(retentions), pins), "retentions or pins are miscounted")
 
 
 def _check_lease(tree: RadixTree, lease: Lease, block_size: int) -> None:

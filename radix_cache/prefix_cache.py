@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from radix_cache.block_allocator import BlockAllocator
-from radix_cache.errors import LeaseError, require
+from radix_cache.errors import BudgetError, LeaseError, require
+from radix_cache.evictions import MAX_RECORDED_BLOCKS
 from radix_cache.invariants import check_tree
-from radix_cache.tree import Lease, Node, RadixTree
+from radix_cache.listing import CachedPrefix, list_prefixes
+from radix_cache.misses import Miss, explain_miss
+from radix_cache.nodes import Lease, Node
+from radix_cache.retention import account_of
+from radix_cache.tree import RadixTree
 
 
 class PrefixCache:
@@ -16,6 +21,9 @@ class PrefixCache:
 
     Tokens are ``array('i')`` (int32). Equal tokens in different namespaces never share blocks. With ``caching=False``
     nothing is shared or kept: `match` finds nothing, `publish` and `advance` do nothing, `release` frees every block.
+
+    A namespace is named `ACCOUNT` or `ACCOUNT/NAME`. An account retains at most `retention_share` of all blocks, unless
+    a call gives its share. Time is the caller's, told by `tell_time`; there is no clock inside.
 
     The caller's part: it returns blocks (`release`, `free`) only when no plan in flight names them, and calls `publish`
     only for tokens whose forward has completed. Every method that takes a lease raises LeaseError for one that was
@@ -29,19 +37,29 @@ class PrefixCache:
         "_leases",
         "_next_number",
         "_num_private_blocks",
+        "_retention_share",
         "_tree",
         "block_size",
         "num_blocks",
     )
 
-    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        caching: bool = True,
+        retention_share: float = 0.5,
+        max_recorded_evictions: int = MAX_RECORDED_BLOCKS,
+    ) -> None:
         if block_size <= 0:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._caching = caching
+        self._retention_share = retention_share
         self._allocator = BlockAllocator(num_blocks)
-        self._tree = RadixTree(block_size)
+        self._tree = RadixTree(block_size, max_recorded_evictions)
         self._leases: dict[int, Lease] = {}
         self._next_number = 0
         self._num_private_blocks = 0
@@ -66,6 +84,21 @@ class PrefixCache:
     def num_leased(self) -> int:
         """Blocks that at least one lease holds, a shared one counted once."""
         return self._tree.num_pinned_blocks + self._num_private_blocks
+
+    @property
+    def num_retained(self) -> int:
+        """Cached or leased blocks that a retention covers."""
+        return self._tree.ledger.num_blocks
+
+    @property
+    def num_pins(self) -> int:
+        """Pinned prefixes."""
+        return self._tree.ledger.num_pins
+
+    @property
+    def num_lost(self) -> int:
+        """Retained blocks that were evicted because nothing else was left, since the start."""
+        return self._tree.ledger.num_lost_blocks
 
     @property
     def num_duplicates(self) -> int:
@@ -227,6 +260,102 @@ class PrefixCache:
     def peek(self, tokens: array[int], namespace: str = "") -> int:
         """Count the tokens that `match` would find in the cache now. Changes nothing, not even their recency."""
         return self._tree.depth(namespace, self._reusable(tokens, 0)) * self.block_size
+
+    def tell_time(self, now: float) -> None:
+        """Set the time, which must not go back; retentions that are over end."""
+        self._tree.tell_time(now)
+
+    def note_hit(self, lease: Lease, num_tokens: int) -> None:
+        """Count `num_tokens` of the lease as found in the cache, and refresh the retentions along its prefix."""
+        if lease.owner is not self:
+            raise _not_leased()
+        self._tree.note_hit(lease.node, num_tokens)
+
+    def retain(self, lease: Lease, num_tokens: int, ttl: float, share: float | None = None) -> None:
+        """Retain the first `num_tokens` of the lease's tokens for `ttl` from now on, as far as they are published.
+
+        Whole blocks only. Within the account's budget the retentions refreshed longest ago give way; what does not fit
+        even then is not retained. share: of the account, None for the cache's.
+        """
+        if lease.owner is not self:
+            raise _not_leased()
+        num_published = lease.num_published_tokens // self.block_size
+        wanted = min(num_tokens // self.block_size, num_published)
+        if wanted > 0 and ttl > 0:
+            node = self._tree.node_at(lease.node, num_published, wanted)
+            self._tree.retain(node, ttl, self._budget(share))
+
+    def pin(self, tokens: array[int], namespace: str = "", share: float | None = None) -> int:
+        """Pin the whole blocks of `tokens`, if all of them are cached, until `unpin`.
+
+        Return the number of tokens that are cached: they are pinned if these are all whole blocks. Raises BudgetError
+        if the account's pins would exceed its budget; its other retentions give way. share: as in `retain`.
+        """
+        tree, size = self._tree, self.block_size
+        wanted = len(tokens) // size
+        data = tokens[: wanted * size].tobytes()
+        depth = tree.depth(namespace, data)
+        budget, pinned = self._budget(share), self._account(namespace)[1]
+        # Blocks that are not cached are not pinned yet.
+        if wanted - depth + pinned > budget:
+            raise BudgetError(wanted - depth, max(0, budget - pinned))
+        if depth < wanted or not wanted:
+            return depth * size
+        node = tree.descend(tree.roots[namespace], data, array("i"))
+        tree.pin(node)
+        num_new = self._account(namespace)[1] - pinned
+        if pinned + num_new > budget:
+            tree.unpin(node)
+            raise BudgetError(num_new, max(0, budget - pinned))
+        tree.make_room(node, budget)
+        return wanted * size
+
+    def unpin(self, tokens: array[int], namespace: str = "") -> bool:
+        """End the pin of the whole blocks of `tokens`. Return False if there is none."""
+        data = tokens[: len(tokens) // self.block_size * self.block_size].tobytes()
+        return self._unpin(
+            namespace, lambda pinned: self._tree.prefix(pinned) == data and pinned.namespace == namespace
+        )
+
+    def unpin_serial(self, serial: int, account: str) -> bool:
+        """End the pin of the run that `prefixes` names `serial`. Return False if the account has none there."""
+        return self._unpin(account, lambda node: node.serial == serial)
+
+    def drop(self, account: str) -> int:
+        """Evict all prefixes of an account that no lease protects, retained ones too. Return the number of blocks."""
+        evicted = self._tree.drop(account)
+        self._allocator.free(evicted)
+        return len(evicted)
+
+    def budget(self, account: str, share: float | None = None) -> tuple[int, int, int]:
+        """Return the blocks that an account may retain, those it retains, and those of them that it has pinned."""
+        return self._budget(share), *self._account(account)
+
+    def prefixes(self, account: str | None, limit: int) -> tuple[list[CachedPrefix], int, bool]:
+        """Return cached prefixes of an account, or of all. See `list_prefixes`."""
+        return list_prefixes(self._tree, self.block_size, account, limit)
+
+    def explain(self, lease: Lease, tokens: array[int]) -> Miss:
+        """Return why `match`, or `advance`, found no more of `tokens`. To be called at once after it."""
+        if lease.owner is not self:
+            raise _not_leased()
+        return explain_miss(self._tree, lease, tokens, self.block_size)
+
+    def _budget(self, share: float | None) -> int:
+        return int((self._retention_share if share is None else share) * self.num_blocks)
+
+    def _account(self, namespace: str) -> tuple[int, int]:
+        """Return the blocks that the namespace's account retains, and those that it has pinned."""
+        account = self._tree.ledger.account(account_of(namespace))
+        return account.num_blocks, account.num_pinned_blocks
+
+    def _unpin(self, namespace: str, is_meant: Callable[[Node], bool]) -> bool:
+        account = self._tree.ledger.account(account_of(namespace))
+        pinned = (one.node for one in account.retentions.values() if one.is_pinned and one.node is not None)
+        node = next((node for node in pinned if is_meant(node)), None)
+        if node is not None:
+            self._tree.unpin(node)
+        return node is not None
 
     def reset(self) -> int:
         """Evict all blocks that no lease protects. Return their number."""

@@ -1,4 +1,4 @@
-"""A radix tree from token prefixes to KV blocks, cut at block boundaries, and the leases on its nodes.
+"""A radix tree from token prefixes to KV blocks, cut at block boundaries.
 
 An edge and the node below it are one object: a run of whole blocks. The idea of a radix tree over paged KV with LRU
 eviction of its leaves is RadixAttention (Zheng et al., SGLang, 2024). Here a lease counts on its deepest node only; the
@@ -12,9 +12,11 @@ from array import array
 from heapq import heapify, heappop, heappush
 
 from radix_cache.errors import require
+from radix_cache.evictions import MAX_RECORDED_BLOCKS, EvictionRecord
+from radix_cache.nodes import NOT_QUEUED, Node
+from radix_cache.retention import RetentionLedger, account_of
 
 _HEAP_SLACK = 64
-_NOT_QUEUED = -1
 
 
 class RadixTree:
@@ -25,16 +27,38 @@ class RadixTree:
 
     Recency: only the release of a lease sets a stamp, and only on its deepest node. A node was used at least as
     recently as its children and becomes a leaf only after they are gone, so a node that vanishes passes its stamp up.
+
+    Retention (`ledger`) comes before recency: a leaf at which no retention ends is evicted before one where one does,
+    and that one before a pinned one. `now` is the caller's time, told by `tell_time`.
     """
 
-    __slots__ = ("_block_bytes", "_clock", "_queue", "_serial", "num_blocks", "num_nodes", "num_pinned_blocks", "roots")
+    __slots__ = (
+        "_block_bytes",
+        "_clock",
+        "_next_entry",
+        "_queue",
+        "_serial",
+        "evictions",
+        "ledger",
+        "now",
+        "num_blocks",
+        "num_nodes",
+        "num_pinned_blocks",
+        "roots",
+    )
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, max_recorded_evictions: int = MAX_RECORDED_BLOCKS) -> None:
+        """max_recorded_evictions: blocks of each account."""
         self._block_bytes = 4 * block_size
         self._clock = 0
         self._serial = 0
-        # (stamp, serial, node), oldest first; an entry whose stamp is not the node's `queued` is dead.
-        self._queue: list[tuple[int, int, Node]] = []
+        # (rank of the retention, stamp, serial, entry, node), the first victim first. Entries have numbers; one whose
+        # number is not the node's `queued` is dead.
+        self._queue: list[tuple[int, int, int, int, Node]] = []
+        self._next_entry = 0
+        self.ledger = RetentionLedger()
+        self.evictions = EvictionRecord(4 * block_size, max_recorded_evictions)
+        self.now = 0.0
         self.roots: dict[str, Node] = {}
         self.num_nodes = 0
         self.num_blocks = 0
@@ -95,9 +119,10 @@ class RadixTree:
         tokens, added = data[num_known * self._block_bytes :], blocks[num_known:]
         self.num_blocks += len(added)
         num_other_refs = node.refs - 1 if node is start else node.refs
-        if node.parent is not None and not node.children and num_other_refs == 0 and not node.annotation:
+        is_alone = not node.children and num_other_refs == 0 and not node.annotation and node.retention is None
+        if node.parent is not None and is_alone:
             # No other lease ends here, so the run can grow in place: a decoding request stays one node. An annotated
-            # run does not grow, since its annotation describes exactly its tokens.
+            # run does not grow, since its annotation describes exactly its tokens, nor does one where a retention ends.
             node.tokens += tokens
             node.blocks.extend(added)
             if node.pins:
@@ -112,7 +137,7 @@ class RadixTree:
         node.refs += 1
         if node.refs > 1:
             return
-        node.queued = _NOT_QUEUED
+        node.queued = NOT_QUEUED
         current: Node | None = node
         while current is not None:
             current.pins += 1
@@ -131,18 +156,21 @@ class RadixTree:
         """Drop the reference that `acquire` added, and make the node the most recently used one."""
         self._clock += 1
         node.last_used = self._clock
+        node.used_at = self.now
         self._drop_reference(node)
 
     def evict(self, count: int) -> array[int]:
         """Remove `count` blocks, at most `num_evictable_blocks`, from the tails of the least recently used leaves.
 
-        Return their ids, which the caller owns from now on.
+        Retained leaves come after all others, pinned ones last. Return the ids, which the caller owns from now on.
         """
         evicted: array[int] = array("i")
         while len(evicted) < count:
-            stamp, _, node = self._queue[0]
-            if node.queued == stamp:
-                evicted.extend(self._cut_tail(node, min(count - len(evicted), len(node.blocks))))
+            *_, entry, node = self._queue[0]
+            if node.queued == entry:
+                cut = min(count - len(evicted), len(node.blocks))
+                self.evictions.add(node, cut)
+                evicted.extend(self._cut_tail(node, cut, lost=True))
             else:
                 heappop(self._queue)
         self._bound_queue()
@@ -155,17 +183,113 @@ class RadixTree:
         """
         removed: array[int] = array("i")
         current: Node | None = node
-        while current is not None and current.queued != _NOT_QUEUED and len(removed) < count:
+        while current is not None and current.queued != NOT_QUEUED and len(removed) < count:
             parent = current.parent
-            removed.extend(self._cut_tail(current, min(count - len(removed), len(current.blocks))))
+            removed.extend(self._cut_tail(current, min(count - len(removed), len(current.blocks)), lost=False))
             current = parent
         self._bound_queue()
         return removed
 
+    def node_at(self, node: Node, depth: int, wanted: int) -> Node:
+        """Return the node that ends with the first `wanted` blocks of the prefix that ends with `node`.
+
+        depth: the blocks of that prefix, at least `wanted`. A run that reaches beyond is split there.
+        """
+        while depth - len(node.blocks) >= wanted and node.parent is not None:
+            depth -= len(node.blocks)
+            node = node.parent
+        return node if depth == wanted else self._split(node, len(node.blocks) - (depth - wanted))
+
+    def retain(self, node: Node, ttl: float, limit: int) -> None:
+        """Retain the prefix that ends with `node` for `ttl` from now on, within `limit` blocks of its account.
+
+        The account's retentions that were refreshed longest ago give way. If its pins leave too little room, only the
+        head of the prefix is retained.
+        """
+        if node.parent is None or limit <= 0:
+            return
+        ledger, account = self.ledger, account_of(node.namespace)
+        ledger.place(node, ttl, self.now)
+        self._requeue(node)
+        self.make_room(node, limit)
+        excess = ledger.account(account).num_blocks - limit
+        if excess <= 0 or node.retention is None or node.retention.is_pinned:
+            return
+        # All that is left are pins and this retention: its tail is what the pins do not cover.
+        self._requeue(ledger.drop(node.retention))
+        num_own = 0
+        current: Node | None = node
+        depth = 0
+        while current is not None:
+            num_own += 0 if current.keeps else len(current.blocks)
+            depth += len(current.blocks)
+            current = current.parent
+        if num_own > excess:
+            head = self.node_at(node, depth, depth - excess)
+            ledger.place(head, ttl, self.now)
+            self._requeue(head)
+
+    def make_room(self, node: Node, limit: int) -> None:
+        """End retentions of the account of `node`, but none at it, while they cover more than `limit` blocks.
+
+        The ones that were refreshed longest ago end first, pins never.
+        """
+        ledger, account = self.ledger, account_of(node.namespace)
+        while ledger.account(account).num_blocks > limit and (oldest := ledger.oldest(account, node)) is not None:
+            self._requeue(ledger.drop(oldest))
+
+    def prefix(self, node: Node) -> bytes:
+        """Return the tokens (int32 ids) of the prefix that ends with `node`."""
+        runs = []
+        current: Node | None = node
+        while current is not None:
+            runs.append(bytes(current.tokens))
+            current = current.parent
+        return b"".join(reversed(runs))
+
+    def drop(self, account: str) -> array[int]:
+        """Remove all evictable blocks of an account, retained ones too. Return their ids, which the caller owns."""
+        removed: array[int] = array("i")
+        victims = [
+            node for *_, entry, node in self._queue if node.queued == entry and account_of(node.namespace) == account
+        ]
+        for leaf in victims:
+            node: Node | None = leaf
+            while node is not None and node.queued != NOT_QUEUED:
+                parent = node.parent
+                self.evictions.add(node, len(node.blocks))
+                removed.extend(self._cut_tail(node, len(node.blocks), lost=False))
+                node = parent
+        self._bound_queue()
+        return removed
+
+    def pin(self, node: Node) -> None:
+        """Retain the prefix that ends with `node`, without end."""
+        self.ledger.place(node, 0.0, self.now, pin=True)
+        self._requeue(node)
+
+    def unpin(self, node: Node) -> None:
+        """End the pin at `node`; a retention with a deadline stays."""
+        self.ledger.unpin(node, self.now)
+        self._requeue(node)
+
+    def tell_time(self, now: float) -> None:
+        """Set the time, which never goes back, and end the retentions that are over."""
+        self.now = now
+        for node in self.ledger.end_overdue(now):
+            self._requeue(node)
+
+    def note_hit(self, node: Node, num_tokens: int) -> None:
+        """Count `num_tokens` that a match found in the prefix that ends with `node`, and refresh its retentions."""
+        node.hits += 1
+        node.saved_tokens += num_tokens
+        if self.ledger.num_retentions:
+            self.ledger.refresh(node, self.now)
+
     def queued_serials(self) -> list[int]:
         """Return the serials of the nodes in the eviction queue. Raises InvariantError if dead entries pile up."""
         require(len(self._queue) <= 2 * self.num_nodes + _HEAP_SLACK, "the eviction queue outgrew the tree")
-        return [serial for stamp, serial, node in self._queue if node.queued == stamp]
+        return [serial for _, _, serial, entry, node in self._queue if node.queued == entry]
 
     def _new_node(self, namespace: str, parent: Node | None, tokens: bytearray, blocks: array[int]) -> Node:
         self._serial += 1
@@ -199,8 +323,12 @@ class RadixTree:
         upper.children[bytes(node.tokens[:size])] = node
         node.parent = upper
         upper.last_used = node.last_used
+        upper.used_at = node.used_at
         upper.annotation = node.annotation
         upper.pins = 1 if node.pins else 0
+        upper.keeps = 1 if node.keeps else 0
+        upper.digests = node.digests[:count]
+        del node.digests[:count]
         return upper
 
     def _drop_reference(self, node: Node) -> None:
@@ -223,101 +351,54 @@ class RadixTree:
             del self.roots[node.namespace]
             self.num_nodes -= 1
             return
-        node.queued = node.last_used
-        heappush(self._queue, (node.last_used, node.serial, node))
+        self._queue_leaf(node)
+
+    def _queue_leaf(self, node: Node) -> None:
+        retention = node.retention
+        rank = 0 if retention is None else 2 if retention.is_pinned else 1
+        self._next_entry += 1
+        node.queued = self._next_entry
+        heappush(self._queue, (rank, node.last_used, node.serial, node.queued, node))
         self._bound_queue()
 
-    def _cut_tail(self, node: Node, count: int) -> array[int]:
-        """Remove the last `count` blocks of the unreferenced leaf `node`, and the node itself if it is empty then."""
+    def _requeue(self, node: Node) -> None:
+        """Give a node in the eviction queue the place that its retention asks for now."""
+        if node.queued != NOT_QUEUED:
+            self._queue_leaf(node)
+
+    def _cut_tail(self, node: Node, count: int, *, lost: bool) -> array[int]:
+        """Remove the last `count` blocks of the unreferenced leaf `node`, and the node itself if it is empty then.
+
+        A retention of the node then ends at its parent. lost: whether retained blocks count as lost.
+        """
         keep = len(node.blocks) - count
         removed = node.blocks[keep:]
         self.num_blocks -= count
+        if node.keeps:
+            self.ledger.shrink(node, count, lost=lost)
         if keep:
             del node.blocks[keep:]
             del node.tokens[keep * self._block_bytes :]
+            del node.digests[keep:]
             return removed
         parent = node.parent
         assert parent is not None
+        if node.keeps:
+            self.ledger.move_up(node)
         del parent.children[bytes(node.tokens[: self._block_bytes])]
-        node.queued = _NOT_QUEUED
+        node.queued = NOT_QUEUED
         node.parent = None
         self.num_nodes -= 1
         if node.last_used > parent.last_used:
             parent.last_used = node.last_used
+            parent.used_at = node.used_at
+        parent.hits += node.hits
+        parent.saved_tokens += node.saved_tokens
         if not parent.children and not parent.refs:
             self._became_leaf(parent)
         return removed
 
     def _bound_queue(self) -> None:
         if len(self._queue) > 2 * self.num_nodes + _HEAP_SLACK:
-            self._queue = [entry for entry in self._queue if entry[2].queued == entry[0]]
+            self._queue = [entry for entry in self._queue if entry[4].queued == entry[3]]
             heapify(self._queue)
-
-
-class Node:
-    """A run of whole blocks under a prefix, or the root of a namespace (no parent, no blocks).
-
-    `tokens` are native int32 ids as bytes, `blocks` the ids of the blocks that hold their KV. `refs` counts the leases
-    that end here; `pins` is the number of pinned children, plus one if `refs` is not 0, so a node and its whole subtree
-    are evictable exactly if `pins` is 0. `queued` is the stamp of the node's entry in the eviction queue. `annotation`
-    is opaque to the tree and empty if there is none.
-    """
-
-    __slots__ = (
-        "annotation",
-        "blocks",
-        "children",
-        "last_used",
-        "namespace",
-        "parent",
-        "pins",
-        "queued",
-        "refs",
-        "serial",
-        "tokens",
-    )
-
-    def __init__(self, namespace: str, serial: int, parent: Node | None, tokens: bytearray, blocks: array[int]):
-        self.namespace = namespace
-        self.serial = serial
-        self.parent = parent
-        self.tokens = tokens
-        self.blocks = blocks
-        self.children: dict[bytes, Node] = {}
-        self.refs = 0
-        self.pins = 0
-        self.last_used = 0
-        self.queued = _NOT_QUEUED
-        self.annotation = b""
-
-
-class Lease:
-    """One request's reference to KV blocks, made by `PrefixCache.match` and released exactly once.
-
-    `block_ids` (int32) is the request's block table: block i holds tokens ``[i * block_size, (i + 1) * block_size)``.
-    It only grows, except that `publish` and `advance` may replace an id by another one of the same content. Its first
-    `num_published_tokens` tokens are in the tree. `num_cached_tokens` counts the tokens whose KV this request found in
-    the cache instead of computing it. `owner` is the cache that made it, None once it was released. Only that cache
-    writes the fields; copy `block_ids` rather than keep a view.
-    """
-
-    __slots__ = (
-        "block_ids",
-        "namespace",
-        "node",
-        "num_cached_tokens",
-        "num_published_tokens",
-        "number",
-        "owner",
-        "use_cache",
-    )
-
-    def __init__(self, owner: object, number: int, namespace: str, node: Node, use_cache: bool) -> None:
-        self.owner: object | None = owner
-        self.number = number
-        self.namespace = namespace
-        self.node = node
-        self.use_cache = use_cache
-        self.block_ids: array[int] = array("i")
-        self.num_published_tokens = 0
-        self.num_cached_tokens = 0

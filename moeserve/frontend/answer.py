@@ -7,11 +7,13 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from moeserve.frontend.cache_report import describe_miss
 from moeserve.frontend.dialects.internal import Delta, GenerateRequest, TokenText, Usage
 from moeserve.frontend.http import ApiError, context_length_exceeded, internal_error
 from moeserve.frontend.text import IncrementalDetokenizer, StopMatcher, TextTokenizer
-from moeserve.plan import FinishReason, TokenLogprobs
+from moeserve.plan import CacheWish, FinishReason, TokenLogprobs
 from moeserve.wire import Generate, Output, pack_token_ids
 
 _SEED_MASK = 2**63 - 1
@@ -25,10 +27,15 @@ def build_generates(
     namespace: str,
     seed: int,
     max_model_len: int,
+    wishes: Sequence[CacheWish | None] | None = None,
 ) -> list[Generate]:
-    """Return one message per choice, in the order of the choices. Raises ApiError if a prompt does not fit."""
+    """Return one message per choice, in the order of the choices. Raises ApiError if a prompt does not fit.
+
+    wishes: of each prompt.
+    """
     generates: list[Generate] = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
+        wish = wishes[number] if wishes is not None else None
         packed = pack_token_ids(prompt)
         wanted = request.max_tokens
         if wanted is not None and request.fit_context:
@@ -36,7 +43,8 @@ def build_generates(
         max_tokens = check_length(len(prompt), wanted, max_model_len, request.prompt_field)
         for sample in range(request.n):
             sampling = replace(request.sampling, max_tokens=max_tokens, seed=derive_seed(seed, sample))
-            generates.append(Generate(f"{request_id}-{len(generates)}", packed, sampling, namespace, request.priority))
+            own_id = f"{request_id}-{len(generates)}"
+            generates.append(Generate(own_id, packed, sampling, namespace, request.priority, wish))
     return generates
 
 
@@ -67,7 +75,9 @@ class Answer:
         self.num_open = request.num_choices
         self._n = request.n
         self._prompts = prompts
+        self._tokenizer = tokenizer
         self._cached: list[int | None] = [None] * len(prompts)
+        self._reports: dict[int, dict[str, Any]] = {}
         self._num_tokens = [0] * request.num_choices
         self._echoes = [
             _Echo(request, prompts[choice // request.n], tokenizer, choice) if request.echo else None
@@ -93,6 +103,7 @@ class Answer:
             prompt_tokens=sum(map(len, self._prompts)),
             completion_tokens=sum(self._num_tokens),
             cached_tokens=sum(cached or 0 for cached in self._cached),
+            cache_report=self._report() if self._reports else None,
         )
 
     def take(self, choice: int, output: Output) -> list[Delta]:
@@ -100,6 +111,10 @@ class Answer:
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise _failure(output)
         self._note_cached(choice, output)
+        if output.miss is not None and choice % self._n == 0:
+            prompt = choice // self._n
+            num_cached = output.num_cached_tokens or 0
+            self._reports[prompt] = describe_miss(output.miss, self._prompts[prompt], num_cached, self._tokenizer)
         deltas = []
         if echo := self._echoes[choice]:
             echo.push(output)
@@ -118,6 +133,11 @@ class Answer:
         if delta.text or delta.tokens or delta.finish_reason:
             deltas.append(delta)
         return deltas
+
+    def _report(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """Return the cache report of the prompt, or the reports of the prompts in their order."""
+        reports = [self._reports[prompt] for prompt in sorted(self._reports)]
+        return reports[0] if len(self._prompts) == 1 else reports
 
     def _note_cached(self, choice: int, output: Output) -> None:
         """Note the cached prompt tokens that the first sample reports with its first token.

@@ -14,11 +14,14 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from moeserve.config import ConfigError
+from moeserve.frontend.cache_routes import WARM, CacheRoutes
 from moeserve.frontend.dialects import messages_answer
 from moeserve.frontend.generate import CHAT, COMPLETIONS, MESSAGES, GenerateRoute
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.middleware import RequestBoundary
+from moeserve.frontend.response_store import ResponseStore
+from moeserve.frontend.responses import KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.routes import ExpertRoutes, ServiceRoutes, TokenRoutes
 from moeserve.frontend.services import Services
 
@@ -61,11 +64,16 @@ def create_app(services: Services) -> Starlette:
 
 def _routes(services: Services) -> list[BaseRoute]:
     service, tokens, experts = ServiceRoutes(services), TokenRoutes(services), ExpertRoutes(services)
+    store, cache = ResponseStore(), CacheRoutes(services)
+    kept = KeptResponseRoutes(store)
     return [
         Route("/v1/chat/completions", GenerateRoute(services, CHAT), methods=["POST"]),
         Route("/v1/completions", GenerateRoute(services, COMPLETIONS), methods=["POST"]),
         Route("/v1/messages", GenerateRoute(services, MESSAGES), methods=["POST"]),
         Route("/v1/messages/count_tokens", tokens.count_message, methods=["POST"]),
+        Route("/v1/responses", ResponsesRoute(services, store), methods=["POST"]),
+        Route("/v1/responses/resp_{name}", kept.one, methods=["GET", "DELETE"]),
+        Route("/v1/responses/resp_{name}/input_items", kept.input_items, methods=["GET"]),
         Route("/v1/models", service.models),
         Route("/v1/models/{name:path}", service.model),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
@@ -75,6 +83,10 @@ def _routes(services: Services) -> list[BaseRoute]:
         Route("/metrics", service.metrics),
         Route("/version", service.version),
         Route("/reset_prefix_cache", service.reset_prefix_cache, methods=["POST"]),
+        Route("/v1/cache", cache.cache, methods=["GET", "DELETE"]),
+        Route("/v1/cache/warm", GenerateRoute(services, WARM), methods=["POST"]),
+        Route("/v1/cache/pin", cache.pin, methods=["POST"]),
+        Route("/v1/cache/unpin", cache.unpin, methods=["POST"]),
         Route("/v1/experts", experts.experts),
         Route("/v1/experts/statistics", experts.save_statistics, methods=["POST"]),
         Route("/v1/experts/trace", experts.trace, methods=["POST"]),

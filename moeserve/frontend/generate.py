@@ -7,13 +7,15 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
 from moeserve.frontend.answer import Answer, build_generates
+from moeserve.frontend.cache_report import asks_for_report
+from moeserve.frontend.cache_wishes import cache_wishes
 from moeserve.frontend.dialects import chat, completions, messages, messages_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.engine_client import EngineGone, RequestGroup, RequestRejected
@@ -72,6 +74,9 @@ class GenerateRoute:
         services.metrics.count_ignored(request.ignored)
         if request.dropped_tools:
             send = self._warn(scope, send, request.dropped_tools)
+        if request.cache.report or asks_for_report(scope):
+            # In a stream the report comes with the usage.
+            request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
         with services.admission.hold(request.num_choices, services.capacity):
             await until_disconnect(receive, self._serve(scope, send, request, facts))
 
@@ -93,6 +98,7 @@ class GenerateRoute:
             namespace=cache_namespace(services.run.secret, state["identity"], request.cache_salt),
             seed=services.draw_seed() if request.seed is None else request.seed,
             max_model_len=facts.max_model_len,
+            wishes=await cache_wishes(services, request, prompts, facts, state["identity"]),
         )
         answer = Answer(request, prompts, services.tokenizer)
         progress = Progress(services.metrics, state["arrival"], request.num_choices)

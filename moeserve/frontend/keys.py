@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +33,14 @@ _GRANTS = {USER: {USER}, METRICS: {METRICS}, ADMIN: {USER, METRICS, ADMIN}}
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller: the SHA-256 digest of its key (empty without keys) and the roles that the key grants."""
+    """A caller: the SHA-256 digest of its key (empty without keys) and the roles that the key grants.
+
+    `retention_share` of the KV blocks may be retained for the key, None for the service's setting.
+    """
 
     digest: bytes
     grants: frozenset[str]
+    retention_share: float | None = None
 
 
 ANYONE = Identity(b"", frozenset(ROLES))
@@ -92,11 +97,15 @@ def _sent_key(scope: Scope) -> bytes | None:
 class KeyRing:
     """The keys of a server, as digests."""
 
-    def __init__(self, entries: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(self, entries: Iterable[tuple[str, str]] = (), shares: Mapping[str, float] | None = None) -> None:
+        """entries: (role, key). shares: `Identity.retention_share` by key."""
+        own_shares = {hashlib.sha256(key.encode()).digest(): share for key, share in (shares or {}).items()}
         grants: dict[bytes, set[str]] = {}
         for role, key in entries:
             grants.setdefault(hashlib.sha256(key.encode()).digest(), set()).update(_GRANTS[role])
-        self._identities = [Identity(digest, frozenset(allowed)) for digest, allowed in grants.items()]
+        self._identities = [
+            Identity(digest, frozenset(allowed), own_shares.get(digest)) for digest, allowed in grants.items()
+        ]
 
     def __bool__(self) -> bool:
         return bool(self._identities)
@@ -114,33 +123,57 @@ class KeyRing:
 def load_keys(api_keys: Iterable[str], api_key_file: str | None) -> KeyRing:
     """Return the keys of the settings; `api_keys` have the role `user`. Raises ConfigError."""
     entries = [(USER, key) for key in api_keys]
+    shares: dict[str, float] = {}
     if api_key_file is not None:
         try:
             lines = Path(api_key_file).read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the key file {api_key_file}: {type(error).__name__}") from None
         stripped = (line.strip() for line in lines)
-        file_entries = [_entry(line) for line in stripped if line and not line.startswith("#")]
+        file_entries = [_entry(line, shares) for line in stripped if line and not line.startswith("#")]
         if not file_entries:
             raise ConfigError(f"the key file {api_key_file} holds no key")
         entries += file_entries
     if any(not key for _, key in entries):
         raise ConfigError("an API key must not be empty")
-    return KeyRing(entries)
+    return KeyRing(entries, shares)
 
 
-def _entry(line: str) -> tuple[str, str]:
+def _entry(line: str, shares: dict[str, float]) -> tuple[str, str]:
+    """Return the role and the key of a line, and put the key's `retention=SHARE` behind it into `shares`."""
+    rest, _, option = line.rpartition(" ")
+    has_share = bool(rest) and option.startswith("retention=")
+    line = rest.strip() if has_share else line
     role, colon, key = line.partition(":")
-    return (role, key.strip()) if colon and role in ROLES else (USER, line)
+    entry = (role, key.strip()) if colon and role in ROLES else (USER, line)
+    if has_share:
+        try:
+            share = float(option.removeprefix("retention="))
+        except ValueError:
+            share = math.nan
+        if not 0 <= share <= 1:
+            raise ConfigError("`retention=` in the key file takes a share of the KV blocks, 0 to 1")
+        shares[entry[1]] = share
+    return entry
 
 
 def cache_namespace(secret: str, identity: Identity, cache_salt: str) -> str:
     """Return the namespace of the cached prefixes that a request may use: its own key's, narrowed by its salt.
 
-    Without keys and salt all requests share one namespace, the empty one. The key's digest has a fixed length, so no
-    two pairs of key and salt give the same message.
+    Its first part, before a `/`, is the key's account (`cache_account`). Without keys and salt all requests share one
+    namespace, the empty one. The key's digest has a fixed length, so no two pairs of key and salt give one message.
     """
-    if not identity.digest and not cache_salt:
-        return ""
+    account = cache_account(secret, identity)
+    if not cache_salt:
+        return account
     message = identity.digest.ljust(32, b"\0") + cache_salt.encode()
+    return f"{account}/{_mac(secret, message)}"
+
+
+def cache_account(secret: str, identity: Identity) -> str:
+    """Return the account of a key: the owner of its namespaces and of what it retains. Empty without keys."""
+    return _mac(secret, identity.digest) if identity.digest else ""
+
+
+def _mac(secret: str, message: bytes) -> str:
     return hmac.new(bytes.fromhex(secret), message, hashlib.sha256).hexdigest()

@@ -129,9 +129,16 @@ def _engine_metrics(stats: Stats) -> Iterator[Metric]:
         yield CounterMetricFamily(f"moeserve_{name}", documentation, value=total)
 
 
-# The experts' metrics by name in `Stats.features`: kind, documentation and labels. Layers are numbered among those that
-# have experts. A metric that the engine leaves out is not exported: a zero would say that the feature is in use.
+# The metrics of features by name in `Stats.features`: kind, documentation and labels. Layers are numbered among those
+# that have experts. A metric that the engine leaves out is not exported: a zero would say that the feature is in use.
 _FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, Sequence[str]]] = {
+    "moeserve_kv_retained_blocks": (GaugeMetricFamily, "KV blocks that clients have retained or pinned", ()),
+    "moeserve_kv_pinned_prefixes": (GaugeMetricFamily, "Pinned prefixes", ()),
+    "moeserve_kv_retained_evictions": (
+        CounterMetricFamily,
+        "Retained KV blocks that were evicted because no other block was left",
+        (),
+    ),
     "moeserve_expert_recorded_tokens": (CounterMetricFamily, "Tokens whose routing was recorded", ()),
     "moeserve_expert_balancedness": (
         GaugeMetricFamily,

@@ -94,7 +94,7 @@ class Services:
         if isinstance(prompt, list):
             return prompt
         if isinstance(prompt, ChatPrompt):
-            field, (text, mark) = "messages", await self._render(prompt)
+            field, (text, mark) = prompt.request_field, await self._render(prompt)
         else:
             field, text, mark = "prompt", prompt, None
         # A text needs at least this many tokens of the longest kind, so prompts that cannot fit need no tokenising.

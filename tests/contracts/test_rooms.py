@@ -61,6 +61,7 @@ ROOMS = {
         "memory_plan",
         "gpu_body",
         "assemble",
+        "cache_commands",
         "engine",
         "service",
         "ranked_service",

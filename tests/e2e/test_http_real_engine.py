@@ -114,3 +114,30 @@ def test_leaving_gives_the_blocks_back(running: Service, client: OpenAI, n: int)
     stream.close()
     wait_until(lambda: metric(running, 'moeserve_kv_blocks{state="leased"}') == 0)
     assert metric(running, "moeserve_requests_running") == 0
+
+
+def test_chat_and_responses_say_the_same_and_find_each_others_prefix(
+    client: OpenAI,
+) -> None:
+    sampling: Any = {"model": "m", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    through_chat = client.chat.completions.create(
+        messages=[{"role": "user", "content": PROMPT}], max_tokens=24, **sampling
+    )
+    first = client.responses.create(input=PROMPT, max_output_tokens=24, **sampling)
+    assert first.output_text == through_chat.choices[0].message.content
+    assert first.usage is not None
+    assert first.usage.input_tokens_details.cached_tokens > 100
+    second = client.responses.create(input="Go on.", previous_response_id=first.id, max_output_tokens=4, **sampling)
+    assert second.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
+    # Not more: a random model's bytes are no text, so the answer has other tokens when it comes back.
+    assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens_details.cached_tokens
+
+
+def test_a_streamed_response_says_what_the_whole_one_says(client: OpenAI) -> None:
+    sampling: Any = {"temperature": 0, "max_output_tokens": 24, "extra_body": {"ignore_eos": True}}
+    whole = client.responses.create(model="m", input=PROMPT, **sampling)
+    with client.responses.stream(model="m", input=PROMPT, **sampling) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert text == whole.output_text
+    assert whole.status == "incomplete"

@@ -16,7 +16,7 @@ from zlib import crc32
 from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from moeserve.wire import decode_plan, encode_plan
 from radix_cache import PrefixCache
-from radix_cache.tree import Node
+from radix_cache.nodes import Node
 
 Cell = tuple[int, int, str]
 POISON: Cell = (-1, -1, "poison")

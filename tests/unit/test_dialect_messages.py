@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moeserve.frontend.dialects import chat, messages
 from moeserve.frontend.dialects.internal import (
+    CacheOptions,
     ChatPrompt,
     GenerateRequest,
     ModelFacts,
@@ -225,16 +226,18 @@ def test_a_schema_for_the_text(field: str) -> None:
     assert request.output_format == OutputFormat("json_schema", SCHEMA)
 
 
-def test_cache_control_is_taken_on_every_part() -> None:
-    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}
-    for changes in (
-        mark,
-        {"system": [text("s", **mark)]},
-        {"tools": [{**WEATHER, **mark}]},
-        {"messages": [user([text("a", **mark)])]},
-    ):
-        assert parse(**changes).repeated["writes_cache"]
-    assert not parse(system=[text("s")], tools=[WEATHER]).repeated["writes_cache"]
+def test_cache_control_marks_prefixes_that_end_where_it_stands() -> None:
+    long = {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}
+    short = {"cache_control": {"type": "ephemeral"}}
+    assert parse(**long).cache == CacheOptions(seconds=3600)
+    assert parse(tools=[{**WEATHER, **long}]).cache.breakpoints == ((0, 3600),)
+    assert parse(system=[text("s", **short)]).cache.breakpoints == ((1, 300),)
+    turns = [user([text("a", **short), text("b", **long)]), {"role": "assistant", "content": "c"}, user("d")]
+    assert parse(system="s", messages=turns).cache.breakpoints == ((2, 3600),)
+    assert parse(system=[text("s")], tools=[WEATHER]).cache == CacheOptions()
+
+
+def test_a_cache_control_with_another_time_is_refused() -> None:
     assert "cache_control" in str(refuse(cache_control={"type": "ephemeral", "ttl": "2h"}).param)
 
 

@@ -1,7 +1,8 @@
 """PrefixCache against a brute-force model.
 
-In the model every prefix is one entry and eviction searches them all. A shadow of the KV memory says what was written
-into each block, so that every hit is read again.
+In the model every prefix is one entry and eviction searches them all; a retention is a mark on the entry where it ends,
+and what an account retains is counted anew each time. A shadow of the KV memory says what was written into each block,
+so that every hit is read again.
 """
 
 import random
@@ -13,9 +14,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from radix_cache import Lease, LeaseError, PrefixCache
+from radix_cache import BudgetError, Lease, LeaseError, PrefixCache, account_of
 
-NAMESPACES = ("", "a", "b")
+NAMESPACES = ("", "a", "a/x")
+SHARE = 0.5
 Key = tuple[str, tuple[int, ...]]
 
 
@@ -34,15 +36,29 @@ class Entry:
     stamp: int
 
 
+@dataclass(slots=True)
+class Mark:
+    """A retention. `order`: marks that were refreshed longer ago have lower ones."""
+
+    order: int
+    until: float = 0.0
+    ttl: float = 0.0
+    is_pinned: bool = False
+
+
 class World:
     """Drives one cache and the model beside it. Every choice comes in as an int, so any source of ints can drive it."""
 
     def __init__(self, num_blocks: int, block_size: int, caching: bool = True) -> None:
-        self.cache = PrefixCache(num_blocks, block_size, caching=caching)
+        self.cache = PrefixCache(num_blocks, block_size, caching=caching, retention_share=SHARE)
         self.size = block_size
         self.caching = caching
         self.running: list[Running] = []
         self.entries: dict[Key, Entry] = {}
+        self.marks: dict[Key, Mark] = {}
+        self.now = 0.0
+        self.num_lost = 0
+        self.num_marks_made = 0
         self.content: list[Key | None] = [None] * num_blocks
         self.free = set(range(num_blocks))
         self.duplicates: list[int] = []
@@ -74,9 +90,132 @@ class World:
             inner = self.inner()
             victim = min(
                 (key for key in self.entries if key not in protected and key not in inner),
-                key=lambda key: self.entries[key].stamp,
+                key=lambda key: (self.rank(key), self.entries[key].stamp),
             )
-            self.free.add(self.entries.pop(victim).block)
+            self.num_lost += victim in self.retained(account_of(victim[0]))
+            self.remove(victim)
+
+    def remove(self, key: Key) -> None:
+        """Free an entry; the mark on it moves to the one before."""
+        self.free.add(self.entries.pop(key).block)
+        mark = self.marks.pop(key, None)
+        above = (key[0], key[1][: -self.size])
+        if mark is not None and above[1]:
+            other = self.marks.setdefault(above, mark)
+            other.is_pinned |= mark.is_pinned
+            if mark.until > other.until:
+                other.until, other.ttl = mark.until, mark.ttl
+
+    def rank(self, key: Key) -> int:
+        mark = self.marks.get(key)
+        return 0 if mark is None else 2 if mark.is_pinned else 1
+
+    def prefixes(self, key: Key) -> set[Key]:
+        return {(key[0], key[1][:end]) for end in range(self.size, len(key[1]) + 1, self.size)}
+
+    def retained(self, account: str, pinned: bool = False) -> set[Key]:
+        marked = [
+            key for key, mark in self.marks.items() if account_of(key[0]) == account and (mark.is_pinned or not pinned)
+        ]
+        return set().union(*map(self.prefixes, marked))
+
+    def mark(self, key: Key, ttl: float, pin: bool = False) -> Mark:
+        self.num_marks_made += 1
+        mark = self.marks.setdefault(key, Mark(0))
+        mark.order = self.num_marks_made
+        mark.is_pinned |= pin
+        if ttl and self.now + ttl >= mark.until:
+            mark.until, mark.ttl = self.now + ttl, ttl
+        return mark
+
+    def make_room(self, account: str, spared: Key, limit: int) -> None:
+        while len(self.retained(account)) > limit:
+            others = [
+                key
+                for key, mark in self.marks.items()
+                if account_of(key[0]) == account and key != spared and not mark.is_pinned
+            ]
+            if not others:
+                return
+            del self.marks[min(others, key=lambda key: self.marks[key].order)]
+
+    def retain(self, which: int, num_tokens: int, ttl: int, share: float | None) -> None:
+        one = self.pick(which)
+        if one is None:
+            return
+        self.cache.retain(one.lease, num_tokens, ttl, share)
+        limit = int((SHARE if share is None else share) * self.cache.num_blocks)
+        blocks = min(num_tokens, one.lease.num_published_tokens) // self.size
+        if not blocks or not ttl or not limit:
+            return
+        key, account = self.key(one.namespace, one.tokens, blocks), account_of(one.namespace)
+        mark = self.mark(key, ttl)
+        self.make_room(account, key, limit)
+        excess = len(self.retained(account)) - limit
+        if excess > 0 and not mark.is_pinned:
+            del self.marks[key]
+            if len(self.prefixes(key) - self.retained(account)) > excess:
+                self.mark(self.key(one.namespace, one.tokens, blocks - excess), ttl)
+
+    def hit(self, which: int) -> None:
+        if one := self.pick(which):
+            self.cache.note_hit(one.lease, 1)
+            for blocks in range(one.lease.num_published_tokens // self.size, 0, -1):
+                if mark := self.marks.get(self.key(one.namespace, one.tokens, blocks)):
+                    self.num_marks_made += 1
+                    mark.order = self.num_marks_made
+                    if mark.until:
+                        mark.until = max(mark.until, self.now + mark.ttl)
+
+    def tell_time(self, passed: int) -> None:
+        self.now += passed
+        self.cache.tell_time(self.now)
+        for key, mark in list(self.marks.items()):
+            if mark.until <= self.now:
+                mark.until = 0.0
+                if not mark.is_pinned:
+                    del self.marks[key]
+
+    def pin(self, namespace: int, tokens: list[int], share: float | None) -> None:
+        name, ids = NAMESPACES[namespace % 3], array("i", tokens)
+        wanted = len(tokens) // self.size
+        cached = 0
+        while cached < wanted and self.key(name, ids, cached + 1) in self.entries:
+            cached += 1
+        limit = int((SHARE if share is None else share) * self.cache.num_blocks)
+        pinned = self.retained(account_of(name), pinned=True)
+        key = self.key(name, ids, wanted)
+        new = len(self.prefixes(key) - pinned)
+        least_new = new if cached == wanted else wanted - cached
+        if least_new + len(pinned) > limit:
+            with pytest.raises(BudgetError) as caught:
+                self.cache.pin(ids, name, share)
+            assert caught.value.num_wanted == least_new
+            assert caught.value.num_free == max(0, limit - len(pinned))
+            return
+        assert self.cache.pin(ids, name, share) == cached * self.size
+        if cached == wanted > 0:
+            self.mark(key, 0, pin=True)
+            self.make_room(account_of(name), key, limit)
+
+    def unpin(self, which: int) -> None:
+        pins = [key for key, mark in self.marks.items() if mark.is_pinned]
+        if not pins:
+            assert not self.cache.unpin(array("i", [7] * self.size))
+            return
+        key = pins[which % len(pins)]
+        assert self.cache.unpin(array("i", key[1]), key[0])
+        self.marks[key].is_pinned = False
+        if self.marks[key].until <= self.now:
+            del self.marks[key]
+
+    def drop(self, namespace: int) -> None:
+        account = account_of(NAMESPACES[namespace % 3])
+        protected = self.protected()
+        own = [key for key in self.entries if account_of(key[0]) == account and key not in protected]
+        assert self.cache.drop(account) == len(own)
+        for key in sorted(own, key=lambda key: -len(key[1])):
+            self.remove(key)
 
     def pick(self, which: int) -> Running | None:
         return self.running[which % len(self.running)] if self.running else None
@@ -174,7 +313,7 @@ class World:
             key = self.key(one.namespace, one.tokens, published)
             if key in self.protected() or key in self.inner():
                 break
-            self.free.add(self.entries.pop(key).block)
+            self.remove(key)
             published -= 1
         with pytest.raises(LeaseError):
             self.cache.release(one.lease)
@@ -198,6 +337,12 @@ class World:
         assert cache.num_available == len(self.free) + len(self.entries) - pinned
         assert cache.num_leased == private + pinned
         assert cache.num_duplicates == len(self.duplicates)
+        retained = {name: len(self.retained(name)) for name in ("", "a")}
+        assert cache.num_retained == sum(retained.values())
+        assert cache.num_pins == sum(mark.is_pinned for mark in self.marks.values())
+        assert cache.num_lost == self.num_lost
+        for name, count in retained.items():
+            assert cache.budget(name)[1:] == (count, len(self.retained(name, pinned=True)))
         for namespace, tokens in self.entries:
             assert cache.peek(array("i", [*tokens, 9]), namespace) >= len(tokens)
         for key, entry in self.entries.items():
@@ -218,6 +363,7 @@ class World:
 
 class PrefixCacheMachine(RuleBasedStateMachine):
     which = st.integers(0, 5)
+    shares = st.sampled_from([None, None, 0.2, 1.0])
 
     @initialize(
         num_blocks=st.integers(1, 14), block_size=st.integers(1, 3), caching=st.sampled_from([True] * 7 + [False])
@@ -277,6 +423,35 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.world.reset()
 
+    @rule(which=which, num_tokens=st.integers(0, 12), ttl=st.integers(0, 9), share=shares)
+    def retain(self, which: int, num_tokens: int, ttl: int, share: float | None) -> None:
+        self.world.retain(which, num_tokens, ttl, share)
+
+    @rule(which=which)
+    def hit(self, which: int) -> None:
+        self.world.hit(which)
+
+    @rule(passed=st.integers(0, 5))
+    def tell_time(self, passed: int) -> None:
+        self.world.tell_time(passed)
+
+    @rule(which=which, share=shares)
+    def pin_like(self, which: int, share: float | None) -> None:
+        if one := self.world.pick(which):
+            self.world.pin(NAMESPACES.index(one.namespace), one.tokens.tolist(), share)
+
+    @rule(namespace=st.integers(0, 2), tokens=st.lists(st.integers(0, 1), max_size=12), share=shares)
+    def pin(self, namespace: int, tokens: list[int], share: float | None) -> None:
+        self.world.pin(namespace, tokens, share)
+
+    @rule(which=which)
+    def unpin(self, which: int) -> None:
+        self.world.unpin(which)
+
+    @rule(namespace=st.integers(0, 2))
+    def drop(self, namespace: int) -> None:
+        self.world.drop(namespace)
+
     @invariant()
     def holds(self) -> None:
         if hasattr(self, "world"):
@@ -291,7 +466,7 @@ PrefixCacheMachine.TestCase.settings = settings(deadline=None, max_examples=200,
 TestPrefixCacheAgainstModel = pytest.mark.slow(PrefixCacheMachine.TestCase)
 
 
-def drive(seed: int, steps: int, check_every: int, caching: bool = True) -> list[object]:
+def drive(seed: int, steps: int, check_every: int, caching: bool = True, retaining: bool = False) -> list[object]:
     """A plain seeded run of `steps` operations with bigger pools than the state machine draws."""
     draw = random.Random(seed)
     world = World(draw.randint(8, 40), draw.randint(1, 4), caching)
@@ -314,6 +489,17 @@ def drive(seed: int, steps: int, check_every: int, caching: bool = True) -> list
             world.generate(which, draw.randint(0, 2))
         elif kind < 0.90:
             world.release(which, draw.choice((None, None, draw.randint(0, 30))))
+        elif retaining and kind < 0.95:
+            world.retain(which, draw.randint(0, 40), draw.randint(1, 50), draw.choice((None, 0.1, 0.3)))
+            world.hit(draw.randrange(64))
+            world.tell_time(draw.randint(0, 3))
+        elif retaining and kind < 0.96 and world.running:
+            one = world.running[which % len(world.running)]
+            world.pin(NAMESPACES.index(one.namespace), one.tokens[: draw.randint(0, 20)].tolist(), 0.2)
+        elif retaining and kind < 0.97:
+            world.unpin(which)
+        elif retaining and kind < 0.972:
+            world.drop(which)
         elif kind < 0.998:
             world.free_duplicates(draw.randint(0, 3))
         else:
@@ -329,6 +515,11 @@ def test_seeded_run_agrees_with_model(seed: int) -> None:
     drive(seed, steps=6000, check_every=5)
 
 
+@pytest.mark.parametrize("seed", range(50, 56))
+def test_seeded_run_with_retention_agrees_with_model(seed: int) -> None:
+    drive(seed, steps=4000, check_every=5, retaining=True)
+
+
 def test_seeded_run_without_caching_agrees_with_model() -> None:
     drive(99, steps=1000, check_every=5, caching=False)
 
@@ -340,4 +531,4 @@ def test_two_runs_of_the_same_calls_yield_the_same_ids() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_long_seeded_run_agrees_with_model(seed: int) -> None:
-    drive(seed, steps=10_000, check_every=7)
+    drive(seed, steps=10_000, check_every=7, retaining=seed % 2 == 0)

@@ -1,7 +1,8 @@
 import random
 from array import array
 
-from radix_cache.tree import Node, RadixTree
+from radix_cache.nodes import Node
+from radix_cache.tree import RadixTree
 
 SIZE = 2
 

@@ -70,6 +70,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         continuous_usage=continuous_usage,
         priority=fields.read_priority(chat),
         cache_salt=fields.read_cache_salt(chat.cache_salt),
+        cache=fields.read_cache(chat),
         ignored=ignored,
     )
 

@@ -45,6 +45,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         echo=echo,
         priority=fields.read_priority(completion),
         cache_salt=fields.read_cache_salt(completion.cache_salt),
+        cache=fields.read_cache(completion),
         ignored=ignored,
     )
 

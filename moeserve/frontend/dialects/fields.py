@@ -10,14 +10,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects.internal import GenerateRequest, ModelFacts, Usage
+from moeserve.frontend.dialects.cache_options import read_cache_options
+from moeserve.frontend.dialects.internal import CacheOptions, GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.http import DONE, ApiError, invalid, unknown_model, unsupported
 from moeserve.plan import SamplingParams
+
+EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
 
 _ABSENT = frozenset({b"null"})
 _OFF = frozenset({b"null", b"false"})
 _EMPTY = frozenset({b"null", b"[]", b"{}"})
 _LEAST_LOGPROB = -9999.0
+_LEVELS_IN_RESERVE = 700  # of the 1000 that Python has
 
 # Fields that would change the answer if they were supported, with the values that ask for nothing.
 UNSUPPORTED: dict[str, Collection[bytes]] = {
@@ -60,9 +64,6 @@ HARMLESS = frozenset(
         "metadata",
         "parallel_tool_calls",
         "prediction",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
         "safety_identifier",
         "server_tools",
         "service_tier",
@@ -102,6 +103,10 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    cache_report: bool | None = None
 
 
 _B = TypeVar("_B", bound=msgspec.Struct)
@@ -121,6 +126,19 @@ def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
         raise _wrong_type(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise invalid("The body is not valid JSON in UTF-8", code="invalid_json") from None
+    except RecursionError:
+        raise invalid("The body is nested too deeply", code="invalid_json") from None
+
+
+def check_depth(value: Any) -> None:
+    """Raise ApiError for a value that is nested so deeply that later readers of it might run out of stack.
+
+    A template or an answer goes down into the value again, from a deeper stack and with more frames for each level.
+    """
+    for _ in range(_LEVELS_IN_RESERVE):
+        value = [value]
+    try:
+        msgspec.json.encode(value)
     except RecursionError:
         raise invalid("The body is nested too deeply", code="invalid_json") from None
 
@@ -230,6 +248,20 @@ def read_cache_salt(salt: str | None) -> str:
     return salt
 
 
+def read_effort(name: str, effort: str | None) -> str | None:
+    """Return how much the model is asked to reason, None if that is left to the template."""
+    if effort is not None and effort not in EFFORTS:
+        raise invalid(f"`{name}` must be one of {', '.join(sorted(EFFORTS))}", name)
+    return effort
+
+
+def read_cache(body: SamplingBody) -> CacheOptions:
+    """Return what a body asks of the prompt cache. Raises ApiError."""
+    return read_cache_options(
+        body.prompt_cache_key, body.prompt_cache_retention, body.prompt_cache_options, body.cache_report
+    )
+
+
 def read_stream_options(body: SamplingBody) -> tuple[bool, bool, bool]:
     """Return (stream, include_usage, continuous_usage)."""
     stream = bool(body.stream)
@@ -311,13 +343,16 @@ class EventWriter:
 
 def openai_usage(usage: Usage) -> dict[str, Any]:
     """Return the `usage` object of chat and of completions."""
-    return {
+    counts: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+    if usage.cache_report is not None:
+        counts["cache_report"] = usage.cache_report
+    return counts
 
 
 def _usage_tail(usage: Usage) -> bytes:

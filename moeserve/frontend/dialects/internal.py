@@ -59,13 +59,27 @@ class ChatPrompt:
     A message is a dict with `role` (system, developer, user, assistant or tool) and `content`, a text. An assistant's
     may have `reasoning_content`, and `tool_calls`: `[{"id", "type": "function", "function": {"name", "arguments"}}]`
     with arguments as an object, so that templates render them alike however the client spelled them. A tool's has
-    `tool_call_id` and perhaps `name`.
+    `tool_call_id` and perhaps `name`. `request_field` is the field of the request that errors name.
     """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     variables: dict[str, Any] = field(default_factory=dict)
     tools: tuple[Tool, ...] = ()
+    request_field: str = field(default="messages", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """What a client asks of the prompt cache.
+
+    seconds: how long to retain the whole prompt, None not to. breakpoints: (number of leading messages, seconds) of
+    prefixes to retain; 0 messages are the tools alone. report: say where and why the match of the prompt ended.
+    """
+
+    seconds: float | None = None
+    breakpoints: tuple[tuple[int, float], ...] = ()
+    report: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +111,7 @@ class GenerateRequest:
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     output_format: OutputFormat | None = None
+    cache: CacheOptions = CacheOptions()
     ignored: tuple[str, ...] = ()
     dropped_tools: tuple[str, ...] = ()
     repeated: dict[str, Any] = field(default_factory=dict)
@@ -108,7 +123,8 @@ class GenerateRequest:
     @property
     def prompt_field(self) -> str:
         """The request field of the prompts."""
-        return "messages" if isinstance(self.prompts[0], ChatPrompt) else "prompt"
+        prompt = self.prompts[0]
+        return prompt.request_field if isinstance(prompt, ChatPrompt) else "prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +182,14 @@ class Delta:
 @dataclass(slots=True)
 class Usage:
     """Token counts of an answer; `cached_tokens` of the prompt tokens came from the prefix cache, `reasoning_tokens` of
-    the completion tokens were reasoning."""
+    the completion tokens were reasoning. `cache_report`: what `CacheOptions.report` asked for, of one prompt or, as a
+    list, of several."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    cache_report: dict[str, Any] | list[dict[str, Any]] | None = None
 
 
 class Formatter(Protocol):

@@ -15,6 +15,7 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.internal import (
+    CacheOptions,
     ChatPrompt,
     GenerateRequest,
     ModelFacts,
@@ -36,6 +37,10 @@ class CacheControl(msgspec.Struct):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def seconds(self) -> float:
+        return 3600.0 if self.ttl == "1h" else 300.0
 
 
 class Block(msgspec.Struct):
@@ -131,7 +136,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     name = fields.check_model(asked.model, model)
     if asked.max_tokens is None:
         raise invalid("`max_tokens` is required", "max_tokens")
-    prompt, dropped = read_chat_prompt(asked)
+    prompt, breakpoints, dropped = _read_prompt(asked)
     if prompt.messages[-1]["role"] == "assistant":
         raise invalid("The last of `messages` must not be the assistant's: prefill is not supported", "messages")
     fields.bounded("temperature", asked.temperature or 0.0, 0, _MAX_TEMPERATURE)
@@ -146,13 +151,14 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         stream=bool(asked.stream),
         priority=fields.read_priority(asked),
         cache_salt=fields.read_cache_salt(asked.cache_salt),
+        cache=_cache(asked, breakpoints),
         tools=prompt.tools,
         tool_choice=_tool_choice(asked, prompt.tools),
         parallel_tool_calls=not (asked.tool_choice and asked.tool_choice.disable_parallel_tool_use),
         output_format=_output_format(asked),
         ignored=ignored,
         dropped_tools=dropped,
-        repeated={"writes_cache": has_cache_control(asked), "shows_thinking": _shows_thinking(asked)},
+        repeated={"shows_thinking": _shows_thinking(asked)},
     )
 
 
@@ -160,11 +166,18 @@ def parse_count(body: bytes, model: ModelFacts) -> ChatPrompt:
     """Return the prompt of a request to count its tokens: the very one that `parse` gives. Raises ApiError."""
     asked, _ = fields.decode_json(body, MessagesBody)
     fields.check_model(asked.model, model)
-    return read_chat_prompt(asked)[0]
+    return _read_prompt(asked)[0]
 
 
-def read_chat_prompt(asked: MessagesBody) -> tuple[ChatPrompt, tuple[str, ...]]:
-    """Return the prompt, and the types of the tools that were dropped. Raises ApiError."""
+# (number of the prompt's leading messages, seconds), see `CacheOptions`.
+Breakpoints = list[tuple[int, float]]
+
+
+def _read_prompt(asked: MessagesBody) -> tuple[ChatPrompt, Breakpoints, tuple[str, ...]]:
+    """Return the prompt, the ends of its marked parts, and the types of the tools that were dropped. Raises ApiError.
+
+    A mark inside a turn counts at the turn's end.
+    """
     _refuse_what_is_not_served(asked)
     if not asked.messages:
         raise invalid("`messages` must hold at least one message", "messages")
@@ -172,7 +185,10 @@ def read_chat_prompt(asked: MessagesBody) -> tuple[ChatPrompt, tuple[str, ...]]:
         raise invalid(f"`messages` takes at most {limits.MAX_MESSAGES} messages", "messages")
     system = _system_text(asked.system)
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    for role, turn in groupby(enumerate(asked.messages), lambda numbered: numbered[1].role):
+    breakpoints = _marks(0, [tool.cache_control for tool in asked.tools or []])
+    breakpoints += _marks(len(messages), _controls(asked.system or ""))
+    for role, numbered_turn in groupby(enumerate(asked.messages), lambda numbered: numbered[1].role):
+        turn = list(numbered_turn)
         blocks = [found for index, message in turn for found in _blocks(message.content, f"messages[{index}]")]
         if role == "assistant":
             messages.append(_assistant_message(blocks))
@@ -185,8 +201,9 @@ def read_chat_prompt(asked: MessagesBody) -> tuple[ChatPrompt, tuple[str, ...]]:
             names = ", ".join(_ROLES)
             index = next(index for index, message in enumerate(asked.messages) if message.role == role)
             raise invalid(f"`messages[{index}].role` must be one of {names}", f"messages[{index}].role")
+        breakpoints += _marks(len(messages), [mark for _, message in turn for mark in _controls(message.content)])
     tools, dropped = _tools(asked.tools or [])
-    return ChatPrompt(messages=messages, variables=_variables(asked), tools=tools), dropped
+    return ChatPrompt(messages=messages, variables=_variables(asked), tools=tools), breakpoints, dropped
 
 
 def _refuse_what_is_not_served(asked: MessagesBody) -> None:
@@ -206,14 +223,22 @@ def _refuse_what_is_not_served(asked: MessagesBody) -> None:
             raise unsupported(f"context_management.edits[{index}].type", edit.type[:40])
 
 
-def has_cache_control(asked: MessagesBody) -> bool:
-    """Return whether the request marks any part of its prompt."""
-    blocks: list[Block] = list(asked.system) if isinstance(asked.system, list) else []
-    for message in asked.messages or []:
-        if isinstance(message.content, list):
-            blocks += message.content
-    marks = [asked.cache_control, *(block.cache_control for block in blocks)]
-    return any((*marks, *(tool.cache_control for tool in asked.tools or [])))
+def _controls(content: str | list[Block]) -> list[CacheControl | None]:
+    return [] if isinstance(content, str) else [block.cache_control for block in content]
+
+
+def _marks(num_messages: int, controls: Sequence[CacheControl | None]) -> Breakpoints:
+    """Return the breakpoint of a part of the prompt, none if nothing in it is marked; the longest time counts."""
+    seconds = [control.seconds for control in controls if control is not None]
+    return [(num_messages, max(seconds))] if seconds else []
+
+
+def _cache(asked: MessagesBody, breakpoints: Breakpoints) -> CacheOptions:
+    """Return what the marks ask of the prompt cache; one on the request itself is that of the whole prompt."""
+    options = fields.read_cache(asked)
+    whole = [options.seconds, asked.cache_control.seconds if asked.cache_control else None]
+    seconds = max((value for value in whole if value is not None), default=None)
+    return CacheOptions(seconds, tuple(breakpoints), options.report)
 
 
 def _system_text(system: str | list[Block] | None) -> str:

@@ -52,7 +52,7 @@ class MessageFormatter:
     ) -> None:
         self._head = {"id": answer_id, "type": "message", "role": "assistant", "model": request.model}
         self._max_tokens = request.max_tokens
-        self._writes_cache = bool(request.repeated.get("writes_cache"))
+        self._writes_cache = request.cache.seconds is not None or bool(request.cache.breakpoints)
         self._shows_thinking = bool(request.repeated.get("shows_thinking", True))
         self._open = _NO_BLOCK
         self._num_blocks = 0
@@ -167,6 +167,7 @@ class MessageFormatter:
         as in Anthropic's API, else as plain input.
         """
         new = usage.prompt_tokens - usage.cached_tokens
+        report = {} if usage.cache_report is None else {"cache_report": usage.cache_report}
         return {
             "input_tokens": 0 if self._writes_cache else new,
             "cache_creation_input_tokens": new if self._writes_cache else 0,
@@ -174,6 +175,7 @@ class MessageFormatter:
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
             "server_tool_use": None,
+            **report,
         }
 
     def _usage(self, usage: Usage) -> dict[str, Any]:

@@ -1,0 +1,134 @@
+"""The engine's side of the cache routes: list what is cached, pin and unpin prefixes, drop an account's prefixes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict
+from heapq import nlargest
+from typing import Any
+
+import msgspec
+
+from moeserve.wire import FeatureSamples, unpack_token_ids
+from radix_cache import BudgetError, CachedPrefix, PrefixCache, account_of
+
+MAX_LISTED = 1000
+
+
+class CacheCommandError(Exception):
+    """A command that cannot be carried out; the message says why."""
+
+
+class ListArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """account: None for all. share: of the account's budget, None for the service's setting."""
+
+    account: str | None
+    limit: int
+    share: float | None = None
+
+
+class PinArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """token_ids: int32 bytes."""
+
+    namespace: str
+    token_ids: bytes
+    share: float | None = None
+
+
+class UnpinArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """A prefix by its tokens (int32 bytes), or by the id that the listing shows."""
+
+    namespace: str
+    token_ids: bytes = b""
+    prefix_id: str | None = None
+
+
+class DropArguments(msgspec.Struct, forbid_unknown_fields=True):
+    account: str
+
+
+class CacheCommands:
+    """Commands about the caches of all ranks. Every account has its budget on each rank."""
+
+    def __init__(self, caches: Sequence[PrefixCache]) -> None:
+        self._caches = caches
+        self._commands = {
+            "list_prefixes": (ListArguments, self._list),
+            "pin_prefix": (PinArguments, self._pin),
+            "unpin_prefix": (UnpinArguments, self._unpin),
+            "drop_prefixes": (DropArguments, self._drop),
+        }
+
+    def __contains__(self, command: str) -> bool:
+        return command in self._commands
+
+    def command(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the result of a command. Raises CacheCommandError."""
+        kind, run = self._commands[command]
+        try:
+            # The commands' types differ in their arguments alone.
+            return run(msgspec.convert(arguments, kind))  # type: ignore[operator, no-any-return]
+        except ValueError as error:  # msgspec's ValidationError and the wire's DecodeError among them
+            raise CacheCommandError(str(error)) from None
+
+    def samples(self) -> FeatureSamples:
+        """Return the figures for the metrics; none before a prefix is retained for the first time."""
+        caches = self._caches
+        retained, lost = sum(cache.num_retained for cache in caches), sum(cache.num_lost for cache in caches)
+        pins = sum(cache.num_pins for cache in caches)
+        return {
+            "moeserve_kv_retained_blocks": [[retained]],
+            "moeserve_kv_pinned_prefixes": [[pins]],
+            "moeserve_kv_retained_evictions": [[lost]],
+        }
+
+    def _list(self, arguments: ListArguments) -> dict[str, Any]:
+        limit = min(max(1, arguments.limit), MAX_LISTED)
+        found: list[tuple[int, CachedPrefix]] = []
+        num_runs, complete = 0, True
+        for rank, cache in enumerate(self._caches):
+            prefixes, visited, whole = cache.prefixes(arguments.account, limit)
+            found += [(rank, prefix) for prefix in prefixes]
+            num_runs, complete = num_runs + visited, complete and whole
+        best = nlargest(limit, found, key=lambda one: (one[1].tokens_saved, -one[1].unused_for))
+        budgets = [cache.budget(arguments.account or "", arguments.share) for cache in self._caches]
+        return {
+            "prefixes": [_listed(rank, prefix) for rank, prefix in best],
+            "num_prefixes": num_runs,
+            "complete": complete,
+            "block_size": self._caches[0].block_size,
+            "num_blocks": sum(cache.num_blocks for cache in self._caches),
+            "budget": dict(zip(("blocks", "retained", "pinned"), map(sum, zip(*budgets, strict=True)), strict=True)),
+        }
+
+    def _pin(self, arguments: PinArguments) -> dict[str, Any]:
+        """Pin a prefix where most of it is cached. `missing_tokens` is 0 if it is pinned now."""
+        tokens = unpack_token_ids(arguments.token_ids)
+        size = self._caches[0].block_size
+        wanted = len(tokens) // size * size
+        longer = tokens + array("i", [0])
+        cache = max(self._caches, key=lambda cache: cache.peek(longer, arguments.namespace))
+        try:
+            cached = cache.pin(tokens, arguments.namespace, arguments.share)
+        except BudgetError as error:
+            return {"over_budget": True, "wanted_blocks": error.num_wanted, "free_blocks": error.num_free}
+        return {"over_budget": False, "tokens": wanted, "missing_tokens": wanted - cached}
+
+    def _unpin(self, arguments: UnpinArguments) -> dict[str, Any]:
+        if arguments.prefix_id is None:
+            tokens = unpack_token_ids(arguments.token_ids)
+            return {"unpinned": sum(cache.unpin(tokens, arguments.namespace) for cache in self._caches)}
+        rank, _, serial = arguments.prefix_id.partition(".")
+        if not (rank.isdecimal() and serial.isdecimal() and len(serial) < 20 and int(rank) < len(self._caches)):
+            return {"unpinned": 0}
+        return {"unpinned": int(self._caches[int(rank)].unpin_serial(int(serial), account_of(arguments.namespace)))}
+
+    def _drop(self, arguments: DropArguments) -> dict[str, Any]:
+        return {"blocks_freed": sum(cache.drop(arguments.account) for cache in self._caches)}
+
+
+def _listed(rank: int, prefix: CachedPrefix) -> dict[str, Any]:
+    entry = asdict(prefix)
+    serial, parent = entry.pop("serial"), entry.pop("parent")
+    return {"id": f"{rank}.{serial}", "parent": None if parent is None else f"{rank}.{parent}", **entry}

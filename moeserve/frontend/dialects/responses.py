@@ -1,0 +1,269 @@
+"""The dialect of `/v1/responses`: reads its requests into internal ones.
+
+`responses_items` reads the conversation, `responses_tools` the tools, `responses_answer` writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from moeserve.frontend import limits
+from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, OutputFormat
+from moeserve.frontend.dialects.responses_items import Item, ItemReader
+from moeserve.frontend.dialects.responses_tools import ClientName, ToolSet, read_tool_choice, read_tools
+from moeserve.frontend.http import ApiError, invalid, unsupported
+from moeserve.plan import SamplingParams
+
+_LOGPROBS = "message.output_text.logprobs"
+_SEALED_REASONING = "reasoning.encrypted_content"
+# Fields that would change the answer if they were supported, and the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "background": (None, False),
+    "context_management": (None, []),
+    "conversation": (None,),
+    "include_stop_str_in_output": (None, False),
+    "max_tokens": (None,),
+    "n": (None, 1),
+    "prompt": (None,),
+    "prompt_logprobs": (None, False),
+    "skip_special_tokens": (None, True),
+}
+
+
+class TextOptions(msgspec.Struct):
+    format: dict[str, Any] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(msgspec.Struct):
+    effort: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesBody(fields.SamplingBody, kw_only=True):
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    max_output_tokens: int | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    background: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    include_stop_str_in_output: Any = None
+    prompt: Any = None
+    prompt_logprobs: Any = None
+    skip_special_tokens: Any = None
+
+
+class Earlier(Protocol):
+    """The earlier responses of the caller."""
+
+    def conversation(self, response_id: str) -> list[Item] | None:
+        """Return all items up to the end of a response, oldest first; None for an unknown response."""
+        ...
+
+    def item(self, item_id: str) -> Item | None:
+        """Return an item that a response has put out, None for an unknown one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The part of a request that its answer needs.
+
+    repeated: the fields of the response object that are the request's. input: the items of this request alone. names:
+    how the client knows the tools, by the model's names for them.
+    """
+
+    repeated: dict[str, Any]
+    input: list[Item]
+    names: dict[str, ClientName]
+    previous_id: str | None
+    store: bool
+    seals_reasoning: bool
+
+
+def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
+    """Return the internal request; its `repeated` holds a `turn`. Raises ApiError with the status for the client."""
+    asked, ignored = fields.decode_json(body, ResponsesBody)
+    name = fields.check_model(asked.model, model)
+    for field, harmless in _UNSUPPORTED.items():
+        if getattr(asked, field) not in harmless:
+            raise unsupported(field)
+    _check_labels(asked)
+    tools = read_tools(asked.tools)
+    stream, _, _ = fields.read_stream_options(asked)
+    sampling = fields.read_sampling(asked, model, _logprobs(asked, model))
+    output_format, form = _read_format(asked.text)
+    items = _own_items(asked.input)
+    fields.check_depth((items, asked.tools, form))
+    verbosity = ("verbosity",) if asked.text is not None and asked.text.verbosity is not None else ()
+    return GenerateRequest(
+        model=name,
+        prompts=[_prompt(asked, items, tools, earlier)],
+        sampling=sampling,
+        max_tokens=fields.read_count("max_output_tokens", asked.max_output_tokens),
+        seed=fields.read_seed(asked.seed),
+        stop=fields.read_stop(asked.stop),
+        stream=stream,
+        priority=fields.read_priority(asked),
+        cache_salt=fields.read_cache_salt(asked.cache_salt),
+        cache=fields.read_cache(asked),
+        tools=tuple(tools.tools),
+        tool_choice=read_tool_choice(asked.tool_choice, tools),
+        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        output_format=output_format,
+        ignored=(*ignored, *verbosity),
+        dropped_tools=tuple(tools.dropped),
+        repeated={"turn": _turn(asked, items, tools, _repeated(asked, tools, sampling, form))},
+    )
+
+
+def _prompt(asked: ResponsesBody, items: list[Item], tools: ToolSet, earlier: Earlier) -> ChatPrompt:
+    effort = fields.read_effort("reasoning.effort", asked.reasoning.effort if asked.reasoning else None)
+    return ChatPrompt(
+        messages=_read_messages(asked, items, earlier),
+        variables={} if effort is None else {"reasoning_effort": effort},
+        tools=tuple(tools.tools),
+        request_field="input",
+    )
+
+
+def _turn(asked: ResponsesBody, items: list[Item], tools: ToolSet, repeated: dict[str, Any]) -> Turn:
+    return Turn(
+        repeated=repeated,
+        input=items,
+        names=tools.names,
+        previous_id=asked.previous_response_id,
+        store=asked.store is not False,
+        seals_reasoning=_SEALED_REASONING in (asked.include or ()),
+    )
+
+
+def _check_labels(asked: ResponsesBody) -> None:
+    """Check fields that the answer repeats and that do not change it otherwise."""
+    for name in ("user", "safety_identifier", "service_tier"):
+        if len(getattr(asked, name) or "") > limits.MAX_ECHOED_CHARS:
+            raise invalid(f"`{name}` takes at most {limits.MAX_ECHOED_CHARS} characters", name)
+    if asked.max_tool_calls is not None:
+        fields.bounded("max_tool_calls", asked.max_tool_calls, 1, limits.MAX_TOKENS)
+    metadata = asked.metadata or {}
+    if len(metadata) > limits.MAX_METADATA_ENTRIES:
+        raise invalid(f"`metadata` takes at most {limits.MAX_METADATA_ENTRIES} entries", "metadata")
+    longest_key, longest_value = limits.MAX_METADATA_KEY_CHARS, limits.MAX_METADATA_VALUE_CHARS
+    if any(len(key) > longest_key or len(value) > longest_value for key, value in metadata.items()):
+        raise invalid(
+            f"keys of `metadata` take at most {longest_key} characters, values at most {longest_value}", "metadata"
+        )
+
+
+def _logprobs(asked: ResponsesBody, model: ModelFacts) -> int | None:
+    num_top = fields.read_logprobs("top_logprobs", asked.top_logprobs or 0, model)
+    return num_top if num_top or _LOGPROBS in (asked.include or ()) else None
+
+
+def _own_items(asked: str | list[dict[str, Any]] | None) -> list[Item]:
+    if asked is None:
+        raise invalid("`input` is required", "input")
+    if isinstance(asked, str):
+        return [{"type": "message", "role": "user", "content": asked}]
+    return asked
+
+
+def _read_messages(asked: ResponsesBody, items: list[Item], earlier: Earlier) -> list[dict[str, Any]]:
+    """Return the messages of the instructions, of the earlier conversation, and of this request's items."""
+    past: list[Item] = []
+    if (previous_id := asked.previous_response_id) is not None:
+        found = earlier.conversation(previous_id)
+        if found is None:
+            raise ApiError(
+                404,
+                f"There is no response {previous_id[:80]!r}: it was never stored, was deleted, or had to make room. "
+                "Send the whole conversation in `input`.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        past = found
+    if len(past) + len(items) > limits.MAX_MESSAGES:
+        raise invalid(f"a conversation takes at most {limits.MAX_MESSAGES} items", "input")
+    reader = ItemReader(earlier.item)
+    if asked.instructions:
+        reader.say("system", asked.instructions)
+    for item in past:
+        reader.add(item, "previous_response_id")
+    for index, item in enumerate(items):
+        reader.add(item, f"input[{index}]")
+    if not reader.messages:
+        raise invalid("`input` must hold at least one item", "input")
+    return reader.messages
+
+
+def _read_format(text: TextOptions | None) -> tuple[OutputFormat | None, dict[str, Any]]:
+    """Return the form of the answer's text, and the format as the response object repeats it."""
+    form = text.format if text is not None else None
+    match form:
+        case None | {"type": "text"}:
+            return None, {"type": "text"}
+        case {"type": "json_object"}:
+            return OutputFormat("json_object"), {"type": "json_object"}
+        case {"type": "json_schema", "schema": dict(schema)}:
+            name, description, strict = form.get("name"), form.get("description"), form.get("strict")
+            if not isinstance(name, str) or not name:
+                raise invalid("`text.format.name` is required", "text.format.name")
+            if not isinstance(description, str | None) or not isinstance(strict, bool | None):
+                raise invalid(
+                    "`text.format.description` must be a string and `text.format.strict` a boolean", "text.format"
+                )
+            repeated = {"type": "json_schema", "name": name, "description": description, "schema": schema}
+            return OutputFormat("json_schema", schema), {**repeated, "strict": bool(strict)}
+        case {"type": "json_schema"}:
+            raise invalid("`text.format.schema` must be a JSON schema, an object", "text.format.schema")
+        case _:
+            raise invalid("`text.format.type` must be text, json_object or json_schema", "text.format.type")
+
+
+def _repeated(asked: ResponsesBody, tools: ToolSet, sampling: SamplingParams, form: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the response object that say what was asked, with the values that hold."""
+    reasoning = asked.reasoning or ReasoningOptions()
+    verbosity = asked.text.verbosity if asked.text is not None else None
+    return {
+        "instructions": asked.instructions,
+        "previous_response_id": asked.previous_response_id,
+        "store": asked.store is not False,
+        "background": False,
+        "tools": tools.repeated,
+        "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "max_tool_calls": asked.max_tool_calls,
+        "max_output_tokens": asked.max_output_tokens,
+        "text": {"format": form} if verbosity is None else {"format": form, "verbosity": verbosity},
+        "reasoning": {"effort": reasoning.effort, "summary": None},
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_logprobs": asked.top_logprobs or 0,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "truncation": "disabled",
+        "metadata": asked.metadata or {},
+        "user": asked.user,
+        "safety_identifier": asked.safety_identifier,
+        "prompt_cache_key": asked.prompt_cache_key,
+        "service_tier": "default",
+    }

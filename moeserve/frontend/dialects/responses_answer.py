@@ -1,0 +1,316 @@
+"""Writes answers as `/v1/responses` has them: one response object, or the events of its items.
+
+An answer is a list of items: reasoning, a message, calls. The formatter has one item open at a time, and an answer that
+is sent whole goes the same way as a streamed one, so that both have the same items.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from moeserve.frontend.dialects.fields import finite
+from moeserve.frontend.dialects.internal import Delta, GenerateRequest, TokenText, ToolCallPart, Usage
+from moeserve.frontend.dialects.responses import Turn
+from moeserve.frontend.dialects.responses_items import Item, seal_reasoning
+from moeserve.frontend.dialects.responses_tools import CUSTOM_INPUT, ClientName
+from moeserve.frontend.http import KEEP_ALIVE, ApiError
+from moeserve.frontend.text import TextTokenizer
+
+ID_PREFIX = "resp_"
+# Keeps a response: its id, its JSON, the items of its input, the id of the response before it. Whether it was kept.
+Keep = Callable[[str, bytes, list[Item], str | None], bool]
+
+
+class EventLog:
+    """Numbers events and writes them."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """Return an event of that type with these fields."""
+        data = msgspec.json.encode({"type": kind, **fields, "sequence_number": self._next})
+        self._next += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+    def delta(self, head: bytes, text: str, logprobs: list[Item] | None = None) -> bytes:
+        """Return an event that carries a piece of text. head: from `delta_head`; logprobs: None leaves them out."""
+        rest = b"" if logprobs is None else b',"logprobs":' + (msgspec.json.encode(logprobs) if logprobs else b"[]")
+        number = self._next
+        self._next += 1
+        return b'%b"delta":%b%b,"sequence_number":%d}\n\n' % (head, msgspec.json.encode(text), rest, number)
+
+
+def delta_head(kind: str, place: dict[str, Any]) -> bytes:
+    """Return the bytes of a delta event up to its text, the same for all deltas of an item. place: its fields."""
+    return b"event: %b\ndata: %b," % (kind.encode(), msgspec.json.encode({"type": kind, **place})[:-1])
+
+
+class TextItem:
+    """An item with one part that is text: a message or reasoning."""
+
+    def __init__(self, log: EventLog, item: Item, output_index: int, *, seals: bool = False) -> None:
+        """item: its `id` and `type`. seals: reasoning has `encrypted_content` too."""
+        self.is_message = item["type"] == "message"
+        self._log = log
+        self._item = {**item, "role": "assistant"} if self.is_message else {**item, "summary": []}
+        self._kind = "response.output_text" if self.is_message else "response.reasoning_text"
+        self._output_index = output_index
+        self._place = {"item_id": item["id"], "output_index": output_index, "content_index": 0}
+        self._head = delta_head(f"{self._kind}.delta", self._place)
+        self._seals = seals
+        self._texts: list[str] = []
+        self._logprobs: list[Item] = []
+
+    def open(self) -> bytes:
+        """Return the events that begin the item."""
+        item = {**self._item, "status": "in_progress", "content": []}
+        return self._log.event(
+            "response.output_item.added", output_index=self._output_index, item=item
+        ) + self._log.event("response.content_part.added", **self._place, part=self._part(""))
+
+    def push(self, text: str, logprobs: list[Item]) -> bytes:
+        """Add text; return its event."""
+        self._texts.append(text)
+        self._logprobs += logprobs
+        return self._log.delta(self._head, text, logprobs if self.is_message else None)
+
+    def close(self, status: str) -> bytes:
+        """Return the events that end the item."""
+        item, text = self.object(status), "".join(self._texts)
+        logprobs = {"logprobs": self._logprobs} if self.is_message else {}
+        return (
+            self._log.event(f"{self._kind}.done", **self._place, text=text, **logprobs)
+            + self._log.event("response.content_part.done", **self._place, part=self._part(text))
+            + self._log.event("response.output_item.done", output_index=self._output_index, item=item)
+        )
+
+    def object(self, status: str) -> Item:
+        """Return the item as it stands."""
+        text = "".join(self._texts)
+        item = {**self._item, "status": status, "content": [self._part(text)]}
+        return {**item, "encrypted_content": seal_reasoning(text)} if self._seals else item
+
+    def _part(self, text: str) -> Item:
+        if not self.is_message:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs if text else []}
+
+
+class CallItem:
+    """A call of a tool. The input of a custom tool is complete only with its arguments, so it comes in one piece."""
+
+    def __init__(self, log: EventLog, part: ToolCallPart, client: ClientName, item_id: str, output_index: int) -> None:
+        """part: the first of the call."""
+        self.place = part.place
+        self._log = log
+        self._custom = client.custom
+        self._field = "input" if client.custom else "arguments"
+        self._kind = "response.custom_tool_call_input" if client.custom else "response.function_call_arguments"
+        self._item: Item = {
+            "id": item_id,
+            "type": "custom_tool_call" if client.custom else "function_call",
+            "call_id": part.call_id,
+            "name": client.name,
+        }
+        if client.namespace is not None:
+            self._item["namespace"] = client.namespace
+        self._output_index = output_index
+        self._place = {"item_id": item_id, "output_index": output_index}
+        self._head = delta_head(f"{self._kind}.delta", self._place)
+        self._pieces: list[str] = []
+
+    def open(self) -> bytes:
+        """Return the events that begin the item."""
+        item = {**self._item, self._field: "", "status": "in_progress"}
+        return self._log.event("response.output_item.added", output_index=self._output_index, item=item)
+
+    def push(self, arguments: str) -> bytes:
+        """Add a piece of the arguments; return its event."""
+        self._pieces.append(arguments)
+        return self._log.delta(self._head, arguments) if arguments and not self._custom else b""
+
+    def close(self, status: str) -> bytes:
+        """Return the events that end the item."""
+        item = self.object(status)
+        text: str = item[self._field]
+        return (
+            (self._log.delta(self._head, text) if self._custom else b"")
+            + self._log.event(f"{self._kind}.done", **self._place, **self._named(), **{self._field: text})
+            + self._log.event("response.output_item.done", output_index=self._output_index, item=item)
+        )
+
+    def object(self, status: str) -> Item:
+        """Return the item as it stands."""
+        text = "".join(self._pieces)
+        return {**self._item, self._field: _custom_input(text) if self._custom else text, "status": status}
+
+    def _named(self) -> dict[str, str]:
+        return {} if self._custom else {"name": self._item["name"]}
+
+
+def _custom_input(arguments: str) -> str:
+    """Return the text of a custom tool's arguments; what there is of them if they were cut off."""
+    try:
+        decoded = msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return arguments
+    text = decoded.get(CUSTOM_INPUT) if isinstance(decoded, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+class ResponsesFormatter:
+    """Writes answers in this dialect. `keep` is called with a response that is to be stored, once it is complete."""
+
+    def __init__(
+        self,
+        answer_id: str,
+        created: int,
+        request: GenerateRequest,
+        tokenizer: TextTokenizer,
+        fingerprint: str,
+        keep: Keep,
+    ) -> None:
+        turn = request.repeated["turn"]
+        assert isinstance(turn, Turn)
+        self._turn = turn
+        self._id = answer_id
+        self._item_suffix = answer_id.removeprefix(ID_PREFIX)
+        self._head = {"id": answer_id, "object": "response", "created_at": created, "model": request.model}
+        self._tokenizer = tokenizer
+        self._keep = keep
+        self._log = EventLog()
+        self._started = False
+        self._done: list[Item] = []
+        self._open: TextItem | CallItem | None = None
+        self._tokens: list[TokenText] = []  # whose text has not come yet
+        self._status = "completed"
+        self._has_answer = False  # a message or a call
+
+    def start(self, index: int, usage: Usage) -> bytes:
+        self._started = True
+        response = self._response("in_progress")
+        return self._log.event("response.created", response=response) + self._log.event(
+            "response.in_progress", response=response
+        )
+
+    def delta(self, delta: Delta, usage: Usage) -> bytes:
+        events = self._say("reasoning", delta.reasoning, []) if delta.reasoning else b""
+        self._tokens += delta.tokens
+        if delta.text:
+            events += self._say_text(delta.text)
+        for part in delta.calls:
+            events += self._call(part)
+        return events if delta.finish_reason is None else events + self._finish(delta.finish_reason)
+
+    def end(self, usage: Usage) -> bytes:
+        return self._log.event(f"response.{self._status}", response=msgspec.Raw(self._final(usage)))
+
+    def error(self, error: ApiError) -> bytes:
+        begin = b"" if self._started else self.start(0, Usage())
+        failure = {"code": "server_error", "message": error.message}
+        return begin + self._log.event("response.failed", response=self._response("failed", error=failure))
+
+    def ping(self) -> bytes:
+        return KEEP_ALIVE
+
+    def complete(self, choices: list[Delta], usage: Usage) -> bytes:
+        self.delta(choices[0], usage)
+        return self._final(usage)
+
+    def _say_text(self, text: str) -> bytes:
+        """Return the events of text, with the log probabilities that have come up to it."""
+        logprobs = [self._logprob(token) for token in self._tokens]
+        self._tokens.clear()
+        return self._say("message", text, logprobs)
+
+    def _say(self, kind: str, text: str, logprobs: list[Item]) -> bytes:
+        item, begin = self._open, b""
+        if not isinstance(item, TextItem) or item.is_message != (kind == "message"):
+            prefix = "msg" if kind == "message" else "rs"
+            begin = self._close("completed")
+            place = len(self._done)
+            self._has_answer = self._has_answer or kind == "message"
+            identity = {"id": self._item_id(prefix), "type": kind}
+            item = TextItem(self._log, identity, place, seals=kind == "reasoning" and self._turn.seals_reasoning)
+            begin += item.open()
+            self._open = item
+        return begin + item.push(text, logprobs)
+
+    def _call(self, part: ToolCallPart) -> bytes:
+        item, begin = self._open, b""
+        if not isinstance(item, CallItem) or item.place != part.place:
+            client = self._turn.names.get(part.name, ClientName(part.name))
+            begin = self._close("completed")
+            item_id = self._item_id("ctc" if client.custom else "fc")
+            self._has_answer = True
+            item = CallItem(self._log, part, client, item_id, len(self._done))
+            begin += item.open()
+            self._open = item
+        return begin + item.push(part.arguments)
+
+    def _finish(self, reason: str) -> bytes:
+        """Return the events that end the last item. An answer of nothing but reasoning gets an empty message."""
+        self._status = "incomplete" if reason == "length" else "completed"
+        is_message = isinstance(self._open, TextItem) and self._open.is_message
+        answered = self._has_answer or (self._open is not None and self._status == "incomplete")
+        events = b"" if answered and not (is_message and self._tokens) else self._say_text("")
+        return events + self._close(self._status)
+
+    def _close(self, status: str) -> bytes:
+        """End the open item, if there is one; return its last events."""
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        self._done.append(item.object(status))
+        return item.close(status)
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._item_suffix}{len(self._done):02d}"
+
+    def _final(self, usage: Usage) -> bytes:
+        """Return the complete response, and keep it if the request says so."""
+        response = self._response(self._status, usage)
+        data = msgspec.json.encode(response)
+        if self._turn.store and not self._keep(self._id, data, self._turn.input, self._turn.previous_id):
+            return msgspec.json.encode({**response, "store": False})
+        return data
+
+    def _response(self, status: str, usage: Usage | None = None, error: dict[str, str] | None = None) -> dict[str, Any]:
+        return {
+            **self._head,
+            "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": self._done,
+            "usage": None if usage is None else _usage(usage),
+            **self._turn.repeated,
+        }
+
+    def _logprob(self, token: TokenText) -> Item:
+        logprobs = token.logprobs
+        entry = self._alternative(token.token_id, logprobs.logprob if logprobs else 0.0)
+        top = [self._alternative(token_id, logprob) for token_id, logprob in (logprobs.top if logprobs else ())]
+        return {**entry, "top_logprobs": top}
+
+    def _alternative(self, token_id: int, logprob: float) -> Item:
+        data = self._tokenizer.token_bytes(token_id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    counts: dict[str, Any] = {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+    if usage.cache_report is not None:
+        counts["cache_report"] = usage.cache_report
+    return counts

@@ -1,0 +1,188 @@
+"""The items of a conversation as `/v1/responses` writes them, into the messages of a chat prompt.
+
+Everything that the assistant put out in one turn, reasoning, text and calls, is one message, as chat has it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from moeserve.frontend import limits
+from moeserve.frontend.dialects.responses_tools import CUSTOM_INPUT, model_name
+from moeserve.frontend.http import invalid, unsupported
+
+Item = dict[str, Any]
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_SEAL = "moeserve.1."
+
+
+def seal_reasoning(text: str) -> str:
+    """Return `encrypted_content` of a reasoning item: the text itself, for clients that give back nothing else."""
+    return _SEAL + base64.b64encode(text.encode()).decode()
+
+
+def _unseal(content: Any) -> str | None:
+    """Return the text of `encrypted_content`, None if another server wrote it."""
+    if not isinstance(content, str) or not content.startswith(_SEAL):
+        return None
+    try:
+        return base64.b64decode(content.removeprefix(_SEAL), validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+
+
+class ItemReader:
+    """Collects messages from items. `find` returns an item that a reference names. Its methods raise ApiError."""
+
+    def __init__(self, find: Callable[[str], Item | None]) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._find = find
+        self._assistant: dict[str, Any] | None = None  # the message that the assistant's next items belong to
+        self._called: dict[str, str] = {}  # the names of the tools that were called, by the ids of the calls
+
+    def say(self, role: str, text: str) -> None:
+        """Add a message of somebody else than the assistant."""
+        self._assistant = None
+        self.messages.append({"role": role, "content": text})
+
+    def add(self, item: Item, where: str) -> None:
+        """Add an item; `where` is its path in the request."""
+        match item.get("type") or ("message" if "role" in item else None):
+            case "message":
+                self._add_message(item, where)
+            case "reasoning":
+                self._add_reasoning(item, where)
+            case "function_call":
+                self._add_call(item, _arguments(_required(item, "arguments", where)), where)
+            case "custom_tool_call":
+                self._add_call(item, {CUSTOM_INPUT: _required(item, "input", where)}, where)
+            case "function_call_output" | "custom_tool_call_output":
+                self._add_output(item, where)
+            case "item_reference" | None if isinstance(item.get("id"), str):
+                self._add_reference(item["id"], where)
+            case str(kind):
+                raise unsupported(f"{where}.type", kind[:40])
+            case _:
+                raise invalid(f"`{where}.type` is required", f"{where}.type")
+
+    def _add_message(self, item: Item, where: str) -> None:
+        role = item.get("role")
+        if role not in _ROLES:
+            raise invalid(f"`{where}.role` must be one of {', '.join(_ROLES)}", f"{where}.role")
+        text = _content_text(item.get("content"), f"{where}.content")
+        if role != "assistant":
+            self.say(role, text)
+            return
+        if self._assistant is not None and self._assistant["content"] and "tool_calls" not in self._assistant:
+            self._assistant = None
+        self._open()["content"] += text
+
+    def _add_reasoning(self, item: Item, where: str) -> None:
+        text = _reasoning_text(item, where)
+        if text:
+            message = self._open()
+            message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+    def _add_call(self, item: Item, arguments: dict[str, Any], where: str) -> None:
+        call_id, namespace = _required(item, "call_id", where), item.get("namespace")
+        if not isinstance(namespace, str | None):
+            raise invalid(f"`{where}.namespace` must be a string", f"{where}.namespace")
+        name = model_name(_required(item, "name", where), namespace)
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._open().setdefault("tool_calls", []).append(call)
+        self._called[call_id] = name
+
+    def _add_output(self, item: Item, where: str) -> None:
+        call_id = _required(item, "call_id", where)
+        if call_id not in self._called:
+            raise invalid(
+                f"`{where}.call_id` is {call_id[:80]!r}, and no item before it is that call", f"{where}.call_id"
+            )
+        content = _content_text(item.get("output"), f"{where}.output")
+        self._assistant = None
+        self.messages.append(
+            {"role": "tool", "content": content, "tool_call_id": call_id, "name": self._called[call_id]}
+        )
+
+    def _add_reference(self, item_id: str, where: str) -> None:
+        found = self._find(item_id)
+        if found is None:
+            raise invalid(
+                f"`{where}.id` is {item_id[:80]!r}, an item that is not kept here: send the item itself",
+                f"{where}.id",
+                "item_not_found",
+            )
+        self.add(found, where)
+
+    def _open(self) -> dict[str, Any]:
+        """Return the assistant's message, a new one if somebody else spoke last."""
+        if self._assistant is None:
+            self._assistant = {"role": "assistant", "content": ""}
+            self.messages.append(self._assistant)
+        return self._assistant
+
+
+def _required(item: Item, key: str, where: str) -> str:
+    value = item.get(key)
+    if not isinstance(value, str):
+        raise invalid(f"`{where}.{key}` must be a string", f"{where}.{key}")
+    return value
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object, so that prompts are alike however a client spelled the JSON.
+
+    A model may have written what is no JSON object. The conversation must be able to go on, so the template then gets
+    the text as the only argument.
+    """
+    try:
+        arguments = msgspec.json.decode(text) if text.strip() else {}
+    except (msgspec.DecodeError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"invalid_arguments": text}
+
+
+def _content_text(content: Any, where: str) -> str:
+    """Return the text of `content`, a string or parts. Parts are joined by a newline, so that no two words merge."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(f"`{where}` must be a string or a list of parts", where)
+    if len(content) > limits.MAX_CONTENT_PARTS:
+        raise invalid(f"`{where}` takes at most {limits.MAX_CONTENT_PARTS} parts", where)
+    return "\n".join(_part_text(part, f"{where}[{index}]", _TEXTS) for index, part in enumerate(content))
+
+
+def _part_text(part: Any, where: str, fields: dict[str, str]) -> str:
+    """Return the text of a part; `fields` has the name of its field by the part's type."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise invalid(f"`{where}.type` is required", f"{where}.type")
+    if kind not in fields:
+        raise unsupported(f"{where}.type", kind[:40])
+    return _required(part, fields[kind], where)
+
+
+def _reasoning_text(item: Item, where: str) -> str:
+    """Return the reasoning of an item: its content, else its sealed content, else its summary."""
+    for key, kind in (("content", "reasoning_text"), ("encrypted_content", ""), ("summary", "summary_text")):
+        value = item.get(key)
+        if not value:
+            continue
+        if not kind:
+            text = _unseal(value)
+        elif isinstance(value, list):
+            parts = enumerate(value)
+            text = "\n".join(_part_text(part, f"{where}.{key}[{index}]", {kind: "text"}) for index, part in parts)
+        else:
+            raise invalid(f"`{where}.{key}` must be a list of parts", f"{where}.{key}")
+        if text:
+            return text
+    return ""

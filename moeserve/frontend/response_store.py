@@ -1,0 +1,174 @@
+"""Responses that are kept for later turns: by caller, bounded in number and bytes, least recently used gone first.
+
+A kept response holds the input of its own request alone and points to the response before it, so that a conversation
+counts once however many turns it has. Memory that a later turn still needs counts until that turn is gone too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from moeserve.frontend import limits
+
+Item = dict[str, Any]
+
+_OVERHEAD_BYTES = 1024  # of the objects around one kept response
+
+
+@dataclass(slots=True, eq=False)
+class KeptResponse:
+    """A response and the input of its request, both as JSON.
+
+    `holders` counts later turns and the shelf itself, `past_size` is what the turns before it count.
+    """
+
+    response_id: str
+    response: bytes
+    input: bytes
+    item_ids: tuple[str, ...]
+    previous: KeptResponse | None
+    past_size: int
+    holders: int = 1
+
+    @property
+    def size(self) -> int:
+        """The bytes that the response counts."""
+        return _OVERHEAD_BYTES + len(self.response) + len(self.input)
+
+    def input_items(self) -> list[Item]:
+        items: list[Item] = msgspec.json.decode(self.input)
+        return items
+
+    def output_items(self) -> list[Item]:
+        items: list[Item] = msgspec.json.decode(self.response)["output"]
+        return items
+
+
+class Shelf:
+    """The responses of one caller. `make_room` is called after each that was added."""
+
+    def __init__(self, max_count: int, max_bytes: int, make_room: Callable[[], None]) -> None:
+        self.num_bytes = 0
+        self._make_room = make_room
+        self._max_count = max_count
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, KeptResponse] = OrderedDict()
+        self._by_item: dict[str, KeptResponse] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, response_id: str) -> KeptResponse | None:
+        """Return a response, None for an unknown one. It and the turns before it become the most recently used."""
+        kept = self._kept.get(response_id)
+        if kept is not None:
+            for turn in reversed(list(_turns(kept))):
+                if turn.response_id in self._kept:
+                    self._kept.move_to_end(turn.response_id)
+        return kept
+
+    def conversation(self, response_id: str) -> list[Item] | None:
+        """Return all items up to the end of a response, oldest first; None for an unknown response."""
+        kept = self.find(response_id)
+        if kept is None:
+            return None
+        turns = reversed(list(_turns(kept)))
+        return [item for turn in turns for item in (*turn.input_items(), *turn.output_items())]
+
+    def item(self, item_id: str) -> Item | None:
+        """Return an item that a kept response has put out, None for an unknown one."""
+        kept = self._by_item.get(item_id)
+        if kept is None:
+            return None
+        return next((item for item in kept.output_items() if item.get("id") == item_id), None)
+
+    def put(self, response_id: str, response: bytes, input_items: list[Item], previous_id: str | None) -> bool:
+        """Keep a response. Return False, with nothing kept, if its conversation is too long or its past is gone."""
+        previous = None if previous_id is None else self._kept.get(previous_id)
+        if previous is None and previous_id is not None:
+            return False
+        item_ids = tuple(item["id"] for item in msgspec.json.decode(response)["output"])
+        past_size = 0 if previous is None else previous.past_size + previous.size
+        kept = KeptResponse(response_id, response, msgspec.json.encode(input_items), item_ids, previous, past_size)
+        if kept.size + past_size > min(self._max_bytes, limits.MAX_STORED_CONVERSATION_BYTES):
+            return False
+        if previous is not None:
+            previous.holders += 1
+        self._kept[response_id] = kept
+        self._by_item.update(dict.fromkeys(kept.item_ids, kept))
+        self.num_bytes += kept.size
+        while len(self._kept) > self._max_count or self.num_bytes > self._max_bytes:
+            self.drop_oldest()
+        self._make_room()
+        return response_id in self._kept
+
+    def delete(self, response_id: str) -> bool:
+        """Drop a response; return whether there was one. Later turns that have it in their past keep it there."""
+        kept = self._kept.pop(response_id, None)
+        if kept is None:
+            return False
+        for item_id in kept.item_ids:
+            self._by_item.pop(item_id, None)
+        self._let_go(kept)
+        return True
+
+    def drop_oldest(self) -> None:
+        """Drop the least recently used response. Raises StopIteration if there is none."""
+        self.delete(next(iter(self._kept)))
+
+    def _let_go(self, kept: KeptResponse) -> None:
+        """Take away one holder; a response without any gives its bytes back, and lets go of the one before it."""
+        turn: KeptResponse | None = kept
+        while turn is not None:
+            turn.holders -= 1
+            if turn.holders:
+                return
+            self.num_bytes -= turn.size
+            turn = turn.previous
+
+
+def _turns(kept: KeptResponse) -> Iterator[KeptResponse]:
+    """Yield a response and the ones before it, newest first."""
+    turn: KeptResponse | None = kept
+    while turn is not None:
+        yield turn
+        turn = turn.previous
+
+
+class ResponseStore:
+    """The shelves of all callers. Where all of them together hold too much, the fullest shelf gives way.
+
+    `caller` is the digest of a caller's key, empty on a server without keys, whose callers share one shelf.
+    """
+
+    def __init__(
+        self,
+        max_count_per_key: int = limits.MAX_STORED_RESPONSES_PER_KEY,
+        max_bytes_per_key: int = limits.MAX_STORED_BYTES_PER_KEY,
+        max_bytes: int = limits.MAX_STORED_BYTES,
+    ) -> None:
+        self._max_count_per_key = max_count_per_key
+        self._max_bytes_per_key = max_bytes_per_key
+        self._max_bytes = max_bytes
+        self._shelves: dict[bytes, Shelf] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shelf.num_bytes for shelf in self._shelves.values())
+
+    def shelf(self, caller: bytes) -> Shelf:
+        """Return the shelf of a caller."""
+        shelf = self._shelves.get(caller)
+        if shelf is None:
+            shelf = Shelf(self._max_count_per_key, self._max_bytes_per_key, self._make_room)
+            self._shelves[caller] = shelf
+        return shelf
+
+    def _make_room(self) -> None:
+        while self.num_bytes > self._max_bytes:
+            max(self._shelves.values(), key=lambda shelf: shelf.num_bytes).drop_oldest()

@@ -1,0 +1,109 @@
+"""The records of the tree: its nodes, the leases on them and their retentions."""
+
+from __future__ import annotations
+
+from array import array
+
+NOT_QUEUED = -1
+
+
+class Node:
+    """A run of whole blocks under a prefix, or the root of a namespace (no parent, no blocks).
+
+    `tokens` are native int32 ids as bytes, `blocks` the ids of the blocks that hold their KV. `refs` counts the leases
+    that end here; `pins` is the number of pinned children, plus one if `refs` is not 0, so a node and its whole subtree
+    are evictable exactly if `pins` is 0. `keeps` counts in the same way: retained children, plus one for `retention`,
+    the one that ends here. `queued` is the number of the node's entry in the eviction queue. `annotation` is opaque to
+    the tree and empty if there is none.
+
+    `hits` counts the matches that ended in this run, `saved_tokens` the tokens that they found, `used_at` is the time
+    of the last release. `digests`: of the prefixes that end with the first blocks of the run (`EvictionRecord`).
+    """
+
+    __slots__ = (
+        "annotation",
+        "blocks",
+        "children",
+        "digests",
+        "hits",
+        "keeps",
+        "last_used",
+        "namespace",
+        "parent",
+        "pins",
+        "queued",
+        "refs",
+        "retention",
+        "saved_tokens",
+        "serial",
+        "tokens",
+        "used_at",
+    )
+
+    def __init__(self, namespace: str, serial: int, parent: Node | None, tokens: bytearray, blocks: array[int]):
+        self.namespace = namespace
+        self.serial = serial
+        self.parent = parent
+        self.tokens = tokens
+        self.blocks = blocks
+        self.children: dict[bytes, Node] = {}
+        self.refs = 0
+        self.pins = 0
+        self.keeps = 0
+        self.retention: Retention | None = None
+        self.last_used = 0
+        self.queued = NOT_QUEUED
+        self.annotation = b""
+        self.hits = 0
+        self.saved_tokens = 0
+        self.used_at = 0.0
+        self.digests: array[int] = array("q")
+
+
+class Retention:
+    """The wish to keep the prefix that ends with `node`; `node` is None once it has ended.
+
+    It ends at `until` (0: no deadline) and begins anew for `ttl` with every hit, both in the caller's time. With
+    `is_pinned` it does not end by itself.
+    """
+
+    __slots__ = ("is_pinned", "node", "number", "ttl", "until")
+
+    def __init__(self, number: int, node: Node) -> None:
+        self.number = number
+        self.node: Node | None = node
+        self.ttl = 0.0
+        self.until = 0.0
+        self.is_pinned = False
+
+
+class Lease:
+    """One request's reference to KV blocks, made by `PrefixCache.match` and released exactly once.
+
+    `block_ids` (int32) is the request's block table: block i holds tokens ``[i * block_size, (i + 1) * block_size)``.
+    It only grows, except that `publish` and `advance` may replace an id by another one of the same content. Its first
+    `num_published_tokens` tokens are in the tree. `num_cached_tokens` counts the tokens whose KV this request found in
+    the cache instead of computing it. `owner` is the cache that made it, None once it was released. Only that cache
+    writes the fields; copy `block_ids` rather than keep a view.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "namespace",
+        "node",
+        "num_cached_tokens",
+        "num_published_tokens",
+        "number",
+        "owner",
+        "use_cache",
+    )
+
+    def __init__(self, owner: object, number: int, namespace: str, node: Node, use_cache: bool) -> None:
+        self.owner: object | None = owner
+        self.number = number
+        self.namespace = namespace
+        self.node = node
+        self.use_cache = use_cache
+        self.block_ids: array[int] = array("i")
+        self.num_published_tokens = 0
+        self.num_cached_tokens = 0

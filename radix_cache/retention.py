@@ -1,0 +1,215 @@
+"""Retention: prefixes that clients wish to keep, within a budget of blocks per account.
+
+A retained block is evicted only when no other one is left, a pinned one only after all others. So a retention is a
+preference among victims and never keeps a request from its memory. It covers the whole prefix up to the node where it
+ends; a node is retained if a retention ends at it or below it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from heapq import heapify, heappop, heappush
+
+from radix_cache.nodes import Node, Retention
+
+_HEAP_SLACK = 64
+
+
+def account_of(namespace: str) -> str:
+    """Return the account of a namespace, which is named `ACCOUNT` or `ACCOUNT/NAME`."""
+    return namespace.partition("/")[0]
+
+
+class Account:
+    """The retentions of one account by number, the one refreshed longest ago first.
+
+    `num_blocks`: what they cover, a block under several of them counted once.
+    """
+
+    __slots__ = ("num_blocks", "retentions")
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
+        self.retentions: OrderedDict[int, Retention] = OrderedDict()
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that pins cover. Walks the pins."""
+        seen: set[int] = set()
+        count = 0
+        for retention in self.retentions.values():
+            node = retention.node if retention.is_pinned else None
+            while node is not None and node.serial not in seen:
+                seen.add(node.serial)
+                count += len(node.blocks)
+                node = node.parent
+        return count
+
+
+class RetentionLedger:
+    """All retentions of a tree and the blocks that each account retains. It neither splits nor removes nodes.
+
+    Time is the caller's: `end_overdue` is told what time it is. `num_lost_blocks` counts retained blocks that were
+    evicted, since the start.
+    """
+
+    __slots__ = ("_accounts", "_deadlines", "_number", "num_blocks", "num_lost_blocks", "num_pins", "num_retentions")
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, Account] = {}
+        # (deadline, number, retention): one entry for each retention with a deadline, at or before its deadline.
+        self._deadlines: list[tuple[float, int, Retention]] = []
+        self._number = 0
+        self.num_blocks = 0
+        self.num_lost_blocks = 0
+        self.num_pins = 0
+        self.num_retentions = 0
+
+    def account(self, name: str) -> Account:
+        """Return an account to read, an empty one if it retains nothing."""
+        return self._accounts.get(name) or Account()
+
+    def accounts(self) -> dict[str, Account]:
+        """Return the accounts that retain something."""
+        return self._accounts
+
+    def place(self, node: Node, ttl: float, now: float, *, pin: bool = False) -> None:
+        """Retain the prefix that ends with `node` until `now + ttl`, or pin it; what it is granted already stays."""
+        retention = node.retention
+        account = self._accounts.setdefault(account_of(node.namespace), Account())
+        if retention is None:
+            self._number += 1
+            retention = Retention(self._number, node)
+            self.num_retentions += 1
+            self._attach(retention, node, account)
+        if pin and not retention.is_pinned:
+            retention.is_pinned = True
+            self.num_pins += 1
+        if ttl > 0 and now + ttl >= retention.until:
+            retention.ttl = ttl
+            self._extend(retention, now + ttl)
+        account.retentions.move_to_end(retention.number)
+
+    def refresh(self, node: Node, now: float) -> None:
+        """Begin every retention anew that ends at `node` or above it: its prefix was hit."""
+        current: Node | None = node
+        while current is not None:
+            retention = current.retention
+            if retention is not None:
+                if retention.until > 0:
+                    retention.until = max(retention.until, now + retention.ttl)
+                self._accounts[account_of(current.namespace)].retentions.move_to_end(retention.number)
+            current = current.parent
+
+    def unpin(self, node: Node, now: float) -> Node | None:
+        """Let a pinned retention end with its deadline. Return the node where one ended now, None if it goes on."""
+        retention = node.retention
+        assert retention is not None
+        retention.is_pinned = False
+        self.num_pins -= 1
+        return self.drop(retention) if retention.until <= now else None
+
+    def drop(self, retention: Retention) -> Node:
+        """End a retention. Return the node where it ended, whose place in the eviction queue may have changed."""
+        node = retention.node
+        assert node is not None
+        self._forget(retention, node)
+        self._release(node)
+        return node
+
+    def oldest(self, account: str, spared: Node) -> Retention | None:
+        """Return the retention of an account that was refreshed longest ago, no pin and not the one of `spared`."""
+        retentions = self.account(account).retentions.values()
+        return next((one for one in retentions if not one.is_pinned and one.node is not spared), None)
+
+    def end_overdue(self, now: float) -> list[Node]:
+        """End the retentions whose time is over. Return the nodes where they ended."""
+        ended = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number, retention = heappop(self._deadlines)
+            if retention.node is None:
+                continue
+            if retention.until > now:
+                heappush(self._deadlines, (retention.until, number, retention))
+            else:
+                retention.until = 0.0
+                if not retention.is_pinned:
+                    ended.append(self.drop(retention))
+        return ended
+
+    def shrink(self, node: Node, count: int, *, lost: bool) -> None:
+        """Note that the last `count` blocks of a retained node are removed, evicted if `lost`."""
+        self.num_blocks -= count
+        self._accounts[account_of(node.namespace)].num_blocks -= count
+        if lost:
+            self.num_lost_blocks += count
+
+    def move_up(self, node: Node) -> None:
+        """Move the retention of `node`, which has lost its last block, to its parent, with the parent's own if any.
+
+        To be called while `node.parent` is set. A retention of which no block is left ends.
+        """
+        retention, parent = node.retention, node.parent
+        assert retention is not None
+        assert parent is not None
+        if parent.parent is None:
+            self._forget(retention, node)
+        elif parent.retention is not None:
+            self._merge(retention, parent.retention)
+            self._forget(retention, node)
+        else:
+            node.retention, retention.node, parent.retention = None, parent, retention
+            parent.keeps += 1
+        node.keeps = 0
+        self._release(parent)
+
+    def _merge(self, source: Retention, target: Retention) -> None:
+        if source.is_pinned and not target.is_pinned:
+            target.is_pinned = True
+            self.num_pins += 1
+        if source.until > target.until:
+            target.ttl = source.ttl
+            self._extend(target, source.until)
+
+    def _extend(self, retention: Retention, until: float) -> None:
+        """Set a later deadline. An entry in the heap is moved when it is due."""
+        if retention.until == 0:
+            if len(self._deadlines) > 2 * self.num_retentions + _HEAP_SLACK:
+                self._deadlines = [entry for entry in self._deadlines if entry[2].node is not None]
+                heapify(self._deadlines)
+            heappush(self._deadlines, (until, retention.number, retention))
+        retention.until = until
+
+    def _attach(self, retention: Retention, node: Node, account: Account) -> None:
+        node.retention = retention
+        account.retentions[retention.number] = retention
+        current: Node | None = node
+        while current is not None:
+            current.keeps += 1
+            if current.keeps > 1:
+                return
+            account.num_blocks += len(current.blocks)
+            self.num_blocks += len(current.blocks)
+            current = current.parent
+
+    def _forget(self, retention: Retention, node: Node) -> None:
+        if retention.is_pinned:
+            self.num_pins -= 1
+        self.num_retentions -= 1
+        retention.node = node.retention = None
+        del self._accounts[account_of(node.namespace)].retentions[retention.number]
+
+    def _release(self, node: Node) -> None:
+        """Take back one of the `keeps` of a node."""
+        name = account_of(node.namespace)
+        account = self._accounts[name]
+        current: Node | None = node
+        while current is not None:
+            current.keeps -= 1
+            if current.keeps:
+                break
+            account.num_blocks -= len(current.blocks)
+            self.num_blocks -= len(current.blocks)
+            current = current.parent
+        if not account.retentions:
+            del self._accounts[name]

@@ -1,0 +1,153 @@
+"""Commands about the caches of several ranks, and retention and reports through the scheduler."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+from moeserve.cache_commands import CacheCommandError, CacheCommands
+from moeserve.plan import CacheWish, SamplingParams
+from moeserve.wire import pack_token_ids
+from radix_cache import MissReason, PrefixCache
+from tests.support.scheduler_simulation import Simulation
+
+SIZE = 4
+PROMPT = list(range(24))
+
+
+def fill(cache: PrefixCache, prompt: list[int], namespace: str = "a") -> None:
+    tokens = array("i", prompt)
+    lease = cache.match(tokens, namespace)
+    cache.note_hit(lease, lease.num_cached_tokens)
+    cache.extend(lease, -(-len(tokens) // SIZE) - len(lease.block_ids))
+    cache.free(cache.publish(lease, tokens, len(tokens)))
+    cache.release(lease)
+
+
+def pin(commands: CacheCommands, prompt: list[int], share: float | None = None) -> dict[str, Any]:
+    return commands.command("pin_prefix", {"namespace": "a", "token_ids": pack_token_ids(prompt), "share": share})
+
+
+def test_a_pin_goes_to_the_rank_that_has_the_prefix_and_ids_name_the_rank() -> None:
+    caches = [PrefixCache(32, SIZE), PrefixCache(32, SIZE)]
+    commands = CacheCommands(caches)
+    assert pin(commands, PROMPT) == {"over_budget": False, "tokens": 24, "missing_tokens": 24}
+    fill(caches[1], PROMPT)
+    assert pin(commands, PROMPT)["missing_tokens"] == 0
+    assert [cache.num_pins for cache in caches] == [0, 1]
+    listed = commands.command("list_prefixes", {"account": "a", "limit": 10})
+    (entry,) = listed["prefixes"]
+    assert entry["id"].startswith("1.")
+    assert entry["is_pinned"]
+    assert listed["budget"] == {"blocks": 32, "retained": 6, "pinned": 6}
+    assert commands.samples()["moeserve_kv_pinned_prefixes"] == [[1]]
+    for wrong in ("0.1", "7.1", "x", "", "1.", "1.99999999999999999999"):
+        assert commands.command("unpin_prefix", {"namespace": "a", "prefix_id": wrong}) == {"unpinned": 0}
+    assert commands.command("unpin_prefix", {"namespace": "b", "prefix_id": entry["id"]}) == {"unpinned": 0}
+    assert commands.command("unpin_prefix", {"namespace": "a/x", "prefix_id": entry["id"]}) == {"unpinned": 1}
+    assert commands.samples()["moeserve_kv_retained_blocks"] == [[0]]
+
+
+def test_a_pin_beyond_the_budget_says_how_much_is_free() -> None:
+    cache = PrefixCache(32, SIZE)
+    commands = CacheCommands([cache])
+    fill(cache, PROMPT)
+    assert pin(commands, PROMPT, 0.1) == {"over_budget": True, "wanted_blocks": 6, "free_blocks": 3}
+    assert pin(commands, PROMPT, 0.2)["missing_tokens"] == 0
+
+
+def test_a_listing_has_the_prefixes_that_saved_most_first_and_no_more_than_asked_for() -> None:
+    cache = PrefixCache(64, SIZE)
+    commands = CacheCommands([cache])
+    for times, start in ((1, 100), (3, 200), (2, 300)):
+        for _ in range(times):
+            fill(cache, list(range(start, start + 9)))
+    fill(cache, PROMPT, "b")
+    listed = commands.command("list_prefixes", {"account": "a", "limit": 2})
+    assert [entry["tokens_saved"] for entry in listed["prefixes"]] == [16, 8]
+    assert [entry["preview"][0] for entry in listed["prefixes"]] == [200, 300]
+    assert listed["num_prefixes"] == 3
+    assert listed["complete"]
+    assert len(commands.command("list_prefixes", {"account": None, "limit": 1000})["prefixes"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("list_prefixes", {"account": "a"}),
+        ("list_prefixes", {"account": 1, "limit": 1}),
+        ("pin_prefix", {"namespace": "a", "token_ids": b"abc"}),
+        ("drop_prefixes", {"account": "a", "more": 1}),
+    ],
+)
+def test_wrong_arguments_are_an_error_of_the_command(command: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(CacheCommandError):
+        CacheCommands([PrefixCache(8, SIZE)]).command(command, arguments)
+
+
+def test_a_wish_retains_the_prompt_once_the_request_has_ended_and_time_ends_it() -> None:
+    simulation = Simulation(num_blocks=32, block_size=SIZE)
+    simulation.scheduler.tell_time(100.0)
+    record = simulation.add("one", PROMPT, SamplingParams(max_tokens=9))
+    record.request.cache = CacheWish(((24, 60.0), (9, 600.0)))
+    simulation.run()
+    assert simulation.cache.num_retained == 6
+    simulation.scheduler.tell_time(161.0)
+    assert simulation.cache.num_retained == 2
+    simulation.scheduler.tell_time(701.0)
+    assert simulation.cache.num_retained == 0
+    simulation.check_all_done()
+
+
+def test_a_hit_begins_a_retention_anew() -> None:
+    simulation = Simulation(num_blocks=32, block_size=SIZE)
+    record = simulation.add("one", PROMPT, SamplingParams(max_tokens=1))
+    record.request.cache = CacheWish(((24, 60.0),))
+    simulation.run()
+    simulation.scheduler.tell_time(50.0)
+    simulation.add("two", [*PROMPT, 40, 41], SamplingParams(max_tokens=1))
+    simulation.run()
+    simulation.scheduler.tell_time(100.0)
+    assert simulation.cache.num_retained == 6
+    simulation.scheduler.tell_time(111.0)
+    assert simulation.cache.num_retained == 0
+
+
+def test_retained_blocks_never_keep_a_request_from_its_memory() -> None:
+    simulation = Simulation(num_blocks=8, block_size=SIZE, max_model_len=32)
+    record = simulation.add("one", PROMPT, SamplingParams(max_tokens=1))
+    record.request.cache = CacheWish(((24, 60.0),), share=1.0)
+    simulation.run()
+    assert simulation.cache.num_retained == 6
+    simulation.add("two", list(range(20, 46)), SamplingParams(max_tokens=1))
+    simulation.run()
+    assert simulation.cache.num_retained == 1
+    assert simulation.cache.num_lost == 5
+    simulation.check_all_done()
+
+
+def test_a_request_that_failed_retains_nothing() -> None:
+    simulation = Simulation(num_blocks=32, block_size=SIZE, budget=8)
+    record = simulation.add("one", PROMPT, SamplingParams(max_tokens=9))
+    record.request.cache = CacheWish(((24, 60.0),))
+    simulation.step()
+    simulation.abort("one")
+    assert simulation.cache.num_retained == 2
+
+
+def test_reports_come_with_the_first_output_and_count_what_was_shared_while_waiting() -> None:
+    simulation = Simulation(num_blocks=64, block_size=SIZE, budget=8)
+    first = simulation.add("one", PROMPT, SamplingParams(max_tokens=4))
+    simulation.step()
+    second = simulation.add("two", PROMPT, SamplingParams(max_tokens=4))
+    for record in (first, second):
+        record.request.cache = CacheWish(report=True)
+    misses: dict[str, list[Any]] = {"one": [], "two": []}
+    while not simulation.scheduler.is_idle:
+        for output in simulation.step():
+            misses[output.request.request_id].append(output.miss)
+    assert [miss is not None for miss in misses["two"]] == [True, False, False, False]
+    assert misses["two"][0].reason is MissReason.LAST_TOKEN
+    assert misses["two"][0].num_matched_tokens == second.request.num_cached_tokens == 20

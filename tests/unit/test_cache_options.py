@@ -1,0 +1,145 @@
+"""What clients ask of the prompt cache: their spellings, key files, and token counts of the prefixes to keep."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeserve.config import ConfigError
+from moeserve.frontend.cache_wishes import cache_wishes
+from moeserve.frontend.dialects.cache_options import read_cache_control, read_cache_options
+from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
+from moeserve.frontend.http import ApiError
+from moeserve.frontend.keys import ANYONE, Identity, cache_account, cache_namespace, load_keys
+from moeserve.frontend.services import Services
+from moeserve.plan import CacheWish, SamplingParams
+from radix_cache import account_of
+from tests.support.frontend import run_context
+
+SECRET = "5e" * 32
+
+
+@pytest.mark.parametrize(
+    ("key", "retention", "options", "seconds"),
+    [
+        (None, None, None, None),
+        ("agent", None, None, 600),
+        (None, "in_memory", None, 600),
+        ("agent", "24h", None, 86_400),
+        (None, None, {}, 1800),
+        (None, None, {"ttl": "5m"}, 300),
+        ("agent", None, {"ttl": "90s"}, 600),
+        (None, None, {"ttl": 45}, 45),
+        (None, None, {"ttl": "1d", "mode": "implicit"}, 86_400),
+        ("agent", "24h", {"mode": "explicit"}, None),
+    ],
+)
+def test_the_longest_time_that_a_client_asks_for_counts(
+    key: str | None, retention: str | None, options: dict[str, Any] | None, seconds: int | None
+) -> None:
+    assert read_cache_options(key, retention, options, None) == CacheOptions(seconds=seconds)
+    assert read_cache_options(key, retention, options, True) == CacheOptions(seconds=seconds, report=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [
+        (("x" * 1025, None, None), "prompt_cache_key"),
+        ((None, "forever", None), "prompt_cache_retention"),
+        ((None, None, {"ttl": "25h"}), "prompt_cache_options.ttl"),
+        ((None, None, {"ttl": True}), "prompt_cache_options.ttl"),
+        ((None, None, {"ttl": "0s"}), "prompt_cache_options.ttl"),
+        ((None, None, {"ttl": 1.5}), "prompt_cache_options.ttl"),
+        ((None, None, {"ttl": []}), "prompt_cache_options.ttl"),
+        ((None, None, {"mode": "off"}), "prompt_cache_options.mode"),
+        ((None, None, {"mode": ["off"]}), "prompt_cache_options.mode"),
+        ((None, None, {"comparison_response_id": "r"}), "prompt_cache_options.comparison_response_id"),
+    ],
+)
+def test_a_wrong_wish_is_refused_by_name(arguments: tuple[Any, Any, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_cache_options(*arguments, None)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("control", "seconds"),
+    [(None, None), ({"type": "ephemeral"}, 300), ({"type": "ephemeral", "ttl": "1h"}, 3600)],
+)
+def test_anthropics_marks_have_two_times(control: Any, seconds: int | None) -> None:
+    assert read_cache_control(control, "system[0].cache_control") == seconds
+
+
+@pytest.mark.parametrize(
+    "control",
+    [{"type": "persistent"}, {}, "ephemeral", {"type": "ephemeral", "ttl": "2h"}, {"type": "ephemeral", "ttl": {}}],
+)
+def test_other_marks_are_refused(control: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_cache_control(control, "system[0].cache_control")
+    assert caught.value.status == 400
+    assert str(caught.value.param).startswith("system[0].cache_control")
+
+
+def test_a_key_file_gives_keys_shares_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("user:alice retention=0.25\nbob\nadmin:root   retention=1\n")
+    keys = load_keys((), str(file))
+    shares = {name: keys.find(name.encode()) for name in ("alice", "bob", "root")}
+    assert {name: found and found.retention_share for name, found in shares.items()} == {
+        "alice": 0.25,
+        "bob": None,
+        "root": 1.0,
+    }
+    for wrong in ("2", "-1", "much", "nan", ""):
+        file.write_text(f"alice retention={wrong}\n")
+        with pytest.raises(ConfigError, match="retention="):
+            load_keys((), str(file))
+
+
+def test_every_namespace_of_a_key_belongs_to_its_account() -> None:
+    one = Identity(b"1" * 32, frozenset())
+    account = cache_account(SECRET, one)
+    assert account
+    assert account_of(cache_namespace(SECRET, one, "")) == account
+    assert account_of(cache_namespace(SECRET, one, "salt/y")) == account
+    assert account_of(cache_namespace(SECRET, ANYONE, "salt")) == cache_account(SECRET, ANYONE) == ""
+
+
+MESSAGES = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "hi"},
+    {"role": "user", "content": "bye"},
+]
+
+
+def wishes_of(folder: Path, options: CacheOptions, prompt: ChatPrompt | list[int]) -> tuple[Any, list[int], list[int]]:
+    """Return the wishes, the prompt's token ids, and those of the first message alone."""
+    services = Services.load(run_context(folder))
+    facts = ModelFacts(("tiny",), 512, 300, (), {}, 0)
+    request = GenerateRequest(
+        model="tiny", prompts=[prompt], sampling=SamplingParams(1), max_tokens=1, seed=0, cache=options
+    )
+
+    async def run() -> tuple[Any, list[int], list[int]]:
+        ids = await services.encode(prompt, facts)
+        head = await services.encode(ChatPrompt(MESSAGES[:1], add_generation_prompt=False), facts)
+        return await cache_wishes(services, request, [ids], facts, Identity(b"", frozenset(), 0.25)), ids, head
+
+    return asyncio.run(run())
+
+
+def test_breakpoints_become_token_counts_of_the_rendered_prompt(tmp_path: Path) -> None:
+    options = CacheOptions(seconds=60, breakpoints=((1, 3600), (4, 300)))
+    wishes, ids, head = wishes_of(tmp_path, options, ChatPrompt(MESSAGES))
+    assert ids[: len(head)] == head
+    assert wishes == [CacheWish(((len(ids), 60), (len(head), 3600), (len(ids), 300)), 0.25)]
+
+
+def test_a_request_that_asks_nothing_of_the_cache_has_no_wish(tmp_path: Path) -> None:
+    assert wishes_of(tmp_path, CacheOptions(), [1, 2, 3])[0] is None
+    assert wishes_of(tmp_path, CacheOptions(report=True), [1, 2, 3])[0] == [CacheWish((), 0.25, True)]

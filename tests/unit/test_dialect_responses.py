@@ -1,0 +1,453 @@
+"""The Responses dialect: its requests in."""
+
+import json
+from typing import Any
+
+import pytest
+
+from moeserve.frontend.dialects import chat, responses
+from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, OutputFormat, Tool, ToolChoice
+from moeserve.frontend.dialects.responses_items import seal_reasoning
+from moeserve.frontend.dialects.responses_tools import ClientName
+from moeserve.frontend.http import ApiError
+from moeserve.frontend.response_store import Shelf
+
+FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
+WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+
+
+def empty_shelf() -> Shelf:
+    return Shelf(8, 10_000, lambda: None)
+
+
+def parse(shelf: Shelf | None = None, **changes: Any) -> GenerateRequest:
+    body = json.dumps({"model": "tiny", "input": "hi", **changes}).encode()
+    return responses.parse(body, FACTS, shelf or empty_shelf())
+
+
+def prompt_of(request: GenerateRequest) -> ChatPrompt:
+    (prompt,) = request.prompts
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+def messages(items: Any, **changes: Any) -> list[dict[str, Any]]:
+    return prompt_of(parse(input=items, **changes)).messages
+
+
+def turn_of(request: GenerateRequest) -> responses.Turn:
+    turn = request.repeated["turn"]
+    assert isinstance(turn, responses.Turn)
+    return turn
+
+
+def refuse(**changes: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(**changes)
+    return caught.value
+
+
+def call(name: str, call_id: str, arguments: str = "{}", **fields: Any) -> dict[str, Any]:
+    return {"type": "function_call", "name": name, "call_id": call_id, "arguments": arguments, **fields}
+
+
+def result(call_id: str, output: Any = "ok") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+def in_chat(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def test_a_text_is_a_user_message_after_the_instructions() -> None:
+    assert messages("hello", instructions="be brief") == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hello"},
+    ]
+
+
+def test_a_conversation_is_the_same_prompt_as_through_chat() -> None:
+    spoken = [
+        {"role": "system", "content": "s"},
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c"},
+        {"role": "developer", "content": "in the middle"},
+        {"role": "user", "content": ""},
+    ]
+    body = {"model": "tiny", "messages": spoken, "reasoning_effort": "low"}
+    (through_chat,) = chat.parse(json.dumps(body).encode(), FACTS).prompts
+    assert prompt_of(parse(input=spoken, reasoning={"effort": "low"})) == through_chat
+    assert prompt_of(parse(input=spoken[1:], instructions="s", reasoning={"effort": "low"})) == through_chat
+
+
+def test_an_agents_turns_become_chats_messages() -> None:
+    items = [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "two"}]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "I look", "annotations": []}],
+        },
+        call("weather", "c1", '{ "city":"Paris" }', id="fc_1", status="completed"),
+        call("weather", "c2", '{"city": "Rome"}'),
+        result("c1", "sunny"),
+        result("c2", [{"type": "input_text", "text": "wet"}, {"type": "input_text", "text": "cold"}]),
+        {"role": "assistant", "content": "done"},
+    ]
+    assert prompt_of(parse(input=items, tools=[WEATHER])) == ChatPrompt(
+        messages=[
+            {"role": "user", "content": "weather?"},
+            {
+                "role": "assistant",
+                "content": "I look",
+                "reasoning_content": "two",
+                "tool_calls": [
+                    in_chat("c1", "weather", {"city": "Paris"}),
+                    in_chat("c2", "weather", {"city": "Rome"}),
+                ],
+            },
+            {"role": "tool", "content": "sunny", "tool_call_id": "c1", "name": "weather"},
+            {"role": "tool", "content": "wet\ncold", "tool_call_id": "c2", "name": "weather"},
+            {"role": "assistant", "content": "done"},
+        ],
+        tools=(Tool("weather", None, {"type": "object"}),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", {}),
+        ('{"a": 1.0}', {"a": 1.0}),
+        ("not json", {"invalid_arguments": "not json"}),
+        ("[1]", {"invalid_arguments": "[1]"}),
+    ],
+)
+def test_arguments_are_objects_whatever_the_model_wrote(arguments: str, expected: dict[str, Any]) -> None:
+    (message,) = messages([call("f", "1", arguments)])
+    assert message["tool_calls"] == [in_chat("1", "f", expected)]
+
+
+def test_messages_of_the_assistant_stay_apart_and_text_after_calls_joins_them() -> None:
+    assert messages([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]) == [
+        {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
+    items = [call("f", "1"), {"role": "assistant", "content": "late"}, result("1")]
+    assert [(message["role"], message["content"]) for message in messages(items)] == [
+        ("assistant", "late"),
+        ("tool", "ok"),
+    ]
+
+
+def test_reasoning_comes_from_content_else_from_what_this_server_sealed_else_from_the_summary() -> None:
+    summary = [{"type": "summary_text", "text": "short"}]
+    for fields, expected in (
+        ({"encrypted_content": seal_reasoning("long ü"), "summary": summary}, "long ü"),
+        ({"encrypted_content": "gAAAA", "summary": summary}, "short"),
+        ({"encrypted_content": "moeserve.1.%%%", "content": None, "summary": summary}, "short"),
+    ):
+        (message,) = messages([{"type": "reasoning", "id": "rs", **fields}, call("f", "1")])
+        assert message["reasoning_content"] == expected
+    (message,) = messages([{"type": "reasoning", "id": "rs", "summary": []}, call("f", "1")])
+    assert "reasoning_content" not in message
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        (None, "input"),
+        ([], "input"),
+        ([{}], "input[0].type"),
+        ([{"role": "wizard", "content": "x"}], "input[0].role"),
+        ([{"role": "user"}], "input[0].content"),
+        ([{"role": "user", "content": [{"text": "x"}]}], "input[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
+        ([{"role": "user", "content": ["x"]}], "input[0].content[0].type"),
+        ([{"type": "reasoning", "content": "x"}], "input[0].content"),
+        ([{"type": "function_call", "name": "f", "call_id": "1"}], "input[0].arguments"),
+        ([{"type": "function_call", "name": "f", "arguments": ""}], "input[0].call_id"),
+        ([call("f", "1", namespace=3)], "input[0].namespace"),
+        ([call("f", "1"), result("2")], "input[1].call_id"),
+        ([call("f", "1"), result("1", None)], "input[1].output"),
+        ([{"type": "item_reference", "id": "msg_1"}], "input[0].id"),
+        (["hi"], "input[0]"),
+        ([{"role": "user", "content": "x"}] * 4097, "input"),
+    ],
+)
+def test_bad_items_are_refused_by_name(items: Any, param: str) -> None:
+    error = refuse(input=items)
+    assert (error.status, error.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("items", "named"),
+    [
+        (
+            [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+            "input[0].content[0].type=input_image",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}],
+            "input[0].content[0].type=input_file",
+        ),
+        ([call("f", "1"), result("1", [{"type": "input_image"}])], "input[1].output[0].type=input_image"),
+        ([{"type": "web_search_call", "id": "x"}], "input[0].type=web_search_call"),
+    ],
+)
+def test_what_is_not_text_is_refused_in_words(items: Any, named: str) -> None:
+    error = refuse(input=items)
+    assert (error.code, error.message) == ("unsupported_parameter", f"`{named}` is not supported by this server")
+
+
+def test_functions_reach_the_model_and_the_answer_repeats_all_their_fields() -> None:
+    request = parse(tools=[{**WEATHER, "description": "d", "strict": True}, {"type": "function", "name": "now"}])
+    assert request.tools == (Tool("weather", "d", {"type": "object"}, True), Tool("now"))
+    assert prompt_of(request).tools == request.tools
+    assert turn_of(request).repeated["tools"] == [
+        {"type": "function", "name": "weather", "description": "d", "parameters": {"type": "object"}, "strict": True},
+        {"type": "function", "name": "now", "description": None, "parameters": None, "strict": False},
+    ]
+
+
+def test_a_namespaces_functions_have_its_name_for_the_model_alone() -> None:
+    tools = [{"type": "namespace", "name": "mcp", "description": "d", "tools": [WEATHER, {"type": "web_search"}]}]
+    request = parse(input=[call("weather", "1", namespace="mcp")], tools=tools)
+    assert [tool.name for tool in request.tools] == ["mcp__weather"]
+    assert turn_of(request).names == {"mcp__weather": ClientName("weather", "mcp")}
+    assert prompt_of(request).messages[0]["tool_calls"][0]["function"]["name"] == "mcp__weather"
+    assert request.dropped_tools == ("web_search",)
+
+
+def test_a_custom_tool_is_a_function_of_one_text() -> None:
+    items = [
+        {"type": "custom_tool_call", "call_id": "1", "name": "sql", "input": "SELECT 1"},
+        {"type": "custom_tool_call_output", "call_id": "1", "output": "1"},
+    ]
+    request = parse(input=items, tools=[{"type": "custom", "name": "sql", "description": "d"}])
+    (tool,) = request.tools
+    assert (tool.name, tool.description) == ("sql", "d")
+    assert tool.parameters is not None
+    assert tool.parameters["required"] == ["input"]
+    assert prompt_of(request).messages[0]["tool_calls"] == [in_chat("1", "sql", {"input": "SELECT 1"})]
+    assert prompt_of(request).messages[1] == {"role": "tool", "content": "1", "tool_call_id": "1", "name": "sql"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ([{}], "tools[0].type"),
+        ([{"type": "function"}], "tools[0].name"),
+        ([{"type": "function", "function": {"name": "f"}}], "tools[0].name"),
+        ([{"type": "function", "name": "two words"}], "tools[0].name"),
+        ([{"type": "function", "name": "f", "parameters": []}], "tools[0].parameters"),
+        ([{"type": "function", "name": "f", "strict": "yes"}], "tools[0].strict"),
+        ([{"type": "function", "name": "f", "description": 1}], "tools[0].description"),
+        ([WEATHER, WEATHER], "tools[1].name"),
+        ([{"type": "namespace", "name": "n", "tools": {}}], "tools[0].tools"),
+        ([{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}], "tools[0].tools[0].name"),
+        ([{"type": "custom", "name": "c", "format": {"type": "grammar"}}], "tools[0].format.type"),
+    ],
+)
+def test_bad_tools_are_refused_by_name(tools: Any, param: str) -> None:
+    assert refuse(tools=tools).param == param
+
+
+def test_built_in_tools_are_dropped_and_named() -> None:
+    request = parse(tools=[{"type": "web_search"}, WEATHER, {"type": "mcp", "server_label": "x"}])
+    assert request.dropped_tools == ("web_search", "mcp")
+    assert [tool["type"] for tool in turn_of(request).repeated["tools"]] == ["function"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, ToolChoice("auto")),
+        ("none", ToolChoice("none")),
+        ("required", ToolChoice("required")),
+        ({"type": "function", "name": "weather"}, ToolChoice("required", ("weather",))),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]},
+            ToolChoice("auto", ("weather",)),
+        ),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "web_search"}, {"type": "function", "name": "now"}],
+            },
+            ToolChoice("required", ("now",)),
+        ),
+        ({"type": "allowed_tools", "tools": [{"type": "web_search"}]}, ToolChoice("none")),
+    ],
+)
+def test_the_choice_of_tools(choice: Any, expected: ToolChoice) -> None:
+    request = parse(tools=[WEATHER, {"type": "function", "name": "now"}, {"type": "web_search"}], tool_choice=choice)
+    assert request.tool_choice == expected
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param", "word"),
+    [
+        ([], "required", "tool_choice", "none"),
+        ([{"type": "web_search"}], "required", "tool_choice", "web_search"),
+        ([{"type": "web_search"}], {"type": "web_search"}, "tool_choice.type", "web_search"),
+        ([WEATHER], {"type": "function", "name": "other"}, "tool_choice.name", "other"),
+        ([WEATHER], {"type": "allowed_tools", "mode": "required", "tools": []}, "tool_choice", "none"),
+        ([WEATHER], {"type": "allowed_tools", "mode": "maybe", "tools": []}, "tool_choice.mode", "auto"),
+        ([WEATHER], "sometimes", "tool_choice", "auto"),
+        ([WEATHER], {}, "tool_choice", "auto"),
+    ],
+)
+def test_a_choice_that_cannot_be_met_is_refused(tools: Any, choice: Any, param: str, word: str) -> None:
+    error = refuse(tools=tools, tool_choice=choice)
+    assert (error.status, error.param) == (400, param)
+    assert word in error.message
+
+
+def test_formats_of_the_text() -> None:
+    schema = {"type": "object"}
+    named = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    assert parse(text={"format": {"type": "text"}}).output_format is None
+    assert parse(text={"format": {"type": "json_object"}}).output_format == OutputFormat("json_object")
+    request = parse(text={"format": named, "verbosity": "low"})
+    assert request.output_format == OutputFormat("json_schema", schema)
+    assert turn_of(request).repeated["text"] == {"format": {**named, "description": None}, "verbosity": "low"}
+    assert request.ignored == ("verbosity",)
+    assert refuse(text={"format": {"type": "json_schema", "name": "n"}}).param == "text.format.schema"
+    assert refuse(text={"format": {"type": "json_schema", "schema": {}}}).param == "text.format.name"
+    assert refuse(text={"format": {"type": "xml"}}).param == "text.format.type"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("background", True),
+        ("conversation", "conv_1"),
+        ("prompt", {"id": "p"}),
+        ("context_management", [{"type": "compaction"}]),
+        ("n", 2),
+        ("prompt_logprobs", 3),
+        ("skip_special_tokens", False),
+        ("include_stop_str_in_output", True),
+        ("response_format", {"type": "json_object"}),
+        ("max_tokens", 5),
+    ],
+)
+def test_fields_that_are_not_served_are_refused_in_words(field: str, value: Any) -> None:
+    error = refuse(**{field: value})
+    assert (error.code, error.param) == ("unsupported_parameter", field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("max_output_tokens", 0, "max_output_tokens"),
+        ("max_tool_calls", 0, "max_tool_calls"),
+        ("top_logprobs", 21, "top_logprobs"),
+        ("truncation", "sometimes", "truncation"),
+        ("reasoning", {"effort": "much"}, "reasoning.effort"),
+        ("reasoning", {"summary": "long"}, "reasoning.summary"),
+        ("text", {"verbosity": "loud"}, "text.verbosity"),
+        ("metadata", {"k": 1}, "metadata[...]"),
+        ("metadata", {"k": "v" * 513}, "metadata"),
+        ("metadata", {str(i): "" for i in range(17)}, "metadata"),
+        ("user", "u" * 513, "user"),
+        ("stream_options", {}, "stream_options"),
+        ("model", None, "model"),
+    ],
+)
+def test_bad_values_are_refused_by_name(field: str, value: Any, param: str) -> None:
+    error = refuse(**{field: value})
+    assert (error.status, error.param) == (400, param)
+
+
+def nested(place: str, depth: int) -> bytes:
+    """Return a body that holds objects in objects at that place."""
+    value = '{"a":' * depth + "1" + "}" * depth
+    fields = {
+        "tools": f'"tools": [{{"type": "function", "name": "f", "parameters": {value}}}], "input": "x"',
+        "text": f'"text": {{"format": {{"type": "json_schema", "name": "n", "schema": {value}}}}}, "input": "x"',
+        "input": f'"input": [{{"role": "user", "content": "x", "extra": {value}}}]',
+    }
+    return f'{{"model": "tiny", {fields[place]}}}'.encode()
+
+
+@pytest.mark.parametrize("place", ["tools", "text", "input"])
+def test_what_is_nested_too_deeply_is_refused_at_every_depth(place: str) -> None:
+    responses.parse(nested(place, 50), FACTS, empty_shelf())
+    for depth in (400, *range(980, 1000), 100_000):
+        with pytest.raises(ApiError, match="nested too deeply"):
+            responses.parse(nested(place, depth), FACTS, empty_shelf())
+
+
+def test_options_reach_the_request_and_are_repeated() -> None:
+    request = parse(
+        max_output_tokens=7,
+        temperature=0.5,
+        top_p=0.25,
+        reasoning={"effort": "high", "summary": "auto"},
+        parallel_tool_calls=False,
+        metadata={"a": "b"},
+        prompt_cache_key="k",
+        truncation="auto",
+        seed=3,
+        stop="x",
+    )
+    assert (request.max_tokens, request.sampling.temperature, request.sampling.top_p) == (7, 0.5, 0.25)
+    assert (request.seed, request.stop, request.parallel_tool_calls) == (3, ("x",), False)
+    assert prompt_of(request).variables == {"reasoning_effort": "high"}
+    repeated = turn_of(request).repeated
+    assert repeated["reasoning"] == {"effort": "high", "summary": None}
+    assert (repeated["metadata"], repeated["prompt_cache_key"], repeated["truncation"]) == ({"a": "b"}, "k", "disabled")
+
+
+def test_log_probabilities_are_asked_for_by_number_or_by_include() -> None:
+    assert parse().sampling.logprobs is None
+    assert parse(top_logprobs=3).sampling.logprobs == 3
+    assert parse(include=["message.output_text.logprobs"]).sampling.logprobs == 0
+
+
+def stored(shelf: Shelf) -> None:
+    """Keeps a response of a turn that called a tool."""
+    output = [
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        call("weather", "c1", '{"city":"Paris"}', id="fc_1"),
+    ]
+    body = json.dumps({"output": output}).encode()
+    assert shelf.put("resp_1", body, [{"role": "user", "content": "weather?"}], None)
+
+
+def test_an_earlier_response_goes_before_the_input_without_its_instructions() -> None:
+    shelf = empty_shelf()
+    stored(shelf)
+    request = parse(shelf, input=[result("c1")], previous_response_id="resp_1", instructions="new")
+    assert prompt_of(request).messages == [
+        {"role": "system", "content": "new"},
+        {"role": "user", "content": "weather?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [in_chat("c1", "weather", {"city": "Paris"})],
+        },
+        {"role": "tool", "content": "ok", "tool_call_id": "c1", "name": "weather"},
+    ]
+    assert turn_of(request).input == [result("c1")]
+
+
+def test_a_reference_stands_for_a_kept_item() -> None:
+    shelf = empty_shelf()
+    stored(shelf)
+    request = parse(shelf, input=[{"type": "item_reference", "id": "fc_1"}, result("c1")])
+    assert [message["role"] for message in prompt_of(request).messages] == ["assistant", "tool"]
+
+
+def test_an_unknown_earlier_response_is_a_404_that_says_so() -> None:
+    error = refuse(previous_response_id="resp_9")
+    assert (error.status, error.code, error.param) == (404, "previous_response_not_found", "previous_response_id")
+    assert "resp_9" in error.message
