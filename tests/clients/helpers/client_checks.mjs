@@ -77,6 +77,13 @@ export async function raised(promise) {
   throw new Error(`served: ${JSON.stringify(outcome)}`);
 }
 
+// Returns an error and the first place in the script that it comes from, if that is known.
+function describe(error) {
+  const place = String(error?.stack).split("\n").find((line) => line.includes(".mjs") && !line.includes("node_modules"));
+  const about = error?.responseBody ?? error?.cause?.message ?? "";
+  return `${place?.trim() ?? ""}: ${error} ${about}`.slice(0, 1500);
+}
+
 // Runs the checks of one API, an object of functions by their names, and prints one JSON line for each.
 export async function run(api, checks) {
   for (const [check, act] of Object.entries(checks)) {
@@ -85,7 +92,7 @@ export async function run(api, checks) {
     try {
       await act();
     } catch (error) {
-      report = { api, check, ok: false, detail: String(error?.stack ?? error).slice(0, 1500) };
+      report = { api, check, ok: false, detail: describe(error) };
     }
     // The runner looks for lines that begin like this.
     console.log(`{"api": ${JSON.stringify(api)}, ${JSON.stringify(report).slice(1).replace(/^"api":"[^"]*",/, "")}`);

@@ -9,8 +9,10 @@ import asyncio
 import inspect
 import json
 import os
+import subprocess
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 URL = os.environ.get("BASE_URL", "http://127.0.0.1:8000")
@@ -132,3 +134,25 @@ def raised(function: Callable[[], Any], kind: type[BaseException] | tuple[type[B
     except kind as error:
         return error
     raise AssertionError(f"served: {outcome!r}")
+
+
+SECRET = "the number of the day is 4711"
+
+
+def run_program(command: list[str], **variables: str) -> str:
+    """Run a terminal agent in a folder with note.txt, which holds SECRET; return what it prints, errors too."""
+    folder = Path("project")
+    folder.mkdir(exist_ok=True)
+    (folder / "note.txt").write_text(f"{SECRET}\n")
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=140,
+        check=False,
+    )
+    return done.stdout

@@ -1,6 +1,5 @@
 """instructor: tools, JSON and JSON schema as the ways to a structured answer."""
 
-from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import instructor
@@ -16,6 +15,7 @@ from client_checks import (
     check_forecast,
     raised,
 )
+from instructor.core.exceptions import InstructorRetryException
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
@@ -69,4 +69,4 @@ def structured():
 
 @check
 def error():
-    raised(lambda: ask(make(), model=UNKNOWN), (openai.NotFoundError, instructor.exceptions.InstructorRetryException))
+    raised(lambda: ask(make(), model=UNKNOWN), (openai.NotFoundError, InstructorRetryException))

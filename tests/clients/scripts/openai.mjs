@@ -40,7 +40,8 @@ await run("chat", {
     });
     const pieces = [];
     stream.on("content", (piece) => pieces.push(piece));
-    assert(pieces.join("") === (await stream.finalContent()) && pieces.length > 3, pieces);
+    const text = await stream.finalContent();
+    assert(pieces.join("") === text && pieces.length > 3, pieces);
     assert((await stream.totalUsage()).completion_tokens <= 16, "usage");
   },
   tool: async () => checkAnswer(await runTools(ONE_CALL, false), "get_weather"),

@@ -22,6 +22,7 @@ from pydantic import BaseModel, Field
 from pydantic_ai import Agent, ModelHTTPError, ModelRetry, NativeOutput, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.profiles.anthropic import AnthropicModelProfile
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -35,7 +36,12 @@ class Forecast(BaseModel):
 MAKERS = {
     "responses": lambda name: OpenAIResponsesModel(name, provider=OpenAIProvider(base_url=V1, api_key=KEY)),
     "chat": lambda name: OpenAIChatModel(name, provider=OpenAIProvider(base_url=V1, api_key=KEY)),
-    "messages": lambda name: AnthropicModel(name, provider=AnthropicProvider(base_url=URL, api_key=KEY)),
+    "messages": lambda name: AnthropicModel(
+        name,
+        provider=AnthropicProvider(base_url=URL, api_key=KEY),
+        # It knows the names of the models that can do this.
+        profile=AnthropicModelProfile(supports_json_schema_output=True),
+    ),
 }
 
 
