@@ -32,9 +32,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(clients), help="these clients alone")
     parser.add_argument("--install", action="store_true", help="make the environments and stop")
-    parser.add_argument("--url", help="a service that runs already, without scripted answers; API_KEY and MODEL hold")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--conformance", dest="group", action="store_const", const="conformance", default="client")
+    group.add_argument("--benchmarks", dest="group", action="store_const", const="benchmark")
     options = parser.parse_args(arguments)
-    chosen = [client for name, client in clients.items() if not options.only or name in options.only]
+    chosen = [
+        client
+        for name, client in clients.items()
+        if (name in options.only if options.only else client.group == options.group)
+    ]
     environments, rows = _install(chosen)
     if options.install:
         return 1 if rows else 0
