@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,18 +12,9 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-_TIMEOUT = 600.0
+from launcher.server_client import ServerError, open_url, read_events, server_option
+
 _COMMANDS = "/reset forgets the conversation, /exit ends."
-
-
-def _base_url(_context: click.Context, _parameter: click.Parameter, text: str) -> str:
-    """Complete an address as people write it: a scheme may be missing, and `/v1` may be there."""
-    return (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
-
-
-server_option = click.option(
-    "--url", default="http://127.0.0.1:8000", show_default=True, callback=_base_url, help="Address of the server."
-)
 
 
 @click.command()
@@ -39,7 +28,7 @@ def chat(url: str, model: str | None, system: str | None, max_tokens: int | None
     console = Console(highlight=False, soft_wrap=True)
     try:
         conversation = Conversation(url, model or first_model(url, api_key), api_key, system, max_tokens)
-    except ChatError as error:
+    except ServerError as error:
         raise click.ClickException(str(error)) from None
     if sys.stdin.isatty():
         console.print(f"[dim]{escape(conversation.model)} at {escape(url)}. {_COMMANDS}[/]")
@@ -62,7 +51,7 @@ def _answer(console: Console, conversation: Conversation, text: str) -> None:
     try:
         for piece in conversation.say(text):
             console.out(piece, end="", highlight=False)
-    except ChatError as error:
+    except ServerError as error:
         if not sys.stdin.isatty():
             raise click.ClickException(str(error)) from None
         console.print(f"[red]{escape(str(error))}[/]", end="")
@@ -90,7 +79,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def say(self, text: str) -> Iterator[str]:
-        """Yield the answer in pieces, then remember question and answer. Raises ChatError, and remembers nothing."""
+        """Yield the answer in pieces, then remember question and answer. Raises ServerError, and remembers nothing."""
         question = {"role": "user", "content": text}
         body: dict[str, Any] = {"model": self.model, "messages": [*self.messages, question], "stream": True}
         if self.max_tokens is not None:
@@ -105,41 +94,16 @@ class Conversation:
 
 
 def first_model(url: str, api_key: str | None) -> str:
-    """Return the name of the model that the server serves. Raises ChatError."""
-    with _open(f"{url}/v1/models", None, api_key) as response:
+    """Return the name of the model that the server serves. Raises ServerError."""
+    with open_url(f"{url}/v1/models", None, api_key) as response:
         return str(json.load(response)["data"][0]["id"])
 
 
 def _stream(url: str, body: dict[str, Any], api_key: str | None) -> Iterator[dict[str, Any]]:
-    with _open(url, body, api_key) as response:
-        for line in response:
-            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
-                event: dict[str, Any] = json.loads(line[len(b"data: ") :])
+    with open_url(url, body, api_key) as response:
+        for _, data in read_events(response):
+            if data != "[DONE]":
+                event: dict[str, Any] = json.loads(data)
                 if "error" in event:
-                    raise ChatError(str(event["error"].get("message", event["error"])))
+                    raise ServerError(str(event["error"].get("message", event["error"])))
                 yield event
-
-
-def _open(url: str, body: dict[str, Any] | None, api_key: str | None) -> Any:
-    headers = {"Content-Type": "application/json"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=_TIMEOUT)
-    except urllib.error.HTTPError as error:
-        raise ChatError(_refusal(error)) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise ChatError(f"No server answers at {url} ({reason}): start one with `moeserve serve`.") from None
-
-
-def _refusal(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"The server answered {error.code} {error.reason}."
-
-
-class ChatError(Exception):
-    """The server cannot be reached, or it refused; the message is one sentence."""

@@ -49,6 +49,8 @@ class LazyGroup(click.Group):
     entries={
         "serve": ("launcher.serve:serve", "Serve a model over HTTP until stopped."),
         "chat": ("launcher.chat:chat", "Talk to a running server from the terminal."),
+        "top": ("launcher.top:top", "Watch a running server in the terminal."),
+        "run-batch": ("launcher.run_batch:run_batch", "Answer a file of requests."),
         "bench": ("launcher.cli:bench", "Measure OpenAI-compatible servers under load."),
         "tune": ("launcher.cli:tune", "Measure the kernels of a model's experts on this GPU."),
         "curve-key": ("launcher.cli:curve_key", "Make the key that several nodes of one service share."),

@@ -12,7 +12,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from launcher.chat import server_option
+from launcher.server_client import server_option
 from moeserve.experts.report import ReportError, draw_report, read_report_source
 
 _TIMEOUT = 60.0

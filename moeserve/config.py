@@ -23,6 +23,22 @@ from typing import Any, get_args, get_type_hints
 VERSION = "0.1.0"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+# The names in `moeserve.frontend.parsers.families`, which this module cannot import.
+TOOL_CALL_PARSERS = (
+    "auto",
+    "none",
+    "deepseek",
+    "glm",
+    "granite",
+    "harmony",
+    "hermes",
+    "kimi",
+    "llama3",
+    "minimax",
+    "mistral",
+    "qwen3-coder",
+)
+REASONING_PARSERS = ("auto", "none", "harmony", "mistral", "think")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -217,6 +233,18 @@ class ServeConfig:
     )
     cors_allow_origin: tuple[str, ...] = setting(
         (), "Origin whose pages may call the server from a browser; * for any.", group="HTTP"
+    )
+    tool_call_parser: str = setting(
+        "auto",
+        "Form in which the model writes tool calls; auto goes by the chat template and the model's type.",
+        group="HTTP",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "Form in which the model writes reasoning; auto goes by the chat template and the model's type.",
+        group="HTTP",
+        choices=REASONING_PARSERS,
     )
     max_logprobs: int = setting(
         20, "Most alternatives per token a client may ask for.", group="HTTP", minimum=0, maximum=1000

@@ -29,6 +29,7 @@ class SamplingParams:
     `prompt_logprobs` asks the same of every prompt token and makes the request bypass cached prefixes.
     `stop_token_ids` end the request and count as output; the model's EOS ids are among them unless EOS is ignored.
     `seed` makes the sample at a position reproducible in any batch; the frontend draws one where the client gave none.
+    `grammar`, in llguidance's Lark syntax, is what the whole output has to match.
     """
 
     max_tokens: int
@@ -45,6 +46,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    grammar: str | None = None
 
     @property
     def needs_history(self) -> bool:

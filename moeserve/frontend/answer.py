@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
@@ -10,13 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 from moeserve.frontend.cache_report import describe_miss
-from moeserve.frontend.dialects.internal import Delta, GenerateRequest, TokenText, Usage
+from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Usage
 from moeserve.frontend.http import ApiError, context_length_exceeded, internal_error
-from moeserve.frontend.text import IncrementalDetokenizer, StopMatcher, TextTokenizer
+from moeserve.frontend.parsers.families import PLAIN, OutputShape
+from moeserve.frontend.parsers.parser import OutputParser
+from moeserve.frontend.text import NO_IDS, IncrementalDetokenizer, StopMatcher, TextTokenizer
 from moeserve.plan import CacheWish, FinishReason, TokenLogprobs
 from moeserve.wire import Generate, Output, pack_token_ids
 
 _SEED_MASK = 2**63 - 1
+# Tokens at the end of a prompt that may open the answer's reasoning.
+_TAIL_TOKENS = 16
 
 
 def build_generates(
@@ -49,11 +54,19 @@ def build_generates(
 
 
 def check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str | None = None) -> int:
-    """Return the most tokens that the output may have. Raises ApiError if prompt and output do not fit."""
-    wanted = 1 if max_tokens is None else max_tokens
+    """Return the most tokens that the output may have, at least the one that no request does without.
+
+    Raises ApiError if prompt and output do not fit.
+    """
+    wanted = 1 if max_tokens is None else max(1, max_tokens)
     if num_prompt_tokens + wanted > max_model_len:
         raise context_length_exceeded(max_model_len, num_prompt_tokens, wanted, param=param)
-    return max_model_len - num_prompt_tokens if max_tokens is None else max_tokens
+    return max_model_len - num_prompt_tokens if max_tokens is None else wanted
+
+
+def prompt_tail(tokenizer: TextTokenizer, prompt: Sequence[int]) -> str:
+    """Return the text of a prompt's last tokens, special ones too."""
+    return tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
 
 
 def derive_seed(seed: int, sample: int) -> int:
@@ -70,31 +83,52 @@ class Answer:
     `finishes` collects (choice, tokens to keep) of choices that met a stop string, for the caller to tell the engine.
     """
 
-    def __init__(self, request: GenerateRequest, prompts: Sequence[list[int]], tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        prompts: Sequence[list[int]],
+        tokenizer: TextTokenizer,
+        shape: OutputShape = PLAIN,
+    ) -> None:
+        """shape: how the model writes reasoning and calls."""
         self.finishes: list[tuple[int, int]] = []
         self.num_open = request.num_choices
-        self._n = request.n
+        self._n, self._best, self._echoes = request.n, request.best, request.echo
         self._prompts = prompts
         self._tokenizer = tokenizer
+        self._wants_output = request.max_tokens != 0
         self._cached: list[int | None] = [None] * len(prompts)
         self._reports: dict[int, dict[str, Any]] = {}
         self._num_tokens = [0] * request.num_choices
-        self._echoes = [
-            _Echo(request, prompts[choice // request.n], tokenizer, choice) if request.echo else None
+        shows_prompt = request.echo or request.prompt_logprobs is not None
+        self._shown_prompts = [
+            _ShownPrompt(request, prompts[choice // request.n], tokenizer, choice) if shows_prompt else None
             for choice in range(request.num_choices)
         ]
-        self._texts = [
-            OutputText(
-                choice,
-                tokenizer,
-                prompts[choice // request.n],
-                stops=request.stop,
-                min_tokens=request.sampling.min_tokens,
-                wants_logprobs=request.sampling.logprobs is not None,
-                offset=echo.num_chars if (echo := self._echoes[choice]) else 0,
-            )
-            for choice in range(request.num_choices)
-        ]
+        self._texts = [self._output_text(request, choice, tokenizer, shape) for choice in range(request.num_choices)]
+
+    def _output_text(
+        self, request: GenerateRequest, choice: int, tokenizer: TextTokenizer, shape: OutputShape
+    ) -> OutputText:
+        prompt = self._prompts[choice // request.n]
+        shown_prompt = self._shown_prompts[choice]
+        parser, markers = None, frozenset[str]()
+        if shape.applies(request):
+            start = shape.start_of(request, prompt_tail(tokenizer, prompt))
+            parser = shape.parser(request, start, tokenizer.special_texts)
+            markers = shape.markers
+        return OutputText(
+            choice,
+            tokenizer,
+            prompt,
+            stops=request.stop,
+            include_stop=request.include_stop,
+            min_tokens=request.sampling.min_tokens,
+            wants_logprobs=request.sampling.logprobs is not None,
+            offset=shown_prompt.num_chars if shown_prompt is not None else 0,
+            shown=tokenizer.special_ids(markers) if request.skip_special_tokens else tokenizer.special_token_ids,
+            parser=parser,
+        )
 
     @property
     def usage(self) -> Usage:
@@ -103,6 +137,7 @@ class Answer:
             prompt_tokens=sum(map(len, self._prompts)),
             completion_tokens=sum(self._num_tokens),
             cached_tokens=sum(cached or 0 for cached in self._cached),
+            reasoning_tokens=sum(text.num_reasoning_tokens for text in self._texts),
             cache_report=self._report() if self._reports else None,
         )
 
@@ -116,21 +151,24 @@ class Answer:
             num_cached = output.num_cached_tokens or 0
             self._reports[prompt] = describe_miss(output.miss, self._prompts[prompt], num_cached, self._tokenizer)
         deltas = []
-        if echo := self._echoes[choice]:
-            echo.push(output)
-            if output.token_ids or output.finish_reason is not None:
-                deltas.append(echo.delta)
-                self._echoes[choice] = None
+        if shown := self._shown_prompts[choice]:
+            shown.push(output)
+            if shown.echo is not None and (output.token_ids or output.finish_reason is not None):
+                deltas.append(shown.take_echo())
+        if not self._wants_output:
+            output = Output(output.request_id, finish_reason=output.finish_reason and FinishReason.LENGTH)
         text = self._texts[choice]
         stopped_before = text.keep_tokens is not None
         delta = text.push(output)
         if output.finish_reason is not None:
             self.num_open -= 1
             text.finish(delta, output.finish_reason.value)
+            if shown:
+                delta.prompt = shown.asked_tokens()
         elif text.keep_tokens is not None and not stopped_before:
             self.finishes.append((choice, text.keep_tokens))
         self._num_tokens[choice] = text.num_tokens if text.keep_tokens is None else text.keep_tokens
-        if delta.text or delta.tokens or delta.finish_reason:
+        if delta.text or delta.tokens or delta.finish_reason or delta.reasoning or delta.calls:
             deltas.append(delta)
         return deltas
 
@@ -138,6 +176,23 @@ class Answer:
         """Return the cache report of the prompt, or the reports of the prompts in their order."""
         reports = [self._reports[prompt] for prompt in sorted(self._reports)]
         return reports[0] if len(self._prompts) == 1 else reports
+
+    def best(self, choices: list[Delta]) -> list[Delta]:
+        """Return the whole choices that the client gets: of each prompt all, or the best by mean log probability.
+
+        Choices are numbered anew if some are left out. Mutates them.
+        """
+        if self._best is None:
+            return choices
+        given: list[Delta] = []
+        for number, prompt in enumerate(self._prompts):
+            num_echoed = len(prompt) if self._echoes else 0
+            samples = choices[number * self._n : (number + 1) * self._n]
+            samples.sort(key=lambda choice: _mean_logprob(choice.tokens[num_echoed:]), reverse=True)
+            given += samples[: self._best]
+        for index, choice in enumerate(given):
+            choice.index = index
+        return given
 
     def _note_cached(self, choice: int, output: Output) -> None:
         """Note the cached prompt tokens that the first sample reports with its first token.
@@ -149,6 +204,12 @@ class Answer:
             self._cached[prompt] = output.num_cached_tokens
 
 
+def _mean_logprob(tokens: list[TokenText]) -> float:
+    """Return the mean over sampled tokens; without any it is the worst."""
+    found = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
+    return sum(found) / len(found) if found else -math.inf
+
+
 def _failure(output: Output) -> ApiError:
     if output.finish_reason is FinishReason.ABORT:
         return internal_error("The server ended this request before it was complete")
@@ -156,11 +217,11 @@ def _failure(output: Output) -> ApiError:
 
 
 class OutputText:
-    """Turns the engine's outputs of one choice into deltas: detokenises, finds stop strings, holds back log
+    """Turns the engine's outputs of one choice into deltas: detokenises, parses, finds stop strings, holds back log
     probabilities with their text.
 
-    `keep_tokens` is set once a stop string is found: the number of output tokens whose text begins before it, at least
-    one. Only these count.
+    Stop strings are looked for in the text that the client gets, neither in reasoning nor in calls. `keep_tokens` is
+    set once one is found: the number of output tokens whose text begins before it, at least one. Only these count.
     """
 
     def __init__(
@@ -170,19 +231,26 @@ class OutputText:
         prompt: Sequence[int],
         *,
         stops: Sequence[str] = (),
+        include_stop: bool = False,
         min_tokens: int = 0,
         wants_logprobs: bool = False,
         offset: int = 0,
+        shown: frozenset[int] = NO_IDS,
+        parser: OutputParser | None = None,
     ) -> None:
+        """shown: the special tokens whose text shows, or is for `parser`. offset: of the text, in characters."""
         self.index = index
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self.keep_tokens: int | None = None
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt)
-        self._matcher = StopMatcher(stops)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, shown)
+        self._matcher = StopMatcher(stops, includes=include_stop)
+        self._include_stop = include_stop
+        self._parser = parser
         self._min_tokens = min_tokens
         self._wants_logprobs = wants_logprobs
         self._decoded = offset  # characters of the tokens so far
-        self._emitted = offset  # characters that the client has seen
+        self._emitted = offset  # characters that the client has seen, or could see but for parsing
         self._starts: list[int] = []
         self._held: deque[TokenText] = deque()
 
@@ -192,12 +260,17 @@ class OutputText:
         if self.keep_tokens is not None:
             return delta
         logprobs: Sequence[TokenLogprobs | None] = output.logprobs or [None] * len(output.token_ids)
-        pieces = []
+        pieces: list[str] = []
         for token_id, logprob in zip(output.token_ids, logprobs, strict=False):
             self._starts.append(self._decoded)
             if self._wants_logprobs:
                 self._held.append(TokenText(token_id, self._decoded, logprob))
-            pieces.append(self._show(self._detokenizer.push(token_id), len(self._starts) > self._min_tokens))
+            text = self._detokenizer.push(token_id)
+            may_stop = len(self._starts) > self._min_tokens
+            if self._parser is None:
+                pieces.append(self._show(text, may_stop))
+            else:
+                pieces.append(self._parse(self._parser, text, may_stop, delta))
             if self.keep_tokens is not None:
                 break
         self.num_tokens = len(self._starts) if self.keep_tokens is None else self.keep_tokens
@@ -207,16 +280,23 @@ class OutputText:
 
     def finish(self, delta: Delta, finish_reason: str) -> None:
         """Add the held-back text and tokens to `delta`, and why the choice ended."""
+        may_stop = len(self._starts) > self._min_tokens
         if self.keep_tokens is None:
-            delta.text += self._show(self._detokenizer.flush(), len(self._starts) > self._min_tokens)
+            text = self._detokenizer.flush()
+            if self._parser is None:
+                delta.text += self._show(text, may_stop)
+            else:
+                delta.text += self._parse(self._parser, text, may_stop, delta, ended=True)
         if self.keep_tokens is None:
             delta.text += self._matcher.flush()
             delta.tokens += self._held
         else:
             delta.tokens += self._release()
-        delta.finish_reason = finish_reason if self.keep_tokens is None else "stop"
-        delta.matched_stop = self._matcher.matched
         self._held.clear()
+        delta.finish_reason = finish_reason if self.keep_tokens is None else "stop"
+        if delta.finish_reason == "stop" and self._parser is not None and self._parser.num_calls:
+            delta.finish_reason = "tool_calls"
+        delta.matched_stop = self._matcher.matched
 
     def _show(self, text: str, may_stop: bool) -> str:
         """Return the part of newly decoded text that is shown now, and look for a stop string."""
@@ -227,6 +307,42 @@ class OutputText:
             self.keep_tokens = max(1, bisect_left(self._starts, self._emitted))
         return shown
 
+    def _parse(self, parser: OutputParser, text: str, may_stop: bool, delta: Delta, *, ended: bool = False) -> str:
+        """Return the text that is shown now; add the reasoning and the calls of newly decoded text to `delta`."""
+        self._decoded += len(text)
+        was_reasoning = parser.is_reasoning
+        parsed = [parser.push(text)] if text else []
+        if ended:
+            parsed.append(parser.finish())
+        else:
+            self.num_reasoning_tokens += was_reasoning or parser.is_reasoning
+        pieces = []
+        for part in parsed:
+            delta.reasoning += part.reasoning
+            pieces.append(self._match(part.text, may_stop))
+            if self.keep_tokens is not None:
+                break
+            for call in part.calls:
+                if delta.calls and not call.name:
+                    delta.calls[-1].arguments += call.arguments
+                else:
+                    delta.calls.append(call)
+        return "".join(pieces)
+
+    def _match(self, text: str, may_stop: bool) -> str:
+        """Return the part of newly parsed text that is shown now, and look for a stop string."""
+        matcher = self._matcher
+        waiting = matcher.num_held + len(text)
+        shown = matcher.push(text) if may_stop else text
+        self._emitted = self._decoded - matcher.num_held
+        if matcher.matched is not None:
+            # What the parser holds back lies after the stop string, so the place may be a little late.
+            before = len(shown) - (len(matcher.matched) if self._include_stop else 0)
+            self._emitted = self._decoded - (waiting - before) + (len(shown) - before)
+            self.keep_tokens = max(1, bisect_left(self._starts, self._emitted))
+            self.num_reasoning_tokens = min(self.num_reasoning_tokens, self.keep_tokens)
+        return shown
+
     def _release(self) -> list[TokenText]:
         released = []
         while self._held and self._held[0].offset < self._emitted:
@@ -234,35 +350,55 @@ class OutputText:
         return released
 
 
-class _Echo:
-    """The prompt at the head of a completion, with its tokens' log probabilities if they were asked for."""
+class _ShownPrompt:
+    """The prompt of one choice as the client sees it: at the head of the answer, as log probabilities, or both.
+
+    `echo` is the text at the head, None where it is not asked for or was taken. Of a chat it is the continued text.
+    """
 
     def __init__(self, request: GenerateRequest, prompt: list[int], tokenizer: TextTokenizer, choice: int) -> None:
         spoken = request.prompts[choice // request.n]
+        is_chat = isinstance(spoken, ChatPrompt)
         self._prompt = prompt
-        self._logprobs: list[TokenLogprobs] = []
-        self._wants_logprobs = request.sampling.prompt_logprobs is not None
-        self._offsets, text = _offsets(tokenizer, prompt)
-        self._text = spoken if isinstance(spoken, str) else text
         self._choice = choice
-        self.num_chars = len(self._text)
+        self._logprobs: list[TokenLogprobs] = []
+        self._num_echoed = request.sampling.logprobs if request.echo and not is_chat else None
+        self._num_asked = request.prompt_logprobs
+        self._offsets, text = _offsets(tokenizer, prompt)
+        if isinstance(spoken, ChatPrompt):
+            text = spoken.continued or ""
+        elif isinstance(spoken, str):
+            text = spoken
+        self.echo: str | None = text if request.echo else None
+        self.num_chars = len(text) if request.echo and not is_chat else 0
 
     def push(self, output: Output) -> None:
         """Collect prompt log probabilities, which come chunk by chunk."""
         self._logprobs += output.prompt_logprobs or ()
 
-    @property
-    def delta(self) -> Delta:
-        """The prompt as a delta. Its first token follows no other one and has no probability."""
-        if not self._wants_logprobs:
-            return Delta(self._choice, self._text)
+    def take_echo(self) -> Delta:
+        """Return the prompt as a delta, once."""
+        delta = Delta(self._choice, self.echo or "", self._tokens(self._num_echoed))
+        self.echo = None
+        return delta
+
+    def asked_tokens(self) -> list[TokenText]:
+        """Return the tokens of the prompt if they were asked for in a field of their own."""
+        return self._tokens(self._num_asked)
+
+    def _tokens(self, num_top: int | None) -> list[TokenText]:
+        """Return the prompt's tokens with `num_top` alternatives each, none for None.
+
+        The first token follows no other one and has no probability.
+        """
+        if num_top is None:
+            return []
         rest = self._logprobs[-(len(self._prompt) - 1) :] if len(self._prompt) > 1 else []
         missing = [None] * (len(self._prompt) - len(rest))
-        tokens = [
-            TokenText(token_id, offset, logprobs)
-            for token_id, offset, logprobs in zip(self._prompt, self._offsets, (*missing, *rest), strict=True)
+        return [
+            TokenText(token_id, offset, None if found is None else TokenLogprobs(found.logprob, found.top[:num_top]))
+            for token_id, offset, found in zip(self._prompt, self._offsets, (*missing, *rest), strict=True)
         ]
-        return Delta(self._choice, self._text, tokens)
 
 
 def _offsets(tokenizer: TextTokenizer, prompt: list[int]) -> tuple[list[int], str]:

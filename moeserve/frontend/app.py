@@ -19,7 +19,10 @@ from moeserve.frontend.dialects import messages_answer
 from moeserve.frontend.generate import CHAT, COMPLETIONS, MESSAGES, GenerateRoute
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import AuthGate, load_keys
+from moeserve.frontend.live_routes import LiveRoutes
 from moeserve.frontend.middleware import RequestBoundary
+from moeserve.frontend.openapi import DescriptionRoutes
+from moeserve.frontend.pages import FILES, Pages
 from moeserve.frontend.response_store import ResponseStore
 from moeserve.frontend.responses import KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.routes import ExpertRoutes, ServiceRoutes, TokenRoutes
@@ -66,6 +69,7 @@ def _routes(services: Services) -> list[BaseRoute]:
     service, tokens, experts = ServiceRoutes(services), TokenRoutes(services), ExpertRoutes(services)
     store, cache = ResponseStore(), CacheRoutes(services)
     kept = KeptResponseRoutes(store)
+    live, description, pages = LiveRoutes(services), DescriptionRoutes(), Pages()
     return [
         Route("/v1/chat/completions", GenerateRoute(services, CHAT), methods=["POST"]),
         Route("/v1/completions", GenerateRoute(services, COMPLETIONS), methods=["POST"]),
@@ -90,7 +94,11 @@ def _routes(services: Services) -> list[BaseRoute]:
         Route("/v1/experts", experts.experts),
         Route("/v1/experts/statistics", experts.save_statistics, methods=["POST"]),
         Route("/v1/experts/trace", experts.trace, methods=["POST"]),
-        Route("/", service.index),
+        Route("/v1/stats", live.stats),
+        Route("/v1/stats/stream", live.stream, methods=["GET"]),
+        Route("/openapi.json", description.openapi),
+        Route("/", pages.index(description.index)),
+        *(Route(path, pages.file) for path in FILES),
     ]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
-from moeserve.frontend.answer import Answer, build_generates
+from moeserve.frontend.answer import Answer, build_generates, prompt_tail
 from moeserve.frontend.cache_report import asks_for_report
 from moeserve.frontend.cache_wishes import cache_wishes
 from moeserve.frontend.dialects import chat, completions, messages, messages_answer
@@ -90,6 +90,10 @@ class GenerateRoute:
     async def _serve(self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts) -> None:
         services, state = self._services, scope["state"]
         prompts = [await services.encode(prompt, facts) for prompt in request.prompts]
+        tokenizer = services.tokenizer
+        grammar = services.shape.grammar(request, prompt_tail(tokenizer, prompts[0]), tokenizer.added_ids)
+        if grammar is not None:
+            request = replace(request, sampling=replace(request.sampling, grammar=grammar))
         answer_id = self._dialect.id_prefix + secrets.token_hex(12)
         generates = build_generates(
             request,
@@ -100,7 +104,7 @@ class GenerateRoute:
             max_model_len=facts.max_model_len,
             wishes=await cache_wishes(services, request, prompts, facts, state["identity"]),
         )
-        answer = Answer(request, prompts, services.tokenizer)
+        answer = Answer(request, prompts, services.tokenizer, services.shape)
         progress = Progress(services.metrics, state["arrival"], request.num_choices)
         formatter = self._dialect.formatter(
             answer_id, int(time.time()), request, services.tokenizer, services.fingerprint
@@ -153,7 +157,8 @@ async def _whole(send: Send, group: RequestGroup, answer: Answer, formatter: For
                 choices.setdefault(delta.index, Delta(delta.index)).append(delta)
     except EngineGone as error:
         raise unavailable(f"The answer broke off: {error}", "engine_dead") from error
-    await send_body(send, 200, formatter.complete([choices[index] for index in sorted(choices)], answer.usage))
+    given = answer.best([choices[index] for index in sorted(choices)])
+    await send_body(send, 200, formatter.complete(given, answer.usage))
 
 
 def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:

@@ -17,12 +17,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moeserve.config import ConfigError
 from moeserve.frontend.http import ApiError
+from moeserve.frontend.pages import FILES
 
 USER, METRICS, ADMIN = "user", "metrics", "admin"
 ROLES = (USER, METRICS, ADMIN)
-PUBLIC_PATHS = frozenset({"/", "/health", "/ready"})
+PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json", *FILES})
 ROLE_OF_PATH = {
     "/metrics": METRICS,
+    "/v1/stats": METRICS,
+    "/v1/stats/stream": METRICS,
     "/reset_prefix_cache": ADMIN,
     "/v1/experts": ADMIN,
     "/v1/experts/statistics": ADMIN,

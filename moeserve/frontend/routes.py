@@ -20,33 +20,6 @@ from moeserve.frontend.http import ApiError, invalid, read_body, unavailable, un
 from moeserve.frontend.metrics import CONTENT_TYPE
 from moeserve.frontend.services import Services
 
-ENDPOINTS = (
-    "POST /v1/chat/completions",
-    "POST /v1/completions",
-    "POST /v1/messages",
-    "POST /v1/messages/count_tokens",
-    "POST /v1/responses",
-    "GET /v1/responses/{id}",
-    "DELETE /v1/responses/{id}",
-    "GET /v1/responses/{id}/input_items",
-    "GET /v1/models",
-    "POST /tokenize",
-    "POST /detokenize",
-    "GET /health",
-    "GET /ready",
-    "GET /metrics",
-    "GET /version",
-    "POST /reset_prefix_cache",
-    "GET /v1/cache",
-    "DELETE /v1/cache",
-    "POST /v1/cache/warm",
-    "POST /v1/cache/pin",
-    "POST /v1/cache/unpin",
-    "GET /v1/experts",
-    "POST /v1/experts/statistics",
-    "POST /v1/experts/trace",
-)
-
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
@@ -57,9 +30,6 @@ class ServiceRoutes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-
-    async def index(self, _: Request) -> Response:
-        return json_response({"service": "moeserve", "version": VERSION, "endpoints": ENDPOINTS})
 
     async def health(self, _: Request) -> Response:
         """Answer 200 while this process lives."""

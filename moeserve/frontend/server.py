@@ -101,6 +101,7 @@ class FrontendServer(uvicorn.Server):
         finally:
             stop.cancel()
             idle.cancel()
+            self._services.live.close()
             self.should_exit = True
 
 

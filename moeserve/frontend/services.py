@@ -10,30 +10,45 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
 from moeserve.frontend.engine_client import EngineClient
 from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, unavailable
+from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape
 from moeserve.frontend.templates import ChatTemplate, load_chat_template, render_prompt
 from moeserve.frontend.text import TextTokenizer
-from moeserve.wire import RunContext
+from moeserve.wire import RunContext, Stats
 
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
 _REMEMBERED_ENDS = 32
 _LONGEST_WAIT_S = 60.0
+# About as long as rendering a tool's schema takes.
+_CHARS_PER_TOOL = 2000
 
 
 class Services:
     """The shared services of one frontend's routes."""
 
-    def __init__(self, run: RunContext, tokenizer: TextTokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        run: RunContext,
+        tokenizer: TextTokenizer,
+        template: ChatTemplate | None,
+        shape: OutputShape = PLAIN,
+    ) -> None:
+        """shape: how the model writes reasoning and calls."""
         self.run = run
         self.tokenizer = tokenizer
         self.template = template
+        self.shape = shape
         self.metrics = Metrics()
-        self.engine = EngineClient(run, on_stats=self.metrics.on_stats)
+        self.live = LiveStats(self.metrics)
+        self.engine = EngineClient(run, on_stats=self._on_stats)
         self.admission = Admission(time.monotonic, self.metrics.rejections)
         self._draining = False
         self.created = int(time.time())
@@ -45,7 +60,12 @@ class Services:
     def load(cls, run: RunContext) -> Services:
         """Read the checkpoint's tokenizer and template."""
         tokenizer = TextTokenizer.from_file(Path(run.model_dir) / "tokenizer.json")
-        return cls(run, tokenizer, load_chat_template(run.model_dir))
+        template = load_chat_template(run.model_dir)
+        sources = template.sources if template is not None else ()
+        shape = choose_shape(
+            sources, _model_type(Path(run.model_dir)), run.config.tool_call_parser, run.config.reasoning_parser
+        )
+        return cls(run, tokenizer, template, shape)
 
     def begin_drain(self) -> None:
         """Refuse new generations from now on."""
@@ -89,6 +109,10 @@ class Services:
         """Return a seed for a request without one."""
         return self._seeds.getrandbits(63)
 
+    def _on_stats(self, stats: Stats) -> None:
+        self.metrics.on_stats(stats)
+        self.live.on_stats(stats)
+
     async def encode(self, prompt: ChatPrompt | str | list[int], facts: ModelFacts) -> list[int]:
         """Return the token ids of a prompt; long ones are tokenised in a thread. Raises ApiError."""
         if isinstance(prompt, list):
@@ -125,16 +149,17 @@ class Services:
             )
 
         def render() -> tuple[str, str]:
-            return render_prompt(
-                template,
-                self.tokenizer,
-                prompt.messages,
-                add_generation_prompt=prompt.add_generation_prompt,
-                variables=prompt.variables,
-            )
+            return render_prompt(template, self.tokenizer, prompt)
 
-        size = sum(len(message["content"]) for message in prompt.messages)
+        size = sum(len(message["content"]) for message in prompt.messages) + _CHARS_PER_TOOL * len(prompt.tools)
         return render() if size <= limits.TOKENIZE_INLINE_CHARS else await asyncio.to_thread(render)
+
+
+def _model_type(folder: Path) -> str:
+    """Return `model_type` of `config.json`, nothing where there is none."""
+    path = folder / "config.json"
+    config = msgspec.json.decode(path.read_bytes()) if path.is_file() else {}
+    return str(config.get("model_type", ""))
 
 
 class Admission:

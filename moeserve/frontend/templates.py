@@ -7,7 +7,7 @@ written; the golden test compares the two.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,15 @@ import jinja2.sandbox
 import msgspec
 
 from moeserve.frontend import limits
+from moeserve.frontend.conversations import explain_tools, plainer_forms, template_tool, with_short_ids
+from moeserve.frontend.dialects.internal import ChatPrompt
 from moeserve.frontend.http import invalid
 from moeserve.frontend.text import CUT_MARKS, TextTokenizer
 
-ALLOWED_TEMPLATE_KWARGS = frozenset({"enable_thinking", "thinking", "reasoning_effort", "thinking_budget"})
+# The variables that a request sets in fields of their own, or not at all.
+RESERVED_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
+)
 
 
 class TemplateError(ValueError):
@@ -41,79 +46,161 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A compiled chat template. `special_tokens` (`bos_token`, ...) are variables in it; `now` gives the date."""
+    """A compiled chat template, perhaps with one of its own for conversations with tools.
+
+    `special_tokens` (`bos_token`, ...) are variables in it; `now` gives the date.
+    """
 
     def __init__(
         self,
         source: str,
         special_tokens: Mapping[str, str] | None = None,
         now: Callable[[], datetime] = datetime.now,
+        *,
+        tool_source: str | None = None,
     ) -> None:
-        if len(source) > limits.MAX_TEMPLATE_CHARS:
-            raise TemplateError(f"chat template of {len(source)} characters exceeds {limits.MAX_TEMPLATE_CHARS}")
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"chat template does not compile: {error}") from None
+        self.sources = (source,) if tool_source is None else (source, tool_source)
+        self._plain = _Compiled(environment, source)
+        self._with_tools = self._plain if tool_source is None else _Compiled(environment, tool_source)
         self._special_tokens = dict(special_tokens or {})
-        self._knows_developer = "developer" in source
 
-    def render(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool, **variables: Any) -> str:
-        """Return the prompt's text. Raises ApiError (400) if the template refuses the messages.
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Return the prompt's text. Raises ApiError (400) if the template refuses the messages in every form.
 
-        `developer` is a later name of `system`; a template that does not know it gets `system`.
+        `developer` is a later name of `system`; a template that does not know it gets `system`. One that does not know
+        tools gets them explained in the system message. One that refuses the messages as they are gets them in the
+        plainer forms of `conversations.plainer_forms`.
         """
-        if not self._knows_developer:
+        has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+        compiled = self._with_tools if tools or has_calls else self._plain
+        if not compiled.knows_developer:
             messages = [
                 {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
             ]
+        if (tools or has_calls) and not compiled.knows_tools:
+            messages, tools = explain_tools(messages, tools or []), None
+        if compiled.wants_short_ids:
+            messages = with_short_ids(messages)
+        given = {
+            **self._special_tokens,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
         try:
-            text = self._template.render(
-                **{
-                    **self._special_tokens,
-                    "messages": messages,
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    **variables,
-                }
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-            reason = str(error) if isinstance(error, jinja2.TemplateError) else type(error).__name__
-            raise invalid(f"The chat template refuses these messages: {reason[:300]}", "messages") from None
+            text = compiled.render(messages=messages, **given)
+        except _REFUSALS as error:
+            text = _render_plainer(compiled, messages, given, error)
         if len(text) > limits.MAX_RENDERED_CHARS:
             raise invalid("The rendered messages are too long", "messages")
         return text
 
 
-def render_prompt(
-    template: ChatTemplate,
-    tokenizer: TextTokenizer,
-    messages: list[dict[str, Any]],
-    *,
-    add_generation_prompt: bool,
-    variables: Mapping[str, Any],
-) -> tuple[str, str]:
-    """Return the rendered prompt and the cut mark in it, both for `TextTokenizer.encode_rendered`."""
-    spoken = [value for message in messages for value in message.values() if isinstance(value, str)]
-    mark = next((mark for mark in CUT_MARKS if not any(mark in text for text in spoken)), None)
-    if mark is None:
+class _Compiled:
+    """One template and what its source shows of it."""
+
+    def __init__(self, environment: jinja2.Environment, source: str) -> None:
+        if len(source) > limits.MAX_TEMPLATE_CHARS:
+            raise TemplateError(f"chat template of {len(source)} characters exceeds {limits.MAX_TEMPLATE_CHARS}")
+        try:
+            self.render = environment.from_string(source).render
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"chat template does not compile: {error}") from None
+        self.knows_developer = "developer" in source
+        self.knows_tools = "tools" in source
+        # Mistral's templates refuse ids of calls that have not nine letters and digits.
+        self.wants_short_ids = "length != 9" in source or "length 9" in source
+
+
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError)
+
+
+def _render_plainer(
+    compiled: _Compiled, messages: list[dict[str, Any]], given: dict[str, Any], refusal: Exception
+) -> str:
+    """Return the text of the first plainer form that the template takes. Raises ApiError with the first refusal."""
+    for form in plainer_forms(messages):
+        try:
+            return compiled.render(messages=form, **given)
+        except _REFUSALS:
+            continue
+    reason = str(refusal) if isinstance(refusal, jinja2.TemplateError) else type(refusal).__name__
+    raise invalid(f"The chat template refuses these messages: {reason[:300]}", "messages") from None
+
+
+def render_prompt(template: ChatTemplate, tokenizer: TextTokenizer, prompt: ChatPrompt) -> tuple[str, str]:
+    """Return the rendered prompt and the cut mark in it, both for `TextTokenizer.encode_rendered`.
+
+    Whatever comes from a client has its special tokens cut: texts, names, tools and arguments at any depth. In the
+    texts of assistants only tokens that a model cannot have written are.
+    """
+    tools = [template_tool(tool) for tool in prompt.tools]
+    spoken = [*_texts(prompt.messages), *_texts(tools), *_texts(prompt.variables)]
+    marks = [mark for mark in CUT_MARKS if not any(mark in text for text in spoken)]
+    if len(marks) < 2:
         raise invalid("The messages use every Unicode noncharacter", "messages")
-    guarded = [
-        {
-            name: tokenizer.protect(value, mark) if name != "role" and isinstance(value, str) else value
-            for name, value in message.items()
-        }
-        for message in messages
-    ]
-    text = template.render(guarded, add_generation_prompt=add_generation_prompt, **variables)
+    mark, end = marks[0], marks[1]
+    guarded = [_guard_message(message, tokenizer, mark) for message in prompt.messages]
+    if prompt.continued is not None:
+        guarded[-1]["content"] += end
+    text = template.render(
+        guarded,
+        add_generation_prompt=prompt.add_generation_prompt,
+        tools=[_guard(tool, tokenizer, mark) for tool in tools] or None,
+        **_guard(prompt.variables, tokenizer, mark),
+    )
+    if prompt.continued is not None:
+        if end not in text:
+            raise invalid("The chat template does not show the last message, so it cannot be continued", "messages")
+        text = text[: text.rindex(end)]
     return text, mark
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield key
+            yield from _texts(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+
+
+def _guard_message(message: dict[str, Any], tokenizer: TextTokenizer, mark: str) -> dict[str, Any]:
+    guarded: dict[str, Any] = {**_guard(message, tokenizer, mark), "role": message["role"]}
+    if message["role"] == "assistant":
+        for name in ("content", "reasoning_content"):
+            if name in message:
+                guarded[name] = tokenizer.protect(message[name], mark, of_model=True)
+    return guarded
+
+
+def _guard(value: Any, tokenizer: TextTokenizer, mark: str) -> Any:
+    """Return a copy of a value with `mark` in every special token that is spelled out in it."""
+    if isinstance(value, str):
+        return tokenizer.protect(value, mark)
+    if isinstance(value, dict):
+        return {tokenizer.protect(key, mark): _guard(part, tokenizer, mark) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_guard(part, tokenizer, mark) for part in value]
+    return value
 
 
 def load_chat_template(model_dir: str | Path) -> ChatTemplate | None:
@@ -122,18 +209,22 @@ def load_chat_template(model_dir: str | Path) -> ChatTemplate | None:
     config_path = folder / "tokenizer_config.json"
     config = msgspec.json.decode(config_path.read_bytes()) if config_path.is_file() else {}
     template_path = folder / "chat_template.jinja"
-    source = template_path.read_text("utf-8") if template_path.is_file() else _named_default(config)
+    source = template_path.read_text("utf-8") if template_path.is_file() else _named(config, "default")
     if not isinstance(source, str):
         return None
-    return ChatTemplate(source, _special_tokens(config))
+    tool_path = folder / "additional_chat_templates" / "tool_use.jinja"
+    tool_source = tool_path.read_text("utf-8") if tool_path.is_file() else _named(config, "tool_use")
+    return ChatTemplate(
+        source, _special_tokens(config), tool_source=tool_source if isinstance(tool_source, str) else None
+    )
 
 
-def _named_default(config: Mapping[str, Any]) -> Any:
-    """Return the template; of a list of named templates the one called `default`, which is for plain chat."""
+def _named(config: Mapping[str, Any], name: str) -> Any:
+    """Return the template of a name in a list of them; a single template is called `default`."""
     source = config.get("chat_template")
     if isinstance(source, list):
-        return next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
-    return source
+        return next((entry.get("template") for entry in source if entry.get("name") == name), None)
+    return source if name == "default" else None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -9,7 +9,7 @@ around the marks, so that no such token is formed.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,6 +20,10 @@ from tokenizers.decoders import DecodeStream
 # Unicode's noncharacters: valid in UTF-8, never part of real text. A cut mark is one that the conversation lacks.
 CUT_MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 CONTEXT_TOKENS = 5
+_MARKER = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]")
+# Templates look for them in what a model said.
+_REASONING_MARKERS = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})
+NO_IDS: frozenset[int] = frozenset()
 
 
 class TextTokenizer:
@@ -32,11 +36,13 @@ class TextTokenizer:
         self._byte_level = _is_byte_level(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.added_ids = {token.content: token_id for token_id, token in added.items()}
         self._added_texts = {token_id: token.content for token_id, token in added.items()}
-        specials = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
-        # A literal is cut after its first character, so one-character special tokens cannot be cut at all.
-        cuttable = [re.escape(content) for content in specials if len(content) > 1]
-        self._special_pattern = re.compile("|".join(cuttable)) if cuttable else None
+        specials = {token.content for token in added.values() if token.special}
+        markers = {token.content for token in added.values() if _MARKER.fullmatch(token.content)}
+        self._user_pattern = _any_of({*specials, *markers})
+        self._model_pattern = _any_of({*specials} - _REASONING_MARKERS)
         self.longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self.token_bytes = lru_cache(maxsize=65_536)(self._token_bytes)
 
@@ -45,16 +51,28 @@ class TextTokenizer:
         """Read `tokenizer.json`."""
         return cls(Tokenizer.from_file(str(path)))
 
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the ids of the special tokens among `texts`."""
+        return frozenset(self._special_ids[text] for text in texts if text in self._special_ids)
+
+    @property
+    def special_texts(self) -> Collection[str]:
+        """The texts of all special tokens."""
+        return self._special_ids.keys()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, special tokens in it included. Releases the GIL."""
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def protect(self, text: str, mark: str) -> str:
-        """Return `text` with `mark` inside every special token that is spelled out in it."""
-        if self._special_pattern is None:
-            return text
-        return self._special_pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
+    def protect(self, text: str, mark: str, *, of_model: bool = False) -> str:
+        """Return `text` with `mark` inside every special token that is spelled out in it.
+
+        Tokens that only look like markup, `<tool_call>` or `[ARGS]`, count as special too. of_model: the text is an
+        earlier answer, in which those and the marks of reasoning may stand.
+        """
+        pattern = self._model_pattern if of_model else self._user_pattern
+        return text if pattern is None else pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
 
     def encode_rendered(self, text: str, mark: str) -> list[int]:
         """Return the token ids of a rendered template whose messages went through `protect` with the same mark."""
@@ -82,9 +100,9 @@ class TextTokenizer:
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()
 
-    def stream(self, context: Sequence[int]) -> DecodeStream:
+    def stream(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> DecodeStream:
         """Return a decoder of the tokens that follow `context`."""
-        return DecodeStream(ids=list(context), skip_special_tokens=True)
+        return DecodeStream(ids=list(context), skip_special_tokens=skip_special_tokens)
 
     def step(self, stream: DecodeStream, token_id: int) -> str | None:
         """Return the text that one more token completes. Raises the errors of `tokenizers` for a broken sequence."""
@@ -92,29 +110,43 @@ class TextTokenizer:
         return text
 
 
+def _any_of(texts: set[str]) -> re.Pattern[str] | None:
+    """Return a pattern of the texts, the longest first; None for none.
+
+    A text is cut after its first character, so those of one character cannot be cut at all.
+    """
+    cuttable = sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, cuttable))) if cuttable else None
+
+
 class IncrementalDetokenizer:
     """Decodes one output token by token. A character split over tokens appears with its last one.
 
     `prompt` gives context: decoders of SentencePiece vocabularies drop the space before their first token.
+    shown: the ids of special tokens whose text shows; the others have none.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int] = (), shown: frozenset[int] = NO_IDS) -> None:
         self._tokenizer = tokenizer
+        self._skips = not shown
+        self._dropped = tokenizer.special_token_ids - shown if shown else NO_IDS
         context = list(prompt[-CONTEXT_TOKENS:])
-        if tokenizer.decode(context).endswith("\ufffd"):
+        if tokenizer.decode(context, skip_special_tokens=self._skips).endswith("\ufffd"):
             context = []  # a prompt that ends inside a character cannot be continued from
         self._shown = context  # the tokens before the pending ones, which their text depends on
         self._pending: list[int] = []
-        self._stream = tokenizer.stream(context)
+        self._stream = tokenizer.stream(context, skip_special_tokens=self._skips)
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes, possibly none."""
+        if token_id in self._dropped:
+            return ""
         self._pending.append(token_id)
         try:
             text = self._tokenizer.step(self._stream, token_id)
         except Exception:  # tokenizers raises a bare Exception when earlier text would change with this token
             text = self.flush()
-            self._stream = self._tokenizer.stream(self._shown)
+            self._stream = self._tokenizer.stream(self._shown, skip_special_tokens=self._skips)
             return text
         if text is None:
             return ""
@@ -125,8 +157,8 @@ class IncrementalDetokenizer:
         """Return the rest at the end of the output: an unfinished character shows as U+FFFD."""
         if not self._pending:
             return ""
-        before = self._tokenizer.decode(self._shown)
-        after = self._tokenizer.decode(self._shown + self._pending)
+        before = self._tokenizer.decode(self._shown, skip_special_tokens=self._skips)
+        after = self._tokenizer.decode(self._shown + self._pending, skip_special_tokens=self._skips)
         self._shown, self._pending = self._pending, []
         return after[len(before) :]
 
@@ -135,10 +167,11 @@ class StopMatcher:
     """Finds stop strings in text that comes in pieces, and holds back text that may begin one.
 
     One Knuth-Morris-Pratt automaton per stop string: linear in the text, and independent of how it is cut. The stop
-    string that is complete first counts; of several that end together, the longest.
+    string that is complete first counts; of several that end together, the longest. includes: it is shown as well.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, includes: bool = False) -> None:
+        self._includes = includes
         self._stops = tuple(stops)
         self._failures = [_failure_table(stop) for stop in self._stops]
         self._states = [0] * len(self._stops)
@@ -151,7 +184,7 @@ class StopMatcher:
         return len(self._held)
 
     def push(self, text: str) -> str:
-        """Return the text that may be shown now. Once `matched` is set, all text before the stop string was shown."""
+        """Return the text that may be shown now. Once `matched` is set, all text up to the stop string was shown."""
         if not self._stops or self.matched is not None:
             return text if self.matched is None else ""
         text = self._held + text
@@ -161,7 +194,7 @@ class StopMatcher:
             if complete:
                 self.matched = max(complete, key=len)
                 self._held = ""
-                return text[: position + 1 - len(self.matched)]
+                return text[: position + 1 - (0 if self._includes else len(self.matched))]
         num_held = max(self._states)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]

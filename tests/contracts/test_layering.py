@@ -61,6 +61,8 @@ PURE = [
     "launcher.cli",
     "launcher.serve",
     "launcher.chat",
+    "launcher.run_batch",
+    "launcher.top",
     "launcher.supervisor",
     "launcher.worker",
     "moeserve.bench.serve",

@@ -88,11 +88,10 @@ def test_bad_messages_are_refused_by_name(messages: Any, param: str) -> None:
 @pytest.mark.parametrize(
     ("message", "param", "named"),
     [
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role", "messages[0].role=tool"),
         (
-            {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
-            "messages[0].tool_calls",
-            "messages[0].tool_calls",
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "custom"}]},
+            "messages[0].tool_calls[0].type",
+            "messages[0].tool_calls[0].type=custom",
         ),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},
@@ -122,11 +121,16 @@ def test_log_probabilities_are_asked_for_first_and_bounded() -> None:
     assert refuse(logprobs=1).param == "logprobs"
 
 
-def test_template_variables_are_an_allow_list() -> None:
-    prompt = prompt_of(parse(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low"))
-    assert prompt.variables == {"enable_thinking": False, "reasoning_effort": "low"}
-    assert refuse(chat_template_kwargs={"messages": []}).param == "chat_template_kwargs.messages"
-    assert refuse(chat_template_kwargs={"thinking": [1]}).status == 400
+def test_template_variables_have_any_name_that_is_free() -> None:
+    asked = {"enable_thinking": False, "budget": 1.5, "style": "terse", "nothing": None}
+    prompt = prompt_of(parse(chat_template_kwargs=asked, reasoning_effort="low"))
+    assert prompt.variables == {"enable_thinking": False, "budget": 1.5, "style": "terse", "reasoning_effort": "low"}
+    assert prompt_of(parse(reasoning_effort="none")).variables["enable_thinking"] is False
+    for name in ("messages", "tools", "chat_template", "not a name"):
+        assert refuse(chat_template_kwargs={name: 1}).param == f"chat_template_kwargs.{name}"
+    assert refuse(chat_template_kwargs={"thinking": [1]}).param == "chat_template_kwargs.thinking"
+    assert refuse(chat_template_kwargs={"style": "x" * 70_000}).param == "chat_template_kwargs.style"
+    assert refuse(chat_template_kwargs={f"v{n}": n for n in range(65)}).param == "chat_template_kwargs"
     assert refuse(reasoning_effort="much").param == "reasoning_effort"
 
 

@@ -102,3 +102,31 @@ def test_a_stream_has_an_event_per_delta_and_one_for_usage() -> None:
     assert chunk["usage"] is None
     last = json.loads(writer.end(USAGE).removesuffix(DONE).removeprefix(b"data: "))
     assert (last["choices"], last["usage"]["prompt_tokens_details"]) == ([], {"cached_tokens": 4})
+
+
+def test_without_output_tokens_a_request_is_about_its_prompt() -> None:
+    assert parse(max_tokens=0, echo=True).max_tokens == 0
+    assert parse(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+    assert refuse(max_tokens=0).param == "max_tokens"
+
+
+def test_the_best_of_more_samples_than_are_given() -> None:
+    request = parse(n=2, best_of=5)
+    assert (request.n, request.best, request.sampling.logprobs) == (5, 2, 0)
+    assert parse(n=2, best_of=5, logprobs=3).sampling.logprobs == 3
+    assert (parse(n=2, best_of=2).n, parse(n=2, best_of=2).best) == (2, None)
+    for changes in ({"n": 3, "best_of": 2}, {"best_of": 17}, {"best_of": 2, "stream": True}):
+        assert refuse(**changes).param == "best_of"
+
+
+def test_log_probabilities_that_only_rank_samples_are_not_shown() -> None:
+    body = json.loads(formatter(best_of=2).complete([Delta(0, "a", [TokenText(97, 0, TokenLogprobs(-1.0))])], USAGE))
+    assert body["choices"][0]["logprobs"] is None
+
+
+def test_prompt_log_probabilities_belong_to_their_choice() -> None:
+    prompt = [TokenText(97, 0), TokenText(98, 1, TokenLogprobs(-1.5, ((98, -1.5),)))]
+    body = json.loads(formatter(prompt_logprobs=1).complete([Delta(0, "a", [], "stop", prompt=prompt)], USAGE))
+    (choice,) = body["choices"]
+    assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -1.5, "rank": 1, "decoded_token": "b"}}]
+    Completion.model_validate(body)

@@ -19,14 +19,14 @@ USAGE = Usage(prompt_tokens=9, completion_tokens=7, cached_tokens=4, reasoning_t
 DIRECT = {"type": "direct"}
 
 
-def formatter(cache: CacheOptions = CacheOptions(), **repeated: Any) -> MessageFormatter:
+def formatter(seconds: float | None = None, **repeated: Any) -> MessageFormatter:
     request = GenerateRequest(
         model="m",
         prompts=[""],
         sampling=SamplingParams(max_tokens=0),
         max_tokens=7,
         seed=None,
-        cache=cache,
+        cache=CacheOptions(seconds),
         repeated=repeated,
     )
     return MessageFormatter("msg_1", 17, request, TOKENIZER, "fp")
@@ -222,9 +222,7 @@ def test_why_an_answer_ended(end: Delta, tokens: int, reason: str, sequence: str
 
 @pytest.mark.parametrize(("marked", "plain", "written"), [(False, 5, 0), (True, 0, 5)])
 def test_the_three_kinds_of_input_tokens_add_up_to_the_prompt(marked: bool, plain: int, written: int) -> None:
-    usage = json.loads(formatter(CacheOptions(seconds=300 if marked else None)).complete([Delta(0, "a")], USAGE))[
-        "usage"
-    ]
+    usage = whole(Delta(0, "a"), seconds=300 if marked else None)["usage"]
     kinds = [usage[name] for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")]
     assert kinds == [plain, written, 4]
 

@@ -204,8 +204,13 @@ def test_what_is_no_json_number_or_string_is_refused(dialect: str, field: bytes,
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize("field", sorted(UNSUPPORTED.keys() - {"echo"}))
+BODIES = {"chat": chat.ChatBody, "completions": completions.CompletionBody}
+
+
+@pytest.mark.parametrize("field", sorted(UNSUPPORTED))
 def test_what_would_change_the_answer_is_refused_by_name(dialect: str, field: str) -> None:
+    if field in BODIES[dialect].__struct_fields__:
+        pytest.skip("this dialect reads it")
     error = refuse(dialect, **{field: {"some": ["thing"]}})
     assert (error.status, error.param, error.code) == (400, field, "unsupported_parameter")
     assert field in error.message

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import AddedToken
 
 from moeserve.frontend.answer import Answer, OutputText, build_generates, check_length, derive_seed
-from moeserve.frontend.dialects.internal import Delta, GenerateRequest, TokenText
+from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Tool, ToolChoice
 from moeserve.frontend.http import ApiError
+from moeserve.frontend.parsers.families import PLAIN, OutputShape
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs
 from moeserve.wire import Output, unpack_token_ids
@@ -151,3 +153,167 @@ def test_a_request_that_failed_in_the_engine_is_an_error_without_its_words(reaso
         Answer(request(), [[1]], TOKENIZER).take(0, Output("r", [], reason, error="/secret/path.py line 3"))
     assert caught.value.status == 500
     assert "secret" not in caught.value.message
+
+
+# Answers that are parsed.
+
+CHAT = [ChatPrompt([{"role": "user", "content": "hi"}])]
+WEATHER = (Tool("weather"),)
+CALL = '<tool_call>{"name": "weather", "arguments": {"a": 1}}</tool_call>'
+THINKER = OutputShape("hermes", "think")
+
+
+def answer_of(
+    text: str | list[int], shape: OutputShape, prompt: list[int] | None = None, end: str = "stop", **changes: object
+) -> tuple[Delta, Answer]:
+    """All deltas of an answer, joined, one token an output."""
+    answer = Answer(request(**{"prompts": CHAT, **changes}), [prompt or [1]], TOKENIZER, shape)
+    whole = Delta(0)
+    ids = list(text.encode()) if isinstance(text, str) else text
+    for token_id in ids:
+        for delta in answer.take(0, Output("r-0", [token_id], logprobs=[TokenLogprobs(-1.0)])):
+            whole.append(delta)
+        if answer.finishes:
+            break
+    for delta in answer.take(0, Output("r-0", finish_reason=FinishReason(end))):
+        whole.append(delta)
+    return whole, answer
+
+
+def test_reasoning_text_and_calls_are_told_apart_and_counted() -> None:
+    whole, answer = answer_of(f"<think>hm</think>Look.\n{CALL}", THINKER, tools=WEATHER)
+    assert (whole.reasoning, whole.text, whole.finish_reason) == ("hm", "Look.", "tool_calls")
+    assert [(call.name, call.arguments) for call in whole.calls] == [("weather", '{"a": 1}')]
+    # The token that completes `<think>` counts, and so do "hm" and `</think>`.
+    assert answer.usage.reasoning_tokens == 1 + len("hm</think>")
+
+
+def test_an_answer_cut_by_length_says_so_even_with_a_call() -> None:
+    assert answer_of(CALL, THINKER, end="length", tools=WEATHER)[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"tools": WEATHER, "tool_choice": ToolChoice("none")}, {"tools": WEATHER, "prompts": ["hi"]}]
+)
+def test_calls_are_looked_for_only_where_the_model_may_make_any(changes: dict[str, object]) -> None:
+    whole, _ = answer_of(CALL, OutputShape("hermes"), **changes)
+    assert (whole.text, whole.calls, whole.finish_reason) == (CALL, [], "stop")
+
+
+def test_reasoning_that_the_prompt_opened_needs_no_marker() -> None:
+    whole, _ = answer_of("hm</think>Yes.", THINKER, list(b"<think>\n"))
+    assert (whole.reasoning, whole.text) == ("hm", "Yes.")
+    whole, _ = answer_of("Yes.", THINKER, list(b"<think>\n\n</think>\n\n"))
+    assert (whole.reasoning, whole.text) == ("", "Yes.")
+
+
+def test_a_continued_message_is_text_unless_its_reasoning_is_open() -> None:
+    for content, reasoning, text in (("Well", "", "hm</think>y"), ("<think>so", "hm", "y")):
+        prompt = ChatPrompt([{"role": "assistant", "content": content}], continue_final=True)
+        whole, _ = answer_of("hm</think>y", THINKER, prompts=[prompt])
+        assert (whole.reasoning, whole.text) == (reasoning, text)
+
+
+def test_stop_strings_are_looked_for_in_text_alone() -> None:
+    said = f"<think>STOP</think>abSTOPcd{CALL}"
+    whole, answer = answer_of(said, THINKER, tools=WEATHER, stop=("STOP",))
+    assert (whole.reasoning, whole.text, whole.finish_reason, whole.calls) == ("STOP", "ab", "stop", [])
+    assert answer.finishes == [(0, len("<think>STOP</think>ab"))]
+    assert answer.usage.completion_tokens == len("<think>STOP</think>ab")
+    in_arguments = CALL.replace("1", '"STOP"')
+    whole, _ = answer_of(in_arguments, THINKER, tools=WEATHER, stop=("STOP",))
+    assert (whole.finish_reason, whole.calls[0].arguments) == ("tool_calls", '{"a": "STOP"}')
+
+
+def test_a_stop_string_is_shown_on_request() -> None:
+    for shape in (PLAIN, THINKER):
+        whole, answer = answer_of("abSTOPcd", shape, stop=("STOP",), include_stop=True)
+        assert (whole.text, whole.finish_reason) == ("abSTOP", "stop")
+        assert answer.finishes == [(0, 6)]
+
+
+def test_special_tokens_show_on_request() -> None:
+    assert answer_of([97, END], PLAIN)[0].text == "a"
+    assert answer_of([97, END], PLAIN, skip_special_tokens=False)[0].text == "a<|end|>"
+    assert answer_of([97, END], THINKER, skip_special_tokens=False)[0].text == "a<|end|>"
+
+
+def test_markers_that_are_special_tokens_reach_the_parser_and_nobody_else() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("[TOOL_CALLS]", "[ARGS]", "[other]")])
+    text_tokenizer = TextTokenizer(tokenizer)
+    said = 'Look.[other][TOOL_CALLS]weather[ARGS]{"a": 1}'
+    answer = Answer(request(prompts=CHAT, tools=WEATHER), [[1]], text_tokenizer, OutputShape("mistral"))
+    ids = text_tokenizer.encode(said)
+    whole = Delta(0)
+    for delta in answer.take(0, Output("r-0", ids, FinishReason.STOP)):
+        whole.append(delta)
+    assert (whole.text, whole.finish_reason) == ("Look.", "tool_calls")
+    assert [(call.name, call.arguments) for call in whole.calls] == [("weather", '{"a": 1}')]
+    stray = Answer(request(prompts=CHAT, tools=WEATHER), [[1]], text_tokenizer, OutputShape("mistral"))
+    (delta,) = stray.take(0, Output("r-0", text_tokenizer.encode("a[ARGS]b"), FinishReason.STOP))
+    assert (delta.text, delta.finish_reason) == ("ab", "stop")
+
+
+def test_log_probabilities_of_parsed_answers_cover_every_token() -> None:
+    sampling = SamplingParams(max_tokens=0, logprobs=0)
+    whole, _ = answer_of(f"<think>hm</think>{CALL}", THINKER, tools=WEATHER, sampling=sampling)
+    assert bytes(token.token_id for token in whole.tokens) == f"<think>hm</think>{CALL}".encode()
+
+
+def test_a_chats_echo_is_the_text_that_is_continued() -> None:
+    prompt = ChatPrompt([{"role": "assistant", "content": "Hel"}], continue_final=True)
+    whole, _ = answer_of("lo", PLAIN, prompts=[prompt], echo=True)
+    assert whole.text == "Hello"
+
+
+def test_without_output_tokens_an_answer_is_its_prompt() -> None:
+    sampling = SamplingParams(max_tokens=0, logprobs=0, prompt_logprobs=0)
+    asked = request(prompts=["ab"], max_tokens=0, echo=True, sampling=sampling)
+    (generate,) = build_generates(asked, [[97, 98]], request_id="r", namespace="", seed=1, max_model_len=3)
+    assert generate.sampling.max_tokens == 1
+    answer = Answer(asked, [[97, 98]], TOKENIZER)
+    found = Output("r", [99], FinishReason.STOP, prompt_logprobs=[TokenLogprobs(-2.0)], logprobs=[TokenLogprobs(-1.0)])
+    echo, last = answer.take(0, found)
+    assert (echo.text, [token.token_id for token in echo.tokens]) == ("ab", [97, 98])
+    assert (last.text, last.tokens, last.finish_reason) == ("", [], "length")
+    assert answer.usage.completion_tokens == 0
+
+
+def test_prompt_log_probabilities_come_with_the_end() -> None:
+    sampling = SamplingParams(max_tokens=0, logprobs=1, prompt_logprobs=2)
+    asked = request(prompts=["ab"], prompt_logprobs=2, sampling=sampling)
+    answer = Answer(asked, [[97, 98]], TOKENIZER)
+    top = ((1, -0.5), (2, -0.75))
+    deltas = answer.take(0, Output("r", [99], FinishReason.STOP, prompt_logprobs=[TokenLogprobs(-2.0, top)]))
+    assert [token.logprobs for token in deltas[-1].prompt] == [None, TokenLogprobs(-2.0, top)]
+    assert deltas[0].text == "c"
+
+
+def test_an_echo_has_as_many_alternatives_as_the_answer() -> None:
+    sampling = SamplingParams(max_tokens=0, logprobs=1, prompt_logprobs=2)
+    asked = request(prompts=["ab"], prompt_logprobs=2, echo=True, sampling=sampling)
+    answer = Answer(asked, [[97, 98]], TOKENIZER)
+    top = ((1, -0.5), (2, -0.75))
+    echo, _ = answer.take(0, Output("r", [99], FinishReason.STOP, prompt_logprobs=[TokenLogprobs(-2.0, top)]))
+    assert echo.tokens[1].logprobs == TokenLogprobs(-2.0, top[:1])
+
+
+def test_the_best_of_several_are_given_by_mean_log_probability() -> None:
+    asked = request(prompts=["a", "b"], n=3, best=2)
+    answer = Answer(asked, [[97], [98]], TOKENIZER)
+
+    def choice(index: int, *logprobs: float) -> Delta:
+        return Delta(index, f"{index}", [TokenText(1, 0, TokenLogprobs(logprob)) for logprob in logprobs])
+
+    choices = [
+        choice(0, -3.0, -3.0),
+        choice(1, -1.0, -1.0, -1.0, -1.0),
+        choice(2, -2.0),
+        choice(3),
+        choice(4, -9.0),
+        choice(5, -8.0),
+    ]
+    given = answer.best(choices)
+    assert [(found.index, found.text) for found in given] == [(0, "1"), (1, "2"), (2, "5"), (3, "4")]
+    assert Answer(request(), [[1]], TOKENIZER).best(choices[:1]) == choices[:1]

@@ -8,6 +8,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.chat_messages import ChatMessage, read_messages
 from moeserve.frontend.dialects.fields import EventWriter, finite
 from moeserve.frontend.dialects.internal import (
     ChatPrompt,
@@ -15,29 +16,29 @@ from moeserve.frontend.dialects.internal import (
     GenerateRequest,
     ModelFacts,
     TokenText,
+    Tool,
     ToolCallPart,
+    ToolChoice,
     Usage,
 )
+from moeserve.frontend.dialects.tools import check_choice, check_tools, make_tool
 from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid, unsupported
-from moeserve.frontend.templates import ALLOWED_TEMPLATE_KWARGS
+from moeserve.frontend.templates import RESERVED_VARIABLES
 from moeserve.frontend.text import TextTokenizer
 
-ROLES = frozenset({"system", "developer", "user", "assistant"})
-_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
-_NO_TOOLS = frozenset({b"", b"null", b"[]"})
+_CHOICES = ("none", "auto", "required")
 
 
-class ContentPart(msgspec.Struct):
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(msgspec.Struct):
-    role: str
-    content: str | list[ContentPart] | None = None
+class FunctionBody(msgspec.Struct):
     name: str | None = None
-    tool_calls: msgspec.Raw = msgspec.Raw(b"")
-    function_call: msgspec.Raw = msgspec.Raw(b"")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(msgspec.Struct):
+    type: str = "function"
+    function: FunctionBody | None = None
 
 
 class ChatBody(fields.SamplingBody, kw_only=True):
@@ -46,8 +47,15 @@ class ChatBody(fields.SamplingBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[FunctionBody] | None = None
+    function_call: str | dict[str, Any] | None = None
 
 
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
@@ -57,9 +65,13 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     logprobs = _logprobs(chat, model)
     stream, include_usage, continuous_usage = fields.read_stream_options(chat)
     limit_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
+    prompt = read_chat_prompt(chat)
+    if chat.echo and not prompt.continue_final:
+        raise invalid("`echo` needs `continue_final_message`: it repeats the text that the answer continues", "echo")
+    is_legacy = bool(chat.functions)
     return GenerateRequest(
         model=name,
-        prompts=[read_chat_prompt(chat)],
+        prompts=[prompt],
         sampling=fields.read_sampling(chat, model, logprobs),
         max_tokens=fields.read_count(limit_name, getattr(chat, limit_name)),
         seed=fields.read_seed(chat.seed),
@@ -68,68 +80,127 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
+        echo=bool(chat.echo),
         priority=fields.read_priority(chat),
         cache_salt=fields.read_cache_salt(chat.cache_salt),
         cache=fields.read_cache(chat),
+        tools=prompt.tools,
+        tool_choice=_tool_choice(chat, prompt.tools),
+        parallel_tool_calls=chat.parallel_tool_calls is not False and not is_legacy,
+        include_stop=bool(chat.include_stop_str_in_output),
+        skip_special_tokens=chat.skip_special_tokens is not False,
+        prompt_logprobs=fields.read_prompt_logprobs(chat, model),
         ignored=ignored,
+        repeated={"is_legacy": is_legacy},
     )
 
 
 def read_chat_prompt(chat: ChatBody) -> ChatPrompt:
-    """Return the messages and template variables of a body. Raises ApiError."""
-    if not chat.messages:
-        raise invalid("`messages` must hold at least one message", "messages")
-    if len(chat.messages) > limits.MAX_MESSAGES:
-        raise invalid(f"`messages` takes at most {limits.MAX_MESSAGES} messages", "messages")
+    """Return the messages, tools and template variables of a body. Raises ApiError."""
+    messages = read_messages(chat.messages)
+    continues = bool(chat.continue_final_message)
+    if continues and chat.add_generation_prompt:
+        raise invalid(
+            "`continue_final_message` and `add_generation_prompt` cannot both be true", "continue_final_message"
+        )
+    if continues and messages[-1]["role"] != "assistant":
+        raise invalid("`continue_final_message` needs an assistant's message at the end", "continue_final_message")
     return ChatPrompt(
-        messages=[_message(message, f"messages[{index}]") for index, message in enumerate(chat.messages)],
-        add_generation_prompt=chat.add_generation_prompt is not False,
+        messages=messages,
+        add_generation_prompt=chat.add_generation_prompt is not False and not continues,
         variables=_variables(chat),
+        tools=_tools(chat),
+        continue_final=continues,
     )
 
 
-def _message(message: ChatMessage, where: str) -> dict[str, Any]:
-    if message.role in ("tool", "function"):
-        raise unsupported(f"{where}.role", message.role)
-    if message.role not in ROLES:
-        raise invalid(f"`{where}.role` must be one of {', '.join(sorted(ROLES))}", f"{where}.role")
-    for name in ("tool_calls", "function_call"):
-        if bytes(getattr(message, name)).strip() not in _NO_TOOLS:
-            raise unsupported(f"{where}.{name}")
-    if message.content is None and message.role != "assistant":
-        raise invalid(f"`{where}.content` is required", f"{where}.content")
-    plain = {"role": message.role, "content": _content_text(message.content, where)}
-    return plain if message.name is None else {**plain, "name": message.name}
+def _tools(chat: ChatBody) -> tuple[Tool, ...]:
+    """Return the functions of `tools`, or of `functions`, which is its older name."""
+    if chat.functions and chat.tools:
+        raise invalid("Give `tools` or `functions`, not both", "functions")
+    found = []
+    for index, tool in enumerate(chat.tools or ()):
+        where = f"tools[{index}]"
+        if tool.type != "function":
+            raise unsupported(f"{where}.type", tool.type[:40])
+        if tool.function is None:
+            raise invalid(f"`{where}.function` is required", f"{where}.function")
+        found.append((tool.function, f"{where}.function"))
+    found += [(function, f"functions[{index}]") for index, function in enumerate(chat.functions or ())]
+    made = [make_tool(f.name, f.description, f.parameters, f.strict, where) for f, where in found]
+    return check_tools(made, "functions" if chat.functions else "tools")
 
 
-def _content_text(content: str | list[ContentPart] | None, where: str) -> str:
-    """Return the text of a message's content. Parts are joined by a newline, so that no two words merge."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if len(content) > limits.MAX_CONTENT_PARTS:
-        raise invalid(f"`{where}.content` takes at most {limits.MAX_CONTENT_PARTS} parts", f"{where}.content")
-    texts = []
-    for index, part in enumerate(content):
-        if part.type not in ("text", "input_text", "output_text"):
-            raise unsupported(f"{where}.content[{index}].type", part.type[:40])
-        if part.text is None:
-            raise invalid(f"`{where}.content[{index}].text` is required", f"{where}.content[{index}].text")
-        texts.append(part.text)
-    return "\n".join(texts)
+def _tool_choice(chat: ChatBody, tools: tuple[Tool, ...]) -> ToolChoice:
+    where, asked = ("function_call", chat.function_call) if chat.functions else ("tool_choice", chat.tool_choice)
+    if not chat.functions and chat.function_call not in (None, "none", "auto"):
+        raise invalid("`function_call` needs `functions`", "function_call")
+    if asked is None:
+        return ToolChoice()
+    if isinstance(asked, str):
+        if asked not in _CHOICES or (chat.functions and asked == "required"):
+            raise invalid(f"`{where}` must be one of {', '.join(_CHOICES)}, or name a tool", where)
+        mode: Any = asked
+        return check_choice(ToolChoice(mode), tools, where)
+    if chat.functions:
+        return check_choice(ToolChoice("required", (_name_in(asked, where),)), tools, where)
+    match asked.get("type"):
+        case "function":
+            return check_choice(ToolChoice("required", (_named_function(asked, where),)), tools, where)
+        case "allowed_tools":
+            return check_choice(_allowed_tools(asked.get("allowed_tools"), where), tools, where)
+        case other:
+            raise unsupported(f"{where}.type", str(other)[:40])
+
+
+def _allowed_tools(allowed: Any, where: str) -> ToolChoice:
+    where = f"{where}.allowed_tools"
+    if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list) or not allowed["tools"]:
+        raise invalid(f"`{where}` must hold `mode` and `tools`", where)
+    mode = allowed.get("mode", "auto")
+    if mode not in ("auto", "required"):
+        raise invalid(f"`{where}.mode` must be auto or required", f"{where}.mode")
+    names = [_named_function(entry, f"{where}.tools[{index}]") for index, entry in enumerate(allowed["tools"])]
+    return ToolChoice(mode, tuple(dict.fromkeys(names)))
+
+
+def _named_function(choice: Any, where: str) -> str:
+    """Return the name in `{"type": "function", "function": {"name": ...}}`."""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        raise invalid(f"`{where}` must be a choice of type function", where)
+    return _name_in(choice.get("function"), f"{where}.function")
+
+
+def _name_in(function: Any, where: str) -> str:
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise invalid(f"`{where}.name` is required", f"{where}.name")
+    return name
 
 
 def _variables(chat: ChatBody) -> dict[str, Any]:
-    variables = dict(chat.chat_template_kwargs or {})
-    for name, value in variables.items():
+    """Return the variables for the template: switches, numbers and texts under any name that is not taken."""
+    asked = chat.chat_template_kwargs or {}
+    if len(asked) > limits.MAX_TEMPLATE_VARIABLES:
+        most = limits.MAX_TEMPLATE_VARIABLES
+        raise invalid(f"`chat_template_kwargs` takes at most {most} entries", "chat_template_kwargs")
+    variables = {}
+    for name, value in asked.items():
         param = f"chat_template_kwargs.{name[:60]}"
-        if name not in ALLOWED_TEMPLATE_KWARGS:
+        if name in RESERVED_VARIABLES or not name.isidentifier():
             raise unsupported(param)
-        if not isinstance(value, bool | int | str):
-            raise invalid(f"`{param}` must be a boolean, a whole number or a string", param)
-    if chat.reasoning_effort is not None:
-        if chat.reasoning_effort not in _EFFORTS:
-            raise invalid(f"`reasoning_effort` must be one of {', '.join(sorted(_EFFORTS))}", "reasoning_effort")
-        variables.setdefault("reasoning_effort", chat.reasoning_effort)
+        if not isinstance(value, bool | int | float | str | None):
+            raise invalid(f"`{param}` must be a boolean, a number or a string", param)
+        if isinstance(value, str) and len(value) > limits.MAX_TEMPLATE_VARIABLE_CHARS:
+            raise invalid(f"`{param}` takes at most {limits.MAX_TEMPLATE_VARIABLE_CHARS} characters", param)
+        if value is not None:
+            variables[name] = value
+    if (effort := fields.read_effort("reasoning_effort", chat.reasoning_effort)) is not None:
+        variables.setdefault("reasoning_effort", effort)
+        if chat.reasoning_effort == "none":
+            # Templates of models that can answer without reasoning know one of these two switches.
+            variables.setdefault("enable_thinking", False)
+            variables.setdefault("thinking", False)
     return variables
 
 
@@ -141,7 +212,7 @@ def _logprobs(chat: ChatBody, model: ModelFacts) -> int | None:
     return fields.read_logprobs("top_logprobs", chat.top_logprobs or 0, model)
 
 
-def _message_of(choice: Delta) -> dict[str, Any]:
+def _message_of(choice: Delta, is_legacy: bool) -> dict[str, Any]:
     """Return a whole answer's message. Its content is null where there are calls and no text."""
     message: dict[str, Any] = {
         "role": "assistant",
@@ -151,7 +222,9 @@ def _message_of(choice: Delta) -> dict[str, Any]:
     }
     if choice.reasoning:
         message |= {"reasoning": choice.reasoning, "reasoning_content": choice.reasoning}
-    if choice.calls:
+    if choice.calls and is_legacy:
+        message["function_call"] = {"name": choice.calls[0].name, "arguments": choice.calls[0].arguments}
+    elif choice.calls:
         message["tool_calls"] = [
             {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in choice.calls
@@ -159,14 +232,19 @@ def _message_of(choice: Delta) -> dict[str, Any]:
     return message
 
 
-def _new_parts(delta: Delta) -> dict[str, Any]:
+def _new_parts(delta: Delta, is_legacy: bool) -> dict[str, Any]:
     """Return the `delta` of an event. A call's id, type and name come once."""
     parts: dict[str, Any] = {}
     if delta.reasoning:
         parts |= {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
     if delta.text or (delta.tokens and not delta.reasoning and not delta.calls):
         parts["content"] = delta.text
-    if delta.calls:
+    if delta.calls and is_legacy:
+        part = delta.calls[0]
+        parts["function_call"] = (
+            {"name": part.name, "arguments": part.arguments} if part.name else {"arguments": part.arguments}
+        )
+    elif delta.calls:
         parts["tool_calls"] = [_call_part(part) for part in delta.calls]
     return parts
 
@@ -176,6 +254,10 @@ def _call_part(part: ToolCallPart) -> dict[str, Any]:
         function = {"name": part.name, "arguments": part.arguments}
         return {"index": part.place, "id": part.call_id, "type": "function", "function": function}
     return {"index": part.place, "function": {"arguments": part.arguments}}
+
+
+def _finish(delta: Delta, is_legacy: bool) -> str | None:
+    return "function_call" if is_legacy and delta.finish_reason == "tool_calls" else delta.finish_reason
 
 
 class ChatFormatter:
@@ -188,6 +270,9 @@ class ChatFormatter:
         self._fingerprint = fingerprint
         self._tokenizer = tokenizer
         self._wants_logprobs = request.sampling.logprobs is not None
+        self._wants_prompt = request.prompt_logprobs is not None
+        # The older names `functions` and `function_call` get the older form of an answer.
+        self._is_legacy = bool(request.repeated.get("is_legacy"))
         chunk = {**self._head, "object": "chat.completion.chunk", "system_fingerprint": fingerprint}
         self._events = EventWriter(chunk, request)
 
@@ -195,9 +280,9 @@ class ChatFormatter:
         return self._events.choice(index, b'"delta":{"role":"assistant","content":""}')
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
-        content = b'"delta":' + msgspec.json.encode(_new_parts(delta))
+        content = b'"delta":' + msgspec.json.encode(_new_parts(delta, self._is_legacy))
         logprobs = msgspec.json.encode(self._logprobs(delta.tokens)) if delta.tokens else b"null"
-        return self._events.choice(delta.index, content, logprobs, delta.finish_reason, usage)
+        return self._events.choice(delta.index, content, logprobs, _finish(delta, self._is_legacy), usage)
 
     def end(self, usage: Usage) -> bytes:
         return self._events.end(usage)
@@ -209,20 +294,22 @@ class ChatFormatter:
         return KEEP_ALIVE
 
     def complete(self, choices: list[Delta], usage: Usage) -> bytes:
+        prompt = fields.prompt_logprobs(choices[0].prompt, self._tokenizer) if self._wants_prompt else None
         return msgspec.json.encode(
             {
                 **self._head,
                 "choices": [
                     {
                         "index": choice.index,
-                        "message": _message_of(choice),
+                        "message": _message_of(choice, self._is_legacy),
                         "logprobs": self._logprobs(choice.tokens) if self._wants_logprobs else None,
-                        "finish_reason": choice.finish_reason,
+                        "finish_reason": _finish(choice, self._is_legacy),
                     }
                     for choice in choices
                 ],
                 "usage": fields.openai_usage(usage),
                 "system_fingerprint": self._fingerprint,
+                **({"prompt_logprobs": prompt} if self._wants_prompt else {}),
             }
         )
 

@@ -20,6 +20,7 @@ class CompletionBody(fields.SamplingBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    best_of: int | None = None
 
 
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
@@ -30,14 +31,18 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     asked = completion.logprobs
     logprobs = None if asked is None else fields.read_logprobs("logprobs", asked, model)
     stream, include_usage, continuous_usage = fields.read_stream_options(completion)
-    max_tokens = fields.read_count("max_tokens", completion.max_tokens)
+    prompt_logprobs = fields.read_prompt_logprobs(completion, model)
+    # Without output tokens an answer is about its prompt alone.
+    least = 0 if echo or prompt_logprobs is not None else 1
+    max_tokens = fields.read_count("max_tokens", completion.max_tokens, least)
+    n, best = _read_best(completion)
     return GenerateRequest(
         model=name,
         prompts=read_prompts(completion.prompt, model.vocab_size),
-        sampling=fields.read_sampling(completion, model, logprobs, echo),
+        sampling=fields.read_sampling(completion, model, 0 if best and logprobs is None else logprobs, echo),
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
         seed=fields.read_seed(completion.seed),
-        n=fields.read_n(completion),
+        n=n,
         stop=fields.read_stop(completion.stop),
         stream=stream,
         include_usage=include_usage,
@@ -46,8 +51,25 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         priority=fields.read_priority(completion),
         cache_salt=fields.read_cache_salt(completion.cache_salt),
         cache=fields.read_cache(completion),
+        best=best,
+        include_stop=bool(completion.include_stop_str_in_output),
+        skip_special_tokens=completion.skip_special_tokens is not False,
+        prompt_logprobs=prompt_logprobs,
         ignored=ignored,
+        repeated={"logprobs": logprobs},
     )
+
+
+def _read_best(completion: CompletionBody) -> tuple[int, int | None]:
+    """Return how many samples to draw, and how many of them to give, None for all. Raises ApiError."""
+    n, best_of = fields.read_n(completion), completion.best_of
+    if best_of is None or best_of == n:
+        return n, None
+    if best_of < n or best_of > limits.MAX_N:
+        raise invalid(f"`best_of` must be at least `n` and at most {limits.MAX_N}", "best_of")
+    if completion.stream:
+        raise invalid("`best_of` cannot be streamed: the best are known at the end", "best_of")
+    return best_of, n
 
 
 def read_prompts(
@@ -97,7 +119,8 @@ class CompletionFormatter:
         }
         self._events = EventWriter(self._head, request)
         self._tokenizer = tokenizer
-        self._num_top = request.sampling.logprobs
+        self._num_top = request.repeated.get("logprobs")
+        self._wants_prompt = request.prompt_logprobs is not None
 
     def start(self, index: int, usage: Usage) -> bytes:
         return b""
@@ -126,12 +149,16 @@ class CompletionFormatter:
                         "text": choice.text,
                         "logprobs": None if self._num_top is None else self._logprobs(choice.tokens),
                         "finish_reason": choice.finish_reason,
+                        **(self._prompt(choice) if self._wants_prompt else {}),
                     }
                     for choice in choices
                 ],
                 "usage": fields.openai_usage(usage),
             }
         )
+
+    def _prompt(self, choice: Delta) -> dict[str, Any]:
+        return {"prompt_logprobs": fields.prompt_logprobs(choice.prompt, self._tokenizer)}
 
     def _logprobs(self, tokens: list[TokenText]) -> dict[str, Any]:
         """Return four parallel lists; the first token of an echoed prompt has null for its probability."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.cache_options import read_cache_options
-from moeserve.frontend.dialects.internal import CacheOptions, GenerateRequest, ModelFacts, Usage
+from moeserve.frontend.dialects.internal import CacheOptions, GenerateRequest, ModelFacts, TokenText, Usage
 from moeserve.frontend.http import DONE, ApiError, invalid, unknown_model, unsupported
-from moeserve.plan import SamplingParams
+from moeserve.frontend.text import TextTokenizer
+from moeserve.plan import SamplingParams, TokenLogprobs
 
 EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
 
@@ -23,7 +24,8 @@ _EMPTY = frozenset({b"null", b"[]", b"{}"})
 _LEAST_LOGPROB = -9999.0
 _LEVELS_IN_RESERVE = 700  # of the 1000 that Python has
 
-# Fields that would change the answer if they were supported, with the values that ask for nothing.
+# Fields that would change the answer if they were supported, with the values that ask for nothing. A dialect that has
+# the field reads it; all others refuse it.
 UNSUPPORTED: dict[str, Collection[bytes]] = {
     "audio": _ABSENT,
     "best_of": {b"null", b"1"},
@@ -38,14 +40,11 @@ UNSUPPORTED: dict[str, Collection[bytes]] = {
     "guided_grammar": _ABSENT,
     "guided_json": _ABSENT,
     "guided_regex": _ABSENT,
-    "include_stop_str_in_output": _OFF,
     "kv_transfer_params": _ABSENT,
     "logits_processors": _EMPTY,
     "modalities": {b"null", b'["text"]'},
     "prompt_embeds": _ABSENT,
-    "prompt_logprobs": _OFF,
     "response_format": {b"null", b'{"type":"text"}'},
-    "skip_special_tokens": {b"null", b"true"},
     "structured_outputs": _EMPTY,
     "suffix": {b"null", b'""'},
     "tool_choice": {b"null", b'"none"'},
@@ -62,7 +61,6 @@ HARMLESS = frozenset(
         "include",
         "length_penalty",
         "metadata",
-        "parallel_tool_calls",
         "prediction",
         "safety_identifier",
         "server_tools",
@@ -107,6 +105,9 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     cache_report: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | bool | None = None
 
 
 _B = TypeVar("_B", bound=msgspec.Struct)
@@ -204,15 +205,31 @@ def read_sampling(body: SamplingBody, model: ModelFacts, logprobs: int | None, e
         ),
         logit_bias=_logit_bias(body.logit_bias, model.vocab_size),
         logprobs=logprobs,
-        prompt_logprobs=logprobs if echo else None,
+        prompt_logprobs=_most(logprobs if echo else None, read_prompt_logprobs(body, model)),
         min_tokens=bounded("min_tokens", body.min_tokens or 0, 0, limits.MAX_TOKENS),
         stop_token_ids=_stop_token_ids(body, model),
     )
 
 
-def read_count(name: str, value: int | None) -> int | None:
-    """Return a number of tokens, at least one, or None."""
-    return None if value is None else int(bounded(name, value, 1, limits.MAX_TOKENS))
+def _most(*counts: int | None) -> int | None:
+    return max((count for count in counts if count is not None), default=None)
+
+
+def read_count(name: str, value: int | None, least: int = 1) -> int | None:
+    """Return a number of tokens, at least `least`, or None."""
+    return None if value is None else int(bounded(name, value, least, limits.MAX_TOKENS))
+
+
+def read_prompt_logprobs(body: SamplingBody, model: ModelFacts) -> int | None:
+    """Return how many alternatives to each prompt token are asked for, or None. Raises ApiError."""
+    asked = body.prompt_logprobs
+    if asked is None or asked is False:
+        return None
+    if asked is True:
+        raise invalid("`prompt_logprobs` must be a number of alternatives", "prompt_logprobs")
+    if body.stream:
+        raise invalid("`prompt_logprobs` cannot be streamed", "prompt_logprobs")
+    return read_logprobs("prompt_logprobs", asked, model)
 
 
 def read_seed(seed: int | None) -> int | None:
@@ -353,6 +370,25 @@ def openai_usage(usage: Usage) -> dict[str, Any]:
     if usage.cache_report is not None:
         counts["cache_report"] = usage.cache_report
     return counts
+
+
+def prompt_logprobs(tokens: Sequence[TokenText], tokenizer: TextTokenizer) -> list[dict[str, Any] | None]:
+    """Return the log probabilities of a prompt: for each token null, or an object of alternatives by token id."""
+    return [None if token.logprobs is None else _by_id(token, token.logprobs, tokenizer) for token in tokens]
+
+
+def _by_id(token: TokenText, logprobs: TokenLogprobs, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Return the likeliest tokens with their ranks, and the prompt's own one first; its rank is null below them."""
+    ranks = {token_id: rank for rank, (token_id, _) in enumerate(logprobs.top, start=1)}
+    found = {token.token_id: logprobs.logprob} | dict(logprobs.top)
+    return {
+        str(token_id): {
+            "logprob": finite(logprob),
+            "rank": ranks.get(token_id),
+            "decoded_token": tokenizer.token_bytes(token_id).decode("utf-8", "replace"),
+        }
+        for token_id, logprob in found.items()
+    }
 
 
 def _usage_tail(usage: Usage) -> bytes:

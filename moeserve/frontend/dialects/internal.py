@@ -54,19 +54,26 @@ class OutputFormat:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages for the chat template; `variables` are passed to it.
+    """Messages for the chat template; `variables` and `tools` are passed to it.
 
     A message is a dict with `role` (system, developer, user, assistant or tool) and `content`, a text. An assistant's
     may have `reasoning_content`, and `tool_calls`: `[{"id", "type": "function", "function": {"name", "arguments"}}]`
     with arguments as an object, so that templates render them alike however the client spelled them. A tool's has
-    `tool_call_id` and perhaps `name`. `request_field` is the field of the request that errors name.
+    `tool_call_id` and perhaps `name`. continue_final: the answer continues the last message's text. `request_field` is
+    the field of the request that errors name.
     """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool = True
     variables: dict[str, Any] = field(default_factory=dict)
     tools: tuple[Tool, ...] = ()
+    continue_final: bool = False
     request_field: str = field(default="messages", compare=False)
+
+    @property
+    def continued(self) -> str | None:
+        """The text that the answer continues, if it does."""
+        return str(self.messages[-1]["content"]) if self.continue_final else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,11 @@ class GenerateRequest:
     `max_tokens` and `seed` in `sampling` do not count. `output_format` holds for the text of an answer that calls no
     tool. `ignored` names the unknown fields, `dropped_tools` the kinds of built-in tools that were asked for and do not
     exist here; `repeated` holds what the dialect's answer says of the request.
+
+    `max_tokens` 0 asks for nothing but the prompt. `echo` puts the prompt before the text, of a chat the text that is
+    continued. `best` is how many of the `n` choices of each prompt the client gets, those with the best mean log
+    probability; all where it is None. `prompt_logprobs` asks for that many alternatives to each prompt token.
+    `include_stop` leaves the stop string in the text, `skip_special_tokens` special tokens out of it.
     """
 
     model: str
@@ -112,6 +124,10 @@ class GenerateRequest:
     parallel_tool_calls: bool = True
     output_format: OutputFormat | None = None
     cache: CacheOptions = CacheOptions()
+    best: int | None = None
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
     ignored: tuple[str, ...] = ()
     dropped_tools: tuple[str, ...] = ()
     repeated: dict[str, Any] = field(default_factory=dict)
@@ -153,8 +169,8 @@ class ToolCallPart:
 class Delta:
     """New parts of one choice, in the order reasoning, text, calls; or its end.
 
-    `tokens` is filled only if log probabilities were asked for. `finish_reason` is `stop`, `length` or `tool_calls`;
-    `matched_stop` is the stop string that made the end.
+    `tokens` is filled only if log probabilities were asked for, `prompt` only in a last delta, if those of the prompt
+    were. `finish_reason` is `stop`, `length` or `tool_calls`; `matched_stop` is the stop string that made the end.
     """
 
     index: int
@@ -164,12 +180,14 @@ class Delta:
     reasoning: str = ""
     calls: list[ToolCallPart] = field(default_factory=list)
     matched_stop: str | None = None
+    prompt: list[TokenText] = field(default_factory=list)
 
     def append(self, later: Delta) -> None:
         """Add what the choice said later, its end with it. Calls become whole."""
         self.text += later.text
         self.reasoning += later.reasoning
         self.tokens += later.tokens
+        self.prompt += later.prompt
         self.finish_reason = later.finish_reason
         self.matched_stop = later.matched_stop
         for part in later.calls:

@@ -1,0 +1,308 @@
+"""`moeserve run-batch`: answer a file of requests in OpenAI's batch form, and go on where an earlier run ended."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import click
+import msgspec
+
+from launcher.server_client import optional_server_option
+from moeserve.bench.client import Endpoint, ExchangeError, Response, error_message, exchange
+
+_PATH = re.compile(r"/v1/[\w/.-]{1,200}")
+_TRIES = 20
+_TRIES_OF_BROKEN = 3
+_LONGEST_WAIT_S = 60.0
+_END_S = 60.0
+
+
+@click.command(name="run-batch")
+@click.argument("source", metavar="IN", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("target", metavar="OUT", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("settings", metavar="[-- MODEL AND SETTINGS OF SERVE]", nargs=-1, type=click.UNPROCESSED)
+@optional_server_option
+@click.option("--api-key", envvar="MOESERVE_API_KEY", help="Key of the server. [MOESERVE_API_KEY]")
+@click.option("--concurrency", type=click.IntRange(1, 4096), default=16, show_default=True, help="Requests at once.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=1), default=3600, show_default=True, help="Seconds an answer takes."
+)
+def run_batch(
+    source: Path,
+    target: Path,
+    settings: tuple[str, ...],
+    url: str | None,
+    api_key: str | None,
+    concurrency: int,
+    timeout: float,
+) -> None:
+    """Answer the requests in IN, a JSON object a line, and append the answers to OUT.
+
+    A line of IN has `custom_id`, `method`, `url` and `body`, a line of OUT `id`, `custom_id`, `response` and `error`.
+    Requests that OUT answers already are left out, so the same command goes on after an interruption. Without --url a
+    service is started for the run; what follows `--` is passed to `moeserve serve`. The exit status is 0 if all
+    requests in OUT and IN have succeeded.
+    """
+    if url is not None and settings:
+        raise click.UsageError("Settings of a service are for a run without --url.")
+    try:
+        with Results(target) as results:
+            if _answer_all(results, source, url, settings, (api_key, concurrency, timeout)):
+                click.echo(results.in_words(), err=True)
+                sys.exit(1 if results.num_failed else 0)
+            click.echo(f"\nInterrupted: the same command goes on. {results.in_words()}", err=True)
+            sys.exit(128 + signal.SIGINT)
+    except (BatchError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _answer_all(
+    results: Results, source: Path, url: str | None, settings: tuple[str, ...], how: tuple[str | None, int, float]
+) -> bool:
+    """Return whether nobody has interrupted. how: key, concurrency, timeout in seconds."""
+    api_key, concurrency, timeout = how
+    jobs = results.open_jobs(read_input(source))
+    first = next(jobs, None)
+    if first is None:
+        return True
+    try:
+        with nullcontext(url) if url is not None else service_for_the_run(settings) as address:
+            batch = Batch(Endpoint.parse(address), api_key, timeout, results)
+            asyncio.run(batch.run(chain([first], jobs), concurrency))
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+class BatchError(Exception):
+    """The run cannot go on; the message is one sentence or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request of the input, or why its line is none: then `problem` says so, and `custom_id` is None."""
+
+    number: int
+    custom_id: str | None = None
+    path: str = ""
+    body: bytes = b""
+    problem: str | None = None
+
+    @property
+    def result_id(self) -> str:
+        return f"batch_req_{self.number}"
+
+
+def read_input(source: Path) -> Iterator[Job]:
+    """Yield the job of every line that is not blank."""
+    seen: set[str] = set()
+    with source.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield read_job(number, line, seen)
+
+
+def read_job(number: int, line: bytes, seen: set[str]) -> Job:
+    """Return the job of a line, and add its `custom_id` to those seen."""
+    try:
+        entry = msgspec.json.decode(line, type=dict[str, Any])
+        custom_id, path, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
+        if not isinstance(custom_id, str) or not custom_id:
+            raise ValueError("`custom_id` must be a text")
+        if custom_id in seen:
+            raise ValueError(f"`custom_id` {custom_id!r} is that of an earlier line")
+        if entry.get("method") != "POST":
+            raise ValueError("`method` must be POST")
+        if not isinstance(path, str) or not _PATH.fullmatch(path):
+            raise ValueError("`url` must be the path of a route, such as /v1/chat/completions")
+        if not isinstance(body, dict):
+            raise ValueError("`body` must be an object")
+        if body.get("stream"):
+            raise ValueError("`stream` is for one answer, not for a batch")
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        return Job(number, problem=f"line {number}: {error}")
+    seen.add(custom_id)
+    return Job(number, custom_id, path, msgspec.json.encode(body))
+
+
+class Results:
+    """The output file: one line a request, there as soon as it is known. Raises BatchError where it cannot be used."""
+
+    def __init__(self, path: Path) -> None:
+        self.num_succeeded = self.num_failed = self.num_before = 0
+        self._path = path
+        self._done: set[str] = set()
+        try:
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise BatchError(f"{path} cannot be written ({error.strerror or error}).") from None
+        try:
+            self._take_over()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    def open_jobs(self, jobs: Iterable[Job]) -> Iterator[Job]:
+        """Yield those that the file does not answer."""
+        return (job for job in jobs if (job.custom_id or job.result_id) not in self._done)
+
+    def write(self, job: Job, response: dict[str, Any] | None, error: dict[str, str] | None) -> None:
+        """Append the line of a job."""
+        entry = {"id": job.result_id, "custom_id": job.custom_id, "response": response, "error": error}
+        self._file.write(msgspec.json.encode(entry) + b"\n")
+        self._file.flush()
+        self._count(entry)
+
+    def in_words(self) -> str:
+        before = f", of which {self.num_before} before this run" if self.num_before else ""
+        return f"{self._path}: {self.num_succeeded} succeeded, {self.num_failed} failed{before}."
+
+    def _take_over(self) -> None:
+        """Read what an earlier run has written; cut off a line that it did not finish."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BatchError(f"Another run writes to {self._path}.") from None
+        self._file.seek(0)
+        whole = 0
+        for number, line in enumerate(self._file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            try:
+                entry = msgspec.json.decode(line, type=dict[str, Any])
+                self._done.add(entry["custom_id"] or entry["id"])
+                self._count(entry)
+            except (ValueError, KeyError, TypeError):
+                raise BatchError(f"{self._path} holds other things than results (line {number}).") from None
+        self._file.truncate(whole)
+        self.num_before = self.num_succeeded + self.num_failed
+
+    def _count(self, entry: dict[str, Any]) -> None:
+        response = entry["response"]
+        if entry["error"] is None and response is not None and 200 <= response["status_code"] < 300:
+            self.num_succeeded += 1
+        else:
+            self.num_failed += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sends jobs to a server, several at once, and writes what becomes of them."""
+
+    endpoint: Endpoint
+    api_key: str | None
+    timeout_s: float
+    results: Results
+
+    async def run(self, jobs: Iterator[Job], concurrency: int) -> None:
+        """Work until no job is left. Raises BatchError where the server cannot answer any."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(concurrency):
+                    group.create_task(self._work(jobs))
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
+
+    async def _work(self, jobs: Iterator[Job]) -> None:
+        for job in jobs:
+            if job.problem is not None:
+                self.results.write(job, None, {"code": "invalid_line", "message": job.problem})
+                continue
+            try:
+                response = await self._answer(job)
+            except ExchangeError as error:
+                self.results.write(job, None, {"code": "no_answer", "message": str(error)})
+            else:
+                self.results.write(job, _described(response), None)
+
+    async def _answer(self, job: Job) -> Response:
+        """Return the last of some answers, if the earlier ones ask for patience. Raises ExchangeError, BatchError."""
+        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        for tried in range(1, _TRIES + 1):
+            try:
+                response = await exchange(self.endpoint, "POST", job.path, job.body, headers, self.timeout_s)
+            except ExchangeError as error:
+                if isinstance(error.__cause__, OSError):
+                    message = f"The server is gone ({error}). The same command goes on where this one ended."
+                    raise BatchError(message) from None
+                if isinstance(error.__context__, TimeoutError) or tried == _TRIES_OF_BROKEN:
+                    raise
+                continue
+            if response.status in (401, 403):
+                raise BatchError(error_message(response.body))
+            if response.status not in (429, 503) or tried == _TRIES:
+                break
+            await asyncio.sleep(_patience(response))
+        return response
+
+
+def _patience(response: Response) -> float:
+    """Return the seconds to wait that the answer asks for."""
+    asked = response.headers.get("retry-after", "")
+    return min(max(1.0, float(asked)), _LONGEST_WAIT_S) if asked.isdigit() else 1.0
+
+
+def _described(response: Response) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(response.body)
+    except msgspec.DecodeError:
+        body = response.body.decode("utf-8", "replace")
+    return {
+        "status_code": response.status,
+        "request_id": response.headers.get("x-request-id", ""),
+        "body": body,
+    }
+
+
+@contextmanager
+def service_for_the_run(settings: tuple[str, ...]) -> Iterator[str]:
+    """Start `moeserve serve` on a free port, give its address once it is ready, and end it. Raises BatchError."""
+    quiet = () if any(setting.startswith("--log-level") for setting in settings) else ("--log-level", "warning")
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "launcher.child",
+        str(os.getpid()),
+        "launcher.cli",
+        "serve",
+        *settings,
+        *quiet,
+        "--port",
+        "0",
+    ]
+    # A session of its own: Ctrl-C ends the run, and the run ends the service, even where it is killed itself.
+    service = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert service.stdout is not None
+        found = next((found for line in service.stdout if (found := re.search(r"ready on (http://\S+)", line))), None)
+        if found is None:
+            raise BatchError(f"The service did not start (exit code {service.wait()}); it says above why.")
+        yield found[1]
+    finally:
+        service.terminate()
+        try:
+            service.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            service.kill()
+            service.wait()

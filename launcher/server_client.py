@@ -1,0 +1,70 @@
+"""Requests of the commands to a running server: its address, its refusals in one sentence, its streams as events."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import click
+
+_TIMEOUT = 600.0
+
+
+class ServerError(Exception):
+    """The server cannot be reached, or it refused; the message is one sentence."""
+
+
+def _base_url(_context: click.Context, _parameter: click.Parameter, text: str | None) -> str | None:
+    """Complete an address as people write it: a scheme may be missing, and `/v1` may be there."""
+    if text is None:
+        return None
+    return (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
+
+
+server_option = click.option(
+    "--url", default="http://127.0.0.1:8000", show_default=True, callback=_base_url, help="Address of the server."
+)
+optional_server_option = click.option(
+    "--url", callback=_base_url, help="Address of the server; without it one is started for the run."
+)
+
+
+def open_url(url: str, body: dict[str, Any] | None, api_key: str | None, timeout: float = _TIMEOUT) -> Any:
+    """Return the open response of a GET, or of a POST where there is a body. Raises ServerError."""
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout)
+    except urllib.error.HTTPError as error:
+        raise ServerError(_refusal(error)) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ServerError(f"No server answers at {url} ({reason}): start one with `moeserve serve`.") from None
+
+
+def read_events(response: Iterable[bytes]) -> Iterator[tuple[str, str]]:
+    """Yield (name, data) of each server-sent event. Raises ServerError when the connection breaks."""
+    name = "message"
+    try:
+        for line in response:
+            text = line.decode().rstrip("\r\n")
+            if text.startswith("event: "):
+                name = text.removeprefix("event: ")
+            elif text.startswith("data: "):
+                yield name, text.removeprefix("data: ")
+            elif not text:
+                name = "message"
+    except OSError as error:
+        raise ServerError(f"The connection to the server broke ({error}).") from None
+
+
+def _refusal(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"The server answered {error.code} {error.reason}."

@@ -1,0 +1,99 @@
+"""Tools and calls as every dialect reads them: bounds on tools, choices that fit them, calls in a conversation."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from moeserve.frontend import limits
+from moeserve.frontend.dialects.internal import Tool, ToolChoice
+from moeserve.frontend.http import invalid
+
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+def make_tool(
+    name: str | None, description: str | None, parameters: dict[str, Any] | None, strict: bool | None, where: str
+) -> Tool:
+    """Return a tool. where: the field of the function, for errors. Raises ApiError."""
+    check_tool_name(name, f"{where}.name")
+    if description is not None and len(description) > limits.MAX_TOOL_DESCRIPTION_CHARS:
+        longest = limits.MAX_TOOL_DESCRIPTION_CHARS
+        raise invalid(f"`{where}.description` takes at most {longest} characters", f"{where}.description")
+    if parameters is not None and len(msgspec.json.encode(parameters)) > limits.MAX_TOOL_SCHEMA_BYTES:
+        largest = limits.MAX_TOOL_SCHEMA_BYTES
+        raise invalid(f"`{where}.parameters` takes at most {largest} bytes", f"{where}.parameters")
+    return Tool(str(name), description, parameters, bool(strict))
+
+
+def check_tool_name(name: str | None, where: str) -> str:
+    """Return the name of a function. Raises ApiError unless it is one."""
+    if name is None or not _NAME.fullmatch(name):
+        raise invalid(f"`{where}` must be 1 to 64 of the characters a-z, A-Z, 0-9, `_`, `.` and `-`", where)
+    return name
+
+
+def check_tools(tools: Sequence[Tool], where: str = "tools") -> tuple[Tool, ...]:
+    """Return the tools of a request. Raises ApiError for too many, and for two of one name."""
+    if len(tools) > limits.MAX_TOOLS:
+        raise invalid(f"`{where}` takes at most {limits.MAX_TOOLS} tools", where)
+    seen: set[str] = set()
+    for index, tool in enumerate(tools):
+        if tool.name in seen:
+            raise invalid(f"`{where}[{index}]` has the name of an earlier tool, {tool.name}", f"{where}[{index}]")
+        seen.add(tool.name)
+    return tuple(tools)
+
+
+def check_choice(choice: ToolChoice, tools: Sequence[Tool], where: str = "tool_choice") -> ToolChoice:
+    """Return the choice. Raises ApiError if it asks for tools that the request has not."""
+    if choice.mode == "required" and not tools:
+        raise invalid(f"`{where}` asks for a call, but there are no `tools`", where)
+    known = {tool.name for tool in tools}
+    for name in choice.names:
+        if name not in known:
+            raise invalid(f"`{where}` names a tool that is not in `tools`: {name[:80]}", where)
+    return choice
+
+
+def call_in_history(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Return a call of an earlier turn as templates take it. arguments: JSON, or its value."""
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments_of(arguments) if isinstance(arguments, str) else arguments},
+    }
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Return the arguments in the JSON that a client sends back, whatever its spacing.
+
+    A model may have written what is no JSON object. The conversation must be able to go on, so the template then gets
+    the text as the only argument.
+    """
+    if not text.strip():
+        return {}
+    try:
+        arguments = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"invalid_arguments": text}
+
+
+def made_up_id(place: int, name: str) -> str:
+    """Return the id of a call that came without one: always the same for the same place in a conversation."""
+    return "call_" + hashlib.blake2b(f"{place}:{name}".encode(), digest_size=12).hexdigest()
+
+
+def name_results(messages: Sequence[dict[str, Any]]) -> None:
+    """Add to each tool message without a name the name of the tool that was called. Mutates the messages."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and not message.get("name") and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]

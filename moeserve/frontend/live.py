@@ -1,0 +1,212 @@
+"""Live figures: a sample a second of the engine's stats and of this frontend's latencies.
+
+Rates and quantiles are derived here, so that the dashboard and `moeserve top` show the same figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client import Histogram
+
+from moeserve.frontend.metrics import Metrics
+from moeserve.wire import FeatureSamples, Stats
+
+_INTERVAL_S = 1.0
+# Stats come twice a second and more often: the one that comes a little early counts, or every other would be lost.
+_EARLY_S = 0.1
+_KEPT_SAMPLES = 300
+_QUANTILE_WINDOW = 10
+
+
+class Quantiles(msgspec.Struct, frozen=True):
+    """Seconds, as exact as the histogram's buckets are."""
+
+    p50: float
+    p95: float
+
+
+class KvBlocks(msgspec.Struct, frozen=True):
+    free: int
+    cached: int
+    leased: int
+
+
+class ExpertsNow(msgspec.Struct, frozen=True):
+    """balance: mean over maximum of the recent load in the worst layer, over ranks where there are several, else over
+    experts. resident: experts in memory, where not all are. hit_rate: of wanted experts, those that were in memory,
+    since the sample before. stall_seconds, migrations: since the start."""
+
+    balance: float | None = None
+    resident: int | None = None
+    hit_rate: float | None = None
+    stall_seconds: float | None = None
+    migrations: int | None = None
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """`time` is in seconds since 1970. Rates are tokens per second since the sample before: `prompt_rate` of admitted
+    prompts, `cached_rate` of these the ones found in the prefix cache. `step_seconds` is the mean of a step. Latencies
+    and `hit_rate` are of the latest ten samples; None where nothing was measured. `rejections` and `preemptions` count
+    since the start."""
+
+    time: float
+    running: int
+    waiting: int
+    generation_rate: float
+    prompt_rate: float
+    cached_rate: float
+    step_seconds: float | None
+    ttft: Quantiles | None
+    inter_token: Quantiles | None
+    hit_rate: float | None
+    kv: KvBlocks
+    rejections: int
+    preemptions: int
+    experts: ExpertsNow
+
+
+class _Point(msgspec.Struct, frozen=True):
+    """The cumulative counts behind a sample. at: on the clock; ttft, inter_token: counts by bucket."""
+
+    at: float
+    stats: Stats
+    ttft: tuple[float, ...]
+    inter_token: tuple[float, ...]
+
+
+class LiveStats:
+    """Keeps the samples of the latest minutes and wakes those who wait for the next one.
+
+    `clock` gives seconds, monotonic.
+    """
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self.samples: deque[Sample] = deque(maxlen=_KEPT_SAMPLES)
+        self.closed = False
+        self._metrics = metrics
+        self._clock = clock
+        self._points: deque[_Point] = deque(maxlen=_QUANTILE_WINDOW + 1)
+        self._news = asyncio.Event()
+
+    def on_stats(self, stats: Stats) -> None:
+        """Take a sample, unless there was one within the last second."""
+        now = self._clock()
+        if self._points and now - self._points[-1].at < _INTERVAL_S - _EARLY_S:
+            return
+        ttft, inter_token = self._metrics.time_to_first_token, self._metrics.inter_token
+        point = _Point(now, stats, bucket_counts(ttft), bucket_counts(inter_token))
+        if self._points:
+            self.samples.append(_sample(self._points, point, bounds(ttft), bounds(inter_token)))
+        self._points.append(point)
+        self._wake()
+
+    def close(self) -> None:
+        """End all waiting, now and later."""
+        self.closed = True
+        self._wake()
+
+    @property
+    def latest(self) -> Sample | None:
+        return self.samples[-1] if self.samples else None
+
+    async def next(self, after: Sample | None, patience_s: float) -> Sample | None:
+        """Return the latest sample; wait while that is `after`. None if none comes in time or the service ends."""
+        try:
+            async with asyncio.timeout(patience_s):
+                while not self.closed and self.latest is after:
+                    await self._news.wait()
+        except TimeoutError:
+            return None
+        return None if self.closed else self.latest
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_token: Sequence[float]) -> Sample:
+    """Return the sample of `now`. points: those before it; ttft, inter_token: upper bounds of the buckets, seconds."""
+    oldest, last, stats = points[0], points[-1], now.stats
+    seconds = now.at - last.at
+    steps = stats.step - last.stats.step
+    queries = stats.prefix_query_tokens - oldest.stats.prefix_query_tokens
+    return Sample(
+        time=round(time.time(), 3),
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+        generation_rate=round((stats.generation_tokens - last.stats.generation_tokens) / seconds, 2),
+        prompt_rate=round((stats.prompt_tokens - last.stats.prompt_tokens) / seconds, 2),
+        cached_rate=round((stats.prefix_hit_tokens - last.stats.prefix_hit_tokens) / seconds, 2),
+        step_seconds=round((stats.step_seconds - last.stats.step_seconds) / steps, 6) if steps else None,
+        ttft=quantiles(ttft, oldest.ttft, now.ttft),
+        inter_token=quantiles(inter_token, oldest.inter_token, now.inter_token),
+        hit_rate=round((stats.prefix_hit_tokens - oldest.stats.prefix_hit_tokens) / queries, 4) if queries else None,
+        kv=KvBlocks(stats.blocks_free, stats.blocks_cached, stats.blocks_leased),
+        rejections=sum(stats.rejections.values()),
+        preemptions=stats.preemptions,
+        experts=_experts(last.stats.features, stats.features),
+    )
+
+
+def _experts(before: FeatureSamples, now: FeatureSamples) -> ExpertsNow:
+    balance: dict[str, list[float]] = {}
+    for _, of, value in now.get("moeserve_expert_balancedness", ()):
+        balance.setdefault(str(of), []).append(float(value))
+    worst = balance.get("ranks") or balance.get("experts")
+    hits, misses = (_gain(before, now, f"moeserve_expert_{name}") for name in ("hits", "misses"))
+    resident = _total(now, "moeserve_expert_resident")
+    migrations = _total(now, "moeserve_expert_migrations")
+    return ExpertsNow(
+        balance=round(min(worst), 4) if worst else None,
+        resident=None if resident is None else int(resident),
+        hit_rate=round(hits / (hits + misses), 4) if hits + misses else None,
+        stall_seconds=_total(now, "moeserve_expert_stall_seconds"),
+        migrations=None if migrations is None else int(migrations),
+    )
+
+
+def _total(features: FeatureSamples, name: str) -> float | None:
+    """Return the sum over all labels, None for a metric that is not there."""
+    return sum(float(row[-1]) for row in features[name]) if name in features else None
+
+
+def _gain(before: FeatureSamples, now: FeatureSamples, name: str) -> float:
+    return (_total(now, name) or 0.0) - (_total(before, name) or 0.0)
+
+
+def bounds(histogram: Histogram) -> tuple[float, ...]:
+    """Return the buckets' upper bounds; the last is infinite."""
+    return tuple(float(sample.labels["le"]) for sample in _buckets(histogram))
+
+
+def bucket_counts(histogram: Histogram) -> tuple[float, ...]:
+    """Return the cumulative counts by bucket."""
+    return tuple(sample.value for sample in _buckets(histogram))
+
+
+def _buckets(histogram: Histogram) -> Iterable[Any]:
+    return (sample for metric in histogram.collect() for sample in metric.samples if sample.name.endswith("_bucket"))
+
+
+def quantiles(upper: Sequence[float], before: Sequence[float], now: Sequence[float]) -> Quantiles | None:
+    """Return the quantiles of what was observed between two cumulative counts, None if nothing was."""
+    counts = [later - earlier for earlier, later in zip(before, now, strict=True)]
+    if not counts or counts[-1] <= 0:
+        return None
+    return Quantiles(_quantile(upper, counts, 0.5), _quantile(upper, counts, 0.95))
+
+
+def _quantile(upper: Sequence[float], counts: Sequence[float], share: float) -> float:
+    """Return a quantile, linear within its bucket; the largest finite bound for what lies beyond it."""
+    wanted = share * counts[-1]
+    index = next(place for place, count in enumerate(counts) if count >= wanted)
+    if index == len(upper) - 1:
+        return upper[-2]
+    low, below = (upper[index - 1], counts[index - 1]) if index else (0.0, 0.0)
+    return round(low + (upper[index] - low) * (wanted - below) / (counts[index] - below), 6)

@@ -1,0 +1,188 @@
+// The dashboard: figures every second from the stream, experts and prefixes every few seconds.
+
+import { ApiError, Server, readEvents } from "./api.js";
+import { LineChart, ShareBar } from "./charts.js";
+import { button, count, find, milliseconds, notify } from "./dom.js";
+import { ExpertPanel } from "./experts.js";
+import { PrefixPanel } from "./prefixes.js";
+
+const KEPT = 300;
+const SHORTEST_SPAN_S = 60;
+const STALE_MS = 5000;
+const SLOW_EVERY_MS = 5000;
+const RETRY_MS = 2000;
+
+const server = new Server(["moeserve.dashboard-key", "moeserve.key"]);
+const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
+const perSecond = (rate) => (rate < 10 ? rate.toFixed(1) : count(rate));
+const known = (value, format) => (value === null ? "–" : format(value));
+
+// By the tile's id: its chart, the values of a sample for it, and what its two lines of text say.
+const TILES = {
+  requests: {
+    chart: new LineChart(["running", "waiting"], count),
+    values: (sample) => [sample.running, sample.waiting],
+    big: (sample) => count(sample.running),
+    small: (sample) => `${count(sample.waiting)} waiting`,
+  },
+  generation: {
+    chart: new LineChart(["tokens per second"], perSecond),
+    values: (sample) => [sample.generation_rate],
+    big: (sample) => perSecond(sample.generation_rate),
+    small: (sample) => `step ${known(sample.step_seconds, milliseconds)}`,
+  },
+  prompts: {
+    chart: new LineChart(["admitted", "from the cache"], perSecond),
+    values: (sample) => [sample.prompt_rate, sample.cached_rate],
+    big: (sample) => perSecond(sample.prompt_rate),
+    small: (sample) => `${perSecond(sample.cached_rate)} from the cache`,
+  },
+  ttft: {
+    chart: new LineChart(["p50", "p95"], milliseconds),
+    values: (sample) => [sample.ttft?.p50 ?? null, sample.ttft?.p95 ?? null],
+    big: (sample) => known(sample.ttft?.p50 ?? null, milliseconds),
+    small: (sample) => `p95 ${known(sample.ttft?.p95 ?? null, milliseconds)}`,
+  },
+  inter: {
+    chart: new LineChart(["p50", "p95"], milliseconds),
+    values: (sample) => [sample.inter_token?.p50 ?? null, sample.inter_token?.p95 ?? null],
+    big: (sample) => known(sample.inter_token?.p50 ?? null, milliseconds),
+    small: (sample) => `p95 ${known(sample.inter_token?.p95 ?? null, milliseconds)}`,
+  },
+  hits: {
+    chart: new LineChart(["hit rate"], percent),
+    values: (sample) => [sample.hit_rate],
+    big: (sample) => known(sample.hit_rate, percent),
+    small: () => "of prompt tokens",
+  },
+};
+
+const kv = new ShareBar([["leased", "leased"], ["cached", "cached"], ["free", "free"]]);
+const experts = new ExpertPanel();
+const prefixes = new PrefixPanel();
+let about = {};
+let samples = [];
+let lastEvent = 0;
+
+function showAll() {
+  const sample = samples.at(-1);
+  const span = Math.max(SHORTEST_SPAN_S, sample ? sample.time - samples[0].time : 0);
+  for (const [id, tile] of Object.entries(TILES)) {
+    tile.chart.update(samples.map((each) => [each.time, ...tile.values(each)]), span);
+    if (!sample) continue;
+    find(`#${id} .big`).textContent = tile.big(sample);
+    find(`#${id} .small`).textContent = tile.small(sample);
+  }
+  if (sample) showBlocks(sample);
+}
+
+function showBlocks(sample) {
+  const { free, cached, leased } = sample.kv;
+  const size = about.block_size ?? 1;
+  const text = (blocks) => `${count(blocks)} (${count(blocks * size)} tokens)`;
+  kv.update([leased, cached, free], [leased, cached, free].map(text));
+  find("#kv-used").textContent = percent((leased + cached) / (leased + cached + free || 1));
+  find("#events").textContent = `${count(sample.preemptions)} preempted · ${count(sample.rejections)} refused`;
+}
+
+function showAbout() {
+  const facts = [about.models?.[0], about.device, about.dtype, about.max_model_len && `${count(about.max_model_len)} tokens of context`];
+  find("#about").textContent = facts.filter(Boolean).join(" · ");
+  find("#version").textContent = about.version ?? "";
+  document.title = `${about.models?.[0] ?? "Dashboard"} · moeserve`;
+}
+
+function showState(text, kind) {
+  const state = find("#state");
+  if (state.textContent === text) return;
+  state.textContent = text;
+  state.className = `state ${kind}`;
+}
+
+function refused(error, again) {
+  const needsOther = error instanceof ApiError && (error.status === 401 || error.status === 403);
+  find("#refusal-text").textContent = error.message;
+  find("#refusal").hidden = !needsOther;
+  find("#refusal-key").replaceChildren(button("Use another key", async () => (await server.askForKey()) && again(), { class: "primary" }));
+  return needsOther;
+}
+
+async function follow() {
+  for (;;) {
+    try {
+      const response = await server.request("/v1/stats/stream");
+      find("#refusal").hidden = true;
+      for await (const { event, data } of readEvents(response)) take(event, JSON.parse(data));
+      showState("connecting again", "waiting");
+    } catch (error) {
+      if (refused(error, follow)) {
+        showState("no access", "down");
+        return;
+      }
+      showState("connecting again", "down");
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+function take(event, content) {
+  lastEvent = performance.now();
+  if (event === "stats") {
+    about = content.about;
+    samples = content.samples;
+    showAbout();
+    refreshSlow();
+  } else {
+    samples = [...samples.slice(1 - KEPT), content];
+  }
+  if (!document.hidden) showAll();
+  showState(about.ready ? "live" : "the model is loading", about.ready ? "live" : "waiting");
+}
+
+/** Experts and prefixes. A panel that has nothing to show says why. */
+async function refreshSlow() {
+  if (document.hidden || !lastEvent) return;
+  await Promise.all([
+    refresh(() => server.json("/v1/experts", { ask: false }), "#experts", (described) => experts.show(described)),
+    refresh(askForPrefixes, "#prefixes", (described) => prefixes.show(described)),
+  ]);
+}
+
+/** The whole tree; its own prefixes for a key without the role admin. */
+async function askForPrefixes() {
+  try {
+    return await server.json("/v1/cache?all=1", { ask: false });
+  } catch (error) {
+    if (error.status !== 403) throw error;
+    return server.json("/v1/cache", { ask: false });
+  }
+}
+
+async function refresh(ask, panel, show) {
+  const problem = find(`${panel} .absent`);
+  const content = find(`${panel} .content`);
+  try {
+    const described = await ask();
+    content.hidden = false;
+    problem.textContent = "";
+    show(described);
+  } catch (error) {
+    content.hidden = true;
+    problem.textContent = error.status === 404 && error.code === "not_found" ? "Not available in this service." : error.message;
+  }
+}
+
+function listen() {
+  for (const [id, tile] of Object.entries(TILES)) find(`#${id}`).append(tile.chart.root);
+  find("#kv").append(kv.root);
+  find("#key").addEventListener("click", async () => (await server.askForKey()) && location.reload());
+  document.addEventListener("visibilitychange", () => !document.hidden && (showAll(), refreshSlow()));
+  setInterval(() => {
+    if (lastEvent && performance.now() - lastEvent > STALE_MS) showState("no news", "waiting");
+  }, 1000);
+  setInterval(refreshSlow, SLOW_EVERY_MS);
+}
+
+listen();
+showAll();
+follow().catch((error) => notify(error.message));

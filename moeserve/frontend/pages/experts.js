@@ -1,0 +1,189 @@
+// The heat map of the experts: how much work each has had of late, by layer, where it is, and whether it is in memory.
+
+import { count, el, find, milliseconds } from "./dom.js";
+
+const AXIS = 34;
+const LEAST_ROW = 9;
+const MOST_ROW = 22;
+
+/** Cells of a description (`GET /v1/experts`), layer by layer, in the order of columns. */
+export function heatCells(described, grouping) {
+  const ranks = described.placement?.ranks;
+  const resident = residentByLayer(described);
+  return described.load.map((loads, layer) => {
+    const mean = loads.reduce((sum, load) => sum + load, 0) / loads.length || 1;
+    const cells = loads.map((load, expert) => ({
+      expert,
+      ranks: ranks?.[layer]?.[expert] ?? [0],
+      share: load / mean,
+      resident: resident ? resident[layer].has(expert) : true,
+    }));
+    if (grouping === "expert") return cells;
+    const byRank = Array.from({ length: described.num_ranks }, () => []);
+    for (const cell of cells) for (const rank of cell.ranks) byRank[rank].push(cell);
+    if (grouping === "placed") return byRank.flatMap((held, rank) => held.map((cell, place) => ({ ...cell, rank, begins: place === 0 && rank > 0 })));
+    const perRank = loads.length / described.num_ranks;
+    // The load of an expert that several ranks hold is shared by them.
+    return byRank.map((held, rank) => ({
+      rank,
+      share: held.reduce((sum, cell) => sum + cell.share / cell.ranks.length, 0) / perRank,
+      resident: true,
+      held: held.length,
+    }));
+  });
+}
+
+function residentByLayer(described) {
+  const ranks = described.residency?.resident;
+  if (!ranks) return null;
+  return described.load.map((_, layer) => new Set(ranks.flatMap((layers) => layers[layer] ?? [])));
+}
+
+export class ExpertPanel {
+  constructor() {
+    this.canvas = find("#heat");
+    this.reading = find("#heat-reading");
+    this.facts = find("#expert-facts");
+    this.grouping = find("#heat-grouping");
+    this.described = null;
+    this.rows = [];
+    this.chosen = null;
+    this.grouping.addEventListener("change", () => (this.choose(null), this.draw()));
+    this.canvas.addEventListener("pointermove", (event) => this.choose(this.cellAt(event)));
+    this.canvas.addEventListener("pointerleave", () => this.choose(null));
+    this.canvas.addEventListener("keydown", (event) => this.move(event));
+    new ResizeObserver(() => this.draw()).observe(this.canvas.parentElement);
+    document.addEventListener("themechange", () => this.draw());
+  }
+
+  show(described) {
+    this.described = described;
+    this.showFacts(described);
+    find("#heat-area").hidden = !described.load;
+    this.draw();
+  }
+
+  showFacts(described) {
+    const { rebalancing, placement, strategy, recording, residency } = described;
+    const facts = [
+      ["layers", count(described.layers.length)],
+      ["experts a layer", count(described.num_experts)],
+      ["for a token", count(described.top_k)],
+      ["ranks", count(described.num_ranks)],
+    ];
+    if (recording) facts.push(["tokens counted", count(recording.tokens)]);
+    if (described.balancedness) facts.push(["balance, worst layer", worst(described.balancedness).toFixed(2)]);
+    if (residency) facts.push(["in memory", inMemory(described)]);
+    if (placement) facts.push(["placement", `no. ${placement.version}`]);
+    if (strategy?.prefetch) facts.push(["prefetch", strategy.prefetch.is_on ? strategy.prefetch.source : "off"]);
+    if (rebalancing) facts.push(...migrations(rebalancing, described.layers));
+    this.facts.replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+  }
+
+  draw() {
+    const { described, canvas } = this;
+    if (!described?.load) return;
+    this.rows = heatCells(described, this.grouping.value);
+    const width = canvas.parentElement.clientWidth;
+    const rowHeight = Math.max(LEAST_ROW, Math.min(MOST_ROW, Math.floor(420 / this.rows.length)));
+    const height = this.rows.length * rowHeight;
+    const ratio = window.devicePixelRatio || 1;
+    canvas.width = width * ratio;
+    canvas.height = height * ratio;
+    canvas.style.height = `${height}px`;
+    this.rowHeight = rowHeight;
+    this.cellWidth = (width - AXIS) / Math.max(...this.rows.map((row) => row.length));
+    const context = canvas.getContext("2d");
+    context.scale(ratio, ratio);
+    this.paint(context, coloursOf(canvas));
+  }
+
+  paint(context, colours) {
+    const { rows, rowHeight, cellWidth, described } = this;
+    const most = Math.max(2, ...rows.flat().map((cell) => cell.share));
+    const gap = cellWidth > 4 ? 1 : 0;
+    context.font = `${Math.min(11, rowHeight)}px system-ui, sans-serif`;
+    context.textBaseline = "middle";
+    context.textAlign = "right";
+    const every = Math.ceil(12 / rowHeight);
+    rows.forEach((row, layer) => {
+      const y = layer * rowHeight;
+      context.globalAlpha = 1;
+      context.fillStyle = colours.muted;
+      if (layer % every === 0) context.fillText(String(described.layers[layer]), AXIS - 8, y + rowHeight / 2);
+      row.forEach((cell, place) => {
+        const x = AXIS + place * cellWidth;
+        context.globalAlpha = 0.07 + 0.93 * Math.min(1, cell.share / most);
+        context.fillStyle = cell.resident ? colours.accent : colours.second;
+        context.fillRect(x, y, cellWidth - gap, rowHeight - 1);
+        if (cell.begins) {
+          context.globalAlpha = 1;
+          context.fillStyle = colours.text;
+          context.fillRect(x - 1, y, 1, rowHeight);
+        }
+      });
+    });
+    context.globalAlpha = 1;
+    if (this.chosen) {
+      const [layer, place] = this.chosen;
+      context.strokeStyle = colours.text;
+      context.strokeRect(AXIS + place * cellWidth - 0.5, layer * rowHeight - 0.5, cellWidth, rowHeight);
+    }
+  }
+
+  cellAt(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const layer = Math.floor((event.clientY - box.top) / this.rowHeight);
+    const place = Math.floor((event.clientX - box.left - AXIS) / this.cellWidth);
+    return this.rows[layer]?.[place] ? [layer, place] : null;
+  }
+
+  move(event) {
+    const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (!step || !this.rows.length) return;
+    event.preventDefault();
+    const [layer, place] = this.chosen ?? [0, 0];
+    const next = Math.max(0, Math.min(this.rows.length - 1, layer + step[0]));
+    this.choose([next, Math.max(0, Math.min(this.rows[next].length - 1, place + step[1]))]);
+  }
+
+  choose(chosen) {
+    if (chosen?.join() === this.chosen?.join()) return;
+    this.chosen = chosen;
+    this.draw();
+    this.reading.textContent = chosen ? this.inWords(...chosen) : "";
+  }
+
+  inWords(layer, place) {
+    const cell = this.rows[layer][place];
+    const share = `${cell.share.toFixed(2)} of the mean load`;
+    const where = `layer ${this.described.layers[layer]}`;
+    if (cell.expert === undefined) return `${where}, rank ${cell.rank}: ${share}, ${count(cell.held)} experts`;
+    const ranks = cell.rank === undefined ? cell.ranks.join(" and ") : cell.rank;
+    const memory = this.described.residency ? (cell.resident ? ", in memory" : ", not in memory") : "";
+    return `${where}, expert ${cell.expert}, rank ${ranks}: ${share}${memory}`;
+  }
+}
+
+function coloursOf(element) {
+  const probe = element.parentElement;
+  const of = (name) => getComputedStyle(probe.querySelector(`.colour-${name}`)).color;
+  return { accent: of("accent"), second: of("second"), muted: of("muted"), text: of("text") };
+}
+
+function worst({ ranks, experts }) {
+  return Math.min(...(ranks ?? experts));
+}
+
+function inMemory({ residency, num_experts: experts, layers }) {
+  const resident = residency.resident.flat(1).reduce((sum, layer) => sum + layer.length, 0);
+  return `${count(resident)} of ${count(experts * layers.length)}`;
+}
+
+function migrations(stats, layers) {
+  const facts = [["layers placed anew", count(stats.num_migrations)]];
+  if (stats.num_failures) facts.push(["failed", count(stats.num_failures)]);
+  if (stats.layer_in_progress !== null) facts.push(["under way", `layer ${layers[stats.layer_in_progress]}`]);
+  if (stats.seconds_since_success !== null) facts.push(["last", `${milliseconds(stats.seconds_since_success)} ago`]);
+  return facts;
+}

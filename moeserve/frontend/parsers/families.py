@@ -1,0 +1,188 @@
+"""The families of models by how they write calls and reasoning, and the choice of one for a checkpoint."""
+
+# ruff: noqa: RUF001 - DeepSeek's markers have fullwidth bars
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest
+from moeserve.frontend.http import invalid
+from moeserve.frontend.parsers.calls import CallShape, JsonCalls, MarkedCalls, MistralCalls
+from moeserve.frontend.parsers.grammars import call_grammar
+from moeserve.frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
+from moeserve.frontend.parsers.parser import OutputParser, Reasoning, Start
+from moeserve.frontend.parsers.tagged import GlmCalls, TaggedCalls
+
+CALLS: Mapping[str, CallShape] = {
+    "hermes": JsonCalls("<tool_call>", close="</tool_call>"),
+    "qwen3-coder": TaggedCalls(
+        region=("<tool_call>", "</tool_call>"),
+        call=("<function=", "</function>"),
+        parameter=("<parameter=", "</parameter>"),
+    ),
+    "mistral": MistralCalls(),
+    "deepseek": MarkedCalls(
+        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+        separator="<｜tool▁sep｜>",
+        has_ids=False,
+    ),
+    "glm": GlmCalls(),
+    "kimi": MarkedCalls(
+        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        call=("<|tool_call_begin|>", "<|tool_call_end|>"),
+        separator="<|tool_call_argument_begin|>",
+        has_ids=True,
+    ),
+    "minimax": TaggedCalls(
+        region=("<minimax:tool_call>", "</minimax:tool_call>"),
+        call=("<invoke name=", "</invoke>"),
+        parameter=("<parameter name=", "</parameter>"),
+    ),
+    # Harmony reads calls itself; this is what its calls look like to whoever asks for their markers.
+    "harmony": JsonCalls(*HARMONY_MARKERS),
+    "llama3": JsonCalls("<|python_tag|>", is_bare=True),
+    "granite": JsonCalls("<|tool_call|>"),
+}
+REASONING: Mapping[str, Reasoning] = {
+    "think": Reasoning("<think>", "</think>"),
+    "mistral": Reasoning("[THINK]", "[/THINK]"),
+    "harmony": Reasoning("<|channel|>", "<|end|>"),
+}
+
+# What a chat template has in it where a model of the family is meant, the most special first.
+_CALLS_IN_TEMPLATE = (
+    ("<|channel|>", "harmony"),
+    ("<minimax:tool_call>", "minimax"),
+    ("<arg_key>", "glm"),
+    ("<function=", "qwen3-coder"),
+    ("<｜tool▁calls▁begin｜>", "deepseek"),
+    ("<|tool_calls_section_begin|>", "kimi"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<tool_call>", "hermes"),
+    ("<|tool_call|>", "granite"),
+    ("<|python_tag|>", "llama3"),
+)
+_CALLS_OF_TYPE = {
+    "gpt_oss": "harmony",
+    "minimax_m2": "minimax",
+    "glm4_moe": "glm",
+    "deepseek_v3": "deepseek",
+    "kimi_k2": "kimi",
+    "granitemoe": "granite",
+}
+_REASONING_IN_TEMPLATE = (
+    ("<|channel|>", "harmony"),
+    ("[THINK]", "mistral"),
+    ("<think>", "think"),
+    ("</think>", "think"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputShape:
+    """How a model writes: the names of its family for calls and for reasoning, `none` where nothing is looked for.
+
+    is_fenced: the JSON of its calls stands in fences, DeepSeek's older form.
+    """
+
+    calls: str = "none"
+    reasoning: str = "none"
+    is_fenced: bool = False
+
+    @property
+    def is_harmony(self) -> bool:
+        return "harmony" in (self.calls, self.reasoning)
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Every text that parsing needs to see."""
+        shape, reasoning = CALLS.get(self.calls), REASONING.get(self.reasoning)
+        found = (*shape.opens, *shape.others) if shape is not None else ()
+        around = (reasoning.begin, reasoning.end) if reasoning is not None else ()
+        return frozenset((*found, *around, *(HARMONY_MARKERS if self.is_harmony else ())))
+
+    def applies(self, request: GenerateRequest) -> bool:
+        """Return whether answers of the request are parsed."""
+        if not isinstance(request.prompts[0], ChatPrompt):
+            return False
+        return self.is_harmony or self.reasoning != "none" or self._looks_for_calls(request)
+
+    def parser(self, request: GenerateRequest, start: Start, special_texts: Collection[str]) -> OutputParser:
+        """Return a parser for one choice. special_texts: of the tokenizer's special tokens."""
+        return OutputParser(
+            reasoning=REASONING.get(self.reasoning),
+            calls=CALLS.get(self.calls) if self._looks_for_calls(request) else None,
+            is_harmony=self.is_harmony,
+            start=start,
+            schemas={tool.name: tool.parameters for tool in request.tools},
+            hidden=self.markers.intersection(special_texts),
+            parallel=request.parallel_tool_calls,
+        )
+
+    def start_of(self, request: GenerateRequest, prompt_tail: str) -> Start:
+        """Return where the prompt leaves off. prompt_tail: the text of its last tokens, special ones too."""
+        prompt = request.prompts[0]
+        reasoning = REASONING.get(self.reasoning)
+        continued = prompt.continued if isinstance(prompt, ChatPrompt) else None
+        if reasoning is None or self.is_harmony:
+            return "text" if continued is not None else "answer"
+        if continued is not None:
+            is_open = continued.rfind(reasoning.begin) > continued.rfind(reasoning.end)
+            return "reasoning" if is_open else "text"
+        return "reasoning" if prompt_tail.rstrip().endswith(reasoning.begin) else "answer"
+
+    def grammar(self, request: GenerateRequest, prompt_tail: str, ids: Mapping[str, int]) -> str | None:
+        """Return the grammar that an answer's calls, or its reasoning before a format, need; None for no such need.
+
+        Calls are held to the tools' schemas where the request forces calls, allows some tools only, has strict tools or
+        asks for a format of text; the grammar then refers to the format's by the name `grammars.ANSWER`. ids: of the
+        tokenizer's added tokens, by text. Raises ApiError for forced calls that nothing would read.
+        """
+        if not isinstance(request.prompts[0], ChatPrompt):
+            return None
+        choice, has_format = request.tool_choice, request.output_format is not None
+        forced = choice.mode == "required"
+        if forced and self.calls == "none":
+            raise invalid("`tool_choice` asks for a call, but this server reads none from its model", "tool_choice")
+        looks = self._looks_for_calls(request)
+        tools = [tool for tool in request.tools if not choice.names or tool.name in choice.names] if looks else []
+        holds_calls = bool(tools) and (forced or has_format or bool(choice.names) or any(t.strict for t in tools))
+        if not holds_calls and not (has_format and (self.is_harmony or self.reasoning != "none")):
+            return None
+        return call_grammar(
+            "deepseek-fenced" if self.is_fenced else "harmony" if self.is_harmony else self.calls,
+            tools,
+            forced=forced,
+            parallel=request.parallel_tool_calls,
+            ids=ids,
+            start=self.start_of(request, prompt_tail),
+            reasoning=REASONING.get(self.reasoning),
+            has_format=has_format,
+        )
+
+    def _looks_for_calls(self, request: GenerateRequest) -> bool:
+        return self.calls != "none" and bool(request.tools) and request.tool_choice.mode != "none"
+
+
+PLAIN = OutputShape()
+
+
+def choose_shape(
+    templates: Sequence[str], model_type: str, calls: str = "auto", reasoning: str = "auto"
+) -> OutputShape:
+    """Return the shape of a checkpoint's answers. templates: the sources of its chat templates.
+
+    calls, reasoning: names of `CALLS` and `REASONING`, `none` or `auto`. Where nothing tells the family, calls are
+    hermes': the prompt then explains that form to the model.
+    """
+    source = "\n".join(templates)
+    if calls == "auto":
+        by_template = (name for marker, name in _CALLS_IN_TEMPLATE if marker in source)
+        calls = next(by_template, _CALLS_OF_TYPE.get(model_type, "hermes"))
+    if reasoning == "auto":
+        default = "harmony" if model_type == "gpt_oss" else "none"
+        reasoning = next((name for marker, name in _REASONING_IN_TEMPLATE if marker in source), default)
+    return OutputShape(calls, reasoning, calls == "deepseek" and "```json" in source)

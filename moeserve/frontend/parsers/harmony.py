@@ -1,0 +1,77 @@
+"""The harmony form of gpt-oss: messages with a header that names their channel and, for calls, their recipient.
+
+`<|channel|>analysis<|message|>` is reasoning, `final` and `commentary` are text, and a message to `functions.NAME` is a
+call, whose body is the JSON of its arguments.
+"""
+
+from __future__ import annotations
+
+import re
+
+from moeserve.frontend.parsers.calls import Schemas
+from moeserve.frontend.parsers.feed import Feed, Markers, Reading, Say
+from moeserve.frontend.parsers.parsed import Sink
+
+MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_HEAD = Markers(*MARKERS)
+_BODY = Markers("<|start|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+def read_harmony(
+    feed: Feed, sink: Sink, schemas: Schemas, *, reasons: bool, calls: bool, in_body: bool
+) -> Reading[None]:
+    """Read an answer. Without `reasons` and `calls`, the parts of these kinds are text.
+
+    in_body: the prompt ends inside a message to the user.
+    """
+    found: str | None = "<|start|>"
+    if in_body:
+        found = yield from feed.until(_BODY, sink.say)
+    while found is not None:
+        head, found = yield from _read_head(feed, found)
+        if found is None:
+            # Text without any header: it is shown.
+            sink.say(head[0])
+            return
+        if found == "<|message|>":
+            found = yield from _read_body(feed, sink, schemas, head, reasons=reasons, calls=calls)
+
+
+def _read_head(feed: Feed, found: str | None) -> Reading[tuple[list[str], str | None]]:
+    """Return the parts of a header, that before the first marker first, and the marker after it."""
+    parts = [""] if found != "<|channel|>" else ["", "channel:"]
+
+    def add(piece: str) -> None:
+        parts[-1] += piece
+
+    while True:
+        found = yield from feed.until(_HEAD, add)
+        if found == "<|channel|>":
+            parts.append("channel:")
+        elif found == "<|constrain|>":
+            parts.append("")
+        else:
+            return parts, found
+
+
+def _read_body(
+    feed: Feed, sink: Sink, schemas: Schemas, head: list[str], *, reasons: bool, calls: bool
+) -> Reading[str | None]:
+    channel = next((part.removeprefix("channel:").split() for part in head if part.startswith("channel:")), [])
+    recipient = next((match[1] for part in head if (match := _RECIPIENT.search(part))), "")
+    name = recipient.removeprefix("functions.")
+    if calls and name and (name != recipient or name in schemas):
+        sink.open_call(name)
+        found = yield from feed.until(_BODY, sink.arguments)
+        sink.close_call()
+        return found
+    say: Say = sink.say
+    is_reasoning = reasons and ((channel and channel[0] == "analysis") or bool(recipient))
+    if is_reasoning:
+        sink.begin_reasoning()
+        say = sink.think
+    found = yield from feed.until(_BODY, say)
+    if is_reasoning:
+        sink.end_reasoning()
+    return found

@@ -1,0 +1,158 @@
+"""The parts of an answer that parsers find, and the sink that they are told to.
+
+White space beside a call or at the borders of reasoning belongs to the form in which models write, and is dropped;
+anywhere else it stays.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from moeserve.frontend.dialects.internal import ToolCallPart
+
+
+@dataclass(slots=True)
+class Parsed:
+    """New parts of an answer, in the order reasoning, text, calls."""
+
+    reasoning: str = ""
+    text: str = ""
+    calls: list[ToolCallPart] = field(default_factory=list)
+
+
+def new_call_id() -> str:
+    """Return an id for a call: `call_` and 24 hexadecimal digits."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+class _Lane:
+    """One kind of text on its way out. `trims`: white space is dropped until other text comes."""
+
+    def __init__(self) -> None:
+        self.trims = False
+        self._out: list[str] = []
+        self._space: list[str] = []
+
+    def add(self, piece: str) -> None:
+        """Take text; hold back white space at its end."""
+        if self.trims:
+            piece = piece.lstrip()
+            if not piece:
+                return
+            self.trims = False
+        body = piece.rstrip()
+        if body:
+            self._out += self._space
+            self._out.append(body)
+            self._space.clear()
+        if len(body) < len(piece):
+            self._space.append(piece[len(body) :])
+
+    def border(self) -> None:
+        """Drop the white space here, on both sides."""
+        self._space.clear()
+        self.trims = True
+
+    def release(self) -> None:
+        """Let the held-back white space out."""
+        self._out += self._space
+        self._space.clear()
+
+    def take(self) -> str:
+        text = "".join(self._out)
+        self._out.clear()
+        return text
+
+
+class Sink:
+    """Collects what a parser tells, until `take`.
+
+    hidden: markers that are special tokens, which never show as text. parallel: whether more than one call is told;
+    otherwise all after the first are dropped.
+    """
+
+    def __init__(
+        self, hidden: Collection[str] = (), parallel: bool = True, new_id: Callable[[], str] = new_call_id
+    ) -> None:
+        self.num_calls = 0
+        self.is_reasoning = False
+        self._hidden = frozenset(hidden)
+        self._parallel = parallel
+        self._new_id = new_id
+        self._text, self._reasoning = _Lane(), _Lane()
+        self._calls: list[ToolCallPart] = []
+        self._is_open = False
+        self._is_muted = False
+        self._has_arguments = False
+
+    @property
+    def in_call(self) -> bool:
+        """Whether a call has begun and not ended."""
+        return self._is_open
+
+    def say(self, text: str) -> None:
+        self._text.add(text)
+
+    def say_marker(self, marker: str) -> None:
+        """Show a marker that means nothing where it stands, unless it is a special token."""
+        if marker not in self._hidden:
+            self._text.add(marker)
+
+    def begin_reasoning(self) -> None:
+        self.is_reasoning = True
+        self._reasoning.border()
+
+    def think(self, text: str) -> None:
+        self._reasoning.add(text)
+
+    def end_reasoning(self) -> None:
+        self.is_reasoning = False
+        self._reasoning.border()
+        self._text.border()
+
+    def open_call(self, name: str, call_id: str = "") -> None:
+        """Begin a call. Text before it loses its white space at the end."""
+        self._text.border()
+        self._is_open, self._has_arguments = True, False
+        self._is_muted = self.num_calls > 0 and not self._parallel
+        if not self._is_muted:
+            self._calls.append(ToolCallPart(self.num_calls, "", call_id or self._new_id(), name))
+            self.num_calls += 1
+
+    def arguments(self, piece: str) -> None:
+        """Add a piece of the JSON of the open call's arguments."""
+        if not piece:
+            return
+        self._has_arguments = True
+        if self._is_muted:
+            return
+        if self._calls:
+            self._calls[-1].arguments += piece
+        else:
+            self._calls.append(ToolCallPart(self.num_calls - 1, piece))
+
+    def close_call(self) -> None:
+        """End the open call; without arguments it has the empty object."""
+        if not self._has_arguments:
+            self.arguments("{}")
+        self._is_open = False
+
+    def tell(self, name: str, arguments: str, call_id: str = "") -> None:
+        """Tell a whole call."""
+        self.open_call(name, call_id)
+        self.arguments(arguments)
+        self.close_call()
+
+    def end(self) -> None:
+        """End the text: white space at its end shows unless it follows calls. A call that was cut stays as it is."""
+        self._is_open = False
+        if not self.num_calls:
+            self._text.release()
+
+    def take(self) -> Parsed:
+        """Return what was told since the last time."""
+        parsed = Parsed(self._reasoning.take(), self._text.take(), self._calls)
+        self._calls = []
+        return parsed

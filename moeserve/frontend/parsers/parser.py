@@ -1,0 +1,148 @@
+"""The parser of one choice: text in, as it is generated; reasoning, text and calls out.
+
+Streaming gives the same parts however the text is cut. Whatever is no valid call stays visible as text, or is given to
+the client as the arguments that it is; no text of a model is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from moeserve.frontend.parsers.calls import CallShape, Schemas
+from moeserve.frontend.parsers.feed import Feed, Markers, Reading
+from moeserve.frontend.parsers.harmony import read_harmony
+from moeserve.frontend.parsers.parsed import Parsed, Sink, new_call_id
+
+# Where the prompt leaves off: before an answer, inside its reasoning, or inside its text.
+Start = Literal["answer", "reasoning", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The markers around reasoning."""
+
+    begin: str
+    end: str
+
+
+class OutputParser:
+    """Parses one choice. With harmony, `reasoning` and `calls` only tell what to look for."""
+
+    def __init__(
+        self,
+        *,
+        reasoning: Reasoning | None,
+        calls: CallShape | None,
+        is_harmony: bool = False,
+        start: Start = "answer",
+        schemas: Schemas | None = None,
+        hidden: Collection[str] = (),
+        parallel: bool = True,
+        new_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        """schemas: of the request's tools. hidden: markers that are special tokens. parallel: more than one call."""
+        self._feed = Feed()
+        self._sink = Sink(hidden, parallel, new_id)
+        if is_harmony:
+            self._reading = read_harmony(
+                self._feed,
+                self._sink,
+                schemas or {},
+                reasons=reasoning is not None,
+                calls=calls is not None,
+                in_body=start == "text",
+            )
+        else:
+            self._reading = _read_answer(self._feed, self._sink, reasoning, calls, schemas or {}, start)
+        self._is_over = False
+        self._run()
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text that comes next is reasoning, as far as is known."""
+        return self._sink.is_reasoning
+
+    @property
+    def num_calls(self) -> int:
+        """The calls told so far."""
+        return self._sink.num_calls
+
+    def push(self, text: str) -> Parsed:
+        """Return the parts that `text` completes."""
+        self._feed.add(text)
+        self._run()
+        return self._sink.take()
+
+    def finish(self) -> Parsed:
+        """Return the remaining parts, at the end of the text."""
+        self._feed.end()
+        self._run()
+        self._sink.end()
+        return self._sink.take()
+
+    def _run(self) -> None:
+        if not self._is_over:
+            self._is_over = next(self._reading, _OVER) is _OVER
+
+
+_OVER = object()
+
+
+def _read_answer(
+    feed: Feed, sink: Sink, reasoning: Reasoning | None, calls: CallShape | None, schemas: Schemas, start: Start
+) -> Reading[None]:
+    """Read reasoning, text and calls until the end of the text."""
+    found: str | None = None
+    if reasoning is not None and start != "text":
+        found = yield from _read_reasoning(feed, sink, reasoning, calls, start)
+    if calls is None:
+        yield from _read_text(feed, sink)
+        return
+    if found is None and calls.is_bare and start != "text":
+        feed.keep()
+        char = yield from feed.space()
+        sink.say(feed.kept())
+        if char == "{":
+            found = yield from calls.read("", feed, sink, schemas)
+    markers = Markers(*calls.opens, *calls.others)
+    while True:
+        if found is None:
+            found = yield from feed.until(markers, sink.say)
+            if found is None:
+                return
+        if found in calls.opens:
+            found = yield from calls.read(found, feed, sink, schemas)
+        else:
+            sink.say_marker(found)
+            found = None
+
+
+def _read_text(feed: Feed, sink: Sink) -> Reading[None]:
+    while not feed.ended:
+        sink.say(feed.take(len(feed.rest)))
+        yield
+    sink.say(feed.take(len(feed.rest)))
+
+
+def _read_reasoning(
+    feed: Feed, sink: Sink, reasoning: Reasoning, calls: CallShape | None, start: Start
+) -> Reading[str | None]:
+    """Read reasoning at the beginning of an answer, if there is any. Return the marker of a call that ended it."""
+    if start != "reasoning":
+        feed.keep()
+        yield from feed.space()
+        is_there = yield from feed.through(reasoning.begin)
+        before = feed.kept()
+        if not is_there:
+            sink.say(before)
+            return None
+    sink.begin_reasoning()
+    ends = calls.opens if calls is not None and calls.ends_reasoning else ()
+    # Some models repeat the marker that the template has opened reasoning with.
+    yield from feed.space()
+    yield from feed.through(reasoning.begin)
+    found = yield from feed.until(Markers(reasoning.end, *ends), sink.think)
+    sink.end_reasoning()
+    return found if found in ends else None

@@ -1,0 +1,465 @@
+"""The pages in a headless Chromium, as people use them; the engine follows a script."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeserve.wire import Abort, Generate, Stats
+from tests.support.browser import Browser, Page, chromium, find_chromium
+from tests.support.fake_engine import say, trickle
+from tests.support.frontend import Frontend, frontend
+
+PROGRAM = find_chromium()
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(PROGRAM is None, reason="there is no Chromium: apt-get install chromium-headless-shell"),
+]
+MARKDOWN = """# Title
+
+Some **bold**, *slanted* and `code`, a [link](https://example.org/a) and <img src=x onerror=alert(1)>.
+[bad](javascript:alert(1))
+
+1. one
+2. two
+   - inner
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+```python
+print("<script>")
+```
+"""
+IDLE = "!document.querySelector('#send').hidden && document.querySelector('#stop').hidden"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    assert PROGRAM is not None
+    with chromium(PROGRAM, tmp_path_factory.mktemp("browser")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    with frontend(tmp_path_factory.mktemp("frontend")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    folder = tmp_path_factory.mktemp("locked")
+    (folder / "keys").write_text("metrics:prom\nuser:bob\n")
+    with frontend(folder, api_key_file=str(folder / "keys")) as running:
+        yield running
+
+
+@pytest.fixture
+def chat(browser: Browser, server: Frontend) -> Iterator[Page]:
+    """The chat page of a browser that has nothing kept. No test may leave an error in its console."""
+    server.engine.received.clear()
+    server.engine.script = say("Hello")
+    page = browser.page()
+    page.open(server.url + "/")
+    page.wait("document.querySelector('#model-name').textContent === 'tiny'")
+    yield page
+    page.serve_routes()
+    assert page.problems == []
+
+
+def ask(page: Page, text: str) -> None:
+    page.evaluate("document.querySelector('#question').focus()")
+    page.type(text)
+    page.press("Enter")
+
+
+def answered(page: Page, num_answers: int = 1) -> None:
+    page.wait(f"document.querySelectorAll('.assistant').length === {num_answers} && {IDLE}")
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    found: list[str] = page.evaluate(
+        f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)"
+    )
+    return found
+
+
+def prompts(server: Frontend) -> list[Generate]:
+    found: list[Generate] = server.engine.of(Generate)
+    return found
+
+
+def sse(*events: dict[str, Any]) -> tuple[int, str, str]:
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    return 200, "text/event-stream", body + "data: [DONE]\n\n"
+
+
+def delta(finish_reason: str | None = None, **fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish_reason}]}
+
+
+def test_an_answer_comes_with_its_figures(chat: Page) -> None:
+    ask(chat, "hi")
+    answered(chat)
+    assert chat.text(".user .body") == "hi"
+    assert chat.text(".assistant .markdown") == "Hello"
+    facts = " ".join(texts(chat, ".assistant .fact"))
+    assert "TTFT" in facts
+    assert "5 tokens" in facts
+    assert chat.text(".assistant .badge") == "3 of 6 cached"
+    assert chat.evaluate("document.activeElement.id") == "question"
+
+
+def test_markdown_is_shown_and_never_becomes_html(chat: Page, server: Frontend) -> None:
+    server.engine.script = say(MARKDOWN, chunk=7)
+    ask(chat, "hi")
+    answered(chat)
+    assert chat.evaluate("document.querySelectorAll('.assistant img, .assistant script').length") == 0
+    assert chat.text(".markdown h3") == "Title"
+    assert (chat.text(".markdown strong"), chat.text(".markdown em")) == ("bold", "slanted")
+    assert "<img src=x onerror=alert(1)>" in chat.text(".markdown p")
+    assert chat.evaluate("[...document.querySelectorAll('.markdown a')].map((a) => a.href)") == [
+        "https://example.org/a"
+    ]
+    assert texts(chat, ".markdown ol > li > ul > li") == ["inner"]
+    assert texts(chat, ".markdown td") == ["1", "2"]
+    assert texts(chat, ".markdown pre") == ['print("<script>")']
+
+
+def test_growing_markdown_ends_as_if_it_had_come_at_once(chat: Page) -> None:
+    same = """import('/pages/markdown.js').then(({ MarkdownView }) => {
+        const text = %s;
+        const grown = new MarkdownView();
+        for (let end = 1; end <= text.length; end += 1) grown.update(text.slice(0, end));
+        const whole = new MarkdownView();
+        whole.update(text);
+        return grown.root.isEqualNode(whole.root);
+    })"""
+    assert chat.evaluate(same % json.dumps(MARKDOWN)) is True
+
+
+@pytest.mark.parametrize("piece", ["*", "**a ", "[", "[a](", "`", "> ", "- ", "_a ", "|a|\\n|-|\\n", "~~", "http://"])
+def test_markdown_of_any_kind_takes_linear_time(chat: Page, piece: str) -> None:
+    # What is quadratic takes minutes here, and the browser does not answer in time.
+    rendered = chat.evaluate(
+        f"import('/pages/markdown.js').then(({{ MarkdownView }}) => {{ const view = new MarkdownView();"
+        f' view.update("{piece}".repeat(60000)); return view.root.textContent.length; }})'
+    )
+    assert rendered >= 0
+
+
+def test_stop_ends_the_request_and_keeps_what_has_come(chat: Page, server: Frontend) -> None:
+    server.engine.script = trickle("so far")
+    ask(chat, "hi")
+    chat.wait("document.querySelector('.assistant .markdown')?.textContent === 'so far'")
+    chat.press("Escape")
+    answered(chat)
+    server.engine.wait_for(Abort)
+    assert texts(chat, ".assistant .fact")[0] == "stopped"
+    assert chat.text(".assistant .markdown") == "so far"
+
+
+def test_regenerate_asks_the_same_again(chat: Page, server: Frontend) -> None:
+    ask(chat, "hi")
+    answered(chat)
+    server.engine.script = say("Another")
+    chat.click(".assistant footer button:last-child")
+    chat.wait("document.querySelector('.assistant .markdown')?.textContent === 'Another'")
+    answered(chat)
+    first, second = prompts(server)
+    assert first.token_ids == second.token_ids
+
+
+def test_an_edited_message_drops_what_followed(chat: Page, server: Frontend) -> None:
+    for number, text in enumerate(("one", "two"), 1):
+        ask(chat, text)
+        answered(chat, number)
+    chat.click(".user footer button:last-child")
+    assert chat.evaluate("document.activeElement.tagName") == "TEXTAREA"
+    chat.evaluate("document.activeElement.select()")
+    chat.type("changed")
+    chat.press("Enter")
+    chat.wait("document.querySelector('.user .body').textContent === 'changed'")
+    answered(chat)
+    assert texts(chat, ".user .body") == ["changed"]
+    assert b"two" not in bytes(prompts(server)[-1].token_ids[::4])
+
+
+def test_system_prompt_and_sampling_reach_the_engine(chat: Page, server: Frontend) -> None:
+    chat.click("#settings-open")
+    chat.evaluate(
+        "(() => { const f = document.querySelector('#settings-form').elements;"
+        "f.system.value = 'Be brief.'; f.temperature.value = '0.5'; f.top_k.value = '7'; f.max_tokens.value = '33';"
+        "f.seed.value = '11'; f.stop.value = 'END'; f.system.dispatchEvent(new Event('input', {bubbles: true})); })()"
+    )
+    chat.press("Escape")
+    ask(chat, "hi")
+    answered(chat)
+    (generate,) = prompts(server)
+    assert b"Be brief." in bytes(generate.token_ids[::4])
+    sampling = generate.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == (0.5, 7, 33)
+    assert sampling.seed == 11
+
+
+def test_tools_that_are_no_json_are_told_at_once(chat: Page) -> None:
+    chat.click("#settings-open")
+    for text, problem in (("{", "This is no JSON"), ("{}", "This must be a list"), ("[]", "")):
+        chat.evaluate(
+            f"(() => {{ const t = document.querySelector('[name=tools]'); t.value = {json.dumps(text)};"
+            "t.dispatchEvent(new Event('input', {bubbles: true})); })()"
+        )
+        assert chat.text("#tools-problem").startswith(problem)
+        assert chat.evaluate("document.querySelector('[name=tools]').ariaInvalid") == str(bool(problem)).lower()
+
+
+def test_tool_calls_are_blocks_and_their_results_go_on(chat: Page) -> None:
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"ci'}}
+    usage = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 0}}
+    chat.answer(
+        "/v1/chat/completions",
+        sse(
+            delta(role="assistant", content=""),
+            delta(reasoning="Where?"),
+            delta(tool_calls=[call]),
+            delta(tool_calls=[{"index": 0, "function": {"arguments": 'ty": "Oslo"}'}}]),
+            delta("tool_calls"),
+            {"choices": [], "usage": usage},
+        ),
+        sse(delta(role="assistant", content="It rains."), delta("stop")),
+    )
+    ask(chat, "weather?")
+    answered(chat)
+    assert chat.text(".call h3 code") == "get_weather"
+    assert json.loads(chat.text(".call .arguments")) == {"city": "Oslo"}
+    assert chat.evaluate("document.querySelector('.reasoning').open") is False
+    assert texts(chat, ".reasoning .plain") == ["Where?"]
+    chat.click(".call textarea")
+    chat.type("rain")
+    chat.click(".calls > button")
+    answered(chat, 2)
+    assert texts(chat, ".assistant .markdown") == ["It rains."]
+    assert chat.evaluate("document.querySelectorAll('.call textarea').length") == 0
+    name = "Object.keys(localStorage).find((name) => name.startsWith('moeserve.conversation.'))"
+    kept = chat.evaluate(f"JSON.parse(localStorage.getItem({name}))")
+    assert [message["role"] for message in kept["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert kept["messages"][2]["tool_call_id"] == "call_1"
+
+
+def test_an_error_is_told_and_tried_again(chat: Page) -> None:
+    refusal = json.dumps({"error": {"message": "The server's queue is full", "code": "queue_full"}})
+    chat.answer(
+        "/v1/chat/completions",
+        (400, "application/json", refusal),
+        sse(delta(content="half"), {"error": {"message": "The answer broke off"}}),
+        sse(delta(content="whole"), delta("stop")),
+    )
+    ask(chat, "hi")
+    for problem in ("The server's queue is full", "The answer broke off"):
+        chat.wait(f"document.querySelector('.problem')?.textContent.includes({json.dumps(problem)})")
+        chat.click(".assistant .problem button")
+    chat.wait("document.querySelector('.assistant .markdown')?.textContent === 'whole'")
+    assert chat.evaluate("document.querySelectorAll('.assistant .problem').length") == 0
+    # The browser itself tells of a refusal.
+    chat.serve_routes()
+    chat.problems = [problem for problem in chat.problems if "status of 400" not in problem]
+
+
+def test_conversations_are_kept_named_chosen_and_deleted(chat: Page, server: Frontend) -> None:
+    ask(chat, "the first question")
+    answered(chat)
+    chat.click("#new")
+    ask(chat, "the second question")
+    answered(chat)
+    assert texts(chat, "#conversations .title") == ["the second question", "the first question"]
+    chat.open(server.url + "/")
+    chat.wait("document.querySelector('.user .body')?.textContent === 'the second question'")
+    chat.click("#conversations .current .actions button")
+    chat.type("renamed")
+    chat.press("Enter")
+    assert texts(chat, "#conversations .title") == ["renamed", "the first question"]
+    chat.click("#conversations .current .actions button:last-child")
+    assert texts(chat, ".user .body") == ["the first question"]
+    chat.click(".notice button")
+    assert texts(chat, ".user .body") == ["the second question"]
+    assert chat.text("#title") == "renamed"
+
+
+def test_a_conversation_is_exported_as_json(chat: Page) -> None:
+    ask(chat, "hi")
+    answered(chat)
+    chat.evaluate(
+        "(() => { const make = URL.createObjectURL; URL.createObjectURL = (blob) => { window.exported = blob.text();"
+        " return make(blob); }; })()"
+    )
+    chat.click("#conversations .current .actions button:nth-child(2)")
+    exported = json.loads(chat.evaluate("window.exported"))
+    assert [message["content"] for message in exported["messages"]] == ["hi", "Hello"]
+
+
+def test_the_page_is_used_by_keyboard_alone(chat: Page) -> None:
+    chat.evaluate("document.querySelector('.skip').focus()")
+    stops = []
+    while stops[-1:] != ["question"]:
+        chat.press("Tab")
+        stops.append(chat.evaluate("document.activeElement.id || document.activeElement.textContent"))
+        # The field shows its focus by the frame around it.
+        shown = "document.activeElement.closest('#composer') ?? document.activeElement"
+        style = f"(({{ outlineStyle, boxShadow }}) => [outlineStyle, boxShadow])(getComputedStyle({shown}))"
+        assert chat.evaluate(style) != ["none", "none"], stops
+        assert len(stops) < 20
+    assert stops[0] == "new"
+    assert stops[1:5] == ["Dashboard", "API", "key", "Theme: auto"]
+    assert "settings-open" in stops
+    chat.evaluate("document.querySelector('.skip').focus()")
+    chat.press("Enter")
+    assert chat.wait("document.activeElement.id") == "question"
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Browser, server: Frontend) -> None:
+    server.engine.script = say("A line of " + "averylongword" * 30 + "\n\n```\n" + "x" * 300 + "\n```")
+    for path in ("/", "/dashboard"):
+        page = browser.page(360, 740, phone=True)
+        page.open(server.url + path)
+        if path == "/":
+            ask(page, "hi" * 100)
+            answered(page)
+            assert page.evaluate("getComputedStyle(document.querySelector('.side')).visibility") == "hidden"
+            page.click("#list-open")
+            page.wait("document.activeElement.id === 'new'")
+            page.press("Escape")
+            assert page.evaluate("document.activeElement.id") == "list-open"
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_the_system_decides_about_the_dark_until_a_theme_is_chosen(browser: Browser, server: Frontend) -> None:
+    page = browser.page(dark=True)
+    page.open(server.url + "/")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(ground)
+    page.click("[data-action=theme]")
+    assert page.text("[data-action=theme]") == "Theme: light"
+    assert page.evaluate(ground) != dark
+    page.open(server.url + "/dashboard")
+    assert page.evaluate(ground) != dark
+
+
+def test_behind_a_key_the_page_asks_for_it_once_and_keeps_it(browser: Browser, locked: Frontend) -> None:
+    page = browser.page()
+    page.open(locked.url + "/")
+    for key, reason in (("wrong", ""), ("bob", "The server refuses this key.")):
+        page.wait(f"document.querySelector('#api-key-about')?.textContent.startsWith({json.dumps(reason)})")
+        page.evaluate("document.querySelector('#api-key').select()")
+        page.type(key)
+        page.press("Enter")
+    page.wait("document.querySelector('#model-name').textContent === 'tiny'")
+    page.open(locked.url + "/")
+    page.wait("document.querySelector('#model-name').textContent === 'tiny'")
+    assert page.evaluate("document.querySelector('dialog[open]')") is None
+
+
+def test_the_dashboard_says_that_a_key_lacks_the_role_and_takes_another(browser: Browser, locked: Frontend) -> None:
+    page = browser.page()
+    page.open(locked.url + "/dashboard")
+    page.wait("!!document.querySelector('#api-key')")
+    page.type("bob")
+    page.press("Enter")
+    page.wait("document.querySelector('#refusal-text').textContent.includes('role `metrics`')")
+    page.click("#refusal-key button")
+    page.wait("!!document.querySelector('#api-key')")
+    page.evaluate("document.querySelector('#api-key').select()")
+    page.type("prom")
+    page.press("Enter")
+    page.wait("document.querySelector('#state').textContent === 'live'")
+    page.wait("document.querySelector('#experts .absent').textContent.includes('role `admin`')")
+
+
+def stats(**fields: Any) -> Stats:
+    nothing = {name: 0 for name in Stats.__struct_fields__ if name not in ("queue_seconds", "features")}
+    return Stats(**{**nothing, "rejections": {}, "step_seconds": 0.0, **fields})
+
+
+def test_the_dashboard_shows_the_figures_as_they_come(browser: Browser, server: Frontend) -> None:
+    page = browser.page()
+    page.open(server.url + "/dashboard")
+    page.wait("document.querySelector('#state').textContent === 'live'")
+    for running in (3, 5):
+        while page.text("#requests .big") != str(running):
+            figures = stats(num_running=running, num_waiting=2, blocks_free=10, blocks_cached=20, blocks_leased=30)
+            server.engine.send(figures)
+            page.wait("true")
+    assert page.text("#requests .small") == "2 waiting"
+    assert texts(page, "#kv li strong") == ["30 (480 tokens)", "20 (320 tokens)", "10 (160 tokens)"]
+    assert page.text("#kv-used") == "83 %"
+    assert "running 5" in page.evaluate("document.querySelector('#requests svg').getAttribute('aria-label')")
+    page.wait("document.querySelector('#experts .absent').textContent.includes('no experts')")
+
+
+EXPERTS = {
+    "layers": [0, 1],
+    "num_experts": 4,
+    "top_k": 2,
+    "num_ranks": 2,
+    "load": [[1, 2, 3, 4], [4, 0, 0, 0]],
+    "balancedness": {"experts": [0.6, 0.25], "ranks": [0.9, 0.5]},
+    "placement": {"version": 3, "ranks": [[[0], [0], [1], [1]], [[0, 1], [0], [1], [1]]]},
+    "residency": {"resident": [[[0], [0]], [[2, 3], [0]]]},
+    "rebalancing": {
+        "num_migrations": 2,
+        "num_failures": 0,
+        "num_experts_loaded": 5,
+        "seconds_since_success": 42.0,
+        "layer_in_progress": None,
+    },
+}
+PREFIXES = {
+    "num_prefixes": 2,
+    "prefixes": [
+        {"id": "0.2", "parent": "0.1", "preview": "below", "prefix_tokens": 64, "hits": 1, "tokens_saved": 64},
+        {"id": "0.1", "parent": None, "preview": "You are", "prefix_tokens": 32, "hits": 4, "tokens_saved": 128},
+    ],
+}
+
+
+def test_the_dashboard_shows_experts_and_prefixes(browser: Browser, server: Frontend) -> None:
+    page = browser.page()
+    page.answer("/v1/experts", (200, "application/json", json.dumps(EXPERTS)))
+    page.answer("/v1/cache", (200, "application/json", json.dumps(PREFIXES)))
+    page.open(server.url + "/dashboard")
+    page.wait("!document.querySelector('#experts .content').hidden")
+    facts = dict(zip(texts(page, "#expert-facts dt"), texts(page, "#expert-facts dd"), strict=True))
+    assert facts["layers placed anew"] == "2"
+    assert facts["in memory"] == "5 of 8"
+    assert facts["balance, worst layer"] == "0.50"
+    page.evaluate("document.querySelector('#heat').focus()")
+    readings = []
+    for key in ("ArrowRight", "ArrowDown"):
+        page.press(key)
+        readings.append(page.text("#heat-reading"))
+    assert readings[0] == "layer 0, expert 1, rank 0: 0.80 of the mean load, not in memory"
+    page.evaluate(
+        "(() => { const s = document.querySelector('#heat-grouping'); s.value = 'rank';"
+        " s.dispatchEvent(new Event('change')); document.querySelector('#heat').focus(); })()"
+    )
+    page.press("ArrowRight")
+    assert page.text("#heat-reading") == "layer 0, rank 1: 1.40 of the mean load, 2 experts"
+    page.wait("!document.querySelector('#prefixes .content').hidden")
+    assert texts(page, ".prefixes .text") == ["You are", "below"]
+    assert page.problems == []
+
+
+def test_no_file_of_the_pages_is_unused(browser: Browser, server: Frontend, tmp_path: Path) -> None:
+    used = set()
+    for path in ("/", "/dashboard"):
+        page = browser.page()
+        page.open(server.url + path)
+        page.wait("performance.getEntriesByType('resource').some((e) => e.name.includes('/v1/'))")
+        used |= set(page.evaluate("performance.getEntriesByType('resource').map((e) => new URL(e.name).pathname)"))
+    scripts = {path for path in used if path.endswith((".js", ".css"))}
+    from moeserve.frontend.pages import FILES
+
+    assert scripts == {path for path in FILES if path.endswith((".js", ".css"))}

@@ -1,0 +1,251 @@
+"""Grammars of calls: whatever they let through, the family's parser reads as calls that fit the schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, OutputFormat, Tool, ToolChoice
+from moeserve.frontend.http import ApiError
+from moeserve.frontend.parsers.families import CALLS, REASONING, OutputShape
+from moeserve.frontend.parsers.grammars import ANSWER, FAMILIES, arguments_schema, call_grammar
+from moeserve.frontend.parsers.parsed import Parsed
+from moeserve.frontend.parsers.parser import OutputParser, Start
+from moeserve.plan import SamplingParams
+from tests.support.tiny_model import BOS, byte_tokenizer
+
+llguidance = pytest.importorskip("llguidance")
+
+TOOLS = (
+    Tool(
+        "get_weather",
+        parameters={
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Rome", "Paris"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+        },
+    ),
+    Tool("send", parameters={"type": "object", "properties": {"to": {"type": "boolean"}}}, strict=True),
+)
+# Whether the markers are tokens differs between models of a family; harmony's always are.
+FORMS = [*((family, special) for family in FAMILIES for special in (False, True)), ("harmony", True)]
+# Not `<|end|>`, which is one of harmony's markers.
+_EOS = BOS
+_TEXT_TAGS = ("<function", "</function", "<invoke", "</invoke", "<parameter", "</parameter")
+
+
+def base(family: str) -> str:
+    return family.removesuffix("-fenced")
+
+
+def markers(family: str) -> list[str]:
+    shape = CALLS[base(family)]
+    found = {*shape.opens, *shape.others, "<think>", "</think>"}
+    return sorted(marker for marker in found if not marker.startswith(_TEXT_TAGS))
+
+
+class Model:
+    """A model that says what its grammar allows. With `special` the family's markers are tokens."""
+
+    def __init__(self, family: str, *, special: bool, grammar: str = "", **options: Any) -> None:
+        self.tokenizer: Tokenizer = byte_tokenizer()
+        texts = markers(family) if special else []
+        self.tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in texts])
+        ids = {text: self.tokenizer.token_to_id(text) for text in texts}
+        tokens = llguidance.LLTokenizer(
+            self.tokenizer.to_str(), n_vocab=self.tokenizer.get_vocab_size(), eos_token=_EOS
+        )
+        self.source = grammar or call_grammar(family, TOOLS, ids=ids, **options)
+        self.matcher = llguidance.LLMatcher(tokens, self.source)
+        assert not self.matcher.is_error(), self.matcher.get_error()
+
+    def allows(self, text: str) -> bool:
+        """Whether the whole of `text` is an answer."""
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return bool(self.matcher.try_consume_tokens(token_ids) == len(token_ids) and self.matcher.is_accepting())
+
+    def babble(self, seed: int, most: int = 2000) -> str:
+        """An answer drawn at random from what is allowed, mostly the first allowed token so that it ends."""
+        source = random.Random(seed)
+        said: list[int] = []
+        while not self.matcher.is_stopped() and len(said) < most:
+            allowed = [token for token, bias in enumerate(self.matcher.compute_logit_bias()) if bias]
+            ends = [token for token in allowed if token >= _EOS]
+            token = source.choice(ends if ends and source.random() < 0.5 else allowed)
+            assert self.matcher.consume_token(token)
+            if token != _EOS:
+                said.append(token)
+        return str(self.tokenizer.decode(said, skip_special_tokens=False))
+
+
+def parse(family: str, text: str, reasoning: str = "none", start: Start = "text") -> Parsed:
+    parser = OutputParser(
+        reasoning=REASONING.get(reasoning),
+        calls=CALLS[base(family)],
+        is_harmony=family == "harmony",
+        start="answer" if start == "text" else start,
+        schemas={tool.name: tool.parameters for tool in TOOLS},
+        hidden=markers(family),
+    )
+    first, last = parser.push(text), parser.finish()
+    assert not last.calls
+    return Parsed(first.reasoning + last.reasoning, first.text + last.text, first.calls)
+
+
+def check_call(name: str, arguments: str) -> None:
+    value = json.loads(arguments)
+    if name == "get_weather":
+        assert value.keys() == {"city", "days"}
+        assert value["city"] in ("Rome", "Paris")
+        assert type(value["days"]) is int
+        assert 1 <= value["days"] <= 9
+    else:
+        assert name == "send"
+        assert value in ({}, {"to": True}, {"to": False})
+
+
+@pytest.mark.parametrize(("family", "special"), FORMS)
+def test_forced_calls_are_read_back_whole_and_fit_their_schemas(family: str, special: bool) -> None:
+    start: Start = "answer" if family == "harmony" else "text"
+    for seed in range(6):
+        model = Model(family, special=special, forced=True, parallel=seed % 2 == 0, start=start)
+        said = model.babble(seed)
+        parsed = parse(family, said, "harmony" if family == "harmony" else "none")
+        assert parsed.calls, said
+        assert parsed.text == "", said
+        assert seed % 2 == 0 or len(parsed.calls) == 1
+        for call in parsed.calls:
+            check_call(call.name, call.arguments)
+
+
+@pytest.mark.parametrize(("family", "special"), FORMS)
+def test_forced_calls_leave_no_way_out(family: str, special: bool) -> None:
+    for text in ("No.", "", "{}", '{"name": "other", "arguments": {}}'):
+        assert not Model(family, special=special, forced=True, parallel=True).allows(text), text
+
+
+CALL = '{"name": "send", "arguments": {"to": true}}'
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+def test_text_may_come_before_calls_that_are_not_forced(special: bool) -> None:
+    for said, allowed in (
+        ("Just text.", True),
+        (f"I send.\n<tool_call>\n{CALL}\n</tool_call>", True),
+        (f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>", True),
+        ("I send.\n<tool_call>\nno", False),
+        (f"<tool_call>\n{CALL.replace('true', '7')}\n</tool_call>", False),
+        (f"<tool_call>\n{CALL}\n</tool_call> and text", False),
+    ):
+        assert Model("hermes", special=special, forced=False, parallel=True).allows(said) is allowed, said
+
+
+def test_json_has_the_spacing_that_templates_render() -> None:
+    compact = CALL.replace(": ", ":").replace(", ", ",")
+    for said, allowed in ((CALL, True), (compact, False), (CALL.replace(" ", "  "), False)):
+        model = Model("hermes", special=True, forced=True, parallel=True)
+        assert model.allows(f"<tool_call>\n{said}\n</tool_call>") is allowed
+
+
+def test_one_call_is_the_limit_where_calls_must_not_be_parallel() -> None:
+    one = f"<tool_call>\n{CALL}\n</tool_call>"
+    assert Model("hermes", special=True, forced=True, parallel=False).allows(one)
+    assert not Model("hermes", special=True, forced=True, parallel=False).allows(f"{one}\n{one}")
+
+
+def test_an_answer_is_calls_or_the_format() -> None:
+    source = call_grammar("hermes", TOOLS, forced=False, parallel=True, ids={}, has_format=True)
+    schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+    grammar = json.dumps({"grammars": [{"lark_grammar": source}, {"name": ANSWER, "json_schema": schema}]})
+    for said, allowed in (
+        ('{"answer": 5}', True),
+        (f"<tool_call>\n{CALL}\n</tool_call>", True),
+        ("text", False),
+        ('{"answer": "five"}', False),
+    ):
+        assert Model("hermes", special=False, grammar=grammar).allows(said) is allowed, said
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "tokens"])
+def test_reasoning_comes_first_where_the_model_reasons(special: bool) -> None:
+    calls = f"<tool_call>\n{CALL}\n</tool_call>"
+    options = {"forced": True, "parallel": True, "reasoning": REASONING["think"], "special": special}
+    for start, said, allowed in (
+        ("reasoning", f"hm, </thin\n</think>\n\n{calls}", True),
+        ("reasoning", calls, False),
+        ("answer", f"<think>\nhm\n</think>\n\n{calls}", True),
+        ("answer", calls, True),
+        ("text", calls, True),
+        ("text", f"<think>hm</think>{calls}", False),
+    ):
+        assert Model("hermes", start=start, **options).allows(said) is allowed, (start, said)
+
+
+def test_harmony_reasons_then_calls_or_says() -> None:
+    call = '<|channel|>commentary to=functions.send <|constrain|>json<|message|>{"to": true}<|call|>'
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    said = "<|channel|>final<|message|>Yes."
+    for forced, text, allowed in (
+        (True, call, True),
+        (True, thought + call, True),
+        (True, thought + said, False),
+        (False, thought + said, True),
+        (False, thought + call, True),
+    ):
+        model = Model("harmony", special=True, forced=forced, parallel=True, start="answer")
+        assert model.allows(text) is allowed, text
+
+
+def test_objects_have_the_properties_that_they_list_and_no_others() -> None:
+    inner = {"type": "object", "properties": {"x": {"type": "string"}}}
+    schema = arguments_schema(Tool("f", parameters={"properties": {"a": inner, "b": {"type": "object"}}}))
+    assert schema["type"] == "object"
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["a"]["additionalProperties"] is False
+    assert "additionalProperties" not in schema["properties"]["b"]
+    assert arguments_schema(Tool("f")) == {"type": "object"}
+    together = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
+    assert arguments_schema(Tool("f", parameters=together)) == together
+    kept = {"type": "object", "properties": {"properties": {"const": {"properties": {}}}}, "additionalProperties": True}
+    assert arguments_schema(Tool("f", parameters=kept)) == kept
+
+
+def request(**changes: Any) -> GenerateRequest:
+    fields: dict[str, Any] = {
+        "model": "tiny",
+        "prompts": [ChatPrompt([{"role": "user", "content": "hi"}])],
+        "sampling": SamplingParams(max_tokens=0),
+        "max_tokens": None,
+        "seed": None,
+        "tools": TOOLS,
+    }
+    return GenerateRequest(**{**fields, **changes})
+
+
+def test_only_requests_that_need_a_grammar_get_one() -> None:
+    shape, thinker = OutputShape("hermes"), OutputShape("hermes", "think")
+    loose = (TOOLS[0],)
+    form = OutputFormat("json_object")
+    assert shape.grammar(request(tools=loose), "", {}) is None
+    assert shape.grammar(request(tools=()), "", {}) is None
+    assert shape.grammar(request(prompts=["hi"], tools=()), "", {}) is None
+    assert shape.grammar(request(tool_choice=ToolChoice("none")), "", {}) is None
+    assert shape.grammar(request(tools=(), output_format=form), "", {}) is None
+    assert shape.grammar(request(), "", {}) is not None
+    assert shape.grammar(request(tools=loose, output_format=form), "", {}) is not None
+    assert "</think>" in str(thinker.grammar(request(tools=(), output_format=form), "", {}))
+    forced = str(shape.grammar(request(tool_choice=ToolChoice("required", ("send",))), "", {}))
+    assert "send" in forced
+    assert "get_weather" not in forced
+    allowed = str(shape.grammar(request(tools=TOOLS, tool_choice=ToolChoice("auto", ("get_weather",))), "", {}))
+    assert "send" not in allowed
+    with pytest.raises(ApiError) as caught:
+        OutputShape("none").grammar(request(tool_choice=ToolChoice("required")), "", {})
+    assert caught.value.param == "tool_choice"

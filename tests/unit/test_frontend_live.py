@@ -1,0 +1,150 @@
+"""Live figures from the engine's stats, and who waits for them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from moeserve.frontend.live import KvBlocks, LiveStats, quantiles
+from moeserve.frontend.metrics import Metrics
+from moeserve.wire import Stats
+
+
+def stats(**fields: Any) -> Stats:
+    nothing = {name: 0 for name in Stats.__struct_fields__ if name not in ("queue_seconds", "features")}
+    return Stats(**{**nothing, "rejections": {}, "step_seconds": 0.0, **fields})
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def forward(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_rates_are_per_second_since_the_sample_before(clock: Clock) -> None:
+    figures = LiveStats(Metrics(), clock)
+    figures.on_stats(stats(generation_tokens=100, step=5, step_seconds=1.0))
+    assert figures.latest is None
+    clock.forward(2)
+    figures.on_stats(
+        stats(
+            generation_tokens=150,
+            prompt_tokens=40,
+            prefix_query_tokens=40,
+            prefix_hit_tokens=30,
+            step=9,
+            step_seconds=1.2,
+            num_running=3,
+            num_waiting=1,
+            blocks_free=5,
+            blocks_cached=2,
+            blocks_leased=1,
+            rejections={"queue_full": 2, "draining": 1},
+        )
+    )
+    sample = figures.latest
+    assert sample is not None
+    assert (sample.running, sample.waiting) == (3, 1)
+    assert (sample.generation_rate, sample.prompt_rate, sample.cached_rate) == (25.0, 20.0, 15.0)
+    assert sample.step_seconds == pytest.approx(0.05)
+    assert sample.hit_rate == 0.75
+    assert sample.kv == KvBlocks(free=5, cached=2, leased=1)
+    assert sample.rejections == 3
+
+
+def test_stats_that_come_faster_give_one_sample_a_second(clock: Clock) -> None:
+    figures = LiveStats(Metrics(), clock)
+    for _ in range(41):
+        figures.on_stats(stats())
+        clock.forward(0.25)
+    assert len(figures.samples) == 10
+
+
+def test_samples_of_the_latest_minutes_are_kept_and_no_more(clock: Clock) -> None:
+    figures = LiveStats(Metrics(), clock)
+    for _ in range(1000):
+        figures.on_stats(stats())
+        clock.forward(1)
+    assert len(figures.samples) == 300
+
+
+def test_latencies_are_those_observed_in_the_window(clock: Clock) -> None:
+    metrics = Metrics()
+    figures = LiveStats(metrics, clock)
+    metrics.time_to_first_token.observe(50)
+    for _ in range(2):
+        figures.on_stats(stats())
+        clock.forward(1)
+    assert figures.latest is not None
+    assert figures.latest.ttft is None
+    for _ in range(100):
+        metrics.time_to_first_token.observe(0.2)
+    figures.on_stats(stats())
+    assert figures.latest.ttft is not None
+    assert 0.1 < figures.latest.ttft.p50 < figures.latest.ttft.p95 <= 0.25
+    for _ in range(11):
+        clock.forward(1)
+        figures.on_stats(stats())
+    assert figures.latest.ttft is None
+
+
+def test_quantiles_lie_in_the_bucket_of_their_rank() -> None:
+    upper = (1.0, 2.0, 4.0, float("inf"))
+    half_and_half = quantiles(upper, (0, 0, 0, 0), (0, 50, 100, 100))
+    assert half_and_half is not None
+    assert half_and_half.p50 == 2.0
+    assert half_and_half.p95 == pytest.approx(3.8)
+    beyond = quantiles(upper, (7, 7, 7, 7), (7, 7, 7, 9))
+    assert beyond is not None
+    assert (beyond.p50, beyond.p95) == (4.0, 4.0)
+    assert quantiles(upper, (3, 3, 3, 3), (3, 3, 3, 3)) is None
+
+
+def test_experts_are_summed_over_ranks_and_judged_by_the_worst_layer(clock: Clock) -> None:
+    figures = LiveStats(Metrics(), clock)
+    before = {"moeserve_expert_hits": [[0, 10], [1, 10]], "moeserve_expert_misses": [[0, 1], [1, 0]]}
+    after = {
+        "moeserve_expert_hits": [[0, 13], [1, 13]],
+        "moeserve_expert_misses": [[0, 2], [1, 1]],
+        "moeserve_expert_resident": [[0, 12], [1, 20]],
+        "moeserve_expert_balancedness": [[0, "experts", 0.2], [0, "ranks", 0.9], [1, "ranks", 0.7]],
+        "moeserve_expert_migrations": [[4]],
+    }
+    figures.on_stats(stats(features=before))
+    clock.forward(1)
+    figures.on_stats(stats(features=after))
+    assert figures.latest is not None
+    experts = figures.latest.experts
+    assert (experts.balance, experts.resident, experts.migrations) == (0.7, 32, 4)
+    assert experts.hit_rate == 0.75
+    assert experts.stall_seconds is None
+
+
+def test_who_waits_gets_the_next_sample_and_none_when_the_service_ends(clock: Clock) -> None:
+    async def watch() -> None:
+        figures = LiveStats(Metrics(), clock)
+        waiting = [asyncio.create_task(figures.next(None, 30)) for _ in range(3)]
+        await asyncio.sleep(0)
+        for _ in range(2):
+            figures.on_stats(stats())
+            clock.forward(1)
+        assert await asyncio.gather(*waiting) == [figures.latest] * 3
+        assert await figures.next(None, 30) is figures.latest
+        assert await figures.next(figures.latest, 0.001) is None
+        late = asyncio.create_task(figures.next(figures.latest, 30))
+        await asyncio.sleep(0)
+        figures.close()
+        assert await late is None
+        assert await figures.next(None, 30) is None
+
+    asyncio.run(watch())

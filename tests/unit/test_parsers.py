@@ -1,0 +1,474 @@
+"""Tool calls and reasoning in the text of models, family by family."""
+
+# ruff: noqa: RUF001 - DeepSeek's markers have fullwidth bars
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeserve.config import REASONING_PARSERS, TOOL_CALL_PARSERS
+from moeserve.frontend.dialects.internal import ToolCallPart
+from moeserve.frontend.parsers.families import CALLS, REASONING, choose_shape
+from moeserve.frontend.parsers.feed import Feed, Markers
+from moeserve.frontend.parsers.json_text import JsonScan
+from moeserve.frontend.parsers.parsed import Parsed
+from moeserve.frontend.parsers.parser import OutputParser, Start
+from moeserve.frontend.parsers.tagged import typed
+
+SCHEMAS: dict[str, dict[str, Any] | None] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "units": {"enum": ["c", "f"]}},
+    },
+    "send": {"type": "object", "properties": {"to": {"type": "array"}, "body": {"type": ["string", "null"]}}},
+}
+
+Call = tuple[str, Any]
+
+
+def parser(family: str, reasoning: str = "none", start: Start = "answer", **options: Any) -> OutputParser:
+    ids = (f"id{number}" for number in itertools.count())
+    return OutputParser(
+        reasoning=REASONING.get(reasoning),
+        calls=CALLS.get(family),
+        is_harmony="harmony" in (family, reasoning),
+        start=start,
+        schemas=SCHEMAS,
+        new_id=lambda: next(ids),
+        **options,
+    )
+
+
+def parse(pieces: list[str], *arguments: Any, **options: Any) -> Parsed:
+    """All parts of a text that comes in pieces, calls joined."""
+    reader = parser(*arguments, **options)
+    whole = Parsed()
+    for parsed in [*map(reader.push, pieces), reader.finish()]:
+        whole.reasoning += parsed.reasoning
+        whole.text += parsed.text
+        for part in parsed.calls:
+            if part.name:
+                assert part.place == len(whole.calls)
+                whole.calls.append(ToolCallPart(part.place, part.arguments, part.call_id, part.name))
+            else:
+                whole.calls[part.place].arguments += part.arguments
+    return whole
+
+
+def calls_of(parsed: Parsed) -> list[Call]:
+    return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
+
+
+PARIS = ("get_weather", {"city": "Paris", "days": 2})
+ROME = ("get_weather", {"city": "Rome", "days": 1})
+# What each family's template renders for an assistant that says something and makes two calls.
+ANSWERS = {
+    "hermes": (
+        "I look.\n<tool_call>\n"
+        '{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>\n<tool_call>\n'
+        '{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}\n</tool_call>'
+    ),
+    "qwen3-coder": (
+        "I look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n"
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n"
+        "</parameter>\n<parameter=days>\n1\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "mistral": (
+        'I look.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 2}'
+        '[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]{"city": "Rome", "days": 1}'
+    ),
+    "deepseek": (
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"city": "Paris", "days": 2}<｜tool▁call▁end｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>'
+        '{"city": "Rome", "days": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ),
+    "glm": (
+        "I look.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>get_weather"
+        "<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days</arg_key><arg_value>1</arg_value></tool_call>"
+    ),
+    "kimi": (
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Paris", "days": 2}<|tool_call_end|><|tool_call_begin|>functions.get_weather:1'
+        '<|tool_call_argument_begin|>{"city": "Rome", "days": 1}<|tool_call_end|><|tool_calls_section_end|>'
+    ),
+    "minimax": (
+        'I look.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+        '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="get_weather">\n'
+        '<parameter name="city">Rome</parameter>\n<parameter name="days">1</parameter>\n</invoke>\n'
+        "</minimax:tool_call>"
+    ),
+    "harmony": (
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris", "days": 2}<|call|>'
+        "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>"
+        '{"city": "Rome", "days": 1}<|call|>'
+    ),
+    "llama3": (
+        'I look.<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}; '
+        '{"name": "get_weather", "parameters": {"city": "Rome", "days": 1}}'
+    ),
+    "granite": (
+        'I look.<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}, '
+        '{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}]'
+    ),
+}
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_each_family_says_something_and_makes_two_calls(family: str) -> None:
+    parsed = parse([ANSWERS[family]], family)
+    assert parsed.text == "I look."
+    assert calls_of(parsed) == [PARIS, ROME]
+
+
+def test_the_settings_name_the_families() -> None:
+    assert {*TOOL_CALL_PARSERS} == {"auto", "none", *CALLS}
+    assert {*REASONING_PARSERS} == {"auto", "none", *REASONING}
+
+
+OLDER_FORMS = [
+    ("mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}, "id": "abcdefghi"}]'),
+    ("mistral", '[TOOL_CALLS]get_weather{"city": "Rome", "days": 1}'),
+    (
+        "deepseek",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        '{"city": "Rome", "days": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    ),
+    ("llama3", '{"type": "function", "name": "get_weather", "parameters": {"city": "Rome", "days": 1}}'),
+    (
+        "qwen3-coder",
+        "<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n1\n</parameter>\n</function>\n"
+        "</tool_call>",
+    ),
+    ("hermes", '<tool_call>{"arguments": {"city": "Rome", "days": 1}, "name": "get_weather"}</tool_call>'),
+    (
+        "hermes",
+        '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Rome\\", \\"days\\": 1}"}</tool_call>',
+    ),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}'),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}}</tool_call>'),
+]
+
+
+@pytest.mark.parametrize(("family", "text"), OLDER_FORMS)
+def test_other_forms_of_a_family_are_known(family: str, text: str) -> None:
+    parsed = parse([text], family)
+    assert (parsed.text, calls_of(parsed)) == ("", [ROME])
+
+
+NO_CALLS = [
+    ("hermes", "<tool_call>later</tool_call> yes"),
+    ("hermes", '<tool_call>{"nom": 1}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "get_w'),
+    ("hermes", "a </tool_call> b"),
+    ("qwen3-coder", "<tool_call>\nno function</tool_call>"),
+    ("qwen3-coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"),
+    ("qwen3-coder", "The tag <function=main> begins it."),
+    ("glm", "<tool_call>is what I would write</tool_call>"),
+    ("glm", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Par"),
+    ("minimax", "<minimax:tool_call> is a tag"),
+    ("llama3", '{"name": "unknown", "parameters": {}}'),
+    ("llama3", '{"answer": 5}'),
+    ("llama3", " { not JSON"),
+    ("mistral", "[TOOL_CALLS]not a name"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("none", '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'),
+]
+
+
+@pytest.mark.parametrize(("family", "text"), NO_CALLS)
+def test_what_is_no_call_stays_visible_as_it_is(family: str, text: str) -> None:
+    assert parse([text], family) == Parsed(text=text)
+
+
+@pytest.mark.parametrize("family", ["mistral", "kimi", "llama3"])
+def test_markers_that_are_special_tokens_never_show(family: str) -> None:
+    markers = (*CALLS[family].opens, *CALLS[family].others)
+    parsed = parse([f"a{marker}b " for marker in markers], family, hidden=markers)
+    assert not any(marker in parsed.text for marker in markers)
+    assert parsed.text.startswith("a")
+
+
+BROKEN = [
+    ("hermes", '<tool_call>{"name": "send", "arguments": {"to": oops}</tool_call>', '{"to": oops}'),
+    ("hermes", '<tool_call>{"name": "send", "arguments": {"to": ["a', '{"to": ["a'),
+    ("deepseek", "<｜tool▁call▁begin｜>send<｜tool▁sep｜>to a<｜tool▁call▁end｜>", "to a"),
+    ("kimi", "<|tool_call_begin|>functions.send:3<|tool_call_argument_begin|>{]<|tool_call_end|>", "{]"),
+    ("mistral", '[TOOL_CALLS]send[ARGS]{"to": nobody}', '{"to": nobody}'),
+    ("harmony", "<|channel|>commentary to=functions.send<|message|>{oops<|call|>", "{oops"),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "arguments"), BROKEN)
+def test_broken_arguments_are_given_as_they_are(family: str, text: str, arguments: str) -> None:
+    parsed = parse([text], family)
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("send", arguments)]
+    assert parsed.text == ""
+
+
+def test_a_broken_call_does_not_hide_the_next() -> None:
+    text = '<tool_call>{"name": "send", "arguments": {"to": oops}</tool_call>\n' + ANSWERS["hermes"].split("\n", 1)[1]
+    assert [call.name for call in parse([text], "hermes").calls] == ["send", "get_weather", "get_weather"]
+
+
+def test_line_breaks_and_lone_backslashes_in_strings_are_put_right() -> None:
+    text = '<tool_call>{"name": "send", "arguments": {"body": "a\n\tb \\d \\" \\u00e9 \x01"}}</tool_call>'
+    assert calls_of(parse([text], "hermes")) == [("send", {"body": 'a\n\tb \\d " é \x01'})]
+
+
+def test_markers_inside_json_strings_end_nothing() -> None:
+    text = '<tool_call>{"name": "send", "arguments": {"body": "</tool_call>"}}</tool_call>done'
+    parsed = parse([text], "hermes")
+    assert (calls_of(parsed), parsed.text) == ([("send", {"body": "</tool_call>"})], "done")
+
+
+def test_calls_without_arguments_have_an_empty_object() -> None:
+    for arguments in ("", ', "arguments": null', ', "arguments": {}'):
+        parsed = parse([f'<tool_call>{{"name": "send"{arguments}}}</tool_call>'], "hermes")
+        assert calls_of(parsed) == [("send", {})]
+    assert calls_of(parse(["<tool_call>send</tool_call>"], "glm")) == [("send", {})]
+
+
+def test_kimis_ids_are_the_models_own() -> None:
+    assert [call.call_id for call in parse([ANSWERS["kimi"]], "kimi").calls] == [
+        "functions.get_weather:0",
+        "functions.get_weather:1",
+    ]
+
+
+def test_ids_are_openais() -> None:
+    reader = OutputParser(reasoning=None, calls=CALLS["hermes"], schemas=SCHEMAS)
+    ids = [part.call_id for part in reader.push(ANSWERS["hermes"]).calls]
+    assert len({*ids}) == 2
+    for call_id in ids:
+        assert call_id.startswith("call_")
+        int(call_id.removeprefix("call_"), 16)
+        assert len(call_id) == 29
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_only_the_first_call_is_told_where_calls_must_not_be_parallel(family: str) -> None:
+    parsed = parse(list(ANSWERS[family]), family, parallel=False)
+    assert (parsed.text, calls_of(parsed)) == ("I look.", [PARIS])
+
+
+def test_json_arguments_come_as_they_are_written() -> None:
+    reader = parser("hermes")
+    pieces = ['<tool_call>{"name": "send", "arg', 'uments": {"to": ["a', '", "b"]', "}}</tool_call>"]
+    parts = [part for piece in pieces for part in reader.push(piece).calls]
+    assert parts == [
+        ToolCallPart(0, '{"to": ["a', "id0", "send"),
+        ToolCallPart(0, '", "b"]'),
+        ToolCallPart(0, "}"),
+    ]
+
+
+# Reasoning.
+
+
+@pytest.mark.parametrize(
+    ("text", "start", "reasoning", "said"),
+    [
+        ("<think>\nhm\n\nso\n</think>\n\nYes.", "answer", "hm\n\nso", "Yes."),
+        ("hm\n</think>\n\nYes.", "reasoning", "hm", "Yes."),
+        ("<think>\nhm</think>Yes.", "reasoning", "hm", "Yes."),
+        ("hm, endless", "reasoning", "hm, endless", ""),
+        ("\n\nYes <think>.", "answer", "", "\n\nYes <think>."),
+        ("<thin", "answer", "", "<thin"),
+        ("Yes.", "text", "", "Yes."),
+        ("<think>", "answer", "", ""),
+        ("<think></think>", "answer", "", ""),
+    ],
+)
+def test_reasoning_is_told_apart(text: str, start: Start, reasoning: str, said: str) -> None:
+    assert parse([text], "none", "think", start) == Parsed(reasoning, said)
+
+
+def test_mistral_and_harmony_reason_in_markers_of_their_own() -> None:
+    assert parse(["[THINK]hm[/THINK]Yes."], "mistral", "mistral") == Parsed("hm", "Yes.")
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
+    assert parse([text], "harmony", "harmony") == Parsed("hm", "Yes.")
+    assert parse([text], "harmony", "none") == Parsed("", "hmYes.")
+    assert parse(["es.<|return|>"], "harmony", "harmony", "text") == Parsed("", "es.")
+    assert parse(["No header"], "harmony", "harmony") == Parsed("", "No header")
+
+
+def test_calls_may_end_reasoning_where_their_markers_are_tokens() -> None:
+    text = "<think>hm<|tool_calls_section_begin|><|tool_call_begin|>functions.send:0<|tool_call_argument_begin|>{}"
+    parsed = parse([text], "kimi", "think")
+    assert (parsed.reasoning, calls_of(parsed)) == ("hm", [("send", {})])
+    assert parse(["<think>a <tool_call> b</think>c"], "hermes", "think") == Parsed("a <tool_call> b", "c")
+
+
+def test_the_parser_knows_when_it_reads_reasoning() -> None:
+    reader = parser("hermes", "think")
+    states = []
+    for piece in ("<think>", "hm", "</think>", "Yes"):
+        reader.push(piece)
+        states.append(reader.is_reasoning)
+    assert states == [True, True, False, False]
+
+
+# Cuts and time.
+
+PIECES = st.one_of(
+    st.sampled_from(
+        [
+            *{part for answer in ANSWERS.values() for part in (answer, answer[: len(answer) // 2], answer[-40:])},
+            *{marker for shape in CALLS.values() for marker in (*shape.opens, *shape.others)},
+            *(
+                "<think>",
+                "</think>",
+                "[THINK]",
+                "[/THINK]",
+                "{",
+                "}",
+                '"',
+                "\\",
+                "\n",
+                " ",
+                "```json\n",
+                ">",
+                "to=send",
+            ),
+            *('{"name": "send", "arguments": {"to": ["a"]}}', '{"name": "send"', ', "arguments": ', "functions.send:0"),
+        ]
+    ),
+    st.text(max_size=8),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(PIECES, max_size=8).map("".join),
+    st.lists(st.integers(0, 400), max_size=12),
+    st.sampled_from(sorted(CALLS)),
+    st.sampled_from(["none", *REASONING]),
+    st.sampled_from(["answer", "reasoning", "text"]),
+)
+def test_parts_do_not_depend_on_how_the_text_is_cut(
+    text: str, cuts: list[int], family: str, reasoning: str, start: Start
+) -> None:
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [text[begin:end] for begin, end in itertools.pairwise(places)]
+    whole = parse([text], family, reasoning, start)
+    assert parse(pieces, family, reasoning, start) == whole
+    assert parse(list(text), family, reasoning, start) == whole
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_every_cut_of_a_families_answer_gives_the_same(family: str) -> None:
+    text = ANSWERS[family]
+    whole = parse([text], family)
+    for cut in range(len(text)):
+        assert parse([text[:cut], text[cut:]], family) == whole
+
+
+@pytest.mark.parametrize("family", CALLS)
+@pytest.mark.parametrize("filler", ["a", " ", "<", "[", '"', "\\", "\n", "{", '<tool_call>{"name": "'])
+def test_work_grows_with_the_text_and_not_faster(family: str, filler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts the characters that the feed copies for twice the text: about twice as many."""
+    work: list[int] = []
+    add = Feed.add
+
+    def counting(feed: Feed, text: str) -> None:
+        add(feed, text)
+        work.append(len(feed.rest))
+
+    monkeypatch.setattr(Feed, "add", counting)
+    totals = []
+    for times in (500, 1000):
+        work.clear()
+        parse([filler] * times, family)
+        totals.append(sum(work))
+    assert totals[1] <= 3 * totals[0]
+
+
+# The parts.
+
+
+def test_markers_that_could_hide_each_other_are_refused() -> None:
+    for texts in (("<a>", "<a>b"), ("ab", "ba"), ("<<",)):
+        with pytest.raises(ValueError, match="marker"):
+            Markers(*texts)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(JSON, st.booleans(), st.text("}] ,x", min_size=1, max_size=3))
+def test_a_json_value_ends_where_it_ends(value: Any, ascii_only: bool, rest: str) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    if text[-1].isalnum():
+        rest = "}" + rest
+    scan = JsonScan()
+    assert scan.scan(text + rest, ended=True) == (len(text), text)
+    assert scan.done
+
+
+@pytest.mark.parametrize(
+    "text", ["x", "{1", '{"a" 1', '{"a": 1,}', "[1 2", "01", "tru", "-", "1e", "[" * 300, '{"a":]']
+)
+def test_what_is_no_json_is_noticed(text: str) -> None:
+    scan = JsonScan()
+    scan.scan(text, ended=True)
+    assert scan.broken
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "result"),
+    [
+        ("5", {"type": "string"}, "5"),
+        ("5", {"type": "integer"}, 5),
+        ("5", {}, 5),
+        ("five", {"type": "integer"}, "five"),
+        ("null", {"type": ["string", "null"]}, None),
+        ("nil", {"type": ["string", "null"]}, "nil"),
+        ("true", {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, True),
+        ("True", {"type": "boolean"}, True),
+        ("1", {"type": "boolean"}, 1),
+        ("[1, 2]", {"type": "array"}, [1, 2]),
+        ("1", {"enum": ["1", "2"]}, "1"),
+        ('"quoted"', {}, '"quoted"'),
+        ("a\nb", None, "a\nb"),
+        ("5", {"type": 7, "anyOf": 3, "enum": 4}, 5),
+    ],
+)
+def test_the_schema_decides_the_type_of_a_tagged_value(value: str, schema: Any, result: Any) -> None:
+    found = typed(value, {"properties": {"x": schema}}, "x")
+    assert found == result
+    assert type(found) is type(result)
+
+
+@pytest.mark.parametrize(
+    ("template", "model_type", "shape"),
+    [
+        ("<tool_call> <think>", "qwen3_moe", ("hermes", "think")),
+        ("<tool_call> <function= <think>", "qwen3_moe", ("qwen3-coder", "think")),
+        ("[TOOL_CALLS]", "mixtral", ("mistral", "none")),
+        ("[TOOL_CALLS] [THINK]", "mistral", ("mistral", "mistral")),
+        ("<|channel|>", "gpt_oss", ("harmony", "harmony")),
+        ("", "gpt_oss", ("harmony", "harmony")),
+        ("<｜tool▁calls▁begin｜> </think>", "deepseek_v3", ("deepseek", "think")),
+        ("<tool_call> <arg_key> <think>", "glm4_moe", ("glm", "think")),
+        ("<minimax:tool_call> <think>", "minimax_m2", ("minimax", "think")),
+        ("<|tool_calls_section_begin|>", "kimi_k2", ("kimi", "none")),
+        ("<|python_tag|>", "llama", ("llama3", "none")),
+        ("plain", "llama", ("hermes", "none")),
+    ],
+)
+def test_the_family_follows_from_template_and_type(template: str, model_type: str, shape: tuple[str, str]) -> None:
+    found = choose_shape([template], model_type)
+    assert (found.calls, found.reasoning) == shape
+    assert choose_shape([template], model_type, "none", "none").markers == frozenset()
