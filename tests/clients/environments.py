@@ -22,7 +22,10 @@ class InstallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One client of `clients.toml`: `requirements` as pip or npm takes them, `seconds` its script may take."""
+    """One client of `clients.toml`: `requirements` as pip or npm takes them, `seconds` its script may take.
+
+    no_deps: what pip installs without the packages that it depends on.
+    """
 
     name: str
     title: str
@@ -31,18 +34,29 @@ class Client:
     script: str
     seconds: int = 180
     group: str = "client"
+    no_deps: tuple[str, ...] = ()
+
+    @property
+    def pins(self) -> list[str]:
+        """All that is installed, the client itself first."""
+        return [*self.no_deps, *self.requirements]
 
     @property
     def version(self) -> str:
-        """The pinned version of the first requirement."""
-        return self.requirements[0].replace("==", "@").rpartition("@")[2]
+        """The pinned version of the client itself."""
+        return self.pins[0].replace("==", "@").rpartition("@")[2]
 
 
 def load_clients(file: Path = HERE / "clients.toml") -> dict[str, Client]:
     """Return the clients of a file by their names, in its order. Raises KeyError or TypeError at an incomplete one."""
     tables = tomllib.loads(file.read_text())
     return {
-        name: Client(name=name, requirements=tuple(table.pop("requirements")), **table)
+        name: Client(
+            name=name,
+            requirements=tuple(table.pop("requirements")),
+            no_deps=tuple(table.pop("no_deps", ())),
+            **table,
+        )
         for name, table in tables.items()
     }
 
@@ -82,7 +96,7 @@ class Environment:
     def is_made(self) -> bool:
         """Return whether all requirements have been installed."""
         stamp = self.folder / _STAMP
-        return stamp.exists() and json.loads(stamp.read_text()) == list(self.client.requirements)
+        return stamp.exists() and json.loads(stamp.read_text()) == self.client.pins
 
 
 def ensure_environment(client: Client, root: Path) -> Environment:
@@ -90,7 +104,7 @@ def ensure_environment(client: Client, root: Path) -> Environment:
 
     Raises InstallError with the end of what the installer said.
     """
-    digest = hashlib.sha256("\n".join(client.requirements).encode()).hexdigest()[:8]
+    digest = hashlib.sha256("\n".join(client.pins).encode()).hexdigest()[:8]
     environment = Environment(client, root / f"{client.name}-{digest}")
     if environment.is_made():
         return environment
@@ -99,12 +113,15 @@ def ensure_environment(client: Client, root: Path) -> Environment:
     if client.kind == "pip":
         _run([sys.executable, "-m", "venv", str(environment.folder)])
         pip = [str(environment.programs / "python"), "-m", "pip"]
-        _run([*pip, "install", "--quiet", "--disable-pip-version-check", *client.requirements])
+        install = [*pip, "install", "--quiet", "--disable-pip-version-check"]
+        _run([*install, *client.requirements])
+        if client.no_deps:
+            _run([*install, "--no-deps", *client.no_deps])
     else:
         (environment.folder / "package.json").write_text('{"private": true, "type": "module"}\n')
         npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", str(environment.folder)]
         _run([*npm, "--save-exact", *client.requirements])
-    (environment.folder / _STAMP).write_text(json.dumps(list(client.requirements)))
+    (environment.folder / _STAMP).write_text(json.dumps(client.pins))
     return environment
 
 
