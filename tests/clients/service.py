@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeserve.model.demo import ensure_demo
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "moeserve-demo"
 _END_S = 20
@@ -24,26 +26,28 @@ class Service:
 
     url: str
     key: str
+    folder: Path
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables that scripts read."""
-        return {"BASE_URL": self.url, "API_KEY": self.key, "MODEL": MODEL}
+        """The environment variables that scripts read. TOKENIZER: a folder with the model's tokenizer."""
+        return {"BASE_URL": self.url, "API_KEY": self.key, "MODEL": MODEL, "TOKENIZER": str(self.folder)}
 
 
 @contextmanager
-def serve_demo(log: Path, model: Path | None = None) -> Iterator[Service]:
-    """Serve a model, the demo unless one is given, as long as the context lasts.
+def serve_demo(log: Path) -> Iterator[Service]:
+    """Serve the demo as long as the context lasts.
 
     log: file for what the service says. Raises RuntimeError with the end of it if the service does not start.
     """
     key = f"sk-{secrets.token_hex(12)}"
     scripted = ROOT / "tests" / "clients" / "scripted"
     path = os.pathsep.join([str(scripted), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "launcher.cli", "serve", *([] if model is None else [str(model)])]
+    command = [sys.executable, "-m", "launcher.cli", "serve", "--port", "0", "--served-model-name", MODEL]
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [*command, "--port", "0", "--served-model-name", MODEL],
+            command,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": path, "MOESERVE_API_KEY": key, "MOESERVE_LOG_FORMAT": "json"},
             stdout=subprocess.PIPE,
@@ -51,7 +55,7 @@ def serve_demo(log: Path, model: Path | None = None) -> Iterator[Service]:
             text=True,
         )
         try:
-            yield Service(_address(process, log), key)
+            yield Service(_address(process, log), key, ensure_demo())
         finally:
             process.send_signal(signal.SIGTERM)
             try:
