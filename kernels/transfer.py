@@ -19,6 +19,11 @@ def to_device(values: array[int] | array[float], device: torch.device) -> Tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def copied(values: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device, which does not follow later changes there; the same tensor on a CPU."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
 def to_host(values: Tensor) -> Tensor:
     """A copy on the host, to be read after an event behind it; the same tensor if it is there already."""
     if values.device.type == "cpu":

@@ -33,11 +33,13 @@ from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import Decoder
 from moeserve.model.expert_weights import ExpertReader, Rereader
 from moeserve.model.families import load_generation_defaults
+from moeserve.model.grammars import Grammars
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from moeserve.model.runner import ModelRunner
 from moeserve.model.tensor_reader import Progress
+from moeserve.model.token_masks import MaskSource
 from moeserve.model.weights import load_decoder
-from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel
+from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, eos_token_ids
 from moeserve.ranks.together import GroupSteps, StepRows
 from moeserve.request_memory import MergeAnnotations
 from moeserve.scheduler import Scheduler
@@ -87,8 +89,11 @@ class Body(Protocol):
     def meet(self, decoder: Decoder, group: Group) -> None:
         """Prepare for the first exchange of rows between ranks."""
 
-    def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
-        """Allocate KV memory and get the device ready for any step. tap: observes the decoder's gates."""
+    def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None, grammars: MaskSource) -> Prepared:
+        """Allocate KV memory and get the device ready for any step.
+
+        tap: observes the decoder's gates. grammars: enforces the grammars of requests.
+        """
 
 
 class _CpuBody:
@@ -116,10 +121,10 @@ class _CpuBody:
     def meet(self, decoder: Decoder, group: Group) -> None:
         """Do nothing: no kernel is compiled at its first call."""
 
-    def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
+    def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None, grammars: MaskSource) -> Prepared:
         plan, block_size = self._plan, self._config.block_size
         kv, layers = plan.kv, plan.spec.kv_layers
-        runner = ModelRunner(decoder, KVPool(layers, kv.num_blocks, block_size, plan.dtype), tap)
+        runner = ModelRunner(decoder, KVPool(layers, kv.num_blocks, block_size, plan.dtype), tap, grammars)
 
         def begin_step(num_rows: int) -> None:
             if group is not None:
@@ -279,7 +284,10 @@ class LoadedRank:
             body.meet(self._decoder, group)
             shape = self._choose_shape(group)
             group.steps.use(shape, body.captured_sizes)
-        prepared = body.prepare(self._decoder, self._tap, group)
+        defaults = load_generation_defaults(self._directory)
+        eos = eos_token_ids(defaults, plan.spec)
+        grammars = Grammars(self._directory / "tokenizer.json", plan.spec.vocab_size, eos)
+        prepared = body.prepare(self._decoder, self._tap, group, grammars)
         prefetcher = self._start_prefetching()
         if group is not None:
             group.experts.forget_counts()
@@ -287,7 +295,7 @@ class LoadedRank:
             group.collectives.be_patient(collective_timeout(config))
         model = ServedModel(
             plan.spec,
-            load_generation_defaults(self._directory),
+            defaults,
             prepared.kv,
             plan.dtype,
             prepared.weights_bytes,

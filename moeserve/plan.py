@@ -29,7 +29,8 @@ class SamplingParams:
     `prompt_logprobs` asks the same of every prompt token and makes the request bypass cached prefixes.
     `stop_token_ids` end the request and count as output; the model's EOS ids are among them unless EOS is ignored.
     `seed` makes the sample at a position reproducible in any batch; the frontend draws one where the client gave none.
-    `grammar`, in llguidance's Lark syntax, is what the whole output has to match.
+    `grammar` is the text of a llguidance grammar that the output has to match (`moeserve.frontend.constraints`); EOS
+    may then be sampled only where the grammar may end, and has to be among `stop_token_ids`.
     """
 
     max_tokens: int
@@ -49,9 +50,14 @@ class SamplingParams:
     grammar: str | None = None
 
     @property
+    def penalises(self) -> bool:
+        """Whether logits depend on how often tokens occurred."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
     def needs_history(self) -> bool:
         """Whether the sampled token depends on the earlier tokens."""
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        return self.grammar is not None or self.penalises
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +133,8 @@ class Request:
         return (self.priority, self.arrival)
 
 
+# Begins the error of a request whose grammar cannot be enforced any further; its text may be shown to the client.
+GRAMMAR_FAILED = "The grammar failed: "
 # Of the annotation that a chunk carries.
 MAX_ANNOTATION_BYTES = 4096
 
@@ -166,9 +174,10 @@ class Chunk:
 class ChunkExtras:
     """Further inputs of a chunk, which few chunks need.
 
-    `history` (prompt and output so far) is there where sampling depends on it. `banned_token_ids` may not be sampled
-    (EOS before `min_tokens`). `prompt_targets` are the prompt tokens that follow the chunk's tokens and whose log
-    probabilities are asked for; None if they are not.
+    `history` (prompt and output so far) is there where penalties depend on it, `output` (the output so far) where a
+    grammar does. `banned_token_ids` may not be sampled (EOS before `min_tokens`), unless a grammar allows nothing else.
+    `prompt_targets` are the prompt tokens that follow the chunk's tokens and whose log probabilities are asked for;
+    None if they are not.
     """
 
     history: array[int] | None = None
@@ -176,6 +185,7 @@ class ChunkExtras:
     banned_token_ids: tuple[int, ...] = ()
     prompt_targets: array[int] | None = None
     num_top_logprobs: int = 0
+    output: array[int] | None = None
 
 
 @dataclass(slots=True)

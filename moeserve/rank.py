@@ -74,9 +74,13 @@ class ServedModel:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The generation config's, else the model's, without ids beyond the vocabulary, which some checkpoints name."""
-        named = self.defaults.eos_token_ids or self.spec.eos_token_ids
-        return [token for token in named if 0 <= token < self.spec.vocab_size]
+        return eos_token_ids(self.defaults, self.spec)
+
+
+def eos_token_ids(defaults: GenerationDefaults, spec: DecoderSpec) -> list[int]:
+    """Return the generation config's ids, else the model's. Some checkpoints name ids beyond the vocabulary: not those."""
+    named = defaults.eos_token_ids or spec.eos_token_ids
+    return [token for token in named if 0 <= token < spec.vocab_size]
 
 
 @dataclass(frozen=True, slots=True)

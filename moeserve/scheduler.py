@@ -272,8 +272,8 @@ class Scheduler:
     def _plan_unsampled(self, request: Request, draft: PlanDraft) -> None:
         """Plan the token that the plan before will sample for a request, if the request is sure to go on with it.
 
-        Only for plain requests: bans and penalties depend on tokens that are not known yet. It never preempts: after
-        the commit the request has its turn like every other one.
+        Only for plain requests: bans, penalties and grammars depend on tokens that are not known yet. It never
+        preempts: after the commit the request has its turn like every other one.
         """
         if not request.is_plain or request.num_output_tokens + 1 >= request.sampling.max_tokens:
             return
@@ -512,11 +512,12 @@ def _chunk_extras(request: Request, start: int, end: int) -> ChunkExtras | None:
         return None
     is_banned = is_sampled and request.num_output_tokens < sampling.min_tokens
     return ChunkExtras(
-        history=request.token_ids[:] if is_sampled and sampling.needs_history else None,
+        history=request.token_ids[:] if is_sampled and sampling.penalises else None,
         num_prompt_tokens=request.num_prompt_tokens,
         banned_token_ids=sampling.stop_token_ids if is_banned else (),
         prompt_targets=targets,
         num_top_logprobs=sampling.prompt_logprobs or 0,
+        output=request.token_ids[request.num_prompt_tokens :] if is_sampled and sampling.grammar is not None else None,
     )
 
 

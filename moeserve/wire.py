@@ -279,6 +279,7 @@ class _WireExtras(msgspec.Struct, array_like=True, frozen=True):
     banned_token_ids: tuple[int, ...]
     prompt_targets: bytes | None
     num_top_logprobs: int
+    output: bytes | None
 
 
 class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
@@ -344,6 +345,7 @@ def _pack_extras(extras: ChunkExtras) -> _WireExtras:
         extras.banned_token_ids,
         _bytes_or_none(extras.prompt_targets),
         extras.num_top_logprobs,
+        _bytes_or_none(extras.output),
     )
 
 
@@ -354,6 +356,7 @@ def _unpack_extras(wire: _WireExtras) -> ChunkExtras:
         wire.banned_token_ids,
         _array_or_none(wire.prompt_targets),
         wire.num_top_logprobs,
+        _array_or_none(wire.output),
     )
 
 

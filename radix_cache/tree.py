@@ -128,6 +128,8 @@ class RadixTree:
             if node.pins:
                 self.num_pinned_blocks += len(added)
             return node, canonical
+        # An annotated or retained run that no lease refers to is a leaf in the eviction queue until now.
+        node.queued = NOT_QUEUED
         child = self._new_node(node.namespace, node, bytearray(tokens), added)
         node.children[tokens[: self._block_bytes]] = child
         return child, canonical

@@ -12,11 +12,11 @@ from typing import Any
 
 from moeserve.frontend.cache_report import describe_miss
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Usage
-from moeserve.frontend.http import ApiError, context_length_exceeded, internal_error
+from moeserve.frontend.http import ApiError, context_length_exceeded, internal_error, invalid
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
 from moeserve.frontend.parsers.parser import OutputParser
 from moeserve.frontend.text import NO_IDS, IncrementalDetokenizer, StopMatcher, TextTokenizer
-from moeserve.plan import CacheWish, FinishReason, TokenLogprobs
+from moeserve.plan import GRAMMAR_FAILED, CacheWish, FinishReason, TokenLogprobs
 from moeserve.wire import Generate, Output, pack_token_ids
 
 _SEED_MASK = 2**63 - 1
@@ -213,6 +213,8 @@ def _mean_logprob(tokens: list[TokenText]) -> float:
 def _failure(output: Output) -> ApiError:
     if output.finish_reason is FinishReason.ABORT:
         return internal_error("The server ended this request before it was complete")
+    if output.error is not None and output.error.startswith(GRAMMAR_FAILED):
+        return invalid(output.error[:500], code="grammar_failed")
     return internal_error()
 
 

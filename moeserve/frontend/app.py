@@ -50,6 +50,7 @@ def create_app(services: Services) -> Starlette:
             yield
         finally:
             await services.engine.stop()
+            await services.grammars.stop()
 
     app = Starlette(
         routes=routes,

@@ -16,6 +16,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.answer import Answer, build_generates, prompt_tail
 from moeserve.frontend.cache_report import asks_for_report
 from moeserve.frontend.cache_wishes import cache_wishes
+from moeserve.frontend.constraints import constraint_of, of_calls
 from moeserve.frontend.dialects import chat, completions, messages, messages_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.engine_client import EngineGone, RequestGroup, RequestRejected
@@ -90,10 +91,7 @@ class GenerateRoute:
     async def _serve(self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts) -> None:
         services, state = self._services, scope["state"]
         prompts = [await services.encode(prompt, facts) for prompt in request.prompts]
-        tokenizer = services.tokenizer
-        grammar = services.shape.grammar(request, prompt_tail(tokenizer, prompts[0]), tokenizer.added_ids)
-        if grammar is not None:
-            request = replace(request, sampling=replace(request.sampling, grammar=grammar))
+        request = await self._constrain(request, prompts, facts)
         answer_id = self._dialect.id_prefix + secrets.token_hex(12)
         generates = build_generates(
             request,
@@ -119,6 +117,22 @@ class GenerateRoute:
                     await _whole(send, group, answer, formatter, progress)
         finally:
             progress.end(answer, state["log"])
+
+    async def _constrain(
+        self, request: GenerateRequest, prompts: list[list[int]], facts: ModelFacts
+    ) -> GenerateRequest:
+        """Return the request with the grammar that its format, its tools or the model's reasoning need, if any."""
+        services, tokenizer = self._services, self._services.tokenizer
+        calls = services.shape.grammar(request, prompt_tail(tokenizer, prompts[0]), tokenizer.added_ids)
+        if calls is not None:
+            constraint = of_calls(calls, request.output_format)
+        elif request.output_format is not None:
+            constraint = constraint_of(request.output_format)
+        else:
+            return request
+        return replace(
+            request, sampling=await services.grammars.constrain(constraint, request.sampling, facts.eos_token_ids)
+        )
 
     async def _submit(self, stack: AsyncExitStack, generates: list[Generate], facts: ModelFacts) -> RequestGroup:
         """Send the requests to the engine and wait until it has admitted all of them."""

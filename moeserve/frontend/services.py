@@ -15,6 +15,7 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
 from moeserve.frontend.engine_client import EngineClient
+from moeserve.frontend.grammar_checker import GrammarChecker
 from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, unavailable
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
@@ -48,6 +49,7 @@ class Services:
         self.shape = shape
         self.metrics = Metrics()
         self.live = LiveStats(self.metrics)
+        self.grammars = GrammarChecker(Path(run.model_dir) / "tokenizer.json")
         self.engine = EngineClient(run, on_stats=self._on_stats)
         self.admission = Admission(time.monotonic, self.metrics.rejections)
         self._draining = False

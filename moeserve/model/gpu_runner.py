@@ -26,6 +26,7 @@ from moeserve.model.gpu_batches import AttentionLimits, DecodeBatch, DecodeTenso
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.sampler import SampledStep, sample_step
 from moeserve.model.step_arrays import StepArrays, StepShape, padded_size, step_arrays
+from moeserve.model.token_masks import MaskSource, begin_masks
 from moeserve.plan import StepPlan, StepResult, wanted_logits
 
 if TYPE_CHECKING:
@@ -74,14 +75,18 @@ class GpuModelRunner:
         *,
         decode: DecodeSteps | None,
         wait: Wait = torch.cuda.Event.synchronize,
+        grammars: MaskSource | None = None,
     ) -> None:
         """computes: a decoder over `kv_pool`. decode: batches for decode steps; None launches every step's kernels
-        (`--enforce-eager`). wait: among several ranks, a wait with a time limit."""
+        (`--enforce-eager`). wait: among several ranks, a wait with a time limit. grammars: without any, a request that
+        has a grammar fails.
+        """
         self._computes = computes
         self._kv_pool = kv_pool
         self._batches = batches
         self._decode = decode
         self._wait = wait
+        self._grammars = grammars
         self._drawn: Tensor | None = None
 
     @torch.inference_mode()
@@ -92,12 +97,15 @@ class GpuModelRunner:
         """
         if not plan.chunks:
             return LaunchedStep(plan, None, _mark(self._serve_others()), self._wait)
+        masks = begin_masks(self._grammars, plan.chunks)
         arrays = step_arrays(plan.chunks, self._kv_pool.block_size)
         logit_rows, places = wanted_logits(plan.chunks)
         scores_prompts = any(chunk.extras is not None and chunk.extras.prompt_targets for chunk in plan.chunks)
         computed = self._forward(arrays, logit_rows, with_logits=not scores_prompts)
         routing = None if computed.routing is None else computed.routing.on_host()
-        sampled = sample_step(self._computes.decoder, plan.chunks, places, computed.states, computed.logits)
+        # The device computes the forward meanwhile.
+        allowed = None if masks is None else masks.result()
+        sampled = sample_step(self._computes.decoder, plan.chunks, places, computed.states, computed.logits, allowed)
         if sampled.drawn is not None:
             self._drawn = sampled.drawn.token_ids
         return LaunchedStep(plan, sampled, _mark(computed.states), self._wait, routing)

@@ -14,6 +14,7 @@ from moeserve.model.decoder import Decoder, ForwardBatch
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.sampler import sample_step
 from moeserve.model.step_arrays import step_arrays
+from moeserve.model.token_masks import MaskSource, begin_masks
 from moeserve.plan import Chunk, ChunkResult, Computed, StepPlan, StepResult, wanted_logits
 
 _WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
@@ -22,11 +23,15 @@ _WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
 class ModelRunner:
     """Owns a decoder and its KV memory. It keeps no state of requests: a plan says everything."""
 
-    def __init__(self, decoder: Decoder, kv_pool: KVPool, tap: RoutingTap | None = None) -> None:
-        """tap: observes the decoder's gates; results carry what it heard."""
+    def __init__(
+        self, decoder: Decoder, kv_pool: KVPool, tap: RoutingTap | None = None, grammars: MaskSource | None = None
+    ) -> None:
+        """tap: observes the decoder's gates; results carry what it heard. grammars: without any, a request that has one
+        fails."""
         self._decoder = decoder
         self._kv_pool = kv_pool
         self._tap = tap
+        self._grammars = grammars
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Computed[StepResult]:
@@ -42,9 +47,11 @@ class ModelRunner:
         if not plan.chunks:
             self._decoder.serve_others()
             return []
+        masks = begin_masks(self._grammars, plan.chunks)
         logit_rows, places = wanted_logits(plan.chunks)
         states = self._decoder.states(self._make_batch(plan.chunks, logit_rows), self._kv_pool.layers)
-        return sample_step(self._decoder, plan.chunks, places, states).results()
+        allowed = None if masks is None else masks.result()
+        return sample_step(self._decoder, plan.chunks, places, states, masks=allowed).results()
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None) -> None:

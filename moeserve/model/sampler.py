@@ -17,6 +17,7 @@ from kernels.ops import Ops
 from kernels.sampling import Draw
 from kernels.transfer import to_device, to_host
 from moeserve.model.decoder import Decoder
+from moeserve.model.token_masks import TokenMasks, forbid
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, TokenLogprobs
 
 NOT_FINITE = "the model produced logits that are not finite"
@@ -53,11 +54,12 @@ def sample_step(
     places: Sequence[range],
     states: Tensor,
     logits: Tensor | None = None,
+    masks: TokenMasks | None = None,
 ) -> SampledStep:
     """Launches what the chunks want of states [S, H] of the wanted rows.
 
     places: of each chunk among them. logits: [S, vocab] of the states if they are there; otherwise few rows of logits
-    are there at a time.
+    are there at a time. masks: what grammars allow the sampled chunks.
     """
     drawing = [chunk for chunk in chunks if chunk.sampling is not None]
     drawn = None
@@ -66,7 +68,7 @@ def sample_step(
         of_rows = states if logits is None else logits
         if len(last) < len(of_rows):
             of_rows = of_rows[to_device(array("q", last), of_rows.device)]
-        drawn = draw_tokens(decoder.ops, decoder.logits(of_rows) if logits is None else of_rows, drawing)
+        drawn = draw_tokens(decoder.ops, decoder.logits(of_rows) if logits is None else of_rows, drawing, masks)
     prompt_logprobs = {}
     for number, (chunk, place) in enumerate(zip(chunks, places, strict=True)):
         if chunk.extras is not None and chunk.extras.prompt_targets:
@@ -76,10 +78,10 @@ def sample_step(
     return SampledStep(chunks, drawn, prompt_logprobs)
 
 
-def draw_tokens(ops: Ops, logits: Tensor, chunks: Sequence[Chunk]) -> Drawn:
+def draw_tokens(ops: Ops, logits: Tensor, chunks: Sequence[Chunk], masks: TokenMasks | None = None) -> Drawn:
     """Launches the draws for logits [S, V] (any float dtype), row i being that of `chunks[i]`, which has `sampling`."""
     draws = [_draw_of(chunk) for chunk in chunks]
-    adjusted = adjusted_logits(logits, chunks)
+    adjusted = adjusted_logits(logits, chunks, masks)
     token_ids, largest = ops.sample(adjusted, draws)
     if adjusted is not logits:
         # A banned token may be the only one that is finite; what counts is what the model said.
@@ -96,7 +98,7 @@ def draw_tokens(ops: Ops, logits: Tensor, chunks: Sequence[Chunk]) -> Drawn:
             some_logits, some_ids = logits[places], token_ids[places]
         found = Logprobs(some_logits, some_ids, num_top)
         logprobs |= {row: (found, place) for place, row in enumerate(rows)}
-    return Drawn(token_ids, to_host(token_ids), to_host(largest), logprobs)
+    return Drawn(token_ids, to_host(token_ids), to_host(largest), logprobs, {} if masks is None else masks.errors)
 
 
 def _draw_of(chunk: Chunk) -> Draw:
@@ -112,12 +114,14 @@ def _draw_of(chunk: Chunk) -> Draw:
 class Drawn:
     """Tokens [S] int64 of a step on the device, for the next one, and their copies [S] on the host with what goes with
     them: the rows' largest logits [S] fp32, and for rows that want log probabilities these with their places in them.
+    errors: of rows whose token means nothing.
     """
 
     token_ids: Tensor
     home: Tensor
     largest: Tensor
     logprobs: dict[int, tuple[Logprobs, int]]
+    errors: dict[int, str]
 
     def results(self) -> list[ChunkResult]:
         """One result per sampled chunk, after the device is done. A row that is not finite fails alone."""
@@ -125,6 +129,8 @@ class Drawn:
         for row, (token_id, largest) in enumerate(zip(self.home.tolist(), self.largest.tolist(), strict=True)):
             if not math.isfinite(largest):
                 results.append(ChunkResult(error=NOT_FINITE))
+            elif row in self.errors:
+                results.append(ChunkResult(error=self.errors[row]))
             elif row in self.logprobs:
                 found, place = self.logprobs[row]
                 results.append(ChunkResult(token_id, found.of_row(place)))
@@ -169,12 +175,12 @@ class ScoredTokens:
         return [found.of_row(row) for count, found in self._parts for row in range(count)]
 
 
-def adjusted_logits(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+def adjusted_logits(logits: Tensor, chunks: Sequence[Chunk], masks: TokenMasks | None = None) -> Tensor:
     """A copy of logits [S, V] in fp32 with the penalties, then the biases, then the bans that `chunks`, one per row,
-    wish; the same tensor if no row wishes any. A row's bits do not depend on the others."""
+    wish, and at last the masks; the same tensor if no row wishes any. A row's bits do not depend on the others."""
     penalised = [row for row, chunk in enumerate(chunks) if chunk.extras is not None and chunk.extras.history]
     places, biases, banned = _changes(chunks, logits.shape[1])
-    if not (penalised or places or banned):
+    if not (penalised or places or banned) and masks is None:
         return logits
     device = logits.device
     flat = logits.to(torch.float32, copy=True).view(-1)
@@ -185,18 +191,21 @@ def adjusted_logits(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
         flat.index_add_(0, to_device(places, device), to_device(biases, device))
     if banned:
         flat.index_fill_(0, to_device(banned, device), -torch.inf)
-    return flat.view(logits.shape)
+    adjusted = flat.view(logits.shape)
+    if masks is not None:
+        forbid(adjusted, masks)
+    return adjusted
 
 
 def _changes(chunks: Sequence[Chunk], vocab_size: int) -> tuple[array[int], array[float], array[int]]:
-    """Biased places among all rows' logits, their biases, and banned places."""
+    """Biased places among all rows' logits, their biases, and banned places: masks of grammars hold their own bans."""
     places, biases, banned = array("q"), array("f"), array("q")
     for row, chunk in enumerate(chunks):
         first = row * vocab_size
         if chunk.sampling is not None and chunk.sampling.logit_bias:
             places.extend(first + token for token in chunk.sampling.logit_bias)
             biases.extend(chunk.sampling.logit_bias.values())
-        if chunk.extras is not None:
+        if chunk.extras is not None and (chunk.sampling is None or chunk.sampling.grammar is None):
             banned.extend(first + token for token in chunk.extras.banned_token_ids)
     return places, biases, banned
 

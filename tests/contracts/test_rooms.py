@@ -50,6 +50,7 @@ ROOMS = {
         "config",
         "device",
         "plan",
+        "grammar",
         "wire",
         "request_memory",
         "scheduler",

@@ -165,10 +165,12 @@ class KvOracle:
         else:
             assert chunk.sampling == record.sampling
             assert (chunk.extras.banned_token_ids if chunk.extras else ()) == banned
-            if chunk.sampling.needs_history:
+            if chunk.sampling.penalises:
                 assert chunk.extras is not None
                 assert chunk.extras.history == history
                 assert chunk.extras.num_prompt_tokens == len(record.prompt)
+            output = history[len(record.prompt) :] if chunk.sampling.grammar is not None else None
+            assert (chunk.extras.output if chunk.extras else None) == output
 
     def _num_drawn(self, request_id: str) -> int:
         """How many tokens plans in flight but the last will draw for a request."""

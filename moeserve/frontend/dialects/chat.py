@@ -10,6 +10,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.chat_messages import ChatMessage, read_messages
 from moeserve.frontend.dialects.fields import EventWriter, finite
+from moeserve.frontend.dialects.formats import read_format
 from moeserve.frontend.dialects.internal import (
     ChatPrompt,
     Delta,
@@ -90,6 +91,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         include_stop=bool(chat.include_stop_str_in_output),
         skip_special_tokens=chat.skip_special_tokens is not False,
         prompt_logprobs=fields.read_prompt_logprobs(chat, model),
+        output_format=read_format(chat),
         ignored=ignored,
         repeated={"is_legacy": is_legacy},
     )

@@ -9,6 +9,7 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.fields import EventWriter, finite
+from moeserve.frontend.dialects.formats import read_format
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
 from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid
 from moeserve.frontend.text import TextTokenizer
@@ -55,6 +56,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         include_stop=bool(completion.include_stop_str_in_output),
         skip_special_tokens=completion.skip_special_tokens is not False,
         prompt_logprobs=prompt_logprobs,
+        output_format=read_format(completion),
         ignored=ignored,
         repeated={"logprobs": logprobs},
     )

@@ -11,6 +11,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.cache_options import read_cache_options
+from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import CacheOptions, GenerateRequest, ModelFacts, TokenText, Usage
 from moeserve.frontend.http import DONE, ApiError, invalid, unknown_model, unsupported
 from moeserve.frontend.text import TextTokenizer
@@ -36,10 +37,11 @@ UNSUPPORTED: dict[str, Collection[bytes]] = {
     "function_call": {b"null", b'"none"'},
     "functions": _EMPTY,
     "guided_choice": _ABSENT,
-    "guided_decoding_backend": _ABSENT,
+    "guided_decoding_backend": {b"null", b'"auto"', b'"guidance"', b'"llguidance"'},
     "guided_grammar": _ABSENT,
     "guided_json": _ABSENT,
     "guided_regex": _ABSENT,
+    "guided_whitespace_pattern": _ABSENT,
     "kv_transfer_params": _ABSENT,
     "logits_processors": _EMPTY,
     "modalities": {b"null", b'["text"]'},
@@ -78,7 +80,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingBody(msgspec.Struct, kw_only=True):
+class SamplingBody(FormatFields, kw_only=True):
     """The fields of both dialects; null is the same as absent."""
 
     model: str | None = None

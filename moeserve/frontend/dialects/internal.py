@@ -46,10 +46,11 @@ class ToolChoice:
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
     """The form of the answer's text. `value` is a JSON schema, a pattern, a grammar or a list of texts to choose from;
-    None for `json_object`."""
+    None for `json_object`. `where` is the request field that holds the value, for errors."""
 
     kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
     value: Any = None
+    where: str = "response_format"
 
 
 @dataclass(frozen=True, slots=True)

@@ -404,4 +404,4 @@ def _output_format(asked: MessagesBody) -> OutputFormat | None:
         raise unsupported(f"{path}.type", wanted.type[:40])
     if wanted.schema is None:
         raise invalid(f"`{path}.schema` is required", f"{path}.schema")
-    return OutputFormat("json_schema", wanted.schema)
+    return OutputFormat("json_schema", wanted.schema, f"{path}.schema")

@@ -232,7 +232,7 @@ def _read_format(text: TextOptions | None) -> tuple[OutputFormat | None, dict[st
                     "`text.format.description` must be a string and `text.format.strict` a boolean", "text.format"
                 )
             repeated = {"type": "json_schema", "name": name, "description": description, "schema": schema}
-            return OutputFormat("json_schema", schema), {**repeated, "strict": bool(strict)}
+            return OutputFormat("json_schema", schema, "text.format.schema"), {**repeated, "strict": bool(strict)}
         case {"type": "json_schema"}:
             raise invalid("`text.format.schema` must be a JSON schema, an object", "text.format.schema")
         case _:

@@ -14,11 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moeserve.frontend.constraints import ANSWER, enforceable
 from moeserve.frontend.dialects.internal import Tool
 from moeserve.frontend.parsers.parser import Reasoning, Start
-
-# The name under which a grammar refers to the one of the answer's text.
-ANSWER = "answer"
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # More calls at once than this are the babble of a model that does not find its end.
@@ -71,6 +69,7 @@ def literal(text: str) -> str:
 
 def json_value(schema: Mapping[str, Any], *, strict: bool) -> str:
     """Return the expression for JSON of a schema. Unless it is strict, words that llguidance lacks are passed over."""
+    schema = enforceable(schema, "tools")
     return "%json " + json.dumps({**schema, "x-guidance": {**_SPACING, "lenient": not strict}}, ensure_ascii=False)
 
 

@@ -1,0 +1,117 @@
+"""The fields by which OpenAI's dialects and their extensions ask for a form of the answer's text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from moeserve.frontend.dialects.internal import OutputFormat
+from moeserve.frontend.http import invalid, unsupported
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    """`strict` changes nothing: the answer always matches the schema."""
+
+    schema: Any = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """`schema` is an extension of other servers for `json_object`."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    schema: Any = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class FormatFields(msgspec.Struct, kw_only=True):
+    """The fields of chat and completions; null is the same as absent."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+def read_format(body: FormatFields) -> OutputFormat | None:
+    """Return the asked form, or None for free text. Raises ApiError for two forms, and for one that is not known."""
+    asked = _asked(body)
+    if len(asked) > 1:
+        first, second = asked[0].where, asked[1].where
+        raise invalid(f"`{second}` and `{first}` both ask for a form of the answer: give one of them", second)
+    return asked[0] if asked else None
+
+
+def _asked(body: FormatFields) -> list[OutputFormat]:
+    asked = []
+    if body.response_format is not None:
+        asked.append(_of_response_format(body.response_format))
+    outputs = body.structured_outputs
+    if outputs is not None:
+        asked += [
+            _json(outputs.json, "structured_outputs.json"),
+            _text("regex", outputs.regex, "structured_outputs.regex"),
+            _choice(outputs.choice, "structured_outputs.choice"),
+            _text("grammar", outputs.grammar, "structured_outputs.grammar"),
+            OutputFormat("json_object", None, "structured_outputs.json_object") if outputs.json_object else None,
+        ]
+    asked += [
+        _json(body.guided_json, "guided_json"),
+        _text("regex", body.guided_regex, "guided_regex"),
+        _choice(body.guided_choice, "guided_choice"),
+        _text("grammar", body.guided_grammar, "guided_grammar"),
+    ]
+    return [form for form in asked if form is not None]
+
+
+def _of_response_format(wanted: ResponseFormat) -> OutputFormat | None:
+    match wanted.type:
+        case "text":
+            return None
+        case "json_object" if wanted.schema is None:
+            return OutputFormat("json_object", None, "response_format")
+        case "json_object":
+            return _json(wanted.schema, "response_format.schema")
+        case "json_schema":
+            where = "response_format.json_schema.schema"
+            schema = None if wanted.json_schema is None else wanted.json_schema.schema
+            if schema is None:
+                raise invalid(f"`{where}` is required", where)
+            return _json(schema, where)
+        case _:
+            raise unsupported("response_format.type", wanted.type[:40])
+
+
+def _json(schema: Any, where: str) -> OutputFormat | None:
+    """Return the form of a JSON schema, also of one that came as text."""
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError):
+            raise invalid(f"`{where}` is not valid JSON", where) from None
+    return None if schema is None else OutputFormat("json_schema", schema, where)
+
+
+def _text(kind: Any, text: str | None, where: str) -> OutputFormat | None:
+    if text is None:
+        return None
+    if not text.strip():
+        raise invalid(f"`{where}` must not be empty", where)
+    return OutputFormat(kind, text, where)
+
+
+def _choice(texts: list[str] | None, where: str) -> OutputFormat | None:
+    return None if texts is None else OutputFormat("choice", texts, where)

@@ -1,0 +1,141 @@
+"""Compiles grammars of clients to see whether they are valid: `python -m MODULE TOKENIZER_JSON EOS_TOKEN_ID...`.
+
+A process of its own, since compiling cannot be interrupted: one that takes too long ends the process by a signal, and
+one that takes too much memory by the failed allocation. Jobs come on standard input and verdicts go to standard output,
+each a MessagePack object behind its length in four bytes; the end of the input ends the process.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
+
+from moeserve.frontend.constraints import subschemas
+from moeserve.frontend.limits import GRAMMAR_CPU_SECONDS
+from moeserve.grammar import GrammarError, compile_grammar, error_of, load_tokens
+
+_MAX_MEMORY_BYTES = 4 * 2**30
+# Finding the place of an error compiles parts of the schema again.
+_CPU_SECONDS_TO_FIND = 0.5
+SIZE_BYTES = 4
+
+
+class Job(msgspec.Struct):
+    """A grammar to be checked. is_bnf: it is GBNF. schema: the JSON schema that it is, if it is one."""
+
+    grammar: str
+    is_bnf: bool = False
+    schema: Any = None
+
+
+class Verdict(msgspec.Struct):
+    """What is wrong with a grammar, None if nothing is. path: of the error in the schema. grammar: the text, if it is
+    another than the job's."""
+
+    error: str | None = None
+    path: list[str | int] = []
+    grammar: str | None = None
+
+
+def judge(tokens: LLTokenizer, job: Job) -> Verdict:
+    """Compile a grammar. The process ends by SIGPROF if that takes more processor time than it may."""
+    signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_SECONDS)
+    grammar = job.grammar
+    if job.is_bnf:
+        try:
+            grammar = LLMatcher.grammar_from_lark(any_to_lark(grammar))
+        except Exception as failure:  # The converter raises whatever its parser does.
+            return Verdict(f"it is not valid GBNF: {failure}")
+    error = error_in(tokens, grammar)
+    if error is None:
+        return Verdict(grammar=grammar if job.is_bnf else None)
+    signal.setitimer(signal.ITIMER_PROF, 2 * _CPU_SECONDS_TO_FIND)
+    deadline = time.process_time() + _CPU_SECONDS_TO_FIND
+    return Verdict(error, find_error(job.schema, lambda schema: _fails_alike(tokens, schema, error, deadline)))
+
+
+def error_in(tokens: LLTokenizer, grammar: str) -> str | None:
+    """Return why a grammar cannot be enforced from its first token on, or None."""
+    try:
+        matcher = compile_grammar(tokens, grammar)
+    except GrammarError as error:
+        return str(error)
+    first = matcher.compute_bitmask()
+    if matcher.is_error():
+        return error_of(matcher)
+    return None if any(first) else "nothing can match it"
+
+
+def _fails_alike(tokens: LLTokenizer, schema: Any, error: str, deadline: float) -> bool:
+    """Return whether a schema fails with this error; False when the time is up."""
+    if time.process_time() > deadline:
+        return False
+    grammar = msgspec.json.encode({"grammars": [{"json_schema": schema}]}).decode()
+    return error_in(tokens, grammar) == error
+
+
+def find_error(schema: Any, fails: Callable[[Any], bool]) -> list[str | int]:
+    """Return the path of the smallest part of a schema that `fails` by itself, ending in the keyword at fault."""
+    path: list[str | int] = []
+    definitions = {}
+    if isinstance(schema, dict):
+        definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    while isinstance(schema, dict):
+        inner = next((found for found in subschemas(schema) if fails(_with(definitions, found[1]))), None)
+        if inner is None:
+            return [*path, *_keyword_at_fault(schema, definitions, fails)]
+        path += inner[0]
+        schema = inner[1]
+    return path
+
+
+def _keyword_at_fault(
+    schema: dict[str, Any], definitions: dict[str, Any], fails: Callable[[Any], bool]
+) -> Iterator[str]:
+    """Yield the first keyword without which the schema does not fail, if there is one."""
+    for keyword in schema:
+        rest = {other: value for other, value in schema.items() if other != keyword}
+        if keyword not in definitions and not fails(_with(definitions, rest)):
+            yield keyword
+            return
+
+
+def _with(definitions: dict[str, Any], schema: Any) -> Any:
+    return {**definitions, **schema} if isinstance(schema, dict) else schema
+
+
+def jobs(stream: BinaryIO) -> Iterator[Job]:
+    """Yield jobs until the input ends."""
+    while len(size := stream.read(SIZE_BYTES)) == SIZE_BYTES:
+        yield msgspec.msgpack.decode(stream.read(int.from_bytes(size)), type=Job)
+
+
+def main() -> None:
+    """Serve until the input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tokens: LLTokenizer | None = None
+    failure = ""
+    try:
+        tokens = load_tokens(Path(sys.argv[1]), [int(token) for token in sys.argv[2:]])
+    except GrammarError as error:
+        failure = str(error)
+    for job in jobs(sys.stdin.buffer):
+        verdict = Verdict(failure) if tokens is None else judge(tokens, job)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        data = msgspec.msgpack.encode(verdict)
+        sys.stdout.buffer.write(len(data).to_bytes(SIZE_BYTES) + data)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

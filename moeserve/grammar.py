@@ -1,0 +1,66 @@
+"""Grammars by llguidance: a model's tokens as grammars see them, and compiling under limits; for frontend and ranks.
+
+The limits count work, not time, so that a grammar fails at the same token on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# Of one grammar: ambiguity, work of one mask, and memory (a state of the lexer takes 1 to 2 kB).
+_MAX_ITEMS_IN_ROW = 1000
+_MAX_ITEMS_PER_STEP = 10_000
+_MAX_LEXER_STATES = 20_000
+_MAX_SYMBOLS = 200_000
+
+
+class GrammarError(Exception):
+    """A grammar is invalid, exceeds the limits, or cannot be enforced with the model's tokens."""
+
+
+def load_tokens(tokenizer_json: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Return the tokens of a `tokenizer.json`. Takes up to seconds for large vocabularies.
+
+    Raises GrammarError if the file is missing or unreadable, or if it has none of the EOS tokens: a grammar needs one
+    to end.
+    """
+    try:
+        text = tokenizer_json.read_text()
+        try:
+            return LLTokenizer(text, eos_token=list(eos_token_ids))
+        except ValueError:
+            # Some checkpoints name tokens that the tokenizer lacks.
+            size: int = LLTokenizer(text, slices=[]).vocab_size
+            known = [token for token in eos_token_ids if token < size]
+            if not known:
+                raise GrammarError("the model names no token that ends its output") from None
+            return LLTokenizer(text, eos_token=known)
+    except (OSError, ValueError) as error:
+        raise GrammarError(f"the model's tokenizer.json cannot be used: {error}") from None
+
+
+def compile_grammar(tokens: LLTokenizer, grammar: str) -> LLMatcher:
+    """Return a matcher before its first token. Raises GrammarError.
+
+    Copies of a matcher share their lexer, and `_MAX_LEXER_STATES` holds for all copies together.
+    """
+    limits = LLParserLimits(
+        max_items_in_row=_MAX_ITEMS_IN_ROW,
+        step_max_items=_MAX_ITEMS_PER_STEP,
+        max_lexer_states=_MAX_LEXER_STATES,
+        max_grammar_size=_MAX_SYMBOLS,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise GrammarError(error_of(matcher))
+    return matcher
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """Return the error of a failed matcher without its last lines, which hold placeholders or the grammar itself."""
+    text: str = matcher.get_error()
+    return text.removesuffix("<non-verbose/>").strip()

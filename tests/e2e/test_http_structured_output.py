@@ -1,0 +1,103 @@
+"""Structured output over HTTP: a whole service with a tiny random model, whose every answer has to fit all the same."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.support.service import Service, descendants, is_alive, service, wait_until
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    model = write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    with service(model, tmp_path_factory.mktemp("service"), "--max-model-len", "4096") as started:
+        yield started
+
+
+def json_schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+
+
+def chat(running: Service, **fields: Any) -> Any:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Describe a pet."}], "temperature": 1.5, **fields}
+    return running.http.post("/v1/chat/completions", json=body)
+
+
+def test_every_choice_of_an_answer_validates(running: Service) -> None:
+    answer = chat(running, response_format=json_schema(PERSON), n=4, max_tokens=500, ignore_eos=True).json()
+    texts = [choice["message"]["content"] for choice in answer["choices"]]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop"] * 4
+    assert len(set(texts)) == 4
+    for text in texts:
+        jsonschema.validate(json.loads(text), PERSON)
+
+
+def test_a_stream_says_what_the_whole_answer_says(running: Service) -> None:
+    asked = {"response_format": json_schema(PERSON), "seed": 5, "max_tokens": 500}
+    whole = chat(running, **asked).json()["choices"][0]["message"]["content"]
+    events = [line.removeprefix("data: ") for line in chat(running, stream=True, **asked).text.split("\n\n") if line]
+    deltas = [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
+    assert "".join(choice["delta"].get("content") or "" for choice in deltas) == whole
+    assert deltas[-1]["finish_reason"] == "stop"
+
+
+def test_completions_take_patterns_and_choices(running: Service) -> None:
+    def text(**fields: Any) -> str:
+        body = {"model": "m", "prompt": "hi", "temperature": 1.5, "max_tokens": 40, **fields}
+        choice = running.http.post("/v1/completions", json=body).json()["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        return str(choice["text"])
+
+    assert re.fullmatch(r"[a-f]{3}-\d{2}", text(guided_regex=r"[a-f]{3}-\d{2}"))
+    assert text(structured_outputs={"choice": ["left", "right"]}) in ("left", "right")
+    assert text(guided_grammar='root ::= "x" [0-9] "y"')[::2] == "xy"
+
+
+def test_an_answer_that_is_cut_says_length(running: Service) -> None:
+    choice = chat(running, response_format=json_schema(PERSON), max_tokens=4).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"].startswith("{")
+
+
+def test_an_invalid_schema_is_refused_with_its_place(running: Service) -> None:
+    bad = {"type": "object", "properties": {"age": {"type": "intger"}}}
+    answer = chat(running, response_format=json_schema(bad), stream=True)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["param"] == "response_format.json_schema.schema.properties.age.type"
+    assert "intger" in error["message"]
+    assert chat(running, max_tokens=1).status_code == 200
+
+
+def test_a_grammar_that_dies_ends_its_request_alone(running: Service) -> None:
+    ambiguous = {"guided_grammar": 'start: e\ne: e e | e e e | /[a-z]/ | ""', "min_tokens": 900, "max_tokens": 1000}
+    answer = chat(running, **ambiguous)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "grammar_failed")
+    assert chat(running, response_format=json_schema(PERSON), max_tokens=500).status_code == 200
+
+
+def test_the_process_that_checks_grammars_ends_with_the_frontend(tmp_path: Any) -> None:
+    model = write_tiny_checkpoint(tmp_path / "model")
+    with service(model, tmp_path) as started:
+        before = descendants(started.pids["frontend"])
+        assert chat(started, response_format=json_schema(PERSON), max_tokens=1).status_code == 200
+        (checker,) = descendants(started.pids["frontend"]) - before
+        started.process.terminate()
+        assert started.end() == 0
+        wait_until(lambda: not is_alive(checker))

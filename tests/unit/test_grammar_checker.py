@@ -1,0 +1,161 @@
+"""Grammars are compiled in a process of their own: errors name their place, and none takes more than it may."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moeserve.frontend.constraints import Constraint, constraint_of
+from moeserve.frontend.dialects.internal import OutputFormat
+from moeserve.frontend.grammar_checker import GrammarChecker
+from moeserve.frontend.grammar_process import find_error
+from moeserve.frontend.http import ApiError
+from moeserve.plan import SamplingParams
+from tests.support.tiny_model import EOS, write_model_dir
+
+IN_FORMAT = "response_format.json_schema.schema"
+SAMPLING = SamplingParams(8, stop_token_ids=(EOS,))
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_dir(tmp_path_factory.mktemp("model")) / "tokenizer.json"
+
+
+class Checks:
+    """A checker with an event loop of its own."""
+
+    def __init__(self, runner: asyncio.Runner, checker: GrammarChecker) -> None:
+        self.runner = runner
+        self.checker = checker
+
+    def __call__(self, constraint: Constraint) -> SamplingParams:
+        return self.runner.run(self.checker.constrain(constraint, SAMPLING, (EOS,)))
+
+    def refusal(self, constraint: Constraint) -> ApiError:
+        with pytest.raises(ApiError) as caught:
+            self(constraint)
+        assert caught.value.status == 400
+        return caught.value
+
+
+@contextmanager
+def checks(tokenizer_json: Path) -> Iterator[Checks]:
+    with asyncio.Runner() as runner:
+        checker = GrammarChecker(tokenizer_json)
+        yield Checks(runner, checker)
+        runner.run(checker.stop())
+
+
+@pytest.fixture(scope="module")
+def check(tokenizer_json: Path) -> Iterator[Checks]:
+    with checks(tokenizer_json) as started:
+        yield started
+
+
+def schema(value: Any) -> Constraint:
+    return constraint_of(OutputFormat("json_schema", value, IN_FORMAT))
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"type": "object", "properties": {"age": {"type": "intger"}}}, ".properties.age.type"),
+        ({"type": "object", "properties": {"a b": {"minimum": "x", "type": "integer"}}}, ".properties.a b.minimum"),
+        ({"anyOf": [{"type": "string"}, {"items": {"pattern": "((", "type": "string"}}]}, ".anyOf[1].items.pattern"),
+        ({"type": "array", "uniqueItems": True}, ".uniqueItems"),
+        ({"type": "object", "properties": {"a": {"not": {"type": "string"}}}}, ".properties.a.not"),
+        ({"type": "object", "properties": 3}, ".properties"),
+        ({"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}}, ".properties.a.$ref"),
+        ({"$defs": {"x": {"enum": 3}}, "items": {"$ref": "#/$defs/x"}}, ".$defs.x.enum"),
+        ({"$ref": "https://example.org/schema"}, ".$ref"),
+        (False, ""),
+    ],
+)
+def test_an_error_names_its_place_in_the_schema(check: Checks, value: Any, path: str) -> None:
+    error = check.refusal(schema(value))
+    assert error.param == IN_FORMAT + path
+    assert f"`{IN_FORMAT}{path}`" in error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("regex", "(("),
+        ("regex", "(?=a)b"),
+        ("grammar", "start: x"),
+        ("grammar", 'root ::= "a" b'),
+        ("grammar", "x ::="),
+    ],
+)
+def test_an_invalid_pattern_or_grammar_names_its_field(check: Checks, kind: Any, value: str) -> None:
+    error = check.refusal(constraint_of(OutputFormat(kind, value, "guided_x")))
+    assert error.param == "guided_x"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("json_object", None),
+        ("regex", r"^\d{3}/[a-z]+$"),
+        ("choice", ['say "hi"', "back\\slash", "new\nline", "é"]),
+        ("grammar", 'start: "a" b*\nb: /[0-9]/'),
+        ("grammar", 'root ::= "a" b\nb ::= [0-9]+'),
+    ],
+)
+def test_a_valid_form_becomes_the_grammar_of_the_request(check: Checks, kind: Any, value: Any) -> None:
+    grammar = check(constraint_of(OutputFormat(kind, value))).grammar
+    assert grammar is not None
+    assert "::=" not in grammar
+
+
+def test_a_ready_grammar_is_checked_too(check: Checks) -> None:
+    ready = '{"grammars": [{"lark_grammar": "start: @a | \\"x\\""}, {"name": "a", "json_schema": {"type": "integer"}}]}'
+    assert check(Constraint(ready, "tools")).grammar == ready
+    assert check(Constraint('start: "x"', "tools")).grammar == 'start: "x"'
+    assert check.refusal(Constraint("start: @a", "tools")).param == "tools"
+
+
+def test_a_schema_that_compiles_without_end_is_refused_and_the_next_is_not(check: Checks) -> None:
+    endless = {"allOf": [{"type": "integer", "multipleOf": 9973}, {"type": "integer", "multipleOf": 9967}]}
+    assert "too long" in check.refusal(schema(endless)).message
+    assert check(schema({"type": "integer"})).grammar is not None
+
+
+def test_a_known_verdict_needs_no_process(tokenizer_json: Path) -> None:
+    with checks(tokenizer_json) as check:
+        good, bad = schema({"type": "integer"}), schema({"type": "no"})
+        first = check(good), check.refusal(bad).message
+        tokenizer_json.rename(tokenizer_json.with_suffix(".gone"))
+        try:
+            check.runner.run(check.checker.stop())
+            assert (check(good), check.refusal(bad).message) == first
+            assert "cannot be used" in check.refusal(schema({"type": "string"})).message
+        finally:
+            tokenizer_json.with_suffix(".gone").rename(tokenizer_json)
+
+
+def test_a_client_that_leaves_does_not_shift_the_verdicts(tokenizer_json: Path) -> None:
+    async def leave_then_ask(checker: GrammarChecker) -> str | None:
+        leaving = asyncio.ensure_future(checker.constrain(schema({"type": "no"}), SAMPLING, (EOS,)))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        return (await checker.constrain(schema({"type": "integer"}), SAMPLING, (EOS,))).grammar
+
+    with checks(tokenizer_json) as check:
+        assert check.runner.run(leave_then_ask(check.checker)) == schema({"type": "integer"}).grammar
+
+
+def test_the_search_for_an_error_goes_to_the_smallest_part_that_fails() -> None:
+    tried: list[Any] = []
+
+    def fails(part: Any) -> bool:
+        tried.append(part)
+        return "BAD" in str(part)
+
+    assert find_error({"properties": {"x": {"items": {"type": "BAD"}}}}, fails) == ["properties", "x", "items", "type"]
+    assert find_error({"default": {"type": "BAD"}}, fails) == ["default"]
+    assert find_error(None, fails) == []

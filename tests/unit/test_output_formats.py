@@ -1,0 +1,164 @@
+"""The fields that ask for a form of the answer, and the grammars that they become."""
+
+import json
+from typing import Any
+
+import pytest
+
+from moeserve.frontend import limits
+from moeserve.frontend.constraints import constrain, constraint_of, parts_of, prepare_schema
+from moeserve.frontend.dialects import chat, completions
+from moeserve.frontend.dialects.internal import ModelFacts, OutputFormat
+from moeserve.frontend.http import ApiError
+from moeserve.plan import SamplingParams
+
+FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
+AGE = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+IN_FORMAT = "response_format.json_schema.schema"
+
+
+def read(dialect: str, **fields: Any) -> OutputFormat | None:
+    if dialect == "chat":
+        base = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        return chat.parse(json.dumps({**base, **fields}).encode(), FACTS).output_format
+    body = {"model": "tiny", "prompt": "hi", **fields}
+    return completions.parse(json.dumps(body).encode(), FACTS).output_format
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completions"])
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": None, "guided_json": None, "structured_outputs": {}}, None),
+        ({"response_format": {"type": "json_object"}}, OutputFormat("json_object", None, "response_format")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": AGE}}},
+            OutputFormat("json_schema", AGE, IN_FORMAT),
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": AGE}},
+            OutputFormat("json_schema", AGE, "response_format.schema"),
+        ),
+        ({"guided_json": AGE}, OutputFormat("json_schema", AGE, "guided_json")),
+        ({"guided_json": json.dumps(AGE)}, OutputFormat("json_schema", AGE, "guided_json")),
+        ({"guided_regex": "[a-z]+"}, OutputFormat("regex", "[a-z]+", "guided_regex")),
+        ({"guided_choice": ["a", "b"]}, OutputFormat("choice", ["a", "b"], "guided_choice")),
+        ({"guided_grammar": 'start: "a"'}, OutputFormat("grammar", 'start: "a"', "guided_grammar")),
+        ({"structured_outputs": {"json": AGE}}, OutputFormat("json_schema", AGE, "structured_outputs.json")),
+        ({"structured_outputs": {"regex": "a+"}}, OutputFormat("regex", "a+", "structured_outputs.regex")),
+        ({"structured_outputs": {"choice": ["a"]}}, OutputFormat("choice", ["a"], "structured_outputs.choice")),
+        (
+            {"structured_outputs": {"json_object": True}},
+            OutputFormat("json_object", None, "structured_outputs.json_object"),
+        ),
+    ],
+)
+def test_both_dialects_read_every_spelling(dialect: str, fields: dict[str, Any], form: OutputFormat | None) -> None:
+    assert read(dialect, **fields) == form
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.type"),
+        ({"response_format": {}}, None),
+        ({"response_format": {"type": "json_schema"}}, IN_FORMAT),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, IN_FORMAT),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": "{"}}}, IN_FORMAT),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}}, None),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_regex": " "}, "guided_regex"),
+        ({"guided_choice": "yes"}, "guided_choice"),
+        ({"structured_outputs": {"structural_tag": "x"}}, None),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+    ],
+)
+def test_a_form_that_cannot_be_is_refused_by_name(fields: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(ApiError) as caught:
+        read("chat", **fields)
+    assert caught.value.status == 400
+    if param is not None:
+        assert caught.value.param == param
+        assert param in caught.value.message
+    else:
+        assert next(iter(fields)) in caught.value.message
+
+
+def refusal(form: OutputFormat) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        constraint_of(form)
+    assert (caught.value.status, caught.value.param) == (400, form.where)
+    return caught.value
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+def test_limits_hold_before_anything_is_compiled() -> None:
+    long = "x" * (limits.MAX_GRAMMAR_BYTES + 1)
+    for form in (
+        OutputFormat("json_schema", {"description": long}, "a.b"),
+        OutputFormat("regex", long, "r"),
+        OutputFormat("grammar", long, "g"),
+        OutputFormat("choice", [long], "c"),
+    ):
+        assert str(limits.MAX_GRAMMAR_BYTES) in refusal(form).message
+    assert "levels" in refusal(OutputFormat("json_schema", nested(limits.MAX_SCHEMA_DEPTH + 1), "s")).message
+    constraint_of(OutputFormat("json_schema", nested(limits.MAX_SCHEMA_DEPTH), "s"))
+    refusal(OutputFormat("choice", [], "c"))
+    refusal(OutputFormat("choice", ["x"] * (limits.MAX_FORMAT_CHOICES + 1), "c"))
+    refusal(OutputFormat("json_schema", ["no schema"], "s"))
+
+
+def test_keywords_that_forbid_nothing_are_left_out_and_the_rest_stays() -> None:
+    schema = {
+        "type": "object",
+        "x-guidance": {"lenient": True},
+        "properties": {
+            "format": {"type": "integer", "format": "int64"},
+            "when": {"type": "string", "format": "date"},
+            "tags": {"type": "array", "uniqueItems": False, "items": {"type": "string", "format": "password"}},
+            "map": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"format": "x"}},
+            "constant": {"const": {"format": "int64"}},
+        },
+        "anyOf": [{"uniqueItems": True}, {"propertyNames": {"maxLength": 3}}],
+    }
+    before = json.dumps(schema)
+    prepared = prepare_schema(schema, "s")
+    assert json.dumps(schema) == before
+    assert prepared.pop("x-guidance")["lenient"] is False
+    assert prepared == {
+        "type": "object",
+        "properties": {
+            "format": {"type": "integer"},
+            "when": {"type": "string", "format": "date"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "map": {"type": "object", "additionalProperties": {}},
+            "constant": {"const": {"format": "int64"}},
+        },
+        "anyOf": [{"uniqueItems": True}, {"propertyNames": {"maxLength": 3}}],
+    }
+
+
+def test_a_form_is_part_of_a_larger_grammar() -> None:
+    assert parts_of(OutputFormat("choice", ['a"b', "é"])) == {"lark_grammar": 'start: "a\\"b" | "é"'}
+    assert parts_of(OutputFormat("json_object"))["json_schema"]["type"] == "object"
+    assert parts_of(OutputFormat("regex", "a/b")) == {"lark_grammar": "start: /a\\/b/"}
+
+
+def test_eos_ends_an_answer_with_a_grammar_also_where_the_client_ignores_it() -> None:
+    plain = constrain(SamplingParams(8, stop_token_ids=(259, 7)), "g", (259,))
+    assert (plain.grammar, plain.stop_token_ids, plain.logit_bias) == ("g", (259, 7), None)
+    ignoring = constrain(SamplingParams(8, stop_token_ids=(7,), logit_bias={3: 1.0, 259: 9.0}), "g", (259,))
+    assert ignoring.stop_token_ids == (259, 7)
+    assert ignoring.logit_bias is not None
+    assert ignoring.logit_bias[3] == 1.0
+    assert ignoring.logit_bias[259] < -1000
