@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tests.clients.environments import (
@@ -122,10 +124,8 @@ def _variables(environment: Environment, service: Service, home: Path) -> dict[s
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:
     """Kill what a script left running, itself with it."""
-    try:
-        os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        pass
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 

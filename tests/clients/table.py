@@ -52,10 +52,7 @@ def merge_into(page: Path, rows: Sequence[Row]) -> None:
     table, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(f"{page} lacks {_BEGIN} and {_END}")
-    written = [
-        tuple(cell.strip() for cell in line.strip("|").split("|"))
-        for line in table.strip().splitlines()[2:]
-    ]
+    written = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.strip().splitlines()[2:]]
     new: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
         new.setdefault(row.title, []).append(row.cells)

@@ -1,4 +1,4 @@
-"""For the scripts of clients in Python: the service's address from the environment, and checks that report as JSON lines.
+"""For the scripts of clients in Python: the service's address, from the environment, and checks that report JSON lines.
 
 A script may run in any environment: nothing but the standard library is imported.
 """

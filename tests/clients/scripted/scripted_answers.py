@@ -1,8 +1,8 @@
-"""The answers of a model with judgement, for conversations whose user spells the calls: `get_weather({"city": "Rome"})`.
+"""The answers of a model with judgement, where the user spells the calls: `get_weather({"city": "Rome"})`.
 
-The demo model cannot tell when to call a tool. Where the last of a user's messages that spells calls of offered tools
-is found, the text of the answer is decided here: the calls that have no result yet, then a sentence with the results.
-Every other conversation is the model's own.
+The demo model cannot tell when to call a tool. After the last of a user's messages that spells calls of offered tools
+the answer is decided here: the calls that have no result yet, then a sentence with the results, or what the model
+writes in the form that the answer must have. Every other conversation is the model's own.
 """
 
 from __future__ import annotations
@@ -12,43 +12,87 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, Tool
+from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, OutputFormat, Tool
 
 _LONGEST_SENTENCE = 400
 # Tools that take an agent's answer, where the agent has the model call something in any case.
 _ANSWERING = ("final_answer", "final_result")
 
+Calls = list[dict[str, Any]]
 
-def scripted_text(request: GenerateRequest) -> str | None:
-    """Return the text that the model is to write, in hermes' form; None where it writes its own."""
+# Beginnings of the questions of `canitoolcall probe`, which spell no call, with calls or an answer.
+QUESTIONS: dict[str, Calls | str] = {
+    "What's the weather in Paris": [{"name": "get_weather", "arguments": {"city": "Paris"}}],
+    "Get the current weather in Paris and in Tokyo.": [
+        {"name": "get_weather", "arguments": {"city": "Paris", "unit": "c"}},
+        {"name": "get_weather", "arguments": {"city": "Tokyo"}},
+    ],
+    "What is 17 + 25?": "42",
+    "Create an event titled": [
+        {
+            "name": "create_event",
+            "arguments": {
+                "title": "Design review",
+                "start": "2026-10-01T15:00:00Z",
+                "attendees": [
+                    {"name": "Ana", "email": "ana@example.com"},
+                    {"name": "Bo", "email": "bo@example.com"},
+                ],
+                "location": {"city": "Berlin", "room": "4.12"},
+            },
+        }
+    ],
+    "Save a note titled": [
+        {
+            "name": "save_note",
+            "arguments": {"title": "Grüße aus Zürich", "body": "Café ☕ in 東京 — naïve résumé 🚀"},
+        }
+    ],
+    "What time is it on the server?": [{"name": "get_server_time", "arguments": {}}],
+    "Think it through step by step": [{"name": "record_answer", "arguments": {"answer": "9.9"}}],
+}
+
+
+def scripted_form(request: GenerateRequest) -> OutputFormat | None:
+    """Return the form of the answer's text, which says calls as hermes does; None where the model decides."""
     prompt = request.prompts[0]
     if not isinstance(prompt, ChatPrompt) or not request.tools or request.tool_choice.mode == "none":
         return None
-    place, calls = _last_spelled(prompt.messages, request.tools)
-    if not calls:
+    place, said = _last_spelled(prompt.messages, request.tools)
+    if said is None:
         return None
+    if isinstance(said, str):
+        return _exactly(said)
     results = [text for message in prompt.messages[place + 1 :] if (text := _result(message)) is not None]
-    waiting = calls[len(results) :]
+    waiting = said[len(results) :]
     if waiting:
-        return _written(waiting if request.parallel_tool_calls else waiting[:1])
+        return _exactly(_written(waiting if request.parallel_tool_calls else waiting[:1]))
     sentence = f"The tools said: {'; '.join(results)}"[:_LONGEST_SENTENCE]
     if request.tool_choice.mode == "required":
-        return _answer_by_call(request.tools, sentence)
-    return sentence if request.output_format is None else None
+        call = _answer_by_call(request.tools, sentence)
+        return None if call is None else _exactly(call)
+    # Where the answer has a form already the model writes it.
+    return request.output_format or _exactly(sentence)
 
 
-def exact_grammar(text: str) -> str:
-    """Return a llguidance grammar that allows one text."""
-    return json.dumps({"grammars": [{"lark_grammar": f"start: {json.dumps(text)}"}]})
+def _exactly(text: str) -> OutputFormat:
+    return OutputFormat("grammar", f"start: {json.dumps(text, ensure_ascii=False)}")
 
 
-def _last_spelled(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> tuple[int, list[dict[str, Any]]]:
-    """Return the last user's message that spells calls, and the calls; -1 and none where there is no such message."""
+def _last_spelled(messages: Sequence[dict[str, Any]], tools: Sequence[Tool]) -> tuple[int, Calls | str | None]:
+    """Return the place of the last user's message that decides the answer, and its calls or, for some questions, its
+    answer; None where there is no such message."""
     for place in reversed(range(len(messages))):
         message = messages[place]
-        if message["role"] == "user" and (calls := list(_spelled(message.get("content") or "", tools))):
+        text = message.get("content") or ""
+        if message["role"] != "user":
+            continue
+        if calls := list(_spelled(text, tools)):
             return place, calls
-    return -1, []
+        known = next((answer for beginning, answer in QUESTIONS.items() if text.startswith(beginning)), None)
+        if known is not None:
+            return place, known
+    return -1, None
 
 
 def _spelled(text: str, tools: Sequence[Tool]) -> Iterator[dict[str, Any]]:
@@ -80,4 +124,4 @@ def _answer_by_call(tools: Sequence[Tool], sentence: str) -> str | None:
 
 
 def _written(calls: Sequence[dict[str, Any]]) -> str:
-    return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+    return "\n".join(f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls)

@@ -1,7 +1,7 @@
-"""Python loads it at its start where PYTHONPATH names this folder: the frontend's requests then ask for scripted texts.
+"""Python loads it at its start where PYTHONPATH names this folder: the frontend then has a model with some judgement.
 
-A grammar that allows one text is added where requests are turned into the engine's. The sampler that obeys it, the
-parsers and the wire are the service's own.
+An answer's form is decided for it where a request gets its grammar. The grammar, the sampler that obeys it, the parsers
+and the wire are the service's own.
 """
 
 import sys
@@ -9,19 +9,19 @@ import sys
 if "launcher.frontend_main" in sys.orig_argv:
     from dataclasses import replace
 
-    from scripted_answers import exact_grammar, scripted_text
+    from scripted_answers import scripted_form
 
-    from moeserve.frontend import generate
+    from moeserve.frontend.dialects.internal import ToolChoice
+    from moeserve.frontend.generate import GenerateRoute
 
-    _build = generate.build_generates
+    _constrain = GenerateRoute._constrain
 
-    def _build_scripted(request, *arguments, **options):
-        generates = _build(request, *arguments, **options)
-        text = scripted_text(request)
-        if text is not None:
-            grammar = exact_grammar(text)
-            for message in generates:
-                message.sampling = replace(message.sampling, grammar=grammar)
-        return generates
+    async def _constrain_scripted(self, request, prompts, facts):
+        constrained = await _constrain(self, request, prompts, facts)
+        form = scripted_form(request)
+        if form is None:
+            return constrained
+        decided = replace(request, tool_choice=ToolChoice("none"), output_format=form)
+        return replace(request, sampling=(await _constrain(self, decided, prompts, facts)).sampling)
 
-    generate.build_generates = _build_scripted
+    GenerateRoute._constrain = _constrain_scripted

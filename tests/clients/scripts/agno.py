@@ -1,6 +1,5 @@
 """agno: its OpenAI models (chat, responses) in an Agent."""
 
-import json
 from typing import Annotated, Literal
 
 from agno.agent import Agent
@@ -82,7 +81,8 @@ def run(api):
     @check
     def structured():
         answer = make(output_schema=Forecast).run(QUESTION)
-        check_forecast(answer.content.model_dump() if isinstance(answer.content, Forecast) else json.loads(answer.content))
+        assert isinstance(answer.content, Forecast), answer.content
+        check_forecast(answer.content.model_dump())
 
     @check
     def error():

@@ -113,7 +113,9 @@ def streamed_tool():
 
 @check
 def required():
-    for choice in ({"type": "any"}, {"type": "tool", "name": "forecast", "disable_parallel_tool_use": True}):
+    for way in ({"type": "any"}, {"type": "tool", "name": "forecast"}):
+        # The demo would call until the answer is cut.
+        choice = way | {"disable_parallel_tool_use": True}
         answer = client.messages.create(**ASK, messages=said(QUESTION), tools=[FORECAST_TOOL], tool_choice=choice)
         assert answer.stop_reason == "tool_use", answer
         check_forecast(next(block for block in answer.content if block.type == "tool_use").input)

@@ -40,7 +40,8 @@ def said(text):
 
 def ask(client, **options):
     return client.chat.completions.create(
-        messages=said(QUESTION), **{"model": MODEL, "max_tokens": 300, "max_retries": 0, "response_model": Forecast} | options
+        messages=said(QUESTION),
+        **{"model": MODEL, "max_tokens": 300, "max_retries": 0, "response_model": Forecast} | options,
     )
 
 

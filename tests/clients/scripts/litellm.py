@@ -121,9 +121,7 @@ def error():
 
 
 bridge = Checks("messages to responses")
-BLOCK_TOOLS = [
-    {"name": name, "description": name, "input_schema": schema} for name, schema in SCHEMAS.items()
-]
+BLOCK_TOOLS = [{"name": name, "description": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
 
 
 def ask_bridge(messages, most=200, **options):

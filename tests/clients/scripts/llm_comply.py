@@ -14,7 +14,7 @@ def results_of(form):
     """Return llm-comply's results of one format."""
     program = str(Path(sys.executable).parent / "llm-comply")
     command = [program, "--format", form, "-u", V1, "-k", KEY, "-m", MODEL, "--json", "--timeout", "120"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.strip(), done.stderr[-1500:]
     return json.loads(done.stdout)["results"]
 

@@ -46,7 +46,9 @@ def evaluate(name, task):
     data = folder / "questions.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     (folder / f"{name}.yaml").write_text(task.format(name=name, data=data))
-    arguments = f"model={MODEL},base_url={V1}/completions,tokenizer={os.environ['TOKENIZER']},num_concurrent=2,max_retries=1"
+    arguments = (
+        f"model={MODEL},base_url={V1}/completions,tokenizer={os.environ['TOKENIZER']},num_concurrent=2,max_retries=1"
+    )
     command = [str(Path(sys.executable).parent / "lm_eval"), "run", "--model", "local-completions"]
     options = ["--model_args", arguments, "--tasks", name, "--include_path", str(folder), "--output_path", str(folder)]
     done = subprocess.run(

@@ -27,6 +27,7 @@ from client_checks import (
     check_forecast,
     get_time,
     get_weather,
+    raised,
 )
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
@@ -43,7 +44,9 @@ class Forecast(BaseModel):
 def make(kind, name=MODEL, *, most=200, choice=None, **options):
     """Return an agent with a client of its own: each check has a loop of its own."""
     model = kind(model=name, openai_client=AsyncOpenAI(base_url=V1, api_key=KEY, max_retries=0, timeout=120))
-    settings = ModelSettings(max_tokens=most, tool_choice=choice, parallel_tool_calls=True if options.get("tools") else None)
+    settings = ModelSettings(
+        max_tokens=most, tool_choice=choice, parallel_tool_calls=True if options.get("tools") else None
+    )
     return Agent(name="Helper", instructions=SYSTEM, model=model, model_settings=settings, **options)
 
 
@@ -53,13 +56,13 @@ TOOLS = [function_tool(get_weather), function_tool(get_time)]
 def run(check, kind):
     @check
     async def plain():
-        result = await Runner.run(make(kind, most=16), "Say hello.")
+        result = await Runner.run(make(kind), "Say hello.")
         assert result.final_output
-        assert result.context_wrapper.usage.output_tokens <= 16
+        assert 0 < result.context_wrapper.usage.output_tokens <= 200
 
     @check
     async def streaming():
-        result = Runner.run_streamed(make(kind, most=16), "Say hello.")
+        result = Runner.run_streamed(make(kind), "Say hello.")
         pieces = [
             event.data.delta
             async for event in result.stream_events()
@@ -99,7 +102,9 @@ def run(check, kind):
             seen.append({"city": city, "days": days, "summary": summary})
             return "kept"
 
-        agent = make(kind, tools=[forecast], choice="required", tool_use_behavior=StopAtTools(stop_at_tool_names=["forecast"]))
+        agent = make(
+            kind, tools=[forecast], choice="required", tool_use_behavior=StopAtTools(stop_at_tool_names=["forecast"])
+        )
         await Runner.run(agent, QUESTION)
         check_forecast(seen[0])
 
@@ -112,13 +117,9 @@ def run(check, kind):
         check_forecast(result.final_output.model_dump())
 
     @check
-    async def error():
-        try:
-            await Runner.run(make(kind, UNKNOWN), "Hello")
-        except openai.NotFoundError as unknown:
-            assert unknown.code == "model_not_found", unknown
-        else:
-            raise AssertionError("served")
+    def error():
+        unknown = raised(lambda: Runner.run(make(kind, UNKNOWN), "Hello"), openai.NotFoundError)
+        assert unknown.code == "model_not_found", unknown
 
 
 run(Checks("responses"), OpenAIResponsesModel)

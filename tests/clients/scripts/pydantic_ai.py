@@ -17,6 +17,7 @@ from client_checks import (
     check_forecast,
     get_time,
     get_weather,
+    raised,
 )
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, ModelHTTPError, ModelRetry, NativeOutput, ToolOutput
@@ -100,13 +101,9 @@ def run(api):
         check_forecast((await make(output_type=NativeOutput(Forecast)).run(QUESTION)).output.model_dump())
 
     @check
-    async def error():
-        try:
-            await make(UNKNOWN).run("Hello")
-        except ModelHTTPError as unknown:
-            assert unknown.status_code == 404, unknown
-        else:
-            raise AssertionError("served")
+    def error():
+        unknown = raised(lambda: make(UNKNOWN).run("Hello"), ModelHTTPError)
+        assert unknown.status_code == 404, unknown
 
 
 for api in MAKERS:

@@ -20,7 +20,8 @@ from client_checks import (
     get_weather,
     raised,
 )
-from smolagents import ChatMessage, OpenAIModel, Tool, ToolCallingAgent, tool as as_tool
+from smolagents import ChatMessage, OpenAIModel, Tool, ToolCallingAgent
+from smolagents import tool as as_tool
 from smolagents.monitoring import LogLevel
 
 check = Checks("chat")
