@@ -73,7 +73,7 @@ class CacheCommands:
             raise CacheCommandError(str(error)) from None
 
     def samples(self) -> FeatureSamples:
-        """Return the figures for the metrics; none before a prefix is retained for the first time."""
+        """Return the figures for the metrics."""
         caches = self._caches
         retained, lost = sum(cache.num_retained for cache in caches), sum(cache.num_lost for cache in caches)
         pins = sum(cache.num_pins for cache in caches)

@@ -176,6 +176,11 @@ class ServeConfig:
         maximum=1,
         metavar="SHARE",
     )
+    public_prefixes: str | None = setting(
+        None,
+        "JSON file of prompts whose cached beginnings all API keys share; see prompt-cache.md.",
+        group="Memory and scheduling",
+    )
     max_num_seqs: int = setting(64, "Requests that run at once.", group="Memory and scheduling", minimum=1)
     max_num_batched_tokens: int | None = setting(
         None,

@@ -78,7 +78,7 @@ class ServedModel:
 
 
 def eos_token_ids(defaults: GenerationDefaults, spec: DecoderSpec) -> list[int]:
-    """Return the generation config's ids, else the model's. Some checkpoints name ids beyond the vocabulary: not those."""
+    """Return the ids of the generation config, else of the model, but none beyond the vocabulary."""
     named = defaults.eos_token_ids or spec.eos_token_ids
     return [token for token in named if 0 <= token < spec.vocab_size]
 

@@ -76,6 +76,8 @@ class EvictionRecord:
             digests = current.digests
             if digests:
                 digest = digests[-1]
+            elif current.parent is not None and current.parent.namespace != current.namespace:
+                digest = hash((digest, current.namespace))
             data = bytes(current.tokens)
             for position in range(len(digests) * size, len(data), size):
                 digest = hash((digest, data[position : position + size]))

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable
 
 from radix_cache.errors import require
-from radix_cache.nodes import Lease, Node
+from radix_cache.nodes import PUBLIC, Lease, Node
 from radix_cache.retention import account_of
 from radix_cache.tree import RadixTree
 
@@ -49,8 +49,13 @@ def _check_node(node: Node, block_bytes: int) -> None:
     require(len(node.tokens) == len(node.blocks) * block_bytes, f"{name}: tokens and blocks differ in length")
     for key, child in node.children.items():
         require(child.parent is node, f"{name}: a child has another parent")
-        require(child.namespace == node.namespace, f"{name}: a child is of another namespace")
-        require(key == child.tokens[:block_bytes], f"{name}: a child is filed under other tokens")
+        foreign = child.namespace != node.namespace
+        require(not foreign or node.namespace == PUBLIC, f"{name}: a child is of another namespace")
+        require(
+            not foreign or node.parent is not None, f"{name}: a child of another namespace is below the public root"
+        )
+        suffix = b"/" + child.namespace.encode() if foreign else b""
+        require(key == child.tokens[:block_bytes] + suffix, f"{name}: a child is filed under another key")
     pins = (node.refs > 0) + sum(child.pins > 0 for child in node.children.values())
     require(node.pins == pins, f"{name}: pins is wrong")
     keeps = (node.retention is not None) + sum(child.keeps > 0 for child in node.children.values())
@@ -91,7 +96,8 @@ def _check_lease(tree: RadixTree, lease: Lease, block_size: int) -> None:
     while node is not None:
         runs.append(node.blocks)
         top, node = node, node.parent
-    require(tree.roots.get(lease.namespace) is top, "a lease refers to another namespace")
+    require(top in (tree.roots.get(lease.namespace), tree.roots.get(PUBLIC)), "a lease refers to another namespace")
+    require(lease.node.namespace in (PUBLIC, lease.namespace), "a lease ends in another namespace")
     path = [block for run in reversed(runs) for block in run]
     require(len(path) * block_size == lease.num_published_tokens, "a lease does not end where its node ends")
     require(path == list(lease.block_ids[: len(path)]), "a lease and the tree disagree about its blocks")

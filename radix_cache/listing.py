@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import nlargest
 
-from radix_cache.nodes import Node
+from radix_cache.nodes import PUBLIC, Node
 from radix_cache.retention import account_of
 from radix_cache.tree import RadixTree
 
@@ -61,15 +61,17 @@ def list_prefixes(
 def _runs(tree: RadixTree, account: str | None) -> Iterator[tuple[int, Node]]:
     """Yield (blocks up to its end, node) for the runs of an account."""
     for namespace, root in reversed(tree.roots.items()):
-        if account is not None and account_of(namespace) != account:
+        if account is not None and account_of(namespace) != account and namespace != PUBLIC:
             continue
         waiting = [(0, root)]
         while waiting:
             above, node = waiting.pop()
             depth = above + len(node.blocks)
-            if node.parent is not None:
+            is_own = account is None or account_of(node.namespace) == account
+            if node.parent is not None and is_own:
                 yield depth, node
-            waiting.extend((depth, child) for child in node.children.values())
+            if is_own or node.namespace == PUBLIC:
+                waiting.extend((depth, child) for child in node.children.values())
 
 
 def _prefix(tree: RadixTree, node: Node, depth: int, block_size: int) -> CachedPrefix:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 
-from radix_cache.nodes import Lease, Node
+from radix_cache.nodes import PUBLIC, Lease, Node
 from radix_cache.retention import account_of
 from radix_cache.tree import RadixTree
 
 _MAX_SIBLINGS = 256
 _MAX_NAMESPACES = 256
-_MAX_VISITED_NAMESPACES = 4096
+_MAX_VISITED = 4096
 _TOKENS_BEFORE, _TOKENS_AFTER = 12, 12
 # A head is volatile if it differs within the first tokens of a prompt, in no more than so many tokens, and as many as
 # _SAME_TOKENS behind it are the same again as in so many earlier prompts.
@@ -79,7 +79,7 @@ def explain_miss(tree: RadixTree, lease: Lease, tokens: array[int], block_size: 
     elsewhere = max((tree.depth(name, whole) for name in _other_namespaces(tree, lease.namespace)), default=0)
     if elsewhere * block_size > matched:
         return Miss(MissReason.OTHER_SALT, matched, matched, elsewhere * block_size)
-    if diverged := _divergence(lease.node, tokens, matched):
+    if diverged := _divergence(lease.node, tokens, matched, lease.namespace):
         return diverged
     overrun = tree.evictions.is_overrun(account_of(lease.namespace))
     return Miss(MissReason.NOT_KNOWN if overrun else MissReason.NEVER_SEEN, matched, matched)
@@ -88,17 +88,23 @@ def explain_miss(tree: RadixTree, lease: Lease, tokens: array[int], block_size: 
 def _other_namespaces(tree: RadixTree, namespace: str) -> Iterator[str]:
     """Yield the newest namespaces of the same account."""
     account = account_of(namespace)
-    visited = islice(reversed(tree.roots), _MAX_VISITED_NAMESPACES)
+    visited = islice(reversed(tree.roots), _MAX_VISITED)
     own = (name for name in visited if name != namespace and account_of(name) == account)
     return islice(own, _MAX_NAMESPACES)
 
 
-def _divergence(node: Node, tokens: array[int], matched: int) -> Miss | None:
+def _visible_children(node: Node, namespace: str) -> Iterator[Node]:
+    """Yield the newest children of a node that are public or of a namespace."""
+    newest = islice(reversed(node.children.values()), _MAX_VISITED)
+    return islice((child for child in newest if child.namespace in (PUBLIC, namespace)), _MAX_SIBLINGS)
+
+
+def _divergence(node: Node, tokens: array[int], matched: int, namespace: str) -> Miss | None:
     """Return where the prompt leaves the nearest prefix that goes on behind `node`; None if none has a token more."""
     rest = tokens[matched:]
     siblings = [
         (_num_common(array("i", bytes(child.tokens[: 4 * len(rest)])), rest), child)
-        for child in islice(reversed(node.children.values()), _MAX_SIBLINGS)
+        for child in _visible_children(node, namespace)
     ]
     if not siblings:
         return None
@@ -108,12 +114,12 @@ def _divergence(node: Node, tokens: array[int], matched: int) -> Miss | None:
     if not position:
         return None
     start = max(0, position - _TOKENS_BEFORE)
-    theirs = _newest_tokens(nearest, common + _TOKENS_AFTER)[common:]
+    theirs = _newest_tokens(nearest, common + _TOKENS_AFTER, namespace)[common:]
     shown = tokens[start:position].tolist() + theirs.tolist()
     volatile, witnesses = 0, 0
     if position < _HEAD_TOKENS:
         alike = [child for length, child in siblings if length == common]
-        volatile, witnesses = _volatile(rest[common:], alike, common)
+        volatile, witnesses = _volatile(rest[common:], alike, common, namespace)
     reason = MissReason.DIVERGED if witnesses < _MIN_WITNESSES else MissReason.VOLATILE_HEAD
     if reason is MissReason.DIVERGED:
         volatile = witnesses = 0
@@ -126,17 +132,20 @@ def _num_common(one: array[int], other: array[int]) -> int:
     return next((index for index in range(limit) if one[index] != other[index]), limit)
 
 
-def _newest_tokens(node: Node, count: int) -> array[int]:
-    """Return up to `count` tokens from the beginning of a run on, going on with the newest child at each branch."""
+def _newest_tokens(node: Node, count: int, namespace: str) -> array[int]:
+    """Return up to `count` tokens from the beginning of a run on.
+
+    It goes on with the newest child at each branch, of those that are public or of the namespace.
+    """
     found: array[int] = array("i")
     current: Node | None = node
     while current is not None and len(found) < count:
         found.frombytes(bytes(current.tokens[: 4 * (count - len(found))]))
-        current = next(reversed(current.children.values()), None)
+        current = next(_visible_children(current, namespace), None)
     return found
 
 
-def _volatile(mine: array[int], siblings: list[Node], common: int) -> tuple[int, int]:
+def _volatile(mine: array[int], siblings: list[Node], common: int, namespace: str) -> tuple[int, int]:
     """Return how many leading tokens of `mine` differ before it equals siblings again, and how many siblings do so.
 
     The siblings' runs equal the prompt for their first `common` tokens.
@@ -147,7 +156,7 @@ def _volatile(mine: array[int], siblings: list[Node], common: int) -> tuple[int,
     windows = [data[at : at + size] for at in range(0, len(data) - size + 1, 4)]
     lengths = []
     for sibling in siblings:
-        theirs = _newest_tokens(sibling, common + span)[common:].tobytes()
+        theirs = _newest_tokens(sibling, common + span, namespace)[common:].tobytes()
         known = {theirs[at : at + size] for at in range(0, len(theirs) - size + 1, 4)}
         length = next((index for index, window in enumerate(windows) if window in known), None)
         if length is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 
 NOT_QUEUED = -1
+# The namespace whose prefixes every other one may use. Its name is no account's: those are digests, or empty.
+PUBLIC = "public"
 
 
 class Node:
@@ -15,6 +17,8 @@ class Node:
     are evictable exactly if `pins` is 0. `keeps` counts in the same way: retained children, plus one for `retention`,
     the one that ends here. `queued` is the number of the node's entry in the eviction queue. `annotation` is opaque to
     the tree and empty if there is none.
+
+    A node of the namespace PUBLIC may have children of other namespaces, each visible to its own namespace alone.
 
     `hits` counts the matches that ended in this run, `saved_tokens` the tokens that they found, `used_at` is the time
     of the last release. `digests`: of the prefixes that end with the first blocks of the run (`EvictionRecord`).

@@ -22,8 +22,9 @@ class PrefixCache:
     Tokens are ``array('i')`` (int32). Equal tokens in different namespaces never share blocks. With ``caching=False``
     nothing is shared or kept: `match` finds nothing, `publish` and `advance` do nothing, `release` frees every block.
 
-    A namespace is named `ACCOUNT` or `ACCOUNT/NAME`. An account retains at most `retention_share` of all blocks, unless
-    a call gives its share. Time is the caller's, told by `tell_time`; there is no clock inside.
+    A namespace is named `ACCOUNT` or `ACCOUNT/NAME`; what is published in the namespace PUBLIC serves all others too.
+    An account retains at most `retention_share` of all blocks, unless a call gives its share. Time is the caller's,
+    told by `tell_time`; there is no clock inside.
 
     The caller's part: it returns blocks (`release`, `free`) only when no plan in flight names them, and calls `publish`
     only for tokens whose forward has completed. Every method that takes a lease raises LeaseError for one that was
@@ -114,11 +115,12 @@ class PrefixCache:
         if tokens.typecode != "i":
             raise ValueError(f"tokens must be array('i'), got typecode {tokens.typecode!r}")
         use_cache = use_cache and self._caching
-        node = self._tree.root(namespace)
+        data = self._reusable(tokens, 0) if use_cache else b""
+        node = self._tree.start(namespace, data) or self._tree.root(namespace)
         number = self._next_number
         lease = Lease(self, number, namespace, node, use_cache)
         if use_cache and node.children:
-            node = self._tree.descend(node, self._reusable(tokens, 0), lease.block_ids)
+            node = self._tree.descend(node, data, lease.block_ids, namespace)
             lease.node = node
             lease.num_published_tokens = lease.num_cached_tokens = len(lease.block_ids) * self.block_size
         self._tree.acquire(node)
@@ -140,7 +142,7 @@ class PrefixCache:
         if not lease.node.children or not lease.use_cache:
             return num_published
         adopted: array[int] = array("i")
-        node = self._tree.descend(lease.node, self._reusable(tokens, num_published), adopted)
+        node = self._tree.descend(lease.node, self._reusable(tokens, num_published), adopted, lease.namespace)
         if not adopted:
             return num_published
         first = num_published // self.block_size
@@ -194,7 +196,8 @@ class PrefixCache:
                 f"{num_computed_tokens} computed tokens, but {len(tokens)} tokens and {len(lease.block_ids)} blocks"
             )
         own = lease.block_ids[first:stop]
-        node, canonical = self._tree.insert(lease.node, tokens[first * size : stop * size].tobytes(), own)
+        data = tokens[first * size : stop * size].tobytes()
+        node, canonical = self._tree.insert(lease.node, data, own, lease.namespace)
         self._tree.move(lease.node, node)
         lease.node = node
         lease.num_published_tokens = stop * size
@@ -231,7 +234,7 @@ class PrefixCache:
         if keep_tokens is not None:
             num_dropped = num_published - max(0, keep_tokens) // self.block_size
             if num_dropped > 0:
-                private.extend(self._tree.trim(lease.node, num_dropped))
+                private.extend(self._tree.trim(lease.node, num_dropped, lease.namespace))
         self._allocator.free(private)
 
     def annotate(self, lease: Lease, annotation: bytes) -> None:
@@ -283,7 +286,8 @@ class PrefixCache:
         wanted = min(num_tokens // self.block_size, num_published)
         if wanted > 0 and ttl > 0:
             node = self._tree.node_at(lease.node, num_published, wanted)
-            self._tree.retain(node, ttl, self._budget(share))
+            if node.namespace == lease.namespace:
+                self._tree.retain(node, ttl, self._budget(share))
 
     def pin(self, tokens: array[int], namespace: str = "", share: float | None = None) -> int:
         """Pin the whole blocks of `tokens`, if all of them are cached, until `unpin`.
@@ -301,7 +305,11 @@ class PrefixCache:
             raise BudgetError(wanted - depth, max(0, budget - pinned))
         if depth < wanted or not wanted:
             return depth * size
-        node = tree.descend(tree.roots[namespace], data, array("i"))
+        start = tree.start(namespace, data)
+        assert start is not None
+        node = tree.descend(start, data, array("i"), namespace)
+        if node.namespace != namespace:
+            return wanted * size  # a public prefix is not the account's to pin, and the operator has pinned it
         tree.pin(node)
         num_new = self._account(namespace)[1] - pinned
         if pinned + num_new > budget:

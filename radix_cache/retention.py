@@ -39,7 +39,9 @@ class Account:
         count = 0
         for retention in self.retentions.values():
             node = retention.node if retention.is_pinned else None
-            while node is not None and node.serial not in seen:
+            # Public blocks above the account's own are not its.
+            namespace = "" if node is None else node.namespace
+            while node is not None and node.namespace == namespace and node.serial not in seen:
                 seen.add(node.serial)
                 count += len(node.blocks)
                 node = node.parent
@@ -152,7 +154,7 @@ class RetentionLedger:
         retention, parent = node.retention, node.parent
         assert retention is not None
         assert parent is not None
-        if parent.parent is None:
+        if parent.parent is None or parent.namespace != node.namespace:
             self._forget(retention, node)
         elif parent.retention is not None:
             self._merge(retention, parent.retention)
@@ -162,6 +164,7 @@ class RetentionLedger:
             parent.keeps += 1
         node.keeps = 0
         self._release(parent)
+        self._close(account_of(node.namespace))
 
     def _merge(self, source: Retention, target: Retention) -> None:
         if source.is_pinned and not target.is_pinned:
@@ -181,6 +184,7 @@ class RetentionLedger:
         retention.until = until
 
     def _attach(self, retention: Retention, node: Node, account: Account) -> None:
+        """Count the retention at its node and the nodes above, each for the account that it belongs to."""
         node.retention = retention
         account.retentions[retention.number] = retention
         current: Node | None = node
@@ -188,7 +192,9 @@ class RetentionLedger:
             current.keeps += 1
             if current.keeps > 1:
                 return
-            account.num_blocks += len(current.blocks)
+            if current.blocks:
+                owner = self._accounts.setdefault(account_of(current.namespace), Account())
+                owner.num_blocks += len(current.blocks)
             self.num_blocks += len(current.blocks)
             current = current.parent
 
@@ -200,16 +206,22 @@ class RetentionLedger:
         del self._accounts[account_of(node.namespace)].retentions[retention.number]
 
     def _release(self, node: Node) -> None:
-        """Take back one of the `keeps` of a node."""
-        name = account_of(node.namespace)
-        account = self._accounts[name]
+        """Take back one of the `keeps` of a node, whose account may have no retention left."""
+        self._close(account_of(node.namespace))
         current: Node | None = node
         while current is not None:
             current.keeps -= 1
             if current.keeps:
                 break
-            account.num_blocks -= len(current.blocks)
+            if current.blocks:
+                name = account_of(current.namespace)
+                self._accounts[name].num_blocks -= len(current.blocks)
+                self._close(name)
             self.num_blocks -= len(current.blocks)
             current = current.parent
-        if not account.retentions:
+
+    def _close(self, name: str) -> None:
+        """Forget an account that has neither retentions nor blocks."""
+        account = self._accounts.get(name)
+        if account is not None and not account.retentions and not account.num_blocks:
             del self._accounts[name]

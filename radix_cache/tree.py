@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 
 from radix_cache.errors import require
 from radix_cache.evictions import MAX_RECORDED_BLOCKS, EvictionRecord
-from radix_cache.nodes import NOT_QUEUED, Node
+from radix_cache.nodes import NOT_QUEUED, PUBLIC, Node
 from radix_cache.retention import RetentionLedger, account_of
 
 _HEAP_SLACK = 64
@@ -27,6 +27,9 @@ class RadixTree:
 
     Recency: only the release of a lease sets a stamp, and only on its deepest node. A node was used at least as
     recently as its children and becomes a leaf only after they are gone, so a node that vanishes passes its stamp up.
+
+    A namespace's prefixes lie below its root, or below a prefix of the namespace PUBLIC that they begin with: a match
+    follows public runs as far as it can, then the namespace's own.
 
     Retention (`ledger`) comes before recency: a leaf at which no retention ends is evicted before one where one does,
     and that one before a pinned one. `now` is the caller's time, told by `tell_time`.
@@ -75,20 +78,29 @@ class RadixTree:
             root = self.roots[namespace] = self._new_node(namespace, None, bytearray(), array("i"))
         return root
 
+    def start(self, namespace: str, data: bytes) -> Node | None:
+        """Return the root below which `data` (int32 ids) is looked up; None if the namespace has none yet."""
+        public = self.roots.get(PUBLIC)
+        if public is not None and data[: self._block_bytes] in public.children:
+            return public
+        return self.roots.get(namespace)
+
     def depth(self, namespace: str, data: bytes) -> int:
         """Count the leading blocks of `data` (int32 ids, whole blocks) that are cached. Changes nothing."""
-        node = self.roots.get(namespace)
+        node = self.start(namespace, data)
         size, position, end = self._block_bytes, 0, len(data)
         while node is not None and position < end:
-            node = node.children.get(data[position : position + size])
-            if node is not None:
-                if not data.startswith(node.tokens, position):
-                    return position // size + self._num_common_blocks(node.tokens, data, position)
-                position += len(node.tokens)
+            child = node.children.get(data[position : position + size])
+            if child is None and node.namespace != namespace:
+                child = node.children.get(_foreign_key(data[position : position + size], namespace))
+            if child is not None and not data.startswith(child.tokens, position):
+                return position // size + self._num_common_blocks(child.tokens, data, position)
+            node = child
+            position += 0 if child is None else len(child.tokens)
         return position // size
 
-    def descend(self, node: Node, data: bytes, blocks: array[int]) -> Node:
-        """Follow `data` (int32 ids, whole blocks) from the end of `node` as far as it is cached.
+    def descend(self, node: Node, data: bytes, blocks: array[int], namespace: str) -> Node:
+        """Follow `data` (int32 ids, whole blocks) from the end of `node` as far as it is cached for a namespace.
 
         Append the ids of the matched blocks to `blocks` and return the node that ends with the last of them; a run
         that matches only in part is split there.
@@ -96,6 +108,8 @@ class RadixTree:
         size, position, end = self._block_bytes, 0, len(data)
         while position < end:
             child = node.children.get(data[position : position + size])
+            if child is None and node.namespace != namespace:
+                child = node.children.get(_foreign_key(data[position : position + size], namespace))
             if child is None:
                 break
             if not data.startswith(child.tokens, position):
@@ -105,14 +119,15 @@ class RadixTree:
             node = child
         return node
 
-    def insert(self, start: Node, data: bytes, blocks: array[int]) -> tuple[Node, array[int]]:
+    def insert(self, start: Node, data: bytes, blocks: array[int], namespace: str) -> tuple[Node, array[int]]:
         """Insert `data` (int32 ids, whole blocks, one id in `blocks` each) below `start`, which one lease references.
 
+        namespace: of the lease; only its requests, or with PUBLIC all, will find what is new.
         Return the node that ends with `data`, and the ids that the tree already had for its first blocks; as many
         leading `blocks` were not inserted. The caller moves its reference to the node at once.
         """
         canonical: array[int] = array("i")
-        node = self.descend(start, data, canonical)
+        node = self.descend(start, data, canonical, namespace)
         num_known = len(canonical)
         if num_known == len(blocks):
             return node, canonical
@@ -120,7 +135,7 @@ class RadixTree:
         self.num_blocks += len(added)
         num_other_refs = node.refs - 1 if node is start else node.refs
         is_alone = not node.children and num_other_refs == 0 and not node.annotation and node.retention is None
-        if node.parent is not None and is_alone:
+        if node.parent is not None and is_alone and node.namespace == namespace:
             # No other lease ends here, so the run can grow in place: a decoding request stays one node. An annotated
             # run does not grow, since its annotation describes exactly its tokens, nor does one where a retention ends.
             node.tokens += tokens
@@ -130,8 +145,8 @@ class RadixTree:
             return node, canonical
         # An annotated or retained run that no lease refers to is a leaf in the eviction queue until now.
         node.queued = NOT_QUEUED
-        child = self._new_node(node.namespace, node, bytearray(tokens), added)
-        node.children[tokens[: self._block_bytes]] = child
+        child = self._new_node(namespace, node, bytearray(tokens), added)
+        node.children[self.key(child)] = child
         return child, canonical
 
     def acquire(self, node: Node) -> None:
@@ -178,14 +193,17 @@ class RadixTree:
         self._bound_queue()
         return evicted
 
-    def trim(self, node: Node, count: int) -> array[int]:
+    def trim(self, node: Node, count: int, namespace: str) -> array[int]:
         """Remove up to `count` blocks upwards from the end of `node`, as far as no lease or child node needs them.
 
-        Return their ids, which the caller owns from now on.
+        Blocks of another namespace than the given one stay: they are public. Return the ids of the others, which the
+        caller owns from now on.
         """
         removed: array[int] = array("i")
         current: Node | None = node
         while current is not None and current.queued != NOT_QUEUED and len(removed) < count:
+            if current.namespace != namespace:
+                break
             parent = current.parent
             removed.extend(self._cut_tail(current, min(count - len(removed), len(current.blocks)), lost=False))
             current = parent
@@ -223,7 +241,7 @@ class RadixTree:
         current: Node | None = node
         depth = 0
         while current is not None:
-            num_own += 0 if current.keeps else len(current.blocks)
+            num_own += 0 if current.keeps or current.namespace != node.namespace else len(current.blocks)
             depth += len(current.blocks)
             current = current.parent
         if num_own > excess:
@@ -257,7 +275,7 @@ class RadixTree:
         ]
         for leaf in victims:
             node: Node | None = leaf
-            while node is not None and node.queued != NOT_QUEUED:
+            while node is not None and node.queued != NOT_QUEUED and account_of(node.namespace) == account:
                 parent = node.parent
                 self.evictions.add(node, len(node.blocks))
                 removed.extend(self._cut_tail(node, len(node.blocks), lost=False))
@@ -293,6 +311,12 @@ class RadixTree:
         require(len(self._queue) <= 2 * self.num_nodes + _HEAP_SLACK, "the eviction queue outgrew the tree")
         return [serial for _, _, serial, entry, node in self._queue if node.queued == entry]
 
+    def key(self, node: Node) -> bytes:
+        """Return the key of a node among its parent's children: its first block, and a namespace of its own."""
+        assert node.parent is not None
+        first = bytes(node.tokens[: self._block_bytes])
+        return first if node.namespace == node.parent.namespace else _foreign_key(first, node.namespace)
+
     def _new_node(self, namespace: str, parent: Node | None, tokens: bytearray, blocks: array[int]) -> Node:
         self._serial += 1
         self.num_nodes += 1
@@ -321,9 +345,9 @@ class RadixTree:
         upper = self._new_node(node.namespace, parent, node.tokens[: count * size], node.blocks[:count])
         del node.tokens[: count * size]
         del node.blocks[:count]
-        parent.children[bytes(upper.tokens[:size])] = upper
-        upper.children[bytes(node.tokens[:size])] = node
+        parent.children[self.key(upper)] = upper
         node.parent = upper
+        upper.children[self.key(node)] = node
         upper.last_used = node.last_used
         upper.used_at = node.used_at
         upper.annotation = node.annotation
@@ -387,7 +411,7 @@ class RadixTree:
         assert parent is not None
         if node.keeps:
             self.ledger.move_up(node)
-        del parent.children[bytes(node.tokens[: self._block_bytes])]
+        del parent.children[self.key(node)]
         node.queued = NOT_QUEUED
         node.parent = None
         self.num_nodes -= 1
@@ -404,3 +428,8 @@ class RadixTree:
         if len(self._queue) > 2 * self.num_nodes + _HEAP_SLACK:
             self._queue = [entry for entry in self._queue if entry[4].queued == entry[3]]
             heapify(self._queue)
+
+
+def _foreign_key(first: bytes, namespace: str) -> bytes:
+    """Return the key of a child of another namespace: longer than a block, also for the namespace without a name."""
+    return first + b"/" + namespace.encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from moeserve.frontend.live_routes import LiveRoutes
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.openapi import DescriptionRoutes
 from moeserve.frontend.pages import FILES, Pages
+from moeserve.frontend.public_prefixes import load_public_prefixes, publish_prefixes
 from moeserve.frontend.response_store import ResponseStore
 from moeserve.frontend.responses import KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.routes import ExpertRoutes, ServiceRoutes, TokenRoutes
@@ -40,15 +42,20 @@ def create_app(services: Services) -> Starlette:
     """
     config = services.run.config
     keys = load_keys(config.api_key, config.api_key_file)
+    public = load_public_prefixes(config.public_prefixes)
     routes = _routes(services)
     paths = frozenset(route.path for route in routes if isinstance(route, Route))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await services.engine.start()
+        publishing = asyncio.create_task(publish_prefixes(services, public)) if public else None
         try:
             yield
         finally:
+            if publishing is not None:
+                publishing.cancel()
+                await asyncio.gather(publishing, return_exceptions=True)
             await services.engine.stop()
             await services.grammars.stop()
 

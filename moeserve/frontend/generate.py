@@ -219,8 +219,9 @@ class _Streaming:
                     started.add(delta.index)
                     events.append(self.formatter.start(delta.index, usage))
                 events.append(self.formatter.delta(delta, usage))
-            if events or not batch:
-                await self.stream.write(b"".join(events) or self.formatter.ping())
+            data = b"".join(events)
+            if data or not batch:
+                await self.stream.write(data or self.formatter.ping())
         await self.stream.write(self.formatter.end(self.answer.usage), last=True)
 
 

@@ -67,6 +67,9 @@ def forbid(logits: Tensor, masks: TokenMasks) -> None:
     words = copied(masks.allowed, device)
     changes = _changes_of_byte(device).index_select(0, words.view(torch.uint8).view(-1).int()).view(len(words), -1)
     known = min(changes.shape[1], vocab_size)
+    if len(words) == len(logits) and known == vocab_size:
+        logits.add_(changes[:, :known])
+        return
     rows = to_device(masks.rows, device)
     logits[:, :known].index_add_(0, rows, changes[:, :known])
     if known < vocab_size:

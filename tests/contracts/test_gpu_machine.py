@@ -16,6 +16,7 @@ ABSENT = (
     "gguf",
     "hypothesis",
     "jinja2",
+    "llguidance",
     "msgspec",
     "prometheus_client",
     "rich",

@@ -44,6 +44,18 @@ def complete(running: Service, prompt: list[int]) -> tuple[str, int]:
     return answer.json()["choices"][0]["text"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
+def complete_constrained(running: Service) -> list[str]:
+    """Drawn answers that a grammar holds, several at once, so that some are computed on each rank."""
+    body = {"model": "m", "max_tokens": 40, "temperature": 1.5, "guided_regex": "[a-f]{4,12}-[0-9]{2}"}
+
+    def draw(seed: int) -> str:
+        answer = running.http.post("/v1/completions", json={**body, "prompt": prompts()[seed], "seed": seed}).json()
+        return str(answer["choices"][0]["text"])
+
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(draw, range(8)))
+
+
 def complete_all(running: Service) -> list[tuple[str, int]]:
     """Requests that come and go: at most five at a time, each longer than the one before."""
     with ThreadPoolExecutor(5) as pool:
@@ -147,6 +159,13 @@ def test_several_ranks_give_the_text_of_one_and_end_cleanly(
         assert two.end() == 0
         assert two.leaves_nothing()
         wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
+
+
+def test_grammars_hold_on_every_rank(running: Service, model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with service(model, tmp_path_factory.mktemp("one")) as one:
+        expected = complete_constrained(one)
+    assert all(re.fullmatch("[a-f]{4,12}-[0-9]{2}", text) for text in expected)
+    assert complete_constrained(running) == expected
 
 
 @pytest.mark.parametrize(("rank", "is_busy"), [(0, True), (1, True), (1, False)])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.service import Service, service
+from tests.support.service import Service, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 # The tokenizer has a token for each byte; blocks have 16 tokens, and there are 256 of them.
@@ -212,3 +213,24 @@ def test_dropping_takes_ones_own_prefixes_alone(running: Service) -> None:
 def test_bad_input_is_named(running: Service, method: str, path: str, body: dict[str, Any], param: str) -> None:
     answer = call(running, method, path, "alice", {"model": "m", "prompt": "hi", **body})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_public_prefixes_are_shared_by_all_keys_and_what_follows_is_not(tmp_path: Path) -> None:
+    model = write_tiny_checkpoint(tmp_path / "model")
+    (tmp_path / "keys").write_text("admin:root\nuser:alice\nuser:bob\n")
+    public = [{"prompt": "Public " + TAIL}, {"messages": [{"role": "system", "content": TAIL}]}]
+    (tmp_path / "public.json").write_text(json.dumps(public))
+    settings = ("--max-model-len", "2048", "--kv-cache-memory", "1MiB", "--api-key-file", str(tmp_path / "keys"))
+    with service(model, tmp_path, *settings, "--public-prefixes", str(tmp_path / "public.json")) as running:
+        wait_until(lambda: metric(running, "moeserve_kv_pinned_prefixes") == 2)
+        question = "Public " + TAIL + "What is the capital of Peru?"
+        assert [cached(running, question, key) for key in ("alice", "bob")] == [240, 240]
+        assert [cached(running, question, key) for key in ("alice", "alice")] == [272, 272]
+        assert "capital of Peru" not in call(running, "GET", "/v1/cache", "root").text
+        chat = {"model": "m", "max_tokens": 1, "messages": [*public[1]["messages"], {"role": "user", "content": "hi"}]}
+        usage = call(running, "POST", "/v1/chat/completions", "bob", chat).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= 240
+        flood(running, "bob")
+        assert cached(running, question, "alice") == 240
+        assert call(running, "DELETE", "/v1/cache", "alice").status_code == 200
+        assert cached(running, question, "bob") == 240

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from moeserve.model.gpu_runner import GpuModelRunner
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import DecoderSpec
+from moeserve.model.token_masks import MaskSource
 from moeserve.model.weights import load_decoder
 from moeserve.plan import Chunk, ChunkExtras, Request, SamplingParams, StepPlan, StepResult
 from moeserve.rank import ObservedRunner
@@ -107,7 +109,9 @@ def tap_of(spec: DecoderSpec) -> RoutingTap | None:
     return None if spec.moe is None else RoutingTap(len(spec.moe_layers), spec.moe.num_experts)
 
 
-def make(model_dir: Path, device: torch.device, *, enforce_eager: bool) -> GpuModelRunner:
+def make(
+    model_dir: Path, device: torch.device, *, enforce_eager: bool, grammars: MaskSource | None = None
+) -> GpuModelRunner:
     spec = spec_of(model_dir)
     settings = GpuSettings(BLOCK_SIZE, 4, 16, MAX_LEN, None, 0.9, enforce_eager)
     tap = tap_of(spec)
@@ -120,7 +124,7 @@ def make(model_dir: Path, device: torch.device, *, enforce_eager: bool) -> GpuMo
         max_model_len=MAX_LEN,
         observers=[] if tap is None else [tap],
     )
-    return make_runner(decoder, KvBudget(NUM_BLOCKS, MAX_LEN), settings, tap=tap)
+    return make_runner(decoder, KvBudget(NUM_BLOCKS, MAX_LEN), settings, tap=tap, grammars=grammars)
 
 
 def serve(runner: Runner, spec: DecoderSpec, sampling: list[SamplingParams], *, depth: int) -> Served:
@@ -195,6 +199,26 @@ def test_draws_biases_penalties_and_log_probabilities(model_dir: Path, device: t
     assert drawn[1] == [77, 77]
     assert drawn[2][1] != drawn[2][0] == 41
     assert serve(runner, spec, wishes, depth=1).tokens == drawn
+
+
+def test_a_grammar_holds_beside_requests_without_one(model_dir: Path, device: torch.device, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    pytest.importorskip("msgspec")
+    from moeserve.model.grammars import Grammars
+    from tests.support.tiny_model import write_model_dir
+
+    spec, eos = spec_of(model_dir), 127
+    tokenizer_json = write_model_dir(tmp_path) / "tokenizer.json"
+    # Of the model's 128 logits one ends the output; the tokenizer has more tokens than there are logits.
+    runner = make(model_dir, device, enforce_eager=False, grammars=Grammars(tokenizer_json, spec.vocab_size, [eos]))
+    bound = SamplingParams(max_tokens=9, temperature=1.5, stop_token_ids=(eos,), grammar='start: "ab" /[0-9]{3}/')
+    wishes = [GREEDY[0], bound, replace(bound, seed=3)]
+    for depth in (0, 1):
+        plain, *texts = serve(runner, spec, wishes, depth=depth).tokens
+        assert plain == serve(runner, spec, GREEDY, depth=0).tokens[0]
+        for tokens in texts:
+            assert tokens[-1] == eos
+            assert re.fullmatch(rb"ab\d{3}", bytes(tokens[:-1]))
 
 
 def test_a_prompt_is_scored_in_parts_with_the_log_probabilities_of_the_cpu(

@@ -14,6 +14,7 @@ from moeserve.frontend.dialects.cache_options import read_cache_control, read_ca
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import ANYONE, Identity, cache_account, cache_namespace, load_keys
+from moeserve.frontend.public_prefixes import load_public_prefixes
 from moeserve.frontend.services import Services
 from moeserve.plan import CacheWish, SamplingParams
 from radix_cache import account_of
@@ -143,3 +144,23 @@ def test_breakpoints_become_token_counts_of_the_rendered_prompt(tmp_path: Path) 
 def test_a_request_that_asks_nothing_of_the_cache_has_no_wish(tmp_path: Path) -> None:
     assert wishes_of(tmp_path, CacheOptions(), [1, 2, 3])[0] is None
     assert wishes_of(tmp_path, CacheOptions(report=True), [1, 2, 3])[0] == [CacheWish((), 0.25, True)]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{}", "no JSON list"),
+        ("[", "no JSON list"),
+        ("[1]", "public prefix 0"),
+        ('[{"prompt": "a"}, {}]', "public prefix 1 .* needs either"),
+        ('[{"prompt": "a", "prefix": 1}]', "unknown field 'prefix'"),
+        ('[{"prompt": 1}]', "public prefix 0"),
+    ],
+)
+def test_a_wrong_file_of_public_prefixes_is_refused_in_a_sentence(tmp_path: Path, text: str, reason: str) -> None:
+    file = tmp_path / "public.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        load_public_prefixes(str(file))
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_public_prefixes(str(tmp_path / "none.json"))

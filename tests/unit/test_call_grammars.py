@@ -6,6 +6,7 @@ import json
 import random
 from typing import Any
 
+import llguidance
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
@@ -17,8 +18,6 @@ from moeserve.frontend.parsers.parsed import Parsed
 from moeserve.frontend.parsers.parser import OutputParser, Start
 from moeserve.plan import SamplingParams
 from tests.support.tiny_model import BOS, byte_tokenizer
-
-llguidance = pytest.importorskip("llguidance")
 
 TOOLS = (
     Tool(

@@ -223,7 +223,8 @@ def test_sampling_and_the_checkpoints_defaults() -> None:
 def test_a_schema_for_the_text(field: str) -> None:
     wanted = {"type": "json_schema", "schema": SCHEMA}
     request = parse(**{field: {"format": wanted} if field == "output_config" else wanted})
-    assert request.output_format == OutputFormat("json_schema", SCHEMA)
+    where = f"{field}.format.schema" if field == "output_config" else f"{field}.schema"
+    assert request.output_format == OutputFormat("json_schema", SCHEMA, where)
 
 
 def test_cache_control_marks_prefixes_that_end_where_it_stands() -> None:

@@ -313,9 +313,11 @@ def test_formats_of_the_text() -> None:
     schema = {"type": "object"}
     named = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
     assert parse(text={"format": {"type": "text"}}).output_format is None
-    assert parse(text={"format": {"type": "json_object"}}).output_format == OutputFormat("json_object")
+    assert parse(text={"format": {"type": "json_object"}}).output_format == OutputFormat(
+        "json_object", None, "text.format"
+    )
     request = parse(text={"format": named, "verbosity": "low"})
-    assert request.output_format == OutputFormat("json_schema", schema)
+    assert request.output_format == OutputFormat("json_schema", schema, "text.format.schema")
     assert turn_of(request).repeated["text"] == {"format": {**named, "description": None}, "verbosity": "low"}
     assert request.ignored == ("verbosity",)
     assert refuse(text={"format": {"type": "json_schema", "name": "n"}}).param == "text.format.schema"

@@ -229,6 +229,45 @@ def test_markers_inside_json_strings_end_nothing() -> None:
     assert (calls_of(parsed), parsed.text) == ([("send", {"body": "</tool_call>"})], "done")
 
 
+TAGS_IN_VALUES = [
+    (
+        "qwen3-coder",
+        "<tool_call>\n<function=send>\n<parameter=body>\n{}\n</parameter>\n</function>\n</tool_call>",
+        "a </parameter> b </function> c </tool_call> <parameter=x>",
+    ),
+    (
+        "glm",
+        "<tool_call>send<arg_key>body</arg_key><arg_value>{}</arg_value></tool_call>",
+        "a </tool_call> </arg_value> b",
+    ),
+    (
+        "minimax",
+        '<minimax:tool_call>\n<invoke name="send">\n<parameter name="body">{}</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        "a </invoke> </parameter>\n\nb",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "form", "value"), TAGS_IN_VALUES)
+def test_tags_inside_values_end_nothing(family: str, form: str, value: str) -> None:
+    for pieces in ([form.format(value)], list(form.format(value))):
+        parsed = parse(pieces, family)
+        assert (calls_of(parsed), parsed.text) == ([("send", {"body": value})], "")
+
+
+def test_white_space_between_two_pieces_of_text_stays() -> None:
+    assert parse(["Before. <tool_call>\n" + '{"name": "send"}\n</tool_call>\n After. '], "hermes").text == (
+        "Before. \n After."
+    )
+    assert parse(['\n <tool_call>{"name": "send"}</tool_call>\nAfter.'], "hermes").text == "After."
+
+
+def test_a_header_that_was_cut_is_no_text() -> None:
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.send<|channel|>commentary"
+    assert parse([text], "harmony", "harmony") == Parsed("hm", "")
+
+
 def test_calls_without_arguments_have_an_empty_object() -> None:
     for arguments in ("", ', "arguments": null', ', "arguments": {}'):
         parsed = parse([f'<tool_call>{{"name": "send"{arguments}}}</tool_call>'], "hermes")

@@ -19,7 +19,7 @@ def cache(tree: RadixTree, tokens: bytes, blocks: "array[int]", namespace: str =
     """What one request leaves behind: it starts at the root, publishes everything and goes."""
     start = tree.root(namespace)
     tree.acquire(start)
-    node, _ = tree.insert(start, tokens, blocks)
+    node, _ = tree.insert(start, tokens, blocks, namespace)
     tree.move(start, node)
     tree.release(node)
     return node
@@ -29,7 +29,7 @@ def test_descend_returns_the_blocks_of_the_longest_cached_prefix() -> None:
     tree = RadixTree(SIZE)
     cache(tree, data(1, 2, 3, 4, 5, 6), ids(10, 11, 12))
     found = array("i")
-    tree.descend(tree.root(""), data(1, 2, 3, 4, 9, 9), found)
+    tree.descend(tree.root(""), data(1, 2, 3, 4, 9, 9), found, "")
     assert found == ids(10, 11)
 
 
@@ -37,7 +37,7 @@ def test_split_keeps_the_existing_object_as_the_lower_part() -> None:
     tree = RadixTree(SIZE)
     node = cache(tree, data(1, 2, 3, 4, 5, 6), ids(10, 11, 12))
     tree.acquire(node)
-    upper = tree.descend(tree.root(""), data(1, 2), array("i"))
+    upper = tree.descend(tree.root(""), data(1, 2), array("i"), "")
     assert upper is node.parent
     assert (upper.blocks, node.blocks) == (ids(10), ids(11, 12))
     assert (upper.tokens, node.tokens) == (data(1, 2), data(3, 4, 5, 6))
@@ -60,9 +60,9 @@ def test_run_that_nobody_else_ends_at_grows_in_place() -> None:
     tree = RadixTree(SIZE)
     root = tree.root("")
     tree.acquire(root)
-    node, _ = tree.insert(root, data(1, 2), ids(0))
+    node, _ = tree.insert(root, data(1, 2), ids(0), "")
     tree.move(root, node)
-    longer, _ = tree.insert(node, data(3, 4), ids(1))
+    longer, _ = tree.insert(node, data(3, 4), ids(1), "")
     assert longer is node
     assert node.blocks == ids(0, 1)
     assert tree.num_pinned_blocks == 2
@@ -73,7 +73,7 @@ def test_run_that_another_lease_ends_at_gets_a_child_instead() -> None:
     node = cache(tree, data(1, 2), ids(0))
     tree.acquire(node)
     tree.acquire(node)
-    child, _ = tree.insert(node, data(3, 4), ids(1))
+    child, _ = tree.insert(node, data(3, 4), ids(1), "")
     assert child is not node
     assert child.parent is node
     assert node.blocks == ids(0)
@@ -84,7 +84,7 @@ def test_insert_reports_the_ids_the_tree_already_had() -> None:
     cache(tree, data(1, 2, 3, 4), ids(0, 1))
     root = tree.root("")
     tree.acquire(root)
-    node, canonical = tree.insert(root, data(1, 2, 3, 4, 5, 6), ids(7, 8, 9))
+    node, canonical = tree.insert(root, data(1, 2, 3, 4, 5, 6), ids(7, 8, 9), "")
     assert canonical == ids(0, 1)
     assert node.blocks == ids(0, 1, 9)
 
@@ -103,12 +103,12 @@ def test_prefix_is_as_recently_used_as_the_continuation_it_lost() -> None:
     prefix = cache(tree, data(1, 1), ids(0))
     tree.acquire(prefix)
     tree.acquire(prefix)
-    child, _ = tree.insert(prefix, data(3, 3), ids(2))
+    child, _ = tree.insert(prefix, data(3, 3), ids(2), "")
     tree.move(prefix, child)
     tree.release(prefix)
     cache(tree, data(2, 2), ids(1))
     tree.release(child)
-    assert tree.trim(child, 1) == ids(2)
+    assert tree.trim(child, 1, "") == ids(2)
     assert tree.evict(2) == ids(1, 0)
 
 
@@ -116,7 +116,7 @@ def test_inner_and_referenced_nodes_are_not_evictable() -> None:
     tree = RadixTree(SIZE)
     cache(tree, data(1, 1, 2, 2), ids(0, 1))
     cache(tree, data(1, 1, 3, 3), ids(9, 2))
-    leaf = tree.descend(tree.root(""), data(1, 1, 3, 3), array("i"))
+    leaf = tree.descend(tree.root(""), data(1, 1, 3, 3), array("i"), "")
     tree.acquire(leaf)
     assert tree.num_evictable_blocks == 1
     assert tree.evict(1) == ids(1)
@@ -128,7 +128,7 @@ def test_trim_stops_at_blocks_that_something_else_continues() -> None:
     tree = RadixTree(SIZE)
     cache(tree, data(1, 1, 2, 2), ids(0, 1))
     node = cache(tree, data(1, 1, 3, 3, 4, 4), ids(9, 2, 3))
-    assert tree.trim(node, 3) == ids(2, 3)
+    assert tree.trim(node, 3, "") == ids(2, 3)
     assert tree.depth("", data(1, 1, 2, 2)) == 2
 
 
@@ -164,6 +164,6 @@ def test_trimmed_nodes_do_not_pile_up_in_the_eviction_queue() -> None:
     tree = RadixTree(SIZE)
     nodes = [cache(tree, data(token, token), ids(token)) for token in range(200)]
     for node in nodes:
-        assert len(tree.trim(node, 1)) == 1
+        assert len(tree.trim(node, 1, "")) == 1
         assert len(tree._queue) <= 2 * tree.num_nodes + 64
     assert tree.num_nodes == tree.num_blocks == 0

@@ -64,8 +64,9 @@ def test_drawn_by_counts_the_sampled_chunks_of_the_plan_before() -> None:
         SamplingParams(max_tokens=5, min_tokens=2),
         SamplingParams(max_tokens=5, presence_penalty=0.5),
         SamplingParams(max_tokens=5, prompt_logprobs=0),
+        SamplingParams(max_tokens=5, grammar="start: /a*/"),
     ],
-    ids=["min_tokens", "penalty", "prompt_logprobs"],
+    ids=["min_tokens", "penalty", "prompt_logprobs", "grammar"],
 )
 def test_what_needs_to_know_the_token_waits_for_it(sampling: SamplingParams) -> None:
     run = simulation()

@@ -157,6 +157,7 @@ SAMPLING = st.builds(
     seed=st.integers(0, 2**64 - 1),
     logprobs=st.none() | st.integers(0, 20),
     stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+    grammar=st.none() | st.just('start: "é"'),
 )
 EXTRAS = st.builds(
     ChunkExtras,
@@ -165,6 +166,7 @@ EXTRAS = st.builds(
     banned_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
     prompt_targets=st.none() | ARRAYS,
     num_top_logprobs=st.integers(0, 20),
+    output=st.none() | ARRAYS,
 )
 CHUNKS = st.builds(
     Chunk,

@@ -36,7 +36,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FormatFields(msgspec.Struct, kw_only=True):
-    """The fields of chat and completions; null is the same as absent."""
+    """Fields of chat and completions; null is the same as absent."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -44,6 +44,13 @@ class FormatFields(msgspec.Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+
+
+def refuse_formats(body: FormatFields) -> None:
+    """Refuse these fields in a dialect that has a field of its own for the form. Raises ApiError."""
+    for name in FormatFields.__struct_fields__:
+        if getattr(body, name) is not None:
+            raise unsupported(name)
 
 
 def read_format(body: FormatFields) -> OutputFormat | None:

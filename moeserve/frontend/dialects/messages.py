@@ -14,6 +14,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.formats import refuse_formats
 from moeserve.frontend.dialects.internal import (
     CacheOptions,
     ChatPrompt,
@@ -208,6 +209,7 @@ def _read_prompt(asked: MessagesBody) -> tuple[ChatPrompt, Breakpoints, tuple[st
 
 def _refuse_what_is_not_served(asked: MessagesBody) -> None:
     """Raise ApiError for fields that ask for something that this server, or this API, does not have."""
+    refuse_formats(asked)
     for name in ("n", "stop", "stream_options", "logit_bias"):
         if getattr(asked, name) is not None:
             raise unsupported(name)

@@ -12,6 +12,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.formats import refuse_formats
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, OutputFormat
 from moeserve.frontend.dialects.responses_items import Item, ItemReader
 from moeserve.frontend.dialects.responses_tools import ClientName, ToolSet, read_tool_choice, read_tools
@@ -107,6 +108,7 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
     for field, harmless in _UNSUPPORTED.items():
         if getattr(asked, field) not in harmless:
             raise unsupported(field)
+    refuse_formats(asked)
     _check_labels(asked)
     tools = read_tools(asked.tools)
     stream, _, _ = fields.read_stream_options(asked)
@@ -222,7 +224,7 @@ def _read_format(text: TextOptions | None) -> tuple[OutputFormat | None, dict[st
         case None | {"type": "text"}:
             return None, {"type": "text"}
         case {"type": "json_object"}:
-            return OutputFormat("json_object"), {"type": "json_object"}
+            return OutputFormat("json_object", None, "text.format"), {"type": "json_object"}
         case {"type": "json_schema", "schema": dict(schema)}:
             name, description, strict = form.get("name"), form.get("description"), form.get("strict")
             if not isinstance(name, str) or not name:

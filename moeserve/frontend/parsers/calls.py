@@ -127,7 +127,7 @@ class MistralCalls:
 
     opens = ("[TOOL_CALLS]",)
     others = ("[ARGS]", "[CALL_ID]")
-    ends_reasoning = True
+    ends_reasoning = False
     is_bare = False
 
     def __init__(self) -> None:

@@ -115,14 +115,14 @@ class Feed:
             yield
         return self._text[self._at : self._at + 1]
 
-    def space(self) -> Reading[str]:
-        """Read white space; return the character after it, not read, or nothing at the end of the text."""
+    def space(self, say: Say = drop) -> Reading[str]:
+        """Read white space, passed on; return the character after it, not read, or nothing at the end of the text."""
         while True:
             char = yield from self.peek()
             if not char or not char.isspace():
                 return char
             match = _SPACE.match(self._text, self._at)
-            self.take(match.end() - match.start() if match else 1)
+            say(self.take(match.end() - match.start() if match else 1))
 
     def through(self, word: str) -> Reading[bool]:
         """Read `word` if the text goes on with it."""
@@ -134,6 +134,18 @@ class Feed:
             return False
         self.take(len(word))
         return True
+
+    def sees(self, words: tuple[str, ...]) -> Reading[bool]:
+        """Return whether the text, which stays unread, goes on with one of `words` or is over."""
+        while True:
+            rest = self.rest
+            if any(rest.startswith(word) for word in words):
+                return True
+            if self.ended:
+                return not rest
+            if not any(word.startswith(rest) for word in words):
+                return False
+            yield
 
 
 _SPACE = re.compile(r"\s+")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from moeserve.frontend.parsers.calls import Schemas
+from moeserve.frontend.parsers.calls import Schemas, read_arguments
 from moeserve.frontend.parsers.feed import Feed, Markers, Reading, Say
 from moeserve.frontend.parsers.parsed import Sink
 
@@ -26,14 +26,17 @@ def read_harmony(
     in_body: the prompt ends inside a message to the user.
     """
     found: str | None = "<|start|>"
+    is_first = not in_body
     if in_body:
         found = yield from feed.until(_BODY, sink.say)
     while found is not None:
         head, found = yield from _read_head(feed, found)
         if found is None:
-            # Text without any header: it is shown.
-            sink.say(head[0])
+            if is_first and len(head) == 1:
+                # Text without any header.
+                sink.say(head[0])
             return
+        is_first = False
         if found == "<|message|>":
             found = yield from _read_body(feed, sink, schemas, head, reasons=reasons, calls=calls)
 
@@ -62,10 +65,7 @@ def _read_body(
     recipient = next((match[1] for part in head if (match := _RECIPIENT.search(part))), "")
     name = recipient.removeprefix("functions.")
     if calls and name and (name != recipient or name in schemas):
-        sink.open_call(name)
-        found = yield from feed.until(_BODY, sink.arguments)
-        sink.close_call()
-        return found
+        return (yield from read_arguments(feed, sink, name, _BODY))
     say: Say = sink.say
     is_reasoning = reasons and ((channel and channel[0] == "analysis") or bool(recipient))
     if is_reasoning:

@@ -1,7 +1,7 @@
 """The parts of an answer that parsers find, and the sink that they are told to.
 
-White space beside a call or at the borders of reasoning belongs to the form in which models write, and is dropped;
-anywhere else it stays.
+White space around calls and at the borders of reasoning belongs to the form in which models write, and is dropped
+unless it stands between two pieces of text.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class _Lane:
 
     def __init__(self) -> None:
         self.trims = False
+        self.is_empty = True
         self._out: list[str] = []
         self._space: list[str] = []
 
@@ -44,6 +45,7 @@ class _Lane:
             self.trims = False
         body = piece.rstrip()
         if body:
+            self.is_empty = False
             self._out += self._space
             self._out.append(body)
             self._space.clear()
@@ -113,8 +115,9 @@ class Sink:
         self._text.border()
 
     def open_call(self, name: str, call_id: str = "") -> None:
-        """Begin a call. Text before it loses its white space at the end."""
-        self._text.border()
+        """Begin a call."""
+        if self._text.is_empty:
+            self._text.border()
         self._is_open, self._has_arguments = True, False
         self._is_muted = self.num_calls > 0 and not self._parallel
         if not self._is_muted:

@@ -39,7 +39,8 @@ class TaggedCalls:
         self._parameter_open, self._parameter_end = parameter
         self._between = Markers(call[0], region[1])
         self._inside = Markers(parameter[0], call[1], region[1])
-        self._value_end = Markers(parameter[1], call[1], region[1])
+        self._value_end = Markers(parameter[1])
+        self._after_value = (parameter[0], call[1], region[1])
 
     def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:
         if marker == self._call_open:
@@ -83,12 +84,13 @@ class TaggedCalls:
         while is_call:
             found = yield from feed.until(self._inside, drop)
             if found == self._parameter_open:
-                key, value = list[str](), list[str]()
+                key: list[str] = []
                 yield from feed.until(_TAG_END, key.append)
-                found = yield from feed.until(self._value_end, value.append)
-                if found is not None:
+                value = yield from _read_value(feed, self._value_end, self._after_value)
+                found = None if value is None else self._parameter_end
+                if value is not None:
                     parameter = _plain("".join(key))
-                    arguments[parameter] = typed(_trim_lines("".join(value)), schemas.get(called), parameter)
+                    arguments[parameter] = typed(_trim_lines(value), schemas.get(called), parameter)
             is_call = found is not None
             if found != self._parameter_end:
                 break
@@ -116,7 +118,7 @@ class GlmCalls:
     def __init__(self) -> None:
         self._next = Markers("<arg_key>", "</tool_call>")
         self._key_end = Markers("</arg_key>", "</tool_call>")
-        self._value_end = Markers("</arg_value>", "</tool_call>")
+        self._value_end = Markers("</arg_value>")
 
     def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:
         feed.keep()
@@ -125,15 +127,16 @@ class GlmCalls:
         called = "".join(name).strip()
         schema, arguments = schemas.get(called), dict[str, Any]()
         while found == "<arg_key>":
-            key, value = list[str](), list[str]()
+            key: list[str] = []
             found = yield from feed.until(self._key_end, key.append)
             if found == "</arg_key>":
                 yield from feed.space()
                 yield from feed.through("<arg_value>")
-                found = yield from feed.until(self._value_end, value.append)
-                arguments["".join(key).strip()] = typed("".join(value), schema, "".join(key).strip())
-            if found == "</arg_value>":
-                found = yield from feed.until(self._next, drop)
+                value = yield from _read_value(feed, self._value_end, ("<arg_key>", "</tool_call>"))
+                found = None
+                if value is not None:
+                    arguments["".join(key).strip()] = typed(value, schema, "".join(key).strip())
+                    found = yield from feed.until(self._next, drop)
         read = feed.kept()
         if found is None or not called or any(char.isspace() for char in called):
             sink.say_marker(marker)
@@ -144,6 +147,23 @@ class GlmCalls:
 
 
 _TAG_END = Markers(">")
+
+
+def _read_value(feed: Feed, end: Markers, after: tuple[str, ...]) -> Reading[str | None]:
+    """Read a value and its closing tag; return the value, None if the tag does not come.
+
+    A tag behind which the call does not go on, with one of `after`, is part of the value.
+    """
+    value: list[str] = []
+    while True:
+        found = yield from feed.until(end, value.append)
+        if found is None:
+            return None
+        space: list[str] = []
+        yield from feed.space(space.append)
+        if (yield from feed.sees(after)):
+            return "".join(value)
+        value += [found, *space]
 
 
 def _plain(name: str) -> str:

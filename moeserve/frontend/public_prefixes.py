@@ -1,0 +1,90 @@
+"""Public prefixes: prompts that the operator declares in a file, computed once and shared by all keys.
+
+They are computed in the namespace PUBLIC, in which no client's request runs, and pinned there. A client's request uses
+them as far as its prompt equals one, and goes on in its own namespace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from moeserve.config import ConfigError
+from moeserve.frontend.answer import check_length
+from moeserve.frontend.cache_routes import PrefixBody, read_prefix
+from moeserve.frontend.dialects import fields
+from moeserve.frontend.engine_client import EngineGone, RequestRejected
+from moeserve.frontend.http import ApiError
+from moeserve.frontend.services import Services
+from moeserve.plan import FinishReason, SamplingParams
+from moeserve.wire import Generate, pack_token_ids
+from radix_cache import PUBLIC
+
+log = structlog.get_logger(__name__)
+
+_POLL_S = 0.05
+
+
+def load_public_prefixes(file: str | None) -> list[PrefixBody]:
+    """Return the prefixes in a file: a JSON list of bodies as `/v1/cache/warm` takes them. Raises ConfigError."""
+    if file is None:
+        return []
+    try:
+        entries = msgspec.json.decode(Path(file).read_bytes(), type=list[msgspec.Raw])
+    except OSError as error:
+        raise ConfigError(f"cannot read the public prefixes in {file}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise ConfigError(f"the public prefixes in {file} are no JSON list of objects") from None
+    prefixes = []
+    for number, entry in enumerate(entries):
+        try:
+            prefix, unknown = fields.decode_json(bytes(entry), PrefixBody)
+        except ApiError as error:
+            raise ConfigError(f"public prefix {number} in {file}: {error.message}") from None
+        if unknown:
+            raise ConfigError(f"public prefix {number} in {file} has an unknown field {unknown[0]!r}")
+        if (prefix.prompt is None) == (prefix.messages is None):
+            raise ConfigError(f"public prefix {number} in {file} needs either `prompt` or `messages`")
+        prefixes.append(prefix)
+    return prefixes
+
+
+async def publish_prefixes(services: Services, prefixes: Sequence[PrefixBody]) -> None:
+    """Compute and pin the prefixes once the engine is ready. One that cannot be is logged, and the others follow."""
+    while services.not_ready_reason() is not None:
+        if services.engine.dead_reason is not None:
+            return
+        await asyncio.sleep(_POLL_S)
+    for number, prefix in enumerate(prefixes):
+        try:
+            num_tokens = await _publish(services, prefix)
+        except (ApiError, EngineGone, RequestRejected, RuntimeError) as error:
+            reason = error.message if isinstance(error, ApiError) else str(error)
+            log.error("public_prefix_failed", number=number, error=reason)
+        else:
+            log.info("public_prefix_ready", number=number, tokens=num_tokens)
+
+
+async def _publish(services: Services, prefix: PrefixBody) -> int:
+    """Compute and pin a prefix. Return its tokens that are shared: those in whole blocks."""
+    facts = services.check_serving()
+    token_ids = await services.encode(read_prefix(prefix, facts), facts)
+    check_length(len(token_ids), 1, facts.max_model_len)
+    packed = pack_token_ids(token_ids)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    generate = Generate(f"public-{secrets.token_hex(12)}", packed, sampling, PUBLIC)
+    async with services.engine.submit([generate]) as group:
+        await group.admitted()
+        while group.num_open:
+            for _, output in await group.next():
+                if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                    raise RuntimeError(output.error or "the request was aborted")
+    pinned = await services.engine.control("pin_prefix", {"namespace": PUBLIC, "token_ids": packed, "share": 1.0})
+    if pinned.error is not None or pinned.result["over_budget"] or pinned.result["missing_tokens"]:
+        raise RuntimeError(pinned.error or "there are not enough KV blocks to keep it")
+    return int(pinned.result["tokens"])
