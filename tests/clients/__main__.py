@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from moeserve.model.demo import ensure_demo
 from tests.clients.environments import (
     HERE,
     Client,
@@ -22,8 +23,8 @@ from tests.clients.environments import (
     ensure_environment,
     load_clients,
 )
-from tests.clients.service import ROOT, Service, serve_demo
-from tests.clients.table import Row, merge_into, render
+from tests.clients.service import ROOT, Service, lengthen, serve_demo
+from tests.clients.table import Row, merge, render
 
 PAGE = ROOT / "docs" / "clients.md"
 
@@ -48,11 +49,17 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if rows else 0
     with tempfile.TemporaryDirectory(prefix="moeserve-clients-") as scratch:
         folder = Path(scratch)
-        with serve_demo(cache_folder() / "service.log") as service:
-            for environment in environments:
-                rows += run_client(environment, service, folder)
-    print(render(row.cells for row in rows))
-    merge_into(PAGE, rows)
+        for context in sorted({environment.client.context for environment in environments}):
+            model = lengthen(ensure_demo(), folder / f"model-{context}", context) if context else None
+            with serve_demo(cache_folder() / f"service-{context}.log", model) as service:
+                for environment in environments:
+                    if environment.client.context == context:
+                        rows += run_client(environment, service, folder)
+    titles = {client.title: client.group for client in clients.values()}
+    for group in dict.fromkeys(titles.values()):
+        if of_group := [row for row in rows if titles[row.title] == group]:
+            print(render(group, [row.cells(group) for row in of_group]))
+            PAGE.write_text(merge(PAGE.read_text(), group, of_group, list(titles)))
     return 1 if any(row.failures for row in rows) else 0
 
 

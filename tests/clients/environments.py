@@ -24,7 +24,8 @@ class InstallError(Exception):
 class Client:
     """One client of `clients.toml`: `requirements` as pip or npm takes them, `seconds` its script may take.
 
-    no_deps: what pip installs without the packages that it depends on.
+    no_deps: what pip installs without the packages that it depends on. context: the tokens of context that the client
+    needs, 0 where those of the demo are enough.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Client:
     seconds: int = 180
     group: str = "client"
     no_deps: tuple[str, ...] = ()
+    context: int = 0
 
     @property
     def pins(self) -> list[str]:

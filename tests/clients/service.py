@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -34,16 +35,28 @@ class Service:
         return {"BASE_URL": self.url, "API_KEY": self.key, "MODEL": MODEL, "TOKENIZER": str(self.folder)}
 
 
+def lengthen(demo: Path, folder: Path, context: int) -> Path:
+    """Put a model into `folder` that is the demo, said to have a longer context than it was trained with."""
+    folder.mkdir()
+    for file in demo.iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
+    config = json.loads((demo / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
+    return folder
+
+
 @contextmanager
-def serve_demo(log: Path) -> Iterator[Service]:
-    """Serve the demo as long as the context lasts.
+def serve_demo(log: Path, model: Path | None = None) -> Iterator[Service]:
+    """Serve a model as long as the context lasts, the demo unless one is given.
 
     log: file for what the service says. Raises RuntimeError with the end of it if the service does not start.
     """
     key = f"sk-{secrets.token_hex(12)}"
     scripted = ROOT / "tests" / "clients" / "scripted"
     path = os.pathsep.join([str(scripted), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "launcher.cli", "serve", "--port", "0", "--served-model-name", MODEL]
+    options = ["--port", "0", "--served-model-name", MODEL]
+    command = [sys.executable, "-m", "launcher.cli", "serve", *([] if model is None else [str(model)]), *options]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -55,7 +68,7 @@ def serve_demo(log: Path) -> Iterator[Service]:
             text=True,
         )
         try:
-            yield Service(_address(process, log), key, ensure_demo())
+            yield Service(_address(process, log), key, model or ensure_demo())
         finally:
             process.send_signal(signal.SIGTERM)
             try:

@@ -1,14 +1,19 @@
-"""The works-with table: outcomes of the scripts as rows, written into docs/clients.md."""
+"""The works-with tables: outcomes of scripts as rows, written into docs/clients.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 CHECKS = ("plain", "streaming", "tool", "parallel", "streamed_tool", "required", "structured", "error")
-_BEGIN, _END = "<!-- table: make test-clients -->", "<!-- end of table -->"
+_HEADS = {
+    "client": ("client", "version", "API", *(check.replace("_", " ") for check in CHECKS)),
+    "conformance": ("suite", "version", "API", "passed", "failed", "not applicable"),
+    "benchmark": ("tool", "version", "API", "passed", "failed", "not applicable"),
+}
 _SIGNS = {True: "yes", False: "**no**", None: "-"}
+
+Cells = tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -25,44 +30,37 @@ class Row:
     def failures(self) -> list[str]:
         return [check for check, ok in self.outcomes.items() if ok is False]
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The row's cells; a check that was never reported shows as one that failed."""
-        return (
-            self.title,
-            self.version,
-            self.api,
-            *(_SIGNS[self.outcomes.get(check, False)] for check in CHECKS),
-        )
+    def cells(self, group: str) -> Cells:
+        """Return the row's cells. A client's check that was never reported shows as one that failed."""
+        if group == "client":
+            marks = [_SIGNS[self.outcomes.get(check, False)] for check in CHECKS]
+        else:
+            said = list(self.outcomes.values())
+            marks = [str(said.count(outcome)) for outcome in (True, False, None)]
+        return (self.title, self.version, self.api, *marks)
 
 
-def render(rows: Iterable[Sequence[str]]) -> str:
-    """Return rows of cells as a Markdown table."""
-    head = ("client", "version", "API", *(check.replace("_", " ") for check in CHECKS))
+def render(group: str, rows: Iterable[Cells]) -> str:
+    """Return a group's rows as a Markdown table."""
+    head = _HEADS[group]
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def merge_into(page: Path, rows: Sequence[Row]) -> None:
-    """Put rows into the table of a page, in place of those of the same clients, other rows as they are.
+def merge(page: str, group: str, rows: Sequence[Row], order: Sequence[str]) -> str:
+    """Return a page with rows in its table of a group, in place of those of the same clients; other rows stay.
 
-    Raises ValueError if the page has no table's marks.
+    order: titles of clients; rows of others are left out. Raises ValueError if the page has no such table.
     """
-    before, begin, rest = page.read_text().partition(_BEGIN)
-    table, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"{page} lacks {_BEGIN} and {_END}")
-    written = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.strip().splitlines()[2:]]
-    new: dict[str, list[tuple[str, ...]]] = {}
-    for row in rows:
-        new.setdefault(row.title, []).append(row.cells)
-    merged: list[tuple[str, ...]] = []
-    for cells in written:
-        merged += new.pop(cells[0], []) if cells[0] in new else [cells] if not _is_new(cells[0], rows) else []
-    for remaining in new.values():
-        merged += remaining
-    page.write_text(f"{before}{_BEGIN}\n{render(merged)}\n{_END}{after}")
-
-
-def _is_new(title: str, rows: Sequence[Row]) -> bool:
-    return any(row.title == title for row in rows)
+    begin, end = f"<!-- table: {group} -->", f"<!-- end: {group} -->"
+    before, found, rest = page.partition(begin)
+    table, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"the page lacks {begin} and {end}")
+    by_title: dict[str, list[Cells]] = {}
+    for line in table.strip().splitlines()[2:]:
+        cells = tuple(cell.strip() for cell in line.strip("| ").split("|"))
+        by_title.setdefault(cells[0], []).append(cells)
+    by_title |= {title: [row.cells(group) for row in rows if row.title == title] for title in {r.title for r in rows}}
+    merged = [cells for title in order for cells in by_title.get(title, [])]
+    return f"{before}{begin}\n{render(group, merged)}\n{end}{after}"

@@ -152,7 +152,7 @@ def run_program(command: list[str], **variables: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=140,
+        timeout=400,
         check=False,
     )
     return done.stdout
