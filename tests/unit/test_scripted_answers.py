@@ -14,7 +14,10 @@ RESULT = {"role": "tool", "tool_call_id": "1", "content": "22 degrees"}
 def decided(*messages, tools=TOOLS, **options):
     sampling = SamplingParams(max_tokens=1)
     prompt = ChatPrompt(list(messages), tools=tools)
-    form = scripted_form(GenerateRequest("m", [prompt], sampling, None, None, tools=tools, **options))
+    request = GenerateRequest(
+        model="m", prompts=[prompt], sampling=sampling, max_tokens=None, seed=None, tools=tools, **options
+    )
+    form = scripted_form(request)
     if form is None or form.kind != "grammar":
         return form
     return json.loads(form.value.removeprefix("start: "))
