@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from moeserve.model.demo import ensure_demo
@@ -31,9 +33,12 @@ PAGE = ROOT / "docs" / "clients.md"
 
 def main(arguments: list[str] | None = None) -> int:
     """Install, serve, run and report; return 0 if every check passed."""
+    # What was started is ended then too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     clients = load_clients()
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(clients), help="these clients alone")
+    parser.add_argument("--jobs", type=int, default=2, help="how many clients run at once")
     parser.add_argument("--install", action="store_true", help="make the environments and stop")
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--conformance", dest="group", action="store_const", const="conformance", default="client")
@@ -52,9 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
         for context in sorted({environment.client.context for environment in environments}):
             model = lengthen(ensure_demo(), folder / f"model-{context}", context) if context else None
             with serve_demo(cache_folder() / f"service-{context}.log", model) as service:
-                for environment in environments:
-                    if environment.client.context == context:
-                        rows += run_client(environment, service, folder)
+                served = [environment for environment in environments if environment.client.context == context]
+                with ThreadPoolExecutor(options.jobs) as pool:
+                    for of_client in pool.map(partial(run_client, service=service, folder=folder), served):
+                        rows += of_client
     titles = {client.title: client.group for client in clients.values()}
     for group in dict.fromkeys(titles.values()):
         if of_group := [row for row in rows if titles[row.title] == group]:
@@ -79,7 +85,6 @@ def _install(clients: list[Client]) -> tuple[list[Environment], list[Row]]:
 def run_client(environment: Environment, service: Service, folder: Path) -> list[Row]:
     """Run a client's script and return what it reported, a row for each API."""
     client = environment.client
-    print(f"-- {client.name}", flush=True)
     home = folder / client.name
     home.mkdir()
     begin = time.monotonic()
@@ -110,7 +115,10 @@ def run_client(environment: Environment, service: Service, folder: Path) -> list
     for row in rows:
         for check in row.failures:
             print(f"FAILED {client.name} {row.api} {check}: {row.details.get(check, '')}", flush=True)
-    print(f"   {sum(len(row.outcomes) for row in rows)} checks in {time.monotonic() - begin:.0f} s", flush=True)
+    print(
+        f"-- {client.name}: {sum(len(row.outcomes) for row in rows)} checks, {time.monotonic() - begin:.0f} s",
+        flush=True,
+    )
     return rows
 
 
