@@ -1,6 +1,7 @@
 # make serve [MODEL=...] [ARGS="--port 9000"] [TORCH=cpu|cuda]   installs if needed, then serves
 # make quick                                                     while you work: lint, unit tests, one generation
 # make test                                                      the suite; make test-long for what takes longer
+# make test-clients [CLIENTS=...]                                real clients, each in its own environment
 # make gpu [PYTHON=python3] [OUT=DIR]                             on a GPU: the three below, one after the other
 # make gpu-test [TESTS=...] | gpu-bench | gpu-decode              kernels' tests, kernels, decode steps: ten minutes each
 # make venv                                                      just installs; .venv/bin/moeserve is the command then
@@ -29,7 +30,7 @@ FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 export PYTHONDONTWRITEBYTECODE :=
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv quick test lint unit cpu kernels behaviour e2e test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
+.PHONY: serve venv quick test lint unit cpu kernels behaviour e2e test-clients test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(MODEL) $(ARGS)
@@ -100,6 +101,10 @@ kernels-long: venv
 	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -m 'not long and not gpu' $(KERNEL_TESTS)
 	@$(TIMED) $(RUN) -m pytest -m 'kernel_change' $(E2E_TESTS)
 	@$(RUN) -m tests.support.checked_kernels --record
+
+# Installs real clients and runs them against the demo; docs/clients.md says what CLIENTS may be.
+test-clients: venv
+	@$(TIMED) $(RUN) -m tests.clients $(if $(filter --%,$(CLIENTS)),$(CLIENTS),$(if $(CLIENTS),--only $(CLIENTS)))
 
 test-long: venv kernels-long deep-nvme
 	@$(TIMED) $(RUN) -m pytest -m long tests

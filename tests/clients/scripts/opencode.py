@@ -1,0 +1,57 @@
+"""opencode, without its user interface, in a scratch folder."""
+
+import json
+from pathlib import Path
+
+from client_checks import KEY, MODEL, SECRET, UNKNOWN, V1, Checks, run_program
+
+check = Checks("chat")
+SHELL = 'bash({"command": "cat note.txt", "description": "Read the note"})'
+LIMIT = {"context": 8192, "output": 512}
+
+
+def ask(text, model=MODEL):
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "moeserve",
+        "options": {"baseURL": V1, "apiKey": KEY},
+        "models": {name: {"name": name, "limit": LIMIT} for name in (MODEL, UNKNOWN)},
+    }
+    config = {
+        "$schema": "https://opencode.ai/config.json",
+        "provider": {"moeserve": provider},
+        "model": f"moeserve/{model}",
+        "small_model": f"moeserve/{model}",
+        "autoupdate": False,
+        "share": "disabled",
+        "permission": "allow",
+        # Its whole set of tools does not fit into the demo's context.
+        "tools": {"*": False, "bash": True},
+    }
+    folder = Path("project")
+    folder.mkdir(exist_ok=True)
+    (folder / "opencode.json").write_text(json.dumps(config))
+    return run_program(["opencode", "run", "--model", f"moeserve/{model}", text])
+
+
+for name in ("plain", "streaming", "tool", "required", "structured"):
+    check.cannot(name, "every request of it is streamed and offers tools")
+
+
+@check
+def parallel():
+    said = ask(f"Use {SHELL} and {SHELL} at once, and tell me what they say.")
+    assert said.rpartition("The tools said:")[2].count(SECRET) == 2, said[-1500:]
+
+
+@check
+def streamed_tool():
+    said = ask(f"Use {SHELL} and tell me what it says.")
+    assert SECRET in said.rpartition("The tools said:")[2], said[-1500:]
+
+
+@check
+def error():
+    said = ask("Hello", UNKNOWN)
+    assert UNKNOWN in said, said[-1500:]
+    assert "does not exist" in said, said[-1500:]

@@ -1,0 +1,66 @@
+"""The works-with tables: outcomes of scripts as rows, written into docs/clients.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+CHECKS = ("plain", "streaming", "tool", "parallel", "streamed_tool", "required", "structured", "error")
+_HEADS = {
+    "client": ("client", "version", "API", *(check.replace("_", " ") for check in CHECKS)),
+    "conformance": ("suite", "version", "API", "passed", "failed", "not applicable"),
+    "benchmark": ("tool", "version", "API", "passed", "failed", "not applicable"),
+}
+_SIGNS = {True: "yes", False: "**no**", None: "-"}
+
+Cells = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Row:
+    """Outcomes of one client with one API: True, False, or None for a check that the client cannot do."""
+
+    title: str
+    version: str
+    api: str
+    outcomes: dict[str, bool | None] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def failures(self) -> list[str]:
+        return [check for check, ok in self.outcomes.items() if ok is False]
+
+    def cells(self, group: str) -> Cells:
+        """Return the row's cells. A client's check that was never reported shows as one that failed."""
+        if group == "client":
+            marks = [_SIGNS[self.outcomes.get(check, False)] for check in CHECKS]
+        else:
+            said = list(self.outcomes.values())
+            marks = [str(said.count(outcome)) for outcome in (True, False, None)]
+        return (self.title, self.version, self.api, *marks)
+
+
+def render(group: str, rows: Iterable[Cells]) -> str:
+    """Return a group's rows as a Markdown table."""
+    head = _HEADS[group]
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def merge(page: str, group: str, rows: Sequence[Row], order: Sequence[str]) -> str:
+    """Return a page with rows in its table of a group, in place of those of the same clients; other rows stay.
+
+    order: titles of clients; rows of others are left out. Raises ValueError if the page has no such table.
+    """
+    begin, end = f"<!-- table: {group} -->", f"<!-- end: {group} -->"
+    before, found, rest = page.partition(begin)
+    table, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"the page lacks {begin} and {end}")
+    by_title: dict[str, list[Cells]] = {}
+    for line in table.strip().splitlines()[2:]:
+        cells = tuple(cell.strip() for cell in line.strip("| ").split("|"))
+        by_title.setdefault(cells[0], []).append(cells)
+    by_title |= {title: [row.cells(group) for row in rows if row.title == title] for title in {r.title for r in rows}}
+    merged = [cells for title in order for cells in by_title.get(title, [])]
+    return f"{before}{begin}\n{render(group, merged)}\n{end}{after}"
