@@ -31,6 +31,10 @@ _ENFORCED_FORMATS = frozenset(
 _OF_ONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 _OF_SOME = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+# Values, and schemas that say what an object is not, or is in some cases.
+_KEPT = frozenset({"enum", "const", "default", "examples", "not", "if", "then", "else", "contains", "dependentSchemas"})
+_ALTERNATIVES = frozenset({"anyOf", "oneOf"})
+_OPEN = _ALTERNATIVES | {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"}
 
 # The name under which a grammar of calls refers to the form of an answer's text.
 ANSWER = "answer"
@@ -97,7 +101,7 @@ def prepare_schema(schema: Any, where: str) -> Any:
         _check_size(json.dumps(schema, ensure_ascii=False), where)
     except RecursionError:
         raise _too_deep(where) from None
-    prepared = enforceable(schema, where)
+    prepared = closed(enforceable(schema, where))
     return prepared | {"x-guidance": _JSON_OPTIONS} if isinstance(prepared, dict) else prepared
 
 
@@ -164,6 +168,34 @@ def enforceable(schema: Any, where: str, depth: int = 0) -> Any:
                     prepared[keyword] = schema[keyword].copy()
                 prepared[keyword][path[1]] = enforceable(inner, where, depth + 1)
     return prepared
+
+
+def closed(schema: Any) -> Any:
+    """Return a JSON schema whose objects, at any depth, have the properties that they list and no others.
+
+    A weak model invents properties without end where it may. Objects that say what else they may have keep it, and so
+    does a schema with `allOf`, whose parts list the properties together.
+    """
+    return schema if "allOf" in json.dumps(schema) else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    lists = isinstance(schema.get("properties"), dict)
+    copy: dict[str, Any] = {}
+    for word, value in schema.items():
+        if word in _KEPT or (lists and word in _ALTERNATIVES):
+            copy[word] = value
+        elif word in _BY_NAME and isinstance(value, dict):
+            copy[word] = {name: _closed(part) for name, part in value.items()}
+        else:
+            copy[word] = _closed(value)
+    if lists and not _OPEN & schema.keys():
+        copy["additionalProperties"] = False
+    return copy
 
 
 def _says_nothing(keyword: str, value: Any) -> bool:

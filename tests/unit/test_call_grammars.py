@@ -248,3 +248,12 @@ def test_only_requests_that_need_a_grammar_get_one() -> None:
     with pytest.raises(ApiError) as caught:
         OutputShape("none").grammar(request(tool_choice=ToolChoice("required")), "", {})
     assert caught.value.param == "tool_choice"
+
+
+def test_a_tool_that_is_forced_by_its_name_is_called_once() -> None:
+    def grammar(choice: ToolChoice, *, parallel: bool = True) -> str | None:
+        return OutputShape("hermes").grammar(request(tool_choice=choice, parallel_tool_calls=parallel), "", {})
+
+    named, both = ToolChoice("required", ("send",)), ToolChoice("required", ("send", "get_weather"))
+    assert grammar(named) == grammar(named, parallel=False)
+    assert grammar(both) != grammar(both, parallel=False)

@@ -162,3 +162,18 @@ def test_eos_ends_an_answer_with_a_grammar_also_where_the_client_ignores_it() ->
     assert ignoring.logit_bias is not None
     assert ignoring.logit_bias[3] == 1.0
     assert ignoring.logit_bias[259] < -1000
+
+
+def test_objects_of_a_format_have_the_properties_that_they_list_and_no_others() -> None:
+    listed = prepare_schema({"type": "object", "properties": {"a": AGE}, "required": ["a"]}, "guided_json")
+    assert listed["additionalProperties"] is False
+    assert listed["properties"]["a"]["additionalProperties"] is False
+    for open_one in (
+        {"type": "object"},
+        {"properties": {"a": {}}, "additionalProperties": {"type": "string"}},
+        {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]},
+        {"type": "object", "not": {"properties": {"a": {"const": 1}}}},
+    ):
+        prepared = prepare_schema(open_one, "guided_json")
+        prepared.pop("x-guidance")
+        assert prepared == open_one

@@ -58,6 +58,10 @@ def test_an_agent_that_must_call_gets_its_final_answer():
     assert decided(user(BOTH), RESULT, RESULT, **options) == said
 
 
+def test_results_that_a_user_says_together_are_those_of_all_calls():
+    assert decided(user(BOTH), user("Observation:\n22 degrees")) == "The tools said: Observation:\n22 degrees"
+
+
 def test_the_model_decides_where_nothing_is_spelled_or_no_tool_may_be_called():
     assert decided(user("What is the weather?")) is None
     assert decided(user('Use other({"city": "Rome"}).')) is None

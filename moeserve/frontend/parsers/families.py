@@ -156,7 +156,8 @@ class OutputShape:
             "deepseek-fenced" if self.is_fenced else "harmony" if self.is_harmony else self.calls,
             tools,
             forced=forced,
-            parallel=request.parallel_tool_calls,
+            # A tool that is forced by its name is called once, as clients expect that name it.
+            parallel=request.parallel_tool_calls and not (forced and len(choice.names) == 1),
             ids=ids,
             start=self.start_of(request, prompt_tail),
             reasoning=REASONING.get(self.reasoning),

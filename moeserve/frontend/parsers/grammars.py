@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moeserve.frontend.constraints import ANSWER, enforceable
+from moeserve.frontend.constraints import ANSWER, closed, enforceable
 from moeserve.frontend.dialects.internal import Tool
 from moeserve.frontend.parsers.parser import Reasoning, Start
 
@@ -75,32 +75,8 @@ def json_value(schema: Mapping[str, Any], *, strict: bool) -> str:
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments, an object. Objects that list their properties have no others."""
-    schema = tool.parameters or {}
-    if "allOf" not in json.dumps(schema):
-        schema = _closed(schema)
+    schema = closed(tool.parameters or {})
     return schema if schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf"} else {"type": "object", **schema}
-
-
-def _closed(schema: Any) -> Any:
-    """Return a copy of a schema whose objects, at any depth, have the properties that they list and no others."""
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    closed: dict[str, Any] = {}
-    for word, value in schema.items():
-        if word in _BY_NAME and isinstance(value, dict):
-            closed[word] = {name: _closed(part) for name, part in value.items()}
-        else:
-            closed[word] = value if word in _DATA else _closed(value)
-    if isinstance(schema.get("properties"), dict) and not _OPEN & schema.keys():
-        closed["additionalProperties"] = False
-    return closed
-
-
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_DATA = frozenset({"enum", "const", "default", "examples"})
-_OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "$ref"})
 
 
 @dataclass(frozen=True, slots=True)

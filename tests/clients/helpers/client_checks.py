@@ -122,7 +122,8 @@ class Checks:
         self._report(name, None, reason)
 
     def _report(self, name: str, ok: bool | None, detail: str) -> None:
-        print(json.dumps({"api": self.api, "check": name, "ok": ok, "detail": detail}), flush=True)
+        # The client may have left a line of its own without an end.
+        print("\n" + json.dumps({"api": self.api, "check": name, "ok": ok, "detail": detail}), flush=True)
 
 
 def raised(function: Callable[[], Any], kind: type[BaseException] | tuple[type[BaseException], ...]) -> BaseException:

@@ -63,8 +63,12 @@ def scripted_form(request: GenerateRequest) -> OutputFormat | None:
         return None
     if isinstance(said, str):
         return _exactly(said)
-    results = [text for message in prompt.messages[place + 1 :] if (text := _result(message)) is not None]
-    waiting = said[len(results) :]
+    later = prompt.messages[place + 1 :]
+    results = [message["content"].strip() for message in later if message["role"] == "tool"]
+    # smolagents has a user say the results of all calls together.
+    together = [text for message in later if (text := message.get("content") or "").startswith("Observation:")]
+    waiting = [] if together else said[len(results) :]
+    results += together
     if waiting:
         return _exactly(_written(waiting if request.parallel_tool_calls else waiting[:1]))
     sentence = f"The tools said: {'; '.join(results)}"[:_LONGEST_SENTENCE]
@@ -104,14 +108,6 @@ def _spelled(text: str, tools: Sequence[Tool]) -> Iterator[dict[str, Any]]:
         except ValueError:
             continue
         yield {"name": found[1], "arguments": arguments}
-
-
-def _result(message: dict[str, Any]) -> str | None:
-    """Return the text of a tool's result; smolagents has a user say it."""
-    text: str = message.get("content") or ""
-    if message["role"] == "tool" or (message["role"] == "user" and text.startswith("Observation:")):
-        return text.strip()
-    return None
 
 
 def _answer_by_call(tools: Sequence[Tool], sentence: str) -> str | None:

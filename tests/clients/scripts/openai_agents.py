@@ -45,7 +45,8 @@ def make(kind, name=MODEL, *, most=200, choice=None, **options):
     """Return an agent with a client of its own: each check has a loop of its own."""
     model = kind(model=name, openai_client=AsyncOpenAI(base_url=V1, api_key=KEY, max_retries=0, timeout=120))
     # An answer that was cut is an error for this client.
-    settings = ModelSettings(max_tokens=most, tool_choice=choice, temperature=0)
+    several = False if choice else None
+    settings = ModelSettings(max_tokens=most, tool_choice=choice, parallel_tool_calls=several, temperature=0)
     return Agent(name="Helper", instructions=SYSTEM, model=model, model_settings=settings, **options)
 
 
