@@ -49,7 +49,11 @@ def run(text, ask):
         if not calls:
             return "".join(block.text for block in answer.content if block.type == "text")
         results = [
-            {"type": "tool_result", "tool_use_id": call.id, "content": FUNCTIONS[call.name](**call.input)}
+            {
+                "type": "tool_result",
+                "tool_use_id": call.id,
+                "content": [{"type": "text", "text": FUNCTIONS[call.name](**call.input)}],
+            }
             for call in calls
         ]
         messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
@@ -75,6 +79,8 @@ def plain():
     assert message.content[0].type == "text"
     assert 0 < message.usage.output_tokens <= 16
     assert message._request_id
+    assert MODEL in [entry.id for entry in client.models.list()]
+    assert client.models.retrieve(MODEL).type == "model"
     cached = {"type": "text", "text": "You know every city. " * 20, "cache_control": {"type": "ephemeral"}}
     options = {"model": MODEL, "system": [cached], "messages": said("Say hello.")}
     client.messages.create(**options, max_tokens=4)
