@@ -30,7 +30,7 @@ FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 export PYTHONDONTWRITEBYTECODE :=
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv quick test lint unit cpu kernels behaviour e2e test-clients test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
+.PHONY: serve venv quick test lint unit cpu kernels behaviour e2e test-clients openapi-long test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(MODEL) $(ARGS)
@@ -106,7 +106,11 @@ kernels-long: venv
 test-clients: venv
 	@$(TIMED) $(RUN) -m tests.clients $(if $(filter --%,$(CLIENTS)),$(CLIENTS),$(if $(CLIENTS),--only $(CLIENTS)))
 
-test-long: venv kernels-long deep-nvme
+# A thousand requests to each operation of /openapi.json.
+openapi-long: venv
+	@export EXAMPLES=1000; $(TIMED) $(RUN) -m tests.clients --only schemathesis
+
+test-long: venv kernels-long deep-nvme openapi-long
 	@$(TIMED) $(RUN) -m pytest -m long tests
 
 # Compiles for minutes where libaio is and that was not done.
