@@ -77,9 +77,10 @@ TIME_SCHEMA = {
 
 
 def check_answer(text: object, *calls: str) -> None:
-    """Raise AssertionError unless the calls were made, once each and in order, and the text repeats their results."""
+    """Raise AssertionError unless the calls were made, once each, and the text repeats their results."""
     made, CALLED[:] = CALLED.copy(), []
-    assert made == list(calls), f"called {made}, not {list(calls)}"
+    # Clients may run calls of one answer side by side.
+    assert sorted(made) == sorted(calls), f"called {made}, not {list(calls)}"
     assert isinstance(text, str), text
     for name, result in (("get_weather", "22 degrees in Paris"), ("get_time", "half past nine in UTC")):
         assert name not in calls or result in text, f"no {result!r} in {text!r}"
