@@ -138,7 +138,7 @@ def test_a_retained_prompt_outlives_a_flood_and_others_do_not(running: Service, 
     name = next(iter(wish))
     complete(running, f"Plain {name} " + TAIL)
     complete(running, f"Kept {name} " + TAIL, **wish)
-    assert metric(running, "moeserve_kv_retained_blocks") > 0
+    wait_until(lambda: metric(running, "moeserve_kv_retained_blocks") > 0)
     flood(running)
     assert cached(running, f"Plain {name} " + TAIL) == 0
     assert cached(running, f"Kept {name} " + TAIL) > 200
