@@ -33,7 +33,7 @@ from moeserve.frontend.http import (
 )
 from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.metrics import Metrics
-from moeserve.frontend.services import Services
+from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
 from moeserve.wire import Generate, Output, Rejected
 
@@ -140,7 +140,7 @@ class GenerateRoute:
             group = await stack.enter_async_context(self._services.engine.submit(generates))
             await group.admitted()
         except EngineGone as error:
-            raise unavailable("The engine is not running", "engine_dead") from error
+            raise engine_unavailable(error) from error
         except RequestRejected as error:
             raise self._rejection(error.rejected, generates, facts) from None
         return group

@@ -16,9 +16,9 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields, messages
 from moeserve.frontend.dialects.chat import ChatBody, read_chat_prompt
 from moeserve.frontend.engine_client import EngineGone
-from moeserve.frontend.http import ApiError, invalid, read_body, unavailable, unknown_model
+from moeserve.frontend.http import ApiError, invalid, read_body, unknown_model
 from moeserve.frontend.metrics import CONTENT_TYPE
-from moeserve.frontend.services import Services
+from moeserve.frontend.services import Services, engine_unavailable
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -66,7 +66,7 @@ class ServiceRoutes:
         try:
             result = await self._services.engine.control("reset_prefix_cache")
         except EngineGone as error:
-            raise unavailable("The engine is not running", "engine_dead") from error
+            raise engine_unavailable(error) from error
         if result.error is not None:
             raise ApiError(409, result.error[:500], type="server_error", code="reset_failed")
         return json_response({"status": "ok", **result.result})
@@ -207,7 +207,7 @@ class ExpertRoutes:
         try:
             result = await self._services.engine.control(name, arguments)
         except EngineGone as error:
-            raise unavailable("The engine is not running", "engine_dead") from error
+            raise engine_unavailable(error) from error
         if result.error is not None:
             raise ApiError(409, result.error[:500], type="conflict", code="not_possible_now")
         return result.result

@@ -14,7 +14,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
-from moeserve.frontend.engine_client import EngineClient
+from moeserve.frontend.engine_client import EngineClient, EngineGone, EngineSilent
 from moeserve.frontend.grammar_checker import GrammarChecker
 from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, unavailable
 from moeserve.frontend.live import LiveStats
@@ -155,6 +155,14 @@ class Services:
 
         size = sum(len(message["content"]) for message in prompt.messages) + _CHARS_PER_TOOL * len(prompt.tools)
         return render() if size <= limits.TOKENIZE_INLINE_CHARS else await asyncio.to_thread(render)
+
+
+def engine_unavailable(error: EngineGone) -> ApiError:
+    """503: the engine is gone, or it has not answered in time."""
+    if isinstance(error, EngineSilent):
+        sentence = str(error)
+        return unavailable(sentence[0].upper() + sentence[1:], "engine_silent", _RETRY_WHILE_LOADING_S)
+    return unavailable("The engine is not running", "engine_dead")
 
 
 def _model_type(folder: Path) -> str:

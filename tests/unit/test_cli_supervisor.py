@@ -169,6 +169,14 @@ def test_a_busy_worker_whose_step_stands_still_is_taken_for_hung(start):
     assert service.end() == 1
 
 
+@pytest.mark.slow
+def test_an_idle_worker_that_stands_still_is_taken_for_hung(start):
+    service = start(STANDIN_WORKER="wedges idle")
+    service.wait_until_ready()
+    assert "hung (idle without progress for 1 s)" in service.wait_for("failed")
+    assert service.end() == 1
+
+
 def test_a_worker_that_cannot_serve_says_why_and_nothing_becomes_ready(start):
     service = start(STANDIN_WORKER="refuses")
     assert service.wait_for("failed") == "failed The model is too big for this machine."
