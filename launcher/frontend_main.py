@@ -1,7 +1,7 @@
-"""The HTTP process: `python -m launcher.frontend_main CONTEXT --fd N`.
+"""The HTTP process: `python -m launcher.frontend_main CONTEXT --fd N --beat-fd M`.
 
 `CONTEXT` is the run context's file, `N` an inherited socket that the supervisor has bound, so that a taken port is
-known before the model loads.
+known before the model loads. `M` is a pipe on which the event loop ticks, so that the supervisor sees it hang.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launcher.frontend_main")
     parser.add_argument("context", help="file of the run context")
     parser.add_argument("--fd", type=int, required=True, help="bound listening socket")
+    parser.add_argument("--beat-fd", type=int, help="pipe for the event loop's ticks")
     options = parser.parse_args(arguments)
     run = load_run_context(options.context)
     configure_logs(run.config.log_level, run.config.log_format)
     try:
-        serve(Services.load(run), socket.socket(fileno=options.fd))
+        serve(Services.load(run), socket.socket(fileno=options.fd), options.beat_fd)
     except ConfigError as error:
         print(f"moeserve: {error}", file=sys.stderr)
         return 2

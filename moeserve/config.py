@@ -259,7 +259,10 @@ class ServeConfig:
         30.0, "Seconds that running requests get to finish after SIGTERM.", group="Operation", minimum=0
     )
     engine_timeout: float = setting(
-        10.0, "Seconds without progress of a busy engine before it is taken for hung.", group="Operation", minimum=1
+        10.0,
+        "Seconds without progress of the engine or of the HTTP process before it is taken for hung.",
+        group="Operation",
+        minimum=1,
     )
     log_level: str = setting(
         "info",

@@ -8,10 +8,11 @@ at once.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import structlog
@@ -25,18 +26,40 @@ from moeserve.frontend.services import Services
 log = structlog.get_logger(__name__)
 
 _LAST_WORDS_S = 1.0
+_TICK_S = 0.2
 _KEEP_ALIVE_TIMEOUT_S = 30
 
 
-def serve(services: Services, listener: socket.socket) -> None:
-    """Answer on a bound socket until a signal ends the server."""
-    FrontendServer(services).run(sockets=[listener])
+def serve(services: Services, listener: socket.socket, beat_fd: int | None = None) -> None:
+    """Answer on a bound socket until a signal ends the server. beat_fd: a pipe on which the event loop ticks."""
+    FrontendServer(services, None if beat_fd is None else Ticker(beat_fd)).run(sockets=[listener])
+
+
+class Ticker:
+    """Writes a byte into a pipe a few times a second, as long as the event loop turns."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._next: asyncio.TimerHandle | None = None
+        os.set_blocking(descriptor, False)
+        os.set_inheritable(descriptor, False)
+
+    def start(self) -> None:
+        """Tick now, and from now on."""
+        # A full pipe is no reason to wait, and one without a reader none to fail.
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._descriptor, b".")
+        self._next = asyncio.get_running_loop().call_later(_TICK_S, self.start)
+
+    def stop(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
 
 
 class FrontendServer(uvicorn.Server):
     """A uvicorn server that installs no signal handlers of its own."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, ticker: Ticker | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 create_app(services),
@@ -52,18 +75,23 @@ class FrontendServer(uvicorn.Server):
             )
         )
         self._services = services
+        self._ticker = ticker
         self._stop_now = asyncio.Event()
         self._drain: asyncio.Task[None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install the handlers on the event loop, in place of uvicorn's."""
+        """Install the handlers on the event loop, in place of uvicorn's, and tick as long as they are there."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         loop.add_signal_handler(signal.SIGINT, self._on_sigint)
+        if self._ticker is not None:
+            self._ticker.start()
         try:
             yield
         finally:
+            if self._ticker is not None:
+                self._ticker.stop()
             loop.remove_signal_handler(signal.SIGTERM)
             loop.remove_signal_handler(signal.SIGINT)
 
