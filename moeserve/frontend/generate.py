@@ -13,7 +13,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
-from moeserve.frontend.answer import Answer, build_generates, prompt_tail
+from moeserve.frontend.answer import Answer, build_generates, prompt_tail, shows_prompts
 from moeserve.frontend.cache_report import asks_for_report
 from moeserve.frontend.cache_wishes import cache_wishes
 from moeserve.frontend.constraints import constraint_of, of_calls
@@ -35,6 +35,7 @@ from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
+from moeserve.frontend.workers import InlineBudget
 from moeserve.wire import Generate, Output, Rejected
 
 _MAX_HEADER_CHARS = 200
@@ -90,7 +91,8 @@ class GenerateRoute:
 
     async def _serve(self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts) -> None:
         services, state = self._services, scope["state"]
-        prompts = [await services.encode(prompt, facts) for prompt in request.prompts]
+        budget = InlineBudget(limits.INLINE_CHARS)
+        prompts = [await services.encode(prompt, facts, budget) for prompt in request.prompts]
         request = await self._constrain(request, prompts, facts)
         answer_id = self._dialect.id_prefix + secrets.token_hex(12)
         generates = build_generates(
@@ -102,7 +104,8 @@ class GenerateRoute:
             max_model_len=facts.max_model_len,
             wishes=await cache_wishes(services, request, prompts, facts, state["identity"]),
         )
-        answer = Answer(request, prompts, services.tokenizer, services.shape)
+        prompt_texts = await services.prompt_texts(prompts, budget) if shows_prompts(request) else ()
+        answer = Answer(request, prompts, services.tokenizer, services.shape, prompt_texts)
         progress = Progress(services.metrics, state["arrival"], request.num_choices)
         formatter = self._dialect.formatter(
             answer_id, int(time.time()), request, services.tokenizer, services.fingerprint

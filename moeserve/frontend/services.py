@@ -6,13 +6,15 @@ import asyncio
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from moeserve.frontend import limits
+from moeserve.frontend.answer import PromptText, decode_prompt
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
 from moeserve.frontend.engine_client import EngineClient, EngineGone, EngineSilent
 from moeserve.frontend.grammar_checker import GrammarChecker
@@ -22,8 +24,10 @@ from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape
 from moeserve.frontend.templates import ChatTemplate, load_chat_template, render_prompt
 from moeserve.frontend.text import TextTokenizer
+from moeserve.frontend.workers import InlineBudget, Workers
 from moeserve.wire import RunContext, Stats
 
+_THREADS = 2
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
 _REMEMBERED_ENDS = 32
@@ -51,6 +55,9 @@ class Services:
         self.live = LiveStats(self.metrics)
         self.grammars = GrammarChecker(Path(run.model_dir) / "tokenizer.json")
         self.engine = EngineClient(run, on_stats=self._on_stats)
+        # Apart, so that counting tokens holds up no generation.
+        self.workers = Workers("generation", _THREADS, limits.MAX_WAITING_CHARS)
+        self.token_workers = Workers("tokens", 1, limits.MAX_WAITING_CHARS)
         self.admission = Admission(time.monotonic, self.metrics.rejections)
         self._draining = False
         self.created = int(time.time())
@@ -115,32 +122,52 @@ class Services:
         self.metrics.on_stats(stats)
         self.live.on_stats(stats)
 
-    async def encode(self, prompt: ChatPrompt | str | list[int], facts: ModelFacts) -> list[int]:
-        """Return the token ids of a prompt; long ones are tokenised in a thread. Raises ApiError."""
+    async def encode(
+        self,
+        prompt: ChatPrompt | str | list[int],
+        facts: ModelFacts,
+        budget: InlineBudget | None = None,
+        workers: Workers | None = None,
+    ) -> list[int]:
+        """Return the token ids of a prompt. Raises ApiError.
+
+        budget: of the request, where it has several prompts; what exceeds it is done by `workers`, those of generation
+        unless given.
+        """
         if isinstance(prompt, list):
             return prompt
+        budget, workers = budget or InlineBudget(limits.INLINE_CHARS), workers or self.workers
         if isinstance(prompt, ChatPrompt):
-            field, (text, mark) = prompt.request_field, await self._render(prompt)
+            field, (text, mark) = prompt.request_field, await self._render(prompt, budget, workers)
         else:
             field, text, mark = "prompt", prompt, None
         # A text needs at least this many tokens of the longest kind, so prompts that cannot fit need no tokenising.
         least = len(text) // self.tokenizer.longest_token
         if least >= facts.max_model_len:
             raise context_length_exceeded(facts.max_model_len, least, 1, at_least=True, param=field)
-        if len(text) <= limits.TOKENIZE_INLINE_CHARS:
+        if budget.take(len(text)):
             token_ids = self._encode(text, mark)
         else:
-            token_ids = await asyncio.to_thread(self._encode, text, mark)
+            token_ids = await workers.run(len(text), partial(self._encode, text, mark))
         if not token_ids:
             raise invalid("The prompt has no tokens", field)
         return token_ids
+
+    async def prompt_texts(self, prompts: Sequence[list[int]], budget: InlineBudget) -> list[PromptText]:
+        """Return the text of each prompt. Raises ApiError (503) if too much is waiting."""
+        texts = []
+        for prompt in prompts:
+            chars = limits.CHARS_PER_TOKEN * len(prompt)
+            decode = partial(decode_prompt, self.tokenizer, prompt)
+            texts.append(decode() if budget.take(chars) else await self.workers.run(chars, decode))
+        return texts
 
     def _encode(self, text: str, mark: str | None) -> list[int]:
         if mark is None:
             return self.tokenizer.encode(text)
         return self.tokenizer.encode_rendered(text, mark)
 
-    async def _render(self, prompt: ChatPrompt) -> tuple[str, str]:
+    async def _render(self, prompt: ChatPrompt, budget: InlineBudget, workers: Workers) -> tuple[str, str]:
         template = self.template
         if template is None:
             raise ApiError(
@@ -154,7 +181,7 @@ class Services:
             return render_prompt(template, self.tokenizer, prompt)
 
         size = sum(len(message["content"]) for message in prompt.messages) + _CHARS_PER_TOOL * len(prompt.tools)
-        return render() if size <= limits.TOKENIZE_INLINE_CHARS else await asyncio.to_thread(render)
+        return render() if budget.take(size) else await workers.run(size, render)
 
 
 def engine_unavailable(error: EngineGone) -> ApiError:

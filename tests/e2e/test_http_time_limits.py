@@ -112,7 +112,7 @@ def test_leaving_ends_the_handler_at_once(tmp_path: Path, stream: bool) -> None:
 
 
 def test_a_long_prompt_is_tokenised_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "TOKENIZE_INLINE_CHARS", 8)
+    monkeypatch.setattr(limits, "INLINE_CHARS", 8)
 
     async def scenario() -> None:
         async with application(tmp_path) as (app, _, engine):
