@@ -28,12 +28,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--beat-fd", type=int, help="pipe for the event loop's ticks")
     options = parser.parse_args(arguments)
     run = load_run_context(options.context)
-    configure_logs(run.config.log_level, run.config.log_format)
+    logs = configure_logs(run.config.log_level, run.config.log_format)
     try:
-        serve(Services.load(run), socket.socket(fileno=options.fd), options.beat_fd)
+        services = Services.load(run, num_dropped_lines=lambda: logs.num_dropped)
+        serve(services, socket.socket(fileno=options.fd), options.beat_fd)
     except ConfigError as error:
         print(f"moeserve: {error}", file=sys.stderr)
         return 2
+    finally:
+        logs.drain()
     return 0
 
 

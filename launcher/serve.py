@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 import click
 from rich.console import Console
@@ -26,6 +27,7 @@ from launcher.run_directory import make_context, run_directory
 from launcher.settings_options import ServeCommand, settings_options
 from launcher.supervisor import Listeners, Supervisor, handled_signals
 from moeserve.config import ConfigError, ServeConfig, load_config
+from moeserve.frontend.logs import LogStream
 from moeserve.model.spec import ModelError
 from moeserve.ranks.messages import RankError
 from moeserve.wire import RunContext
@@ -40,7 +42,7 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     environment variable in brackets, or in a TOML file under its name without the dashes. A flag wins over the
     environment, that over the file.
     """
-    errors = Console(stderr=True, soft_wrap=True)
+    errors = _error_console()
     try:
         check_machine()
         config = load_config(flags, os.environ, config_file)
@@ -114,6 +116,15 @@ def resolve(config: ServeConfig, progress: Callable[[str, int, int], None]) -> P
     from moeserve.model.source import resolve_model
 
     return resolve_model(config.model, revision=config.revision, offline=config.offline, progress=progress).absolute()
+
+
+def _error_console() -> Console:
+    """Return a console on standard error. One that nobody watches may not be read either, and must hold up nothing."""
+    if sys.stderr.isatty() or sys.stderr is not sys.__stderr__:
+        return Console(stderr=True, soft_wrap=True)
+    stream = LogStream(sys.stderr.fileno())
+    atexit.register(stream.drain)
+    return Console(file=cast("TextIO", stream), soft_wrap=True)
 
 
 def _listeners(context: RunContext, base_url: str, progress: ProgressDisplay, errors: Console) -> Listeners:

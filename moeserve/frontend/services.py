@@ -45,13 +45,14 @@ class Services:
         tokenizer: TextTokenizer,
         template: ChatTemplate | None,
         shape: OutputShape = PLAIN,
+        num_dropped_lines: Callable[[], int] = lambda: 0,
     ) -> None:
-        """shape: how the model writes reasoning and calls."""
+        """shape: how the model writes reasoning and calls. num_dropped_lines: of this process's logs, for a metric."""
         self.run = run
         self.tokenizer = tokenizer
         self.template = template
         self.shape = shape
-        self.metrics = Metrics()
+        self.metrics = Metrics(num_dropped_lines)
         self.live = LiveStats(self.metrics)
         self.grammars = GrammarChecker(Path(run.model_dir) / "tokenizer.json")
         self.engine = EngineClient(run, on_stats=self._on_stats)
@@ -66,7 +67,7 @@ class Services:
         self._facts: ModelFacts | None = None
 
     @classmethod
-    def load(cls, run: RunContext) -> Services:
+    def load(cls, run: RunContext, num_dropped_lines: Callable[[], int] = lambda: 0) -> Services:
         """Read the checkpoint's tokenizer and template."""
         tokenizer = TextTokenizer.from_file(Path(run.model_dir) / "tokenizer.json")
         template = load_chat_template(run.model_dir)
@@ -74,7 +75,7 @@ class Services:
         shape = choose_shape(
             sources, _model_type(Path(run.model_dir)), run.config.tool_call_parser, run.config.reasoning_parser
         )
-        return cls(run, tokenizer, template, shape)
+        return cls(run, tokenizer, template, shape, num_dropped_lines)
 
     def begin_drain(self) -> None:
         """Refuse new generations from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
@@ -125,9 +126,9 @@ class Counted(TextTokenizer):
 
     most_steps = most_decoded = steps = 0
 
-    def stream(self, context: list[int], *, skip_special_tokens: bool = True) -> DecodeStream:
+    def stream(self, context: Iterable[int], *, skip_special_tokens: bool = True) -> DecodeStream:
         self.steps = 0
-        return super().stream(context, skip_special_tokens=skip_special_tokens)
+        return super().stream(list(context), skip_special_tokens=skip_special_tokens)
 
     def step(self, stream: DecodeStream, token_id: int) -> str | None:
         text = super().step(stream, token_id)
@@ -135,9 +136,9 @@ class Counted(TextTokenizer):
         self.most_steps = max(self.most_steps, self.steps)
         return text
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Collection[int], *, skip_special_tokens: bool = True) -> str:
         self.most_decoded = max(self.most_decoded, len(token_ids))
-        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return super().decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 @pytest.mark.parametrize(
