@@ -120,7 +120,7 @@ def resolve(config: ServeConfig, progress: Callable[[str, int, int], None]) -> P
 
 def _error_console() -> Console:
     """Return a console on standard error. One that nobody watches may not be read either, and must hold up nothing."""
-    if sys.stderr.isatty() or sys.stderr is not sys.__stderr__:
+    if sys.stderr is not sys.__stderr__ or sys.stderr is None or sys.stderr.isatty():
         return Console(stderr=True, soft_wrap=True)
     stream = LogStream(sys.stderr.fileno())
     atexit.register(stream.drain)

@@ -251,6 +251,12 @@ class ServeConfig:
         group="HTTP",
         choices=REASONING_PARSERS,
     )
+    max_connections: int = setting(
+        1024,
+        "HTTP connections at once; requests on further ones get 503, but for health, readiness and metrics.",
+        group="HTTP",
+        minimum=1,
+    )
     max_logprobs: int = setting(
         20, "Most alternatives per token a client may ask for.", group="HTTP", minimum=0, maximum=1000
     )

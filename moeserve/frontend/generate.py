@@ -114,7 +114,7 @@ class GenerateRoute:
             async with AsyncExitStack() as stack:
                 group = await self._submit(stack, generates, facts)
                 if request.stream:
-                    stream = EventStream(send, limits.SEND_TIMEOUT_S)
+                    stream = EventStream(send)
                     await _Streaming(group, answer, formatter, progress, stream).run()
                 else:
                     await _whole(send, group, answer, formatter, progress)

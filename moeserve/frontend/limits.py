@@ -37,6 +37,8 @@ MAX_HEADER_BYTES = 32 * 1024
 MAX_HEADERS = 100
 RECEIVE_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 30.0
+# Bytes that wait for a client to read them, from which on nothing more is written; one slice may come on top.
+WRITE_BUFFER_BYTES = 128 * 1024
 KEEP_ALIVE_S = 10.0
 MAX_STATS_STREAMS = 32
 # Text that one request may have converted on the event loop; the rest goes to threads.
