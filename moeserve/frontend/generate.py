@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -43,11 +44,15 @@ _MAX_HEADER_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The parts of one API: the prefix of its answer ids, how it reads requests and writes answers."""
+    """The parts of one API: the prefix of its answer ids, how it reads requests and writes answers.
+
+    parses_anywhere: whether `parse` uses nothing that belongs to the event loop, so that a thread may call it.
+    """
 
     id_prefix: str
     parse: Callable[[bytes, ModelFacts], GenerateRequest]
     formatter: Callable[[str, int, GenerateRequest, TextTokenizer, str], Formatter]
+    parses_anywhere: bool = True
 
 
 CHAT = Dialect("chatcmpl-", chat.parse, chat.ChatFormatter)
@@ -72,7 +77,8 @@ class GenerateRoute:
             timeout_s=limits.RECEIVE_TIMEOUT_S,
         )
         facts = services.check_serving()
-        request = self._dialect.parse(body, facts)
+        request = await self._parse(body, facts)
+        del body
         services.metrics.count_ignored(request.ignored)
         if request.dropped_tools:
             send = self._warn(scope, send, request.dropped_tools)
@@ -81,6 +87,12 @@ class GenerateRoute:
             request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
         with services.admission.hold(request.num_choices, services.capacity):
             await until_disconnect(receive, self._serve(scope, send, request, facts))
+
+    async def _parse(self, body: bytes, facts: ModelFacts) -> GenerateRequest:
+        if len(body) < limits.INLINE_BODY_BYTES or not self._dialect.parses_anywhere:
+            return self._dialect.parse(body, facts)
+        parse = partial(self._dialect.parse, body, facts)
+        return await self._services.workers.run(len(body) // limits.BODY_BYTES_PER_CHAR, parse)
 
     def _warn(self, scope: Scope, send: Send, dropped: tuple[str, ...]) -> Send:
         """Count and log built-in tools that do not exist here; return a `send` that names them in a header."""

@@ -43,6 +43,9 @@ KEEP_ALIVE_S = 10.0
 MAX_STATS_STREAMS = 32
 # Text that one request may have converted on the event loop; the rest goes to threads.
 INLINE_CHARS = 4096
+# A body from this size on is read by a thread, which takes about so many bytes in the time of one character.
+INLINE_BODY_BYTES = 64 * 1024
+BODY_BYTES_PER_CHAR = 16
 # What `/tokenize` and `/detokenize` take at once, and what waits for threads in all.
 MAX_TOKENIZE_CHARS = 1_000_000
 MAX_DETOKENIZE_TOKENS = 262_144

@@ -15,6 +15,7 @@ from moeserve.config import VERSION
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields, messages
 from moeserve.frontend.dialects.chat import ChatBody, read_chat_prompt
+from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.engine_client import EngineGone
 from moeserve.frontend.http import ApiError, invalid, read_body, unknown_model
 from moeserve.frontend.metrics import CONTENT_TYPE
@@ -133,16 +134,18 @@ class TokenRoutes:
     async def detokenize(self, request: Request) -> Response:
         services = self._services
         facts = services.check_serving()
-        body, _ = fields.decode_json(await self._body(request), DetokenizeBody)
+        data = await self._body(request)
+        return await services.token_workers.run(len(data), partial(self._detokenize, data, facts))
+
+    def _detokenize(self, data: bytes, facts: ModelFacts) -> Response:
+        body, _ = fields.decode_json(data, DetokenizeBody)
         if body.model is not None:
             fields.check_model(body.model, facts)
         num_tokens = len(body.tokens)
         if num_tokens > limits.MAX_DETOKENIZE_TOKENS:
             raise invalid(f"`tokens` has {num_tokens} entries; at most {limits.MAX_DETOKENIZE_TOKENS}", "tokens")
         fields.check_token_ids("tokens", body.tokens, facts.vocab_size)
-        decode = partial(services.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        text = await services.token_workers.run(limits.CHARS_PER_TOKEN * num_tokens, decode)
-        return json_response({"prompt": text})
+        return json_response({"prompt": self._services.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     async def count_message(self, request: Request) -> Response:
         """Count the prompt tokens that the request would have on `/v1/messages`."""

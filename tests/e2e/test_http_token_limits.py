@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moeserve.frontend import limits
+from moeserve.frontend.dialects import fields
 from moeserve.frontend.text import TextTokenizer
 from tests.support.in_process import Exchange, application, completion
 
@@ -59,6 +60,29 @@ def test_counting_tokens_holds_up_no_generation(tmp_path: Path, monkeypatch: pyt
             gate.set()
             await asyncio.gather(*(exchange.task for exchange in counting))
             assert {exchange.status for exchange in counting} == {200}
+
+    asyncio.run(scenario())
+
+
+def test_a_big_body_is_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "INLINE_BODY_BYTES", 1000)
+    threads: list[bool] = []
+    check = fields.check_token_ids
+
+    def noting(name: str, token_ids: list[int], vocab_size: int) -> list[int]:
+        if name == "prompt":
+            threads.append(threading.current_thread() is threading.main_thread())
+        return check(name, token_ids, vocab_size)
+
+    monkeypatch.setattr(fields, "check_token_ids", noting)
+
+    async def scenario() -> None:
+        async with application(tmp_path) as (app, _, _engine):
+            for num_tokens in (10, 400):
+                exchange = Exchange(app, "/v1/completions", completion(prompt=[65] * num_tokens))
+                await exchange.task
+                assert exchange.status == 200
+            assert threads == [True, False]
 
     asyncio.run(scenario())
 
