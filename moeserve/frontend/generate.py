@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
@@ -40,19 +41,20 @@ from moeserve.frontend.workers import InlineBudget
 from moeserve.wire import Generate, Output, Rejected
 
 _MAX_HEADER_CHARS = 200
+_OUTPUTS_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """The parts of one API: the prefix of its answer ids, how it reads requests and writes answers.
 
-    parses_anywhere: whether `parse` uses nothing that belongs to the event loop, so that a thread may call it.
+    off_loop: whether a thread may call `parse` and the formatter's `complete`: they use nothing of the event loop's.
     """
 
     id_prefix: str
     parse: Callable[[bytes, ModelFacts], GenerateRequest]
     formatter: Callable[[str, int, GenerateRequest, TextTokenizer, str], Formatter]
-    parses_anywhere: bool = True
+    off_loop: bool = True
 
 
 CHAT = Dialect("chatcmpl-", chat.parse, chat.ChatFormatter)
@@ -89,7 +91,7 @@ class GenerateRoute:
             await until_disconnect(receive, self._serve(scope, send, request, facts))
 
     async def _parse(self, body: bytes, facts: ModelFacts) -> GenerateRequest:
-        if len(body) < limits.INLINE_BODY_BYTES or not self._dialect.parses_anywhere:
+        if len(body) < limits.INLINE_BODY_BYTES or not self._dialect.off_loop:
             return self._dialect.parse(body, facts)
         parse = partial(self._dialect.parse, body, facts)
         return await self._services.workers.run(len(body) // limits.BODY_BYTES_PER_CHAR, parse)
@@ -129,7 +131,8 @@ class GenerateRoute:
                     stream = EventStream(send)
                     await _Streaming(group, answer, formatter, progress, stream).run()
                 else:
-                    await _whole(send, group, answer, formatter, progress)
+                    choices = await _whole(group, answer, progress)
+                    await send_body(send, 200, await self._complete(formatter, choices, answer))
         finally:
             progress.end(answer, state["log"])
 
@@ -160,6 +163,15 @@ class GenerateRoute:
             raise self._rejection(error.rejected, generates, facts) from None
         return group
 
+    async def _complete(self, formatter: Formatter, choices: list[Delta], answer: Answer) -> bytes:
+        """Return the body of an answer; one with many tokens is written by a thread."""
+        complete = partial(formatter.complete, choices, answer.usage)
+        num_tokens = sum(len(choice.tokens) + len(choice.prompt) for choice in choices)
+        if num_tokens <= limits.INLINE_TOKENS or not self._dialect.off_loop:
+            return complete()
+        # Nothing is refused any more once the answer is there.
+        return await self._services.workers.run(0, complete)
+
     def _rejection(self, rejected: Rejected, generates: list[Generate], facts: ModelFacts) -> ApiError:
         retry_after_s = rejected.retry_after_s or self._services.admission.retry_after()
         match rejected.code:
@@ -177,17 +189,20 @@ class GenerateRoute:
                 return invalid(rejected.reason[:500])
 
 
-async def _whole(send: Send, group: RequestGroup, answer: Answer, formatter: Formatter, progress: Progress) -> None:
-    """Send the answer in one piece."""
+async def _whole(group: RequestGroup, answer: Answer, progress: Progress) -> list[Delta]:
+    """Wait for the whole answer, and return its choices."""
     choices: dict[int, Delta] = {}
     try:
         while answer.num_open:
-            for delta in _take(group, answer, await group.next(), progress):
-                choices.setdefault(delta.index, Delta(delta.index)).append(delta)
+            batch = await group.next()
+            for number in range(0, len(batch), _OUTPUTS_AT_ONCE):
+                for delta in _take(group, answer, batch[number : number + _OUTPUTS_AT_ONCE], progress):
+                    choices.setdefault(delta.index, Delta(delta.index)).append(delta)
+                # An output may bring a whole prompt's tokens with it.
+                await asyncio.sleep(0)
     except EngineGone as error:
         raise unavailable(f"The answer broke off: {error}", "engine_dead") from error
-    given = answer.best([choices[index] for index in sorted(choices)])
-    await send_body(send, 200, formatter.complete(given, answer.usage))
+    return answer.best([choices[index] for index in sorted(choices)])
 
 
 def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:

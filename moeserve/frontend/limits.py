@@ -46,6 +46,8 @@ INLINE_CHARS = 4096
 # A body from this size on is read by a thread, which takes about so many bytes in the time of one character.
 INLINE_BODY_BYTES = 64 * 1024
 BODY_BYTES_PER_CHAR = 16
+# An answer with more tokens in it, each with its log probability, is written by a thread.
+INLINE_TOKENS = 2048
 # What `/tokenize` and `/detokenize` take at once, and what waits for threads in all.
 MAX_TOKENIZE_CHARS = 1_000_000
 MAX_DETOKENIZE_TOKENS = 262_144

@@ -26,8 +26,8 @@ class Workers:
 
     async def run(self, chars: int, work: Callable[[], _T]) -> _T:
         """Return the result of `work`, which goes through about so many characters. Raises ApiError (503) if too many
-        are waiting; some work is always taken."""
-        if self._chars and self._chars + chars > self._max_chars:
+        are waiting. Work is always taken if there is no other, or if it goes through none."""
+        if chars and self._chars and self._chars + chars > self._max_chars:
             raise unavailable("The server is converting too much text already", "too_much_text")
         self._chars += chars
         loop = asyncio.get_running_loop()

@@ -6,11 +6,12 @@ import asyncio
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects import completions, fields
 from moeserve.frontend.text import TextTokenizer
 from tests.support.in_process import Exchange, application, completion
 
@@ -80,6 +81,29 @@ def test_a_big_body_is_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest.
         async with application(tmp_path) as (app, _, _engine):
             for num_tokens in (10, 400):
                 exchange = Exchange(app, "/v1/completions", completion(prompt=[65] * num_tokens))
+                await exchange.task
+                assert exchange.status == 200
+            assert threads == [True, False]
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_with_many_tokens_is_written_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "INLINE_TOKENS", 20)
+    threads: list[bool] = []
+    complete = completions.CompletionFormatter.complete
+
+    def noting(self: Any, choices: Any, usage: Any) -> bytes:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return complete(self, choices, usage)
+
+    monkeypatch.setattr(completions.CompletionFormatter, "complete", noting)
+
+    async def scenario() -> None:
+        async with application(tmp_path) as (app, _, _engine):
+            for num_tokens in (10, 40):
+                asked = completion(prompt=[65] * num_tokens, echo=True, logprobs=0)
+                exchange = Exchange(app, "/v1/completions", asked)
                 await exchange.task
                 assert exchange.status == 200
             assert threads == [True, False]
