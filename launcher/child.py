@@ -27,6 +27,9 @@ def main() -> None:
     """Prepare this process and run MODULE in it."""
     parent_pid, module, *arguments = sys.argv[1:]
     die_with_parent(int(parent_pid))
+    # Sent to a whole group or control group, these are for the supervisor, which ends its children itself.
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,14 +1,17 @@
-"""The HTTP process: `python -m launcher.frontend_main CONTEXT --fd N`.
+"""The HTTP process: `python -m launcher.frontend_main CONTEXT --fd N --beat-fd M`.
 
 `CONTEXT` is the run context's file, `N` an inherited socket that the supervisor has bound, so that a taken port is
-known before the model loads.
+known before the model loads. `M` is a pipe on which the event loop ticks, so that the supervisor sees it hang.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
+from contextlib import suppress
+from typing import NoReturn
 
 from moeserve.config import ConfigError
 from moeserve.frontend.logs import configure_logs
@@ -22,16 +25,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launcher.frontend_main")
     parser.add_argument("context", help="file of the run context")
     parser.add_argument("--fd", type=int, required=True, help="bound listening socket")
+    parser.add_argument("--beat-fd", type=int, help="pipe for the event loop's ticks")
     options = parser.parse_args(arguments)
     run = load_run_context(options.context)
-    configure_logs(run.config.log_level, run.config.log_format)
+    logs = configure_logs(run.config.log_level, run.config.log_format)
     try:
-        serve(Services.load(run), socket.socket(fileno=options.fd))
+        services = Services.load(run, num_dropped_lines=lambda: logs.num_dropped)
+        serve(services, socket.socket(fileno=options.fd), options.beat_fd)
     except ConfigError as error:
         print(f"moeserve: {error}", file=sys.stderr)
         return 2
+    finally:
+        logs.drain()
     return 0
 
 
+def leave(status: int) -> NoReturn:
+    """End this process at once, whatever its threads still compute: nobody waits for it any more."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -19,7 +19,7 @@ from launcher.processes import (
     decode_status,
     default_threads,
 )
-from launcher.supervisor import GROUP_MODULE
+from launcher.supervisor import GROUP_MODULE, handled_signals
 from moeserve.wire import RunContext
 
 # A node that gets SIGTERM waits this many seconds longer for node 0 than node 0 gives its streams to drain.
@@ -57,7 +57,7 @@ class NodeSupervisor:
             )
         finally:
             os.close(writing)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in handled_signals():
             loop.add_signal_handler(number, self._on_signal, number, agent)
         status = self._spawn(self._read_status(reading, agent))
         try:
@@ -77,8 +77,13 @@ class NodeSupervisor:
         return self._exit_code or 0
 
     def _on_signal(self, number: signal.Signals, agent: Child) -> None:
-        """Wait for node 0 after a first SIGTERM: it needs this node until its streams have ended. Else end at once."""
-        if number == signal.SIGTERM and self._exit_code is None and self._is_computing:
+        """Wait for node 0 after a first SIGTERM or SIGHUP: it needs this node until its streams have ended.
+
+        End at once after another signal, but for SIGUSR1, which is for node 0.
+        """
+        if number == signal.SIGUSR1:
+            return
+        if number in (signal.SIGTERM, signal.SIGHUP) and self._exit_code is None and self._is_computing:
             self._exit_code = 0
             patience = self._context.config.shutdown_timeout + _PATIENCE
             asyncio.get_running_loop().call_later(patience, agent.send_signal, signal.SIGKILL)

@@ -27,6 +27,7 @@ def main() -> int:
     arguments = parser.parse_args()
     os.set_inheritable(arguments.status_fd, False)
     os.environ["PYTHONSAFEPATH"] = "1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT"
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     context = load_run_context(arguments.context)
     os.environ["DS_ACCELERATOR"] = "cuda" if context.config.device == "cuda" else "cpu"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 import click
 from rich.console import Console
@@ -23,8 +25,9 @@ from launcher.preflight import LaunchError, check_machine, check_nodes, check_pa
 from launcher.processes import Loading, Ready
 from launcher.run_directory import make_context, run_directory
 from launcher.settings_options import ServeCommand, settings_options
-from launcher.supervisor import Listeners, Supervisor
+from launcher.supervisor import Listeners, Supervisor, handled_signals
 from moeserve.config import ConfigError, ServeConfig, load_config
+from moeserve.frontend.logs import LogStream
 from moeserve.model.spec import ModelError
 from moeserve.ranks.messages import RankError
 from moeserve.wire import RunContext
@@ -39,7 +42,7 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     environment variable in brackets, or in a TOML file under its name without the dashes. A flag wins over the
     environment, that over the file.
     """
-    errors = Console(stderr=True, soft_wrap=True)
+    errors = _error_console()
     try:
         check_machine()
         config = load_config(flags, os.environ, config_file)
@@ -64,8 +67,8 @@ def run_first_node(
 
     Return the exit code. Raises LaunchError, ModelError or ConfigError if the service cannot start.
     """
-    # Until the supervisor owns the signals, SIGTERM must still remove the run directory.
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    # Until the supervisor owns the signals, they must still remove the run directory.
+    _exit_on_signals()
     if not is_loopback(config.host) and not (config.api_key or config.api_key_file):
         say(errors, "Warning", f"{config.host} is reachable from other machines and no API key is set (--api-key).")
     with open_listener(config.host, config.port) as listener:
@@ -88,7 +91,7 @@ def run_first_node(
 
 
 def _run_other_node(config: ServeConfig, errors: Console) -> int:
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    _exit_on_signals()
     per_node = config.expert_parallel_size // config.nnodes
     first = config.node_rank * per_node
     who = f"Node {config.node_rank} of {config.nnodes}, ranks {first} to {first + per_node - 1}"
@@ -115,6 +118,15 @@ def resolve(config: ServeConfig, progress: Callable[[str, int, int], None]) -> P
     return resolve_model(config.model, revision=config.revision, offline=config.offline, progress=progress).absolute()
 
 
+def _error_console() -> Console:
+    """Return a console on standard error. One that nobody watches may not be read either, and must hold up nothing."""
+    if sys.stderr is not sys.__stderr__ or sys.stderr is None or sys.stderr.isatty():
+        return Console(stderr=True, soft_wrap=True)
+    stream = LogStream(sys.stderr.fileno())
+    atexit.register(stream.drain)
+    return Console(file=cast("TextIO", stream), soft_wrap=True)
+
+
 def _listeners(context: RunContext, base_url: str, progress: ProgressDisplay, errors: Console) -> Listeners:
     def loading(status: Loading) -> None:
         progress.update(status.stage, status.done, status.total)
@@ -134,13 +146,27 @@ def _listeners(context: RunContext, base_url: str, progress: ProgressDisplay, er
         progress.close()
         say(errors, "Error", sentence)
 
-    return Listeners(loading=loading, ready=ready, stopping=stopping, failed=failed)
+    return Listeners(
+        loading=loading,
+        ready=ready,
+        stopping=stopping,
+        failed=failed,
+        state=lambda sentence: say(errors, "State", sentence),
+        beating=pat_watchdog,
+    )
 
 
 def say(console: Console, kind: str, sentence: str) -> None:
-    """Print an `Error` or a `Warning`."""
-    colour = "red" if kind == "Error" else "yellow"
+    """Print an `Error`, a `Warning` or a `State`."""
+    colour = {"Error": "red", "Warning": "yellow"}.get(kind, "green")
     console.print(f"[bold {colour}]{kind}:[/] {escape(sentence)}", highlight=False)
+
+
+def _exit_on_signals() -> None:
+    """Have every signal that ends a service end this process in an orderly way; SIGUSR1 has nothing to tell yet."""
+    for number in handled_signals():
+        if number != signal.SIGINT:
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else _exit_on_signal)
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
@@ -149,9 +175,20 @@ def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
 
 def notify_systemd(state: str) -> None:
     """Send `READY=1` or `STOPPING=1` to the manager that NOTIFY_SOCKET names (`Type=notify`), if there is one."""
+    _send_to_systemd(state, blocking=True)
+
+
+def pat_watchdog() -> None:
+    """Send `WATCHDOG=1` to the manager, if there is one. Never waits for it nor fails: the next beat tells it again."""
+    with suppress(OSError):
+        _send_to_systemd("WATCHDOG=1", blocking=False)
+
+
+def _send_to_systemd(state: str, *, blocking: bool) -> None:
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.setblocking(blocking)
         manager.connect("\0" + address[1:] if address.startswith("@") else address)
         manager.sendall(state.encode())

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import zmq
@@ -37,6 +38,8 @@ GROUP_MODULE = "launcher.rank_group"
 FRONTEND_MODULE = "launcher.frontend_main"
 _SECONDS_BETWEEN_HEARTBEAT_CHECKS = 0.25
 _SECONDS_BETWEEN_READY_CHECKS = 0.05
+_SECONDS_BETWEEN_BEATING = 1.0
+_NUM_CHILDREN = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +56,18 @@ class Grace:
 
 @dataclass(frozen=True, kw_only=True)
 class Listeners:
-    """Callbacks of the supervisor. `failed` gets the one sentence that explains exit code 1."""
+    """Callbacks of the supervisor.
+
+    `failed` gets the one sentence that explains exit code 1, `state` one that SIGUSR1 asks for. `beating` is called
+    about once a second while both children make progress.
+    """
 
     loading: Callable[[Loading], None]
     ready: Callable[[Ready], None]
     stopping: Callable[[], None]
     failed: Callable[[str], None]
+    state: Callable[[str], None] = lambda _: None
+    beating: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,7 @@ class _Serving:
 
 @dataclass(frozen=True)
 class _Stuck:
+    child: Child
     sentence: str
 
 
@@ -91,7 +101,10 @@ class Supervisor:
     `worker_module` names another module.
 
     `listener` is the listening socket; it is closed here once the frontend has it. The modules are the children's
-    entry points: `WORKER CONTEXT --status-fd N` and `FRONTEND CONTEXT --fd N`.
+    entry points: `WORKER CONTEXT --status-fd N` and `FRONTEND CONTEXT --fd N --beat-fd M`.
+
+    SIGTERM and SIGHUP drain, unless SIGHUP is ignored already (nohup); SIGINT and SIGQUIT stop at once, and so does a
+    second signal; SIGUSR1 asks for the state.
     """
 
     def __init__(
@@ -117,6 +130,7 @@ class Supervisor:
         self._exit_code: int | None = None
         self._why_stuck: str | None = None
         self._why_failed: str | None = None
+        self._vitals = Vitals(listeners.beating)
 
     @property
     def worker_pid(self) -> int:
@@ -129,7 +143,7 @@ class Supervisor:
     async def run(self) -> int:
         """Serve until stopped and return the exit code. Both children are gone when it returns."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in handled_signals():
             loop.add_signal_handler(number, self._events.put_nowait, _Signal(number))
         context_file = str(self._context.save())
         try:
@@ -164,15 +178,20 @@ class Supervisor:
         return worker
 
     def _start_frontend(self, context_file: str) -> Child:
-        with self._listener as listener:
-            frontend = Child(
-                "HTTP process",
-                self._frontend_module,
-                [context_file, "--fd", str(listener.fileno())],
-                environment=child_environment(os.environ, 1),
-                pass_fds=[listener.fileno()],
-            )
+        reading, writing = os.pipe()
+        try:
+            with self._listener as listener:
+                frontend = Child(
+                    "HTTP process",
+                    self._frontend_module,
+                    [context_file, "--fd", str(listener.fileno()), "--beat-fd", str(writing)],
+                    environment=child_environment(os.environ, 1),
+                    pass_fds=[listener.fileno(), writing],
+                )
+        finally:
+            os.close(writing)
         self._children.append(frontend)
+        self._spawn(self._await_frontend_hang(frontend, reading))
         self._spawn(self._announce_exit(frontend))
         return frontend
 
@@ -201,7 +220,7 @@ class Supervisor:
             await asyncio.wait_for(wait_until_ready(*self._address), self._grace.http_ready)
         except TimeoutError:
             sentence = f"The HTTP process did not become ready within {self._grace.http_ready:.0f} s."
-            self._events.put_nowait(_Stuck(sentence))
+            self._events.put_nowait(_Stuck(self._frontend, sentence))
         else:
             self._events.put_nowait(_Serving())
 
@@ -211,8 +230,15 @@ class Supervisor:
         if context.config.expert_parallel_size > 1:
             # The ranks themselves notice a hang of another rank in less time, so only a hang of rank 0 is left.
             who, timeout = "Rank 0", 0.7 * timeout
-        why = await wait_for_hang(context.heartbeat_address, context.incarnation, timeout)
-        self._events.put_nowait(_Stuck(f"{who} hung ({why}) and was ended."))
+        note_beat = partial(self._vitals.note, self._worker)
+        why = await wait_for_hang(context.heartbeat_address, context.incarnation, timeout, note_beat)
+        self._events.put_nowait(_Stuck(self._worker, f"{who} hung ({why}) and was ended."))
+
+    async def _await_frontend_hang(self, frontend: Child, descriptor: int) -> None:
+        timeout = self._context.config.engine_timeout
+        why = await wait_for_silence(descriptor, timeout, partial(self._vitals.note, frontend))
+        if why is not None:
+            self._events.put_nowait(_Stuck(frontend, f"The HTTP process hung ({why}) and was ended."))
 
     def _handle(self, event: _Event) -> None:
         match event:
@@ -234,22 +260,32 @@ class Supervisor:
             case _Exited(child=child):
                 self._children.remove(child)
                 self._on_exit(child)
-            case _Stuck(sentence=sentence):
+            case _Stuck(child=child, sentence=sentence):
                 if self._why_failed is None:
-                    self._why_stuck = sentence
-                self._worker.send_signal(signal.SIGKILL)
+                    self._why_stuck = self._why_stuck or sentence
+                child.send_signal(signal.SIGKILL)
 
     def _on_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGUSR1:
+            self._tell.state(self._state())
+            return
         self._tell.stopping()
-        if self._exit_code is None and number == signal.SIGTERM:
+        drains = number in (signal.SIGTERM, signal.SIGHUP)
+        if self._exit_code is None and drains:
             self._drain()
             return
         if self._exit_code in (None, 0):
             self._exit_code = 128 + number
-        self._frontend.send_signal(number)
+        self._frontend.send_signal(signal.SIGTERM if drains else signal.SIGINT)
         self._worker.send_signal(signal.SIGTERM)
         for child in self._children:
             self._later(self._grace.at_once, child, signal.SIGKILL)
+
+    def _state(self) -> str:
+        """Return one line about the service and its processes."""
+        doing = "loading" if self._ready is None else "serving"
+        children = ", ".join(f"{child.name} {child.pid} {self._vitals.of(child)}" for child in self._children)
+        return f"{doing if self._exit_code is None else 'stopping'}; {children}"
 
     def _drain(self) -> None:
         """Let the frontend finish its streams; the worker ends after it."""
@@ -260,8 +296,8 @@ class Supervisor:
 
     def _on_exit(self, child: Child) -> None:
         if child is self._frontend:
-            if self._exit_code is None:
-                self._fail(f"The HTTP process {child.end()}.")
+            if self._exit_code is None or (self._exit_code == 0 and self._why_stuck is not None):
+                self._fail(self._why_stuck or f"The HTTP process {child.end()}.")
             self._worker.send_signal(signal.SIGTERM)
             # A worker that still loads has nothing to finish and does not look at its signals.
             self._later(self._grace.after_drain if self._ready else 0.0, self._worker, signal.SIGKILL)
@@ -281,10 +317,81 @@ class Supervisor:
         asyncio.get_running_loop().call_later(delay, child.send_signal, number)
 
 
-async def wait_for_hang(address: str, incarnation: int, timeout: float) -> str:
+class Vitals:
+    """When each child was last heard, and whether all are. `beating` is called once both children were heard anew."""
+
+    def __init__(self, beating: Callable[[], None]) -> None:
+        self._beating = beating
+        self._heard: dict[str, float] = {}
+        self._fresh: set[str] = set()
+        self._told = 0.0
+
+    def note(self, child: Child) -> None:
+        """Note that a child makes progress."""
+        now = time.monotonic()
+        self._heard[child.name] = now
+        self._fresh.add(child.name)
+        if len(self._fresh) == _NUM_CHILDREN and now - self._told >= _SECONDS_BETWEEN_BEATING:
+            self._told = now
+            self._fresh.clear()
+            self._beating()
+
+    def of(self, child: Child) -> str:
+        """Return when a child was last heard, as the end of a phrase."""
+        heard = self._heard.get(child.name)
+        return "not heard yet" if heard is None else f"heard {time.monotonic() - heard:.1f} s ago"
+
+
+def handled_signals() -> list[signal.Signals]:
+    """Return the signals that the supervisor handles. A SIGHUP that nohup has had ignored stays so."""
+    handled = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1]
+    return handled if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*handled, signal.SIGHUP]
+
+
+class _Ticks(asyncio.Protocol):
+    """Counts the bytes that come through a pipe."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = asyncio.Event()
+        self.ended = False
+
+    def data_received(self, data: bytes) -> None:
+        self.count += len(data)
+        self.first.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended = True
+        self.first.set()
+
+
+async def wait_for_silence(descriptor: int, timeout: float, note: Callable[[], None]) -> str | None:
+    """Listen to the ticks of an event loop, bytes of a pipe; return why it counts as hung, once it does.
+
+    Return None when the pipe ends. The time counts from the first tick on: what comes before it has other limits.
+    note: called for ticks that came.
+    """
+    with open(descriptor, "rb", buffering=0) as pipe:
+        _, ticks = await asyncio.get_running_loop().connect_read_pipe(_Ticks, pipe)
+        await ticks.first.wait()
+        watch = ProgressWatch(timeout, time.monotonic())
+        seen = 0
+        while not ticks.ended:
+            if ticks.count != seen:
+                seen = ticks.count
+                watch.observe(Heartbeat(0, seen, False), time.monotonic())
+                note()
+            if verdict := watch.verdict(time.monotonic()):
+                return verdict
+            await asyncio.sleep(_SECONDS_BETWEEN_HEARTBEAT_CHECKS)
+    return None
+
+
+async def wait_for_hang(address: str, incarnation: int, timeout: float, note: Callable[[], None] = lambda: None) -> str:
     """Listen to the heartbeats of the engine at `address`; return why it counts as hung, once it does.
 
-    timeout: seconds that a busy engine may take without a new step, or any engine without a heartbeat.
+    timeout: seconds that an engine may take without a turn of its loop, or without a heartbeat. note: called for
+    heartbeats that came.
     """
     with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heartbeats:
         heartbeats.setsockopt(zmq.LINGER, 0)
@@ -294,11 +401,14 @@ async def wait_for_hang(address: str, incarnation: int, timeout: float) -> str:
         watch = ProgressWatch(timeout, time.monotonic())
         while (verdict := watch.verdict(time.monotonic())) is None:
             await asyncio.sleep(_SECONDS_BETWEEN_HEARTBEAT_CHECKS)
-            await _observe_all(heartbeats, incarnation, watch)
+            if await _observe_all(heartbeats, incarnation, watch):
+                note()
         return verdict
 
 
-async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, watch: ProgressWatch) -> None:
+async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, watch: ProgressWatch) -> bool:
+    """Return whether a heartbeat of this life came."""
+    heard = False
     # Polling first, so that no receive is ever cancelled: a cancelled one may lose its message.
     while await heartbeats.poll(0):
         try:
@@ -307,6 +417,8 @@ async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, watch: 
             continue
         if life == incarnation:
             watch.observe(heartbeat, time.monotonic())
+            heard = True
+    return heard
 
 
 async def wait_until_ready(host: str, port: int) -> None:

@@ -251,6 +251,12 @@ class ServeConfig:
         group="HTTP",
         choices=REASONING_PARSERS,
     )
+    max_connections: int = setting(
+        1024,
+        "HTTP connections at once; requests on further ones get 503, but for health, readiness and metrics.",
+        group="HTTP",
+        minimum=1,
+    )
     max_logprobs: int = setting(
         20, "Most alternatives per token a client may ask for.", group="HTTP", minimum=0, maximum=1000
     )
@@ -259,7 +265,10 @@ class ServeConfig:
         30.0, "Seconds that running requests get to finish after SIGTERM.", group="Operation", minimum=0
     )
     engine_timeout: float = setting(
-        10.0, "Seconds without progress of a busy engine before it is taken for hung.", group="Operation", minimum=1
+        10.0,
+        "Seconds without progress of the engine or of the HTTP process before it is taken for hung.",
+        group="Operation",
+        minimum=1,
     )
     log_level: str = setting(
         "info",

@@ -6,13 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import structlog
 import zmq
 
 from moeserve.cache_commands import CacheCommandError, CacheCommands
-from moeserve.experts.monitor import ExpertCommandError, ExpertMonitor
+from moeserve.experts.monitor import FILE_COMMANDS, ExpertCommandError, ExpertMonitor, file_failure
+from moeserve.file_writer import FileJob, FileWriter
 from moeserve.plan import CacheWish, FinishReason, Request
 from moeserve.scheduler import NeverFitsError, QueueFullError, RequestOutput, Scheduler
 from moeserve.steps import Steps
@@ -46,6 +48,9 @@ from radix_cache import PrefixCache
 _HIGH_WATER_MARK = 100_000
 _HEARTBEAT_SECONDS = 0.2
 _IDLE_POLL_SECONDS = 0.25
+# While a file is written, whose end wakes nobody.
+_WRITING_POLL_SECONDS = 0.02
+_LAST_WRITE_SECONDS = 1.0
 _SECONDS_BETWEEN_STATS = 0.5
 _SMOOTHING = 0.1
 _MAX_RETENTION_SECONDS = 31 * 86400.0
@@ -76,17 +81,22 @@ class Engine:
         self._asked_by: dict[str, bytes] = {}
         self._cache_commands = CacheCommands(caches)
         self._stats = EngineStats(scheduler, caches)
+        self._turn = 0
+        self._writer = FileWriter()
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set; then every open request gets its terminal output."""
         while not stop.is_set():
+            self._turn += 1
             idle = self._scheduler.is_idle
             if idle:
                 self._scheduler.check_idle()
                 self._steps.check()
                 self._send_stats()
-            for sender, message in self._socket.drain(_IDLE_POLL_SECONDS if idle else 0.0):
+            poll = _WRITING_POLL_SECONDS if self._writer.is_busy else _IDLE_POLL_SECONDS
+            for sender, message in self._socket.drain(poll if idle else 0.0):
                 self._handle(sender, message)
+            self._answer_writes()
             started = time.monotonic()
             self._scheduler.tell_time(started)
             outputs = self._steps.advance()
@@ -96,14 +106,16 @@ class Engine:
                 self._stats.count_step(time.monotonic() - started)
                 if self._stats.due():
                     self._send_stats()
+        self._writer.wait(_LAST_WRITE_SECONDS)
+        self._answer_writes()
         for request_id in list(self._asked_by):
             if ended := self._scheduler.abort(request_id):
                 stopped = replace(ended, finish_reason=FinishReason.ERROR, error="the engine was stopped")
                 self._send_outputs([stopped])
 
     def heartbeat(self) -> Heartbeat:
-        """Return the state for the heartbeat thread: `step` moves while requests are open."""
-        return Heartbeat(pid=self._ready.pid, step=self._steps.step, busy=not self._scheduler.is_idle)
+        """Return the state for the heartbeat thread: `turn` moves as long as the loop does, idle or not."""
+        return Heartbeat(pid=self._ready.pid, turn=self._turn, busy=not self._scheduler.is_idle)
 
     def _handle(self, sender: bytes, message: Any) -> None:
         match message:
@@ -116,7 +128,9 @@ class Engine:
             case Hello():
                 self._send(sender, self._answer_hello(sender, message))
             case Control():
-                self._send(sender, self._control(message))
+                answer = self._control(sender, message)
+                if answer is not None:
+                    self._send(sender, answer)
 
     def _answer_hello(self, sender: bytes, hello: Hello) -> EngineReady | Refused:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -127,7 +141,8 @@ class Engine:
             self._frontends.append(sender)
         return self._ready
 
-    def _control(self, control: Control) -> ControlResult:
+    def _control(self, sender: bytes, control: Control) -> ControlResult | None:
+        """Carry out a command. Return its answer; None while a file is written for it, after which it is answered."""
         if control.command == "reset_prefix_cache":
             return ControlResult(control.control_id, {"blocks_freed": sum(cache.reset() for cache in self._caches)})
         if control.command in self._cache_commands:
@@ -139,10 +154,26 @@ class Engine:
                 return ControlResult(control.control_id, {}, str(error))
         if self._experts is not None:
             try:
-                return ControlResult(control.control_id, self._experts.command(control.command, control.arguments))
+                if self._writer.is_busy and control.command in FILE_COMMANDS:
+                    raise ExpertCommandError("A file is still being written for an earlier command.")
+                result = self._experts.command(control.command, control.arguments)
             except ExpertCommandError as error:
                 return ControlResult(control.control_id, {}, str(error))
+            if isinstance(result, FileJob):
+                self._writer.start(result, partial(self._answer_write, sender, control.control_id))
+                return None
+            return ControlResult(control.control_id, result)
         return ControlResult(control.control_id, {}, f"unknown command {control.command!r}")
+
+    def _answer_writes(self) -> None:
+        if finished := self._writer.take_finished():
+            finished()
+
+    def _answer_write(self, sender: bytes, control_id: int, job: FileJob, error: OSError | None) -> None:
+        if error is None:
+            self._send(sender, ControlResult(control_id, job.result))
+        else:
+            self._send(sender, ControlResult(control_id, {}, file_failure(error)))
 
     def _generate(self, sender: bytes, message: Generate) -> None:
         request_id = message.request_id

@@ -258,10 +258,13 @@ class ControlResult(Message):
 
 
 class Heartbeat(Message):
-    """A thread of the engine publishes it a few times a second. `step` moves while the engine is busy."""
+    """A thread of the engine publishes it a few times a second.
+
+    `turn` counts the turns of the engine's loop, so it moves in an idle engine too. busy: requests are open.
+    """
 
     pid: int
-    step: int
+    turn: int
     busy: bool
 
 

@@ -14,6 +14,7 @@ from experts.rebalance import RebalanceStats
 from experts.residency import ExpertMemoryStats
 from moeserve.config import ServeConfig
 from moeserve.experts.observe import ExpertRecording
+from moeserve.file_writer import FileJob
 from moeserve.wire import FeatureSamples
 
 
@@ -22,6 +23,10 @@ class Prefetching(Protocol):
 
     @property
     def is_on(self) -> bool: ...
+
+
+# Commands that may return a FileJob.
+FILE_COMMANDS = ("save_expert_statistics", "stop_expert_trace")
 
 
 class ExpertCommandError(Exception):
@@ -90,20 +95,20 @@ class ExpertMonitor:
             samples |= _rebalancing_samples(sources.rebalancing(), sources.placement_version())
         return samples
 
-    def command(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Carry out a command of `Control` and return its answer. Raise ExpertCommandError."""
-        try:
-            match name:
-                case "experts":
-                    return self._describe()
-                case "save_expert_statistics":
-                    return self._save()
-                case "start_expert_trace":
-                    return self._start_trace(**arguments)
-                case "stop_expert_trace":
-                    return self._stop_trace()
-        except OSError as error:
-            raise ExpertCommandError(f"The file cannot be written ({error.strerror or error}).") from None
+    def command(self, name: str, arguments: dict[str, Any]) -> dict[str, Any] | FileJob:
+        """Carry out a command of `Control` and return its answer. Raise ExpertCommandError.
+
+        A job has yet to write its file, on a thread that may wait for a disk, and brings the answer.
+        """
+        match name:
+            case "experts":
+                return self._describe()
+            case "save_expert_statistics":
+                return self._save()
+            case "start_expert_trace":
+                return self._start_trace(**arguments)
+            case "stop_expert_trace":
+                return self._stop_trace()
         raise ExpertCommandError(f"unknown command {name!r}")
 
     def _describe(self) -> dict[str, Any]:
@@ -151,12 +156,11 @@ class ExpertMonitor:
             },
         }
 
-    def _save(self) -> dict[str, Any]:
+    def _save(self) -> FileJob:
         recording = self._recorded()
         if recording.path is None:
             raise ExpertCommandError("There is no file to save to: the service runs without --expert-statistics.")
-        recording.save()
-        return {"tokens": recording.recorder.num_tokens}
+        return FileJob(recording.saving(), {"tokens": recording.recorder.num_tokens})
 
     def _start_trace(self, max_tokens: int | None = None, token_ids: bool = False) -> dict[str, Any]:
         recording = self._recorded()
@@ -165,20 +169,25 @@ class ExpertMonitor:
             raise ExpertCommandError("A trace is being recorded already.")
         return {"max_tokens": recording.start_trace(with_token_ids=token_ids, max_tokens=max_tokens).max_tokens}
 
-    def _stop_trace(self) -> dict[str, Any]:
-        """Write the trace to a file in the run directory, which the frontend removes."""
+    def _stop_trace(self) -> FileJob:
+        """End the trace. Its file in the run directory is removed by the frontend."""
         recording = self._recorded()
         if recording.trace is None:
             raise ExpertCommandError("No trace is being recorded.")
-        tokens = recording.end_trace(self._trace_file)
+        tokens, write = recording.ending_trace(self._trace_file)
         if not tokens:
             raise ExpertCommandError("The trace is empty: nothing was computed while it was recorded.")
-        return {"tokens": tokens, "file": str(self._trace_file)}
+        return FileJob(write, {"tokens": tokens, "file": str(self._trace_file)})
 
     def _recorded(self) -> ExpertRecording:
         if self._recording is None:
             raise ExpertCommandError("Nothing is recorded: the service runs with --no-record-experts.")
         return self._recording
+
+
+def file_failure(error: OSError) -> str:
+    """Return the sentence for the operator whose file cannot be written."""
+    return f"The file cannot be written ({error.strerror or error})."
 
 
 def _recording_samples(recording: ExpertRecording, placement: Placement | None) -> FeatureSamples:

@@ -7,10 +7,12 @@ results, and `LinkCounts` keeps the newest counts on the engine's side.
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, SupportsBytes
 
@@ -154,17 +156,30 @@ class ExpertRecording(RanksObserver):
 
     def end_trace(self, path: Path) -> int:
         """End the trace and write it, unless it is empty. Return its number of tokens. Raise OSError."""
+        num_tokens, write = self.ending_trace(path)
+        write()
+        return num_tokens
+
+    def ending_trace(self, path: Path) -> tuple[int, Callable[[], None]]:
+        """End the trace. Return its number of tokens, and a function that writes it unless it is empty.
+
+        The function shares nothing with this recording, so any thread may call it. It raises OSError.
+        """
         recorder, self.trace = self.trace, None
         trace = None if recorder is None else recorder.trace()
         if trace is None:
-            return 0
-        save_trace(path, trace, self.key)
-        return len(trace.requests)
+            return 0, lambda: None
+        return len(trace.requests), partial(save_trace, path, trace, self.key)
 
     def save(self) -> None:
         """Write the statistics to their file, if there is one. Raise OSError."""
-        if self.path is not None:
-            save_statistics(self.path, self.statistics(), self.key)
+        self.saving()()
+
+    def saving(self) -> Callable[[], None]:
+        """Return a function that writes the statistics as they are now, if there is a file. See `ending_trace`."""
+        if self.path is None:
+            return lambda: None
+        return partial(save_statistics, self.path, copy.deepcopy(self.statistics()), self.key)
 
     def close(self) -> dict[str, int]:
         """Write the files that the settings name. Return the number of tokens by path. Raise OSError."""

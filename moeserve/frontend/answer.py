@@ -7,7 +7,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moeserve.frontend.cache_report import describe_miss
@@ -77,6 +77,32 @@ def derive_seed(seed: int, sample: int) -> int:
     return int.from_bytes(digest, "little") & _SEED_MASK
 
 
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """The text of a prompt's tokens, and where in it each token's text begins."""
+
+    text: str
+    offsets: list[int]
+
+
+def shows_prompts(request: GenerateRequest) -> bool:
+    """Return whether the answer shows its prompts, and so needs their `PromptText`."""
+    return request.echo or request.prompt_logprobs is not None
+
+
+def decode_prompt(tokenizer: TextTokenizer, prompt: Sequence[int]) -> PromptText:
+    """Return the text of a prompt, token by token, in time that is linear whatever the tokens are."""
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    offsets, pieces, length = [], [], 0
+    for token_id in prompt:
+        offsets.append(length)
+        piece = detokenizer.push(token_id)
+        pieces.append(piece)
+        length += len(piece)
+    pieces.append(detokenizer.flush())
+    return PromptText("".join(pieces), offsets)
+
+
 class Answer:
     """The state of an answer: turns outputs into deltas and counts tokens.
 
@@ -89,8 +115,9 @@ class Answer:
         prompts: Sequence[list[int]],
         tokenizer: TextTokenizer,
         shape: OutputShape = PLAIN,
+        prompt_texts: Sequence[PromptText] = (),
     ) -> None:
-        """shape: how the model writes reasoning and calls."""
+        """shape: how the model writes reasoning and calls. prompt_texts: of all prompts if the request shows them."""
         self.finishes: list[tuple[int, int]] = []
         self.num_open = request.num_choices
         self._n, self._best, self._echoes = request.n, request.best, request.echo
@@ -100,9 +127,10 @@ class Answer:
         self._cached: list[int | None] = [None] * len(prompts)
         self._reports: dict[int, dict[str, Any]] = {}
         self._num_tokens = [0] * request.num_choices
-        shows_prompt = request.echo or request.prompt_logprobs is not None
         self._shown_prompts = [
-            _ShownPrompt(request, prompts[choice // request.n], tokenizer, choice) if shows_prompt else None
+            _ShownPrompt(request, prompts[choice // request.n], prompt_texts[choice // request.n], choice)
+            if shows_prompts(request)
+            else None
             for choice in range(request.num_choices)
         ]
         self._texts = [self._output_text(request, choice, tokenizer, shape) for choice in range(request.num_choices)]
@@ -358,7 +386,7 @@ class _ShownPrompt:
     `echo` is the text at the head, None where it is not asked for or was taken. Of a chat it is the continued text.
     """
 
-    def __init__(self, request: GenerateRequest, prompt: list[int], tokenizer: TextTokenizer, choice: int) -> None:
+    def __init__(self, request: GenerateRequest, prompt: list[int], decoded: PromptText, choice: int) -> None:
         spoken = request.prompts[choice // request.n]
         is_chat = isinstance(spoken, ChatPrompt)
         self._prompt = prompt
@@ -366,7 +394,7 @@ class _ShownPrompt:
         self._logprobs: list[TokenLogprobs] = []
         self._num_echoed = request.sampling.logprobs if request.echo and not is_chat else None
         self._num_asked = request.prompt_logprobs
-        self._offsets, text = _offsets(tokenizer, prompt)
+        self._offsets, text = decoded.offsets, decoded.text
         if isinstance(spoken, ChatPrompt):
             text = spoken.continued or ""
         elif isinstance(spoken, str):
@@ -401,16 +429,3 @@ class _ShownPrompt:
             TokenText(token_id, offset, None if found is None else TokenLogprobs(found.logprob, found.top[:num_top]))
             for token_id, offset, found in zip(self._prompt, self._offsets, (*missing, *rest), strict=True)
         ]
-
-
-def _offsets(tokenizer: TextTokenizer, prompt: list[int]) -> tuple[list[int], str]:
-    """Return where each prompt token's text begins, and the whole text."""
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    offsets, pieces, length = [], [], 0
-    for token_id in prompt:
-        offsets.append(length)
-        piece = detokenizer.push(token_id)
-        pieces.append(piece)
-        length += len(piece)
-    pieces.append(detokenizer.flush())
-    return offsets, "".join(pieces)

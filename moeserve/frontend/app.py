@@ -58,6 +58,8 @@ def create_app(services: Services) -> Starlette:
                 await asyncio.gather(publishing, return_exceptions=True)
             await services.engine.stop()
             await services.grammars.stop()
+            services.workers.stop()
+            services.token_workers.stop()
 
     app = Starlette(
         routes=routes,

@@ -19,10 +19,10 @@ from moeserve.frontend.dialects.chat import ChatBody, read_cache, read_chat_prom
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.engine_client import EngineGone
 from moeserve.frontend.generate import Dialect
-from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid, read_body, unavailable
+from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid, read_body
 from moeserve.frontend.keys import ADMIN, Identity, cache_account, cache_namespace
 from moeserve.frontend.routes import json_response
-from moeserve.frontend.services import Services
+from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import SamplingParams
 from moeserve.wire import pack_token_ids
@@ -270,7 +270,7 @@ class CacheRoutes:
         try:
             result = await self._services.engine.control(name, arguments)
         except EngineGone as error:
-            raise unavailable("The engine is not running", "engine_dead") from error
+            raise engine_unavailable(error) from error
         if result.error is not None:
             raise invalid(result.error[:500])
         return result.result

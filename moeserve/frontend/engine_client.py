@@ -49,6 +49,10 @@ class EngineGone(Exception):
     """The engine does not answer any more; the message says why."""
 
 
+class EngineSilent(EngineGone):
+    """The engine has not answered in time; it may still live."""
+
+
 class RequestRejected(Exception):
     """The engine did not admit a request."""
 
@@ -109,7 +113,7 @@ class EngineClient:
     @asynccontextmanager
     async def submit(self, generates: list[Generate]) -> AsyncIterator[RequestGroup]:
         """Send the requests. Leaving the block aborts, once each, requests that have not ended. Raises EngineGone."""
-        group = RequestGroup(generates, self._finish)
+        group = RequestGroup(generates, self._finish, self._run.config.engine_timeout)
         try:
             for generate in generates:
                 self._groups[generate.request_id] = group
@@ -124,14 +128,21 @@ class EngineClient:
                     self._try_send(Abort(request_id))
 
     async def control(self, command: str, arguments: dict[str, Any] | None = None) -> ControlResult:
-        """Send an operator's command and return the engine's answer. Raises EngineGone."""
+        """Send an operator's command and return the engine's answer.
+
+        Raises EngineGone; EngineSilent if no answer came in time, and then the command may still be carried out.
+        """
+        timeout_s = self._run.config.engine_timeout
         self._next_control += 1
         control_id = self._next_control
         future: asyncio.Future[ControlResult] = asyncio.get_running_loop().create_future()
         self._controls[control_id] = future
         try:
             self._send(Control(control_id, command, arguments or {}))
-            return await future
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            raise EngineSilent(f"the engine has not answered the command within {timeout_s:g} s") from None
         finally:
             self._controls.pop(control_id, None)
 
@@ -275,7 +286,9 @@ class RequestGroup:
     continued elsewhere.
     """
 
-    def __init__(self, generates: list[Generate], finish: Callable[[str, int], None]) -> None:
+    def __init__(self, generates: list[Generate], finish: Callable[[str, int], None], patience_s: float) -> None:
+        """patience_s: how long the engine may take to admit the requests."""
+        self._patience_s = patience_s
         self.prompts = [unpack_token_ids(generate.token_ids) for generate in generates]
         self.output_ids = [array("i") for _ in generates]
         self._finish = finish
@@ -322,9 +335,16 @@ class RequestGroup:
             self._news.set()
 
     async def admitted(self) -> None:
-        """Wait until the engine has admitted every request. Raises RequestRejected or EngineGone."""
-        while self._unanswered and self._failure is None:
-            await self._wait()
+        """Wait until the engine has admitted every request.
+
+        Raises RequestRejected or EngineGone; EngineSilent if the engine takes too long.
+        """
+        try:
+            async with asyncio.timeout(self._patience_s):
+                while self._unanswered and self._failure is None:
+                    await self._wait()
+        except TimeoutError:
+            raise EngineSilent(f"the engine has not taken the request within {self._patience_s:g} s") from None
         if self._failure is not None:
             raise self._failure
 
@@ -363,22 +383,23 @@ class RequestGroup:
 class ProgressWatch:
     """Judges from heartbeats whether the engine makes progress. Times are seconds of the caller's monotonic clock.
 
-    An engine hangs when it is busy and its step does not change, or when no heartbeat comes at all, for `timeout`.
+    An engine hangs when its loop does not turn, or when no heartbeat comes at all, for `timeout`.
     """
 
     def __init__(self, timeout: float, now: float) -> None:
         self._timeout = timeout
         self._last_beat = now
         self._last_progress = now
-        self._step: int | None = None
+        self._turn: int | None = None
+        self._busy = False
         self._last_check = now
 
     def observe(self, heartbeat: Heartbeat, now: float) -> None:
         """Note a heartbeat."""
         self._last_beat = now
-        if not heartbeat.busy or heartbeat.step != self._step:
+        if heartbeat.turn != self._turn:
             self._last_progress = now
-        self._step = heartbeat.step
+        self._turn, self._busy = heartbeat.turn, heartbeat.busy
 
     def verdict(self, now: float) -> str | None:
         """Return why the engine counts as hung, or None. To be called a few times per timeout.
@@ -393,5 +414,5 @@ class ProgressWatch:
         if now - self._last_beat > self._timeout:
             return f"no heartbeat for {self._timeout:g} s"
         if now - self._last_progress > self._timeout:
-            return f"busy without progress for {self._timeout:g} s"
+            return f"{'busy' if self._busy else 'idle'} without progress for {self._timeout:g} s"
         return None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
-from moeserve.frontend.answer import Answer, build_generates, prompt_tail
+from moeserve.frontend.answer import Answer, build_generates, prompt_tail, shows_prompts
 from moeserve.frontend.cache_report import asks_for_report
 from moeserve.frontend.cache_wishes import cache_wishes
 from moeserve.frontend.constraints import constraint_of, of_calls
@@ -33,20 +35,26 @@ from moeserve.frontend.http import (
 )
 from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.metrics import Metrics
-from moeserve.frontend.services import Services
+from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
+from moeserve.frontend.workers import InlineBudget
 from moeserve.wire import Generate, Output, Rejected
 
 _MAX_HEADER_CHARS = 200
+_OUTPUTS_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The parts of one API: the prefix of its answer ids, how it reads requests and writes answers."""
+    """The parts of one API: the prefix of its answer ids, how it reads requests and writes answers.
+
+    off_loop: whether a thread may call `parse` and the formatter's `complete`: they use nothing of the event loop's.
+    """
 
     id_prefix: str
     parse: Callable[[bytes, ModelFacts], GenerateRequest]
     formatter: Callable[[str, int, GenerateRequest, TextTokenizer, str], Formatter]
+    off_loop: bool = True
 
 
 CHAT = Dialect("chatcmpl-", chat.parse, chat.ChatFormatter)
@@ -71,7 +79,8 @@ class GenerateRoute:
             timeout_s=limits.RECEIVE_TIMEOUT_S,
         )
         facts = services.check_serving()
-        request = self._dialect.parse(body, facts)
+        request = await self._parse(body, facts)
+        del body
         services.metrics.count_ignored(request.ignored)
         if request.dropped_tools:
             send = self._warn(scope, send, request.dropped_tools)
@@ -80,6 +89,12 @@ class GenerateRoute:
             request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
         with services.admission.hold(request.num_choices, services.capacity):
             await until_disconnect(receive, self._serve(scope, send, request, facts))
+
+    async def _parse(self, body: bytes, facts: ModelFacts) -> GenerateRequest:
+        if len(body) < limits.INLINE_BODY_BYTES or not self._dialect.off_loop:
+            return self._dialect.parse(body, facts)
+        parse = partial(self._dialect.parse, body, facts)
+        return await self._services.workers.run(len(body) // limits.BODY_BYTES_PER_CHAR, parse)
 
     def _warn(self, scope: Scope, send: Send, dropped: tuple[str, ...]) -> Send:
         """Count and log built-in tools that do not exist here; return a `send` that names them in a header."""
@@ -90,7 +105,8 @@ class GenerateRoute:
 
     async def _serve(self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts) -> None:
         services, state = self._services, scope["state"]
-        prompts = [await services.encode(prompt, facts) for prompt in request.prompts]
+        budget = InlineBudget(limits.INLINE_CHARS)
+        prompts = [await services.encode(prompt, facts, budget) for prompt in request.prompts]
         request = await self._constrain(request, prompts, facts)
         answer_id = self._dialect.id_prefix + secrets.token_hex(12)
         generates = build_generates(
@@ -102,7 +118,8 @@ class GenerateRoute:
             max_model_len=facts.max_model_len,
             wishes=await cache_wishes(services, request, prompts, facts, state["identity"]),
         )
-        answer = Answer(request, prompts, services.tokenizer, services.shape)
+        prompt_texts = await services.prompt_texts(prompts, budget) if shows_prompts(request) else ()
+        answer = Answer(request, prompts, services.tokenizer, services.shape, prompt_texts)
         progress = Progress(services.metrics, state["arrival"], request.num_choices)
         formatter = self._dialect.formatter(
             answer_id, int(time.time()), request, services.tokenizer, services.fingerprint
@@ -111,10 +128,11 @@ class GenerateRoute:
             async with AsyncExitStack() as stack:
                 group = await self._submit(stack, generates, facts)
                 if request.stream:
-                    stream = EventStream(send, limits.SEND_TIMEOUT_S)
+                    stream = EventStream(send)
                     await _Streaming(group, answer, formatter, progress, stream).run()
                 else:
-                    await _whole(send, group, answer, formatter, progress)
+                    choices = await _whole(group, answer, progress)
+                    await send_body(send, 200, await self._complete(formatter, choices, answer))
         finally:
             progress.end(answer, state["log"])
 
@@ -140,10 +158,19 @@ class GenerateRoute:
             group = await stack.enter_async_context(self._services.engine.submit(generates))
             await group.admitted()
         except EngineGone as error:
-            raise unavailable("The engine is not running", "engine_dead") from error
+            raise engine_unavailable(error) from error
         except RequestRejected as error:
             raise self._rejection(error.rejected, generates, facts) from None
         return group
+
+    async def _complete(self, formatter: Formatter, choices: list[Delta], answer: Answer) -> bytes:
+        """Return the body of an answer; one with many tokens is written by a thread."""
+        complete = partial(formatter.complete, choices, answer.usage)
+        num_tokens = sum(len(choice.tokens) + len(choice.prompt) for choice in choices)
+        if num_tokens <= limits.INLINE_TOKENS or not self._dialect.off_loop:
+            return complete()
+        # Nothing is refused any more once the answer is there.
+        return await self._services.workers.run(0, complete)
 
     def _rejection(self, rejected: Rejected, generates: list[Generate], facts: ModelFacts) -> ApiError:
         retry_after_s = rejected.retry_after_s or self._services.admission.retry_after()
@@ -162,17 +189,20 @@ class GenerateRoute:
                 return invalid(rejected.reason[:500])
 
 
-async def _whole(send: Send, group: RequestGroup, answer: Answer, formatter: Formatter, progress: Progress) -> None:
-    """Send the answer in one piece."""
+async def _whole(group: RequestGroup, answer: Answer, progress: Progress) -> list[Delta]:
+    """Wait for the whole answer, and return its choices."""
     choices: dict[int, Delta] = {}
     try:
         while answer.num_open:
-            for delta in _take(group, answer, await group.next(), progress):
-                choices.setdefault(delta.index, Delta(delta.index)).append(delta)
+            batch = await group.next()
+            for number in range(0, len(batch), _OUTPUTS_AT_ONCE):
+                for delta in _take(group, answer, batch[number : number + _OUTPUTS_AT_ONCE], progress):
+                    choices.setdefault(delta.index, Delta(delta.index)).append(delta)
+                # An output may bring a whole prompt's tokens with it.
+                await asyncio.sleep(0)
     except EngineGone as error:
         raise unavailable(f"The answer broke off: {error}", "engine_dead") from error
-    given = answer.best([choices[index] for index in sorted(choices)])
-    await send_body(send, 200, formatter.complete(given, answer.usage))
+    return answer.best([choices[index] for index in sorted(choices)])
 
 
 def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:

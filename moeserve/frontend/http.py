@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+_SLICE_BYTES = 64 * 1024
 
 _T = TypeVar("_T")
 
@@ -202,12 +203,39 @@ async def send_error(send: Send, error: ApiError, body: bytes) -> None:
     await send_body(send, error.status, body, error.headers())
 
 
-class EventStream:
-    """Server-sent events. Every call of `write` carries whole events and is one write to the connection."""
+class PatientSend:
+    """A `send` that hands bodies over in slices, each only when the connection's buffer has room.
+
+    Raises SlowReader if there is no room for `timeout_s`.
+    """
 
     def __init__(self, send: Send, timeout_s: float) -> None:
         self._send = send
         self._timeout_s = timeout_s
+
+    async def __call__(self, message: Message) -> None:
+        body = message.get("body", b"")
+        if len(body) <= _SLICE_BYTES:
+            await self._give(message)
+            return
+        for start in range(0, len(body), _SLICE_BYTES):
+            end = start + _SLICE_BYTES
+            more = end < len(body) or message.get("more_body", False)
+            await self._give({"type": message["type"], "body": body[start:end], "more_body": more})
+
+    async def _give(self, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            raise SlowReader from None
+
+
+class EventStream:
+    """Server-sent events. Every call of `write` carries whole events and is one write to the connection."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
 
     async def start(self) -> None:
         """Send status 200 and the headers."""
@@ -219,9 +247,5 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
-        """Send events. Raises SlowReader if the connection accepts no bytes for too long."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._send({"type": "http.response.body", "body": events, "more_body": not last})
-        except TimeoutError:
-            raise SlowReader from None
+        """Send events."""
+        await self._send({"type": "http.response.body", "body": events, "more_body": not last})

@@ -39,9 +39,23 @@ MAX_HEADER_BYTES = 32 * 1024
 MAX_HEADERS = 100
 RECEIVE_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 30.0
+# Bytes that wait for a client to read them, from which on nothing more is written; one slice may come on top.
+WRITE_BUFFER_BYTES = 128 * 1024
 KEEP_ALIVE_S = 10.0
 MAX_STATS_STREAMS = 32
-TOKENIZE_INLINE_CHARS = 16_384
+# Text that one request may have converted on the event loop; the rest goes to threads.
+INLINE_CHARS = 4096
+# A body from this size on is read by a thread, which takes about so many bytes in the time of one character.
+INLINE_BODY_BYTES = 64 * 1024
+BODY_BYTES_PER_CHAR = 16
+# An answer with more tokens in it, each with its log probability, is written by a thread.
+INLINE_TOKENS = 2048
+# What `/tokenize` and `/detokenize` take at once, and what waits for threads in all.
+MAX_TOKENIZE_CHARS = 1_000_000
+MAX_DETOKENIZE_TOKENS = 262_144
+MAX_WAITING_CHARS = 8_000_000
+# Of a token, where work is counted in characters.
+CHARS_PER_TOKEN = 4
 
 # Responses that `/v1/responses` keeps for later turns. A key's share counts requests and answers as JSON.
 MAX_STORED_RESPONSES_PER_KEY = 2048

@@ -37,7 +37,7 @@ class StatsStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._num_open >= limits.MAX_STATS_STREAMS:
             raise unavailable("Too many watch the figures already", "too_many_streams", 10.0)
-        stream = EventStream(send, limits.SEND_TIMEOUT_S)
+        stream = EventStream(send)
         await stream.start()
         if scope["method"] == "HEAD":
             await stream.write(b"", last=True)

@@ -1,18 +1,116 @@
-"""The logs of a process: structlog on standard error, for people on a terminal and as JSON elsewhere."""
+"""The logs of a process: structlog on standard error, for people on a terminal and as JSON elsewhere.
+
+Whoever reads standard error may stop reading, and then a write to it waits for ever. So lines go through a bounded
+queue to a thread; what does not fit is dropped and counted.
+"""
 
 from __future__ import annotations
 
+import atexit
+import io
+import json
 import logging
+import os
+import select
 import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TextIO, cast
 
 import structlog
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_MAX_WAITING_CHARS = 4 * 2**20
+_LAST_LINES_S = 1.0
 
 
-def configure_logs(level: str, log_format: str) -> None:
-    """Set up structlog; uvicorn's own lines are shown from warnings on. `log_format`: auto, console or json."""
+class LogStream(io.TextIOBase):
+    """A text stream over a descriptor whose writes never wait. Each call of `write` is whole lines.
+
+    num_dropped: the lines that did not fit or could not be written; the next line that fits is preceded by `notice` of
+    their number.
+    """
+
+    def __init__(
+        self,
+        descriptor: int,
+        notice: Callable[[int], str] = lambda count: f"{count} log lines were dropped\n",
+        max_waiting_chars: int = _MAX_WAITING_CHARS,
+    ) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._notice = notice
+        self._max_waiting = max_waiting_chars
+        self._waiting: deque[str] = deque()
+        self._num_waiting = 0  # characters, without those of the line that is being written
+        self._is_writing = False
+        self._change = threading.Condition()
+        self._num_told = 0
+        self.num_dropped = 0
+        threading.Thread(target=self._write_all, name="logs", daemon=True).start()
+
+    def write(self, text: str) -> int:
+        """Queue lines."""
+        with self._change:
+            if self._num_waiting + len(text) > self._max_waiting:
+                self.num_dropped += max(1, text.count("\n"))
+                return len(text)
+            if untold := self.num_dropped - self._num_told:
+                self._num_told = self.num_dropped
+                self._put(self._notice(untold))
+            self._put(text)
+            self._change.notify_all()
+        return len(text)
+
+    def drain(self, seconds: float = _LAST_LINES_S) -> bool:
+        """Wait until all lines are written, for so long at most. Return whether they are."""
+        with self._change:
+            return self._change.wait_for(lambda: not self._waiting and not self._is_writing, seconds)
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def _put(self, text: str) -> None:
+        self._waiting.append(text)
+        self._num_waiting += len(text)
+
+    def _write_all(self) -> None:
+        while True:
+            with self._change:
+                self._is_writing = False
+                self._change.notify_all()
+                self._change.wait_for(lambda: self._waiting)
+                text = self._waiting.popleft()
+                self._num_waiting -= len(text)
+                self._is_writing = True
+            try:
+                self._write(text.encode("utf-8", "backslashreplace"))
+            except OSError:
+                # The disk is full, or nobody can read this any more.
+                with self._change:
+                    self.num_dropped += max(1, text.count("\n"))
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:
+                # Another process may have made the descriptor non-blocking.
+                select.select([], [self._descriptor], [])
+
+
+def configure_logs(level: str, log_format: str) -> LogStream:
+    """Set up structlog, and return its stream, which is drained when the interpreter ends.
+
+    uvicorn's own lines are shown from warnings on. `log_format`: auto, console or json.
+    """
     as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
+    stream = LogStream(sys.stderr.fileno(), _json_notice) if as_json else LogStream(sys.stderr.fileno())
+    atexit.register(stream.drain)
     renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
     structlog.configure(
         processors=[
@@ -22,7 +120,12 @@ def configure_logs(level: str, log_format: str) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", stream)),
         cache_logger_on_first_use=True,
     )
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, stream=stream, format="%(levelname)s %(name)s: %(message)s")
+    return stream
+
+
+def _json_notice(count: int) -> str:
+    return json.dumps({"count": count, "event": "log_lines_dropped", "level": "warning"}) + "\n"

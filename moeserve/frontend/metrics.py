@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,10 +23,11 @@ _QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 class Metrics:
     """The metrics of one frontend, in one registry. Latencies are in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_dropped_lines: Callable[[], int] = lambda: 0) -> None:
+        """num_dropped_lines: log lines of this process that were dropped so far."""
         self.registry = CollectorRegistry()
         self.rejections: Tally[str] = Tally()
-        self._engine = _EngineCollector(self.rejections)
+        self._engine = _EngineCollector(self.rejections, num_dropped_lines)
         self.registry.register(self._engine)
         self.time_to_first_token = self._histogram(
             "moeserve_time_to_first_token_seconds", "From the request's arrival to its first token", _TTFT
@@ -76,9 +77,10 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Exports the engine's newest `Stats`, and only rejections before the first one."""
+    """Exports the engine's newest `Stats`; before the first one only what this process counts itself."""
 
-    def __init__(self, rejections: Tally[str]) -> None:
+    def __init__(self, rejections: Tally[str], num_dropped_lines: Callable[[], int]) -> None:
+        self._num_dropped_lines = num_dropped_lines
         self._stats: Stats | None = None
         self._rejections = rejections
 
@@ -97,6 +99,11 @@ class _EngineCollector(Collector):
         for reason, count in sorted(reasons.items()):
             rejected.add_metric([reason], count)
         yield rejected
+        yield CounterMetricFamily(
+            "moeserve_log_lines_dropped",
+            "Log lines of the HTTP process that nobody read in time",
+            value=self._num_dropped_lines(),
+        )
         if stats is not None:
             yield from _engine_metrics(stats)
             yield from feature_metrics(stats.features)

@@ -11,10 +11,12 @@ import structlog
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from moeserve.frontend import limits
 from moeserve.frontend.http import (
     ApiError,
     ClientDisconnected,
     ErrorBody,
+    PatientSend,
     SlowReader,
     internal_error,
     openai_error_body,
@@ -51,7 +53,7 @@ class RequestBoundary:
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "log": {}, "arrival": started}
-        response = _Response(send, request_id)
+        response = _Response(PatientSend(send, limits.SEND_TIMEOUT_S), request_id)
         try:
             await self._app(scope, receive, response)
         except ClientDisconnected:

@@ -32,6 +32,7 @@ class ResponsesRoute:
             responses_answer.ID_PREFIX,
             partial(responses.parse, earlier=shelf),
             partial(responses_answer.ResponsesFormatter, keep=shelf.put),
+            off_loop=False,
         )
         await GenerateRoute(self._services, dialect)(scope, receive, send)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +15,11 @@ from moeserve.config import VERSION
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields, messages
 from moeserve.frontend.dialects.chat import ChatBody, read_chat_prompt
+from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.engine_client import EngineGone
-from moeserve.frontend.http import ApiError, invalid, read_body, unavailable, unknown_model
+from moeserve.frontend.http import ApiError, invalid, read_body, unknown_model
 from moeserve.frontend.metrics import CONTENT_TYPE
-from moeserve.frontend.services import Services
+from moeserve.frontend.services import Services, engine_unavailable
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -66,7 +67,7 @@ class ServiceRoutes:
         try:
             result = await self._services.engine.control("reset_prefix_cache")
         except EngineGone as error:
-            raise unavailable("The engine is not running", "engine_dead") from error
+            raise engine_unavailable(error) from error
         if result.error is not None:
             raise ApiError(409, result.error[:500], type="server_error", code="reset_failed")
         return json_response({"status": "ok", **result.result})
@@ -120,27 +121,38 @@ class TokenRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either `prompt` or `messages`", "prompt")
         if body.prompt is None:
-            token_ids = await services.encode(read_chat_prompt(body), facts)
+            token_ids = await services.encode(read_chat_prompt(body), facts, workers=services.token_workers)
         else:
+            num_chars = len(body.prompt)
+            if num_chars > limits.MAX_TOKENIZE_CHARS:
+                raise invalid(f"`prompt` has {num_chars} characters; at most {limits.MAX_TOKENIZE_CHARS}", "prompt")
             special = body.add_special_tokens is not False
-            token_ids = await asyncio.to_thread(services.tokenizer.encode, body.prompt, add_special_tokens=special)
+            encode = partial(services.tokenizer.encode, body.prompt, add_special_tokens=special)
+            token_ids = await services.token_workers.run(num_chars, encode)
         return json_response({"count": len(token_ids), "max_model_len": facts.max_model_len, "tokens": token_ids})
 
     async def detokenize(self, request: Request) -> Response:
         services = self._services
         facts = services.check_serving()
-        body, _ = fields.decode_json(await self._body(request), DetokenizeBody)
+        data = await self._body(request)
+        return await services.token_workers.run(len(data), partial(self._detokenize, data, facts))
+
+    def _detokenize(self, data: bytes, facts: ModelFacts) -> Response:
+        body, _ = fields.decode_json(data, DetokenizeBody)
         if body.model is not None:
             fields.check_model(body.model, facts)
+        num_tokens = len(body.tokens)
+        if num_tokens > limits.MAX_DETOKENIZE_TOKENS:
+            raise invalid(f"`tokens` has {num_tokens} entries; at most {limits.MAX_DETOKENIZE_TOKENS}", "tokens")
         fields.check_token_ids("tokens", body.tokens, facts.vocab_size)
-        text = await asyncio.to_thread(services.tokenizer.decode, body.tokens, skip_special_tokens=False)
-        return json_response({"prompt": text})
+        return json_response({"prompt": self._services.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
     async def count_message(self, request: Request) -> Response:
         """Count the prompt tokens that the request would have on `/v1/messages`."""
         facts = self._services.check_serving()
         prompt = messages.parse_count(await self._body(request), facts)
-        return json_response({"input_tokens": len(await self._services.encode(prompt, facts))})
+        token_ids = await self._services.encode(prompt, facts, workers=self._services.token_workers)
+        return json_response({"input_tokens": len(token_ids)})
 
     async def _body(self, request: Request) -> bytes:
         return await read_body(
@@ -189,7 +201,7 @@ class ExpertRoutes:
             arguments = {"max_tokens": body.max_tokens, "token_ids": body.token_ids}
             return json_response({"status": "recording", **await self._command("start_expert_trace", arguments)})
         result = await self._command("stop_expert_trace")
-        content = await asyncio.to_thread(_read_and_remove, Path(result["file"]))
+        content = await self._services.workers.run(0, partial(_read_and_remove, Path(result["file"])))
         return Response(
             content,
             media_type="application/octet-stream",
@@ -207,7 +219,7 @@ class ExpertRoutes:
         try:
             result = await self._services.engine.control(name, arguments)
         except EngineGone as error:
-            raise unavailable("The engine is not running", "engine_dead") from error
+            raise engine_unavailable(error) from error
         if result.error is not None:
             raise ApiError(409, result.error[:500], type="conflict", code="not_possible_now")
         return result.result

@@ -8,10 +8,14 @@ at once.
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import signal
 import socket
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, cast
 
 import structlog
@@ -20,27 +24,55 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from moeserve.frontend import limits
 from moeserve.frontend.app import create_app
+from moeserve.frontend.http import send_error, unavailable
 from moeserve.frontend.services import Services
 
 log = structlog.get_logger(__name__)
 
 _LAST_WORDS_S = 1.0
+_TICK_S = 0.2
+_OTHER_FILES = 128
+OPEN_PATHS = ("/health", "/ready", "/metrics")
 _KEEP_ALIVE_TIMEOUT_S = 30
 
 
-def serve(services: Services, listener: socket.socket) -> None:
-    """Answer on a bound socket until a signal ends the server."""
-    FrontendServer(services).run(sockets=[listener])
+def serve(services: Services, listener: socket.socket, beat_fd: int | None = None) -> None:
+    """Answer on a bound socket until a signal ends the server. beat_fd: a pipe on which the event loop ticks."""
+    allow_connections(services.run.config.max_connections)
+    FrontendServer(services, None if beat_fd is None else Ticker(beat_fd)).run(sockets=[listener])
+
+
+class Ticker:
+    """Writes a byte into a pipe a few times a second, as long as the event loop turns."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._next: asyncio.TimerHandle | None = None
+        os.set_blocking(descriptor, False)
+        os.set_inheritable(descriptor, False)
+
+    def start(self) -> None:
+        """Tick now, and from now on."""
+        # A full pipe is no reason to wait, and one without a reader none to fail.
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._descriptor, b".")
+        self._next = asyncio.get_running_loop().call_later(_TICK_S, self.start)
+
+    def stop(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
 
 
 class FrontendServer(uvicorn.Server):
     """A uvicorn server that installs no signal handlers of its own."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, ticker: Ticker | None = None) -> None:
+        most = services.run.config.max_connections
+        protocol = partial(BoundedHttpProtocol, most_connections=most, rejections=services.metrics.rejections)
         super().__init__(
             uvicorn.Config(
                 create_app(services),
-                http=BoundedHttpProtocol,
+                http=cast("type[asyncio.Protocol]", protocol),
                 loop="uvloop",
                 ws="none",
                 lifespan="on",
@@ -52,18 +84,23 @@ class FrontendServer(uvicorn.Server):
             )
         )
         self._services = services
+        self._ticker = ticker
         self._stop_now = asyncio.Event()
         self._drain: asyncio.Task[None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install the handlers on the event loop, in place of uvicorn's."""
+        """Install the handlers on the event loop, in place of uvicorn's, and tick as long as they are there."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         loop.add_signal_handler(signal.SIGINT, self._on_sigint)
+        if self._ticker is not None:
+            self._ticker.start()
         try:
             yield
         finally:
+            if self._ticker is not None:
+                self._ticker.stop()
             loop.remove_signal_handler(signal.SIGTERM)
             loop.remove_signal_handler(signal.SIGINT)
 
@@ -106,14 +143,21 @@ class FrontendServer(uvicorn.Server):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol that closes connections whose headers are too large, too many or too slow.
+    """uvicorn's HTTP protocol that closes connections whose headers are too large, too many or too slow, that are too
+    many themselves, or whose client does not read.
 
     uvicorn with httptools bounds neither the size of headers nor the time they may take, and an application cannot: it
     is called when they are complete. `scope["extensions"]["moeserve.abort"]` drops the connection and its buffer.
+
+    most_connections: requests on further connections are refused and counted in `rejections`, but for OPEN_PATHS;
+    twice as many are dropped unheard.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, most_connections: int, rejections: Counter[str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._most_connections = most_connections
+        self._rejections = rejections
+        self._end: asyncio.TimerHandle | None = None
         self._received_bytes = 0  # since the headers began, as they came
         self._header_bytes = 0  # of complete header fields
         self._in_headers = True
@@ -121,11 +165,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(limits.WRITE_BUFFER_BYTES)
+        excess = len(self.connections) - self._most_connections
+        if excess > 0:
+            self._rejections["too_many_connections"] += 1
+            self.app = refuse_unless_open(self.app)
+        if excess > self._most_connections:
+            transport.abort()
+            return
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        if self._end is not None:
+            self._end.cancel()
         super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._end_soon()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        self._end_soon()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """End an idle connection; with a client that has not even read its answer, without a farewell."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -156,6 +225,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._disarm()
         super().on_headers_complete()
 
+    def _end_soon(self) -> None:
+        """Drop a connection that is closing, once its client has had time to read the rest."""
+        if self.transport.is_closing() and self._end is None:
+            self._end = self.loop.call_later(limits.SEND_TIMEOUT_S, self.transport.abort)
+
     def _arm(self) -> None:
         self._deadline = self.loop.call_later(limits.RECEIVE_TIMEOUT_S, self._too_slow)
 
@@ -168,3 +242,29 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._deadline = None
         if not self.transport.is_closing():
             self.transport.close()
+            self._end_soon()
+
+
+def refuse_unless_open(app: Any) -> Any:
+    """Return an application that answers 503, but for the paths by which operators look at the server."""
+    error = unavailable("Too many connections are open", "too_many_connections", close=True)
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] in OPEN_PATHS:
+            await app(scope, receive, send)
+        else:
+            await send_error(send, error, error.body())
+
+    return refuse
+
+
+def allow_connections(most: int) -> None:
+    """Raise this process's limit of open files so that it allows so many connections, as far as the system lets it."""
+    wanted = 2 * most + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < most + _OTHER_FILES:
+        log.warning("few_open_files", limit=wanted, max_connections=most)

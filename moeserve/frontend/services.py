@@ -6,15 +6,17 @@ import asyncio
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from moeserve.frontend import limits
+from moeserve.frontend.answer import PromptText, decode_prompt
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
-from moeserve.frontend.engine_client import EngineClient
+from moeserve.frontend.engine_client import EngineClient, EngineGone, EngineSilent
 from moeserve.frontend.grammar_checker import GrammarChecker
 from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, unavailable
 from moeserve.frontend.live import LiveStats
@@ -22,8 +24,10 @@ from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape
 from moeserve.frontend.templates import ChatTemplate, load_chat_template, render_prompt
 from moeserve.frontend.text import TextTokenizer
+from moeserve.frontend.workers import InlineBudget, Workers
 from moeserve.wire import RunContext, Stats
 
+_THREADS = 2
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
 _REMEMBERED_ENDS = 32
@@ -41,16 +45,20 @@ class Services:
         tokenizer: TextTokenizer,
         template: ChatTemplate | None,
         shape: OutputShape = PLAIN,
+        num_dropped_lines: Callable[[], int] = lambda: 0,
     ) -> None:
-        """shape: how the model writes reasoning and calls."""
+        """shape: how the model writes reasoning and calls. num_dropped_lines: of this process's logs, for a metric."""
         self.run = run
         self.tokenizer = tokenizer
         self.template = template
         self.shape = shape
-        self.metrics = Metrics()
+        self.metrics = Metrics(num_dropped_lines)
         self.live = LiveStats(self.metrics)
         self.grammars = GrammarChecker(Path(run.model_dir) / "tokenizer.json")
         self.engine = EngineClient(run, on_stats=self._on_stats)
+        # Apart, so that counting tokens holds up no generation.
+        self.workers = Workers("generation", _THREADS, limits.MAX_WAITING_CHARS)
+        self.token_workers = Workers("tokens", 1, limits.MAX_WAITING_CHARS)
         self.admission = Admission(time.monotonic, self.metrics.rejections)
         self._draining = False
         self.created = int(time.time())
@@ -59,7 +67,7 @@ class Services:
         self._facts: ModelFacts | None = None
 
     @classmethod
-    def load(cls, run: RunContext) -> Services:
+    def load(cls, run: RunContext, num_dropped_lines: Callable[[], int] = lambda: 0) -> Services:
         """Read the checkpoint's tokenizer and template."""
         tokenizer = TextTokenizer.from_file(Path(run.model_dir) / "tokenizer.json")
         template = load_chat_template(run.model_dir)
@@ -67,7 +75,7 @@ class Services:
         shape = choose_shape(
             sources, _model_type(Path(run.model_dir)), run.config.tool_call_parser, run.config.reasoning_parser
         )
-        return cls(run, tokenizer, template, shape)
+        return cls(run, tokenizer, template, shape, num_dropped_lines)
 
     def begin_drain(self) -> None:
         """Refuse new generations from now on."""
@@ -115,32 +123,52 @@ class Services:
         self.metrics.on_stats(stats)
         self.live.on_stats(stats)
 
-    async def encode(self, prompt: ChatPrompt | str | list[int], facts: ModelFacts) -> list[int]:
-        """Return the token ids of a prompt; long ones are tokenised in a thread. Raises ApiError."""
+    async def encode(
+        self,
+        prompt: ChatPrompt | str | list[int],
+        facts: ModelFacts,
+        budget: InlineBudget | None = None,
+        workers: Workers | None = None,
+    ) -> list[int]:
+        """Return the token ids of a prompt. Raises ApiError.
+
+        budget: of the request, where it has several prompts; what exceeds it is done by `workers`, those of generation
+        unless given.
+        """
         if isinstance(prompt, list):
             return prompt
+        budget, workers = budget or InlineBudget(limits.INLINE_CHARS), workers or self.workers
         if isinstance(prompt, ChatPrompt):
-            field, (text, mark) = prompt.request_field, await self._render(prompt)
+            field, (text, mark) = prompt.request_field, await self._render(prompt, budget, workers)
         else:
             field, text, mark = "prompt", prompt, None
         # A text needs at least this many tokens of the longest kind, so prompts that cannot fit need no tokenising.
         least = len(text) // self.tokenizer.longest_token
         if least >= facts.max_model_len:
             raise context_length_exceeded(facts.max_model_len, least, 1, at_least=True, param=field)
-        if len(text) <= limits.TOKENIZE_INLINE_CHARS:
+        if budget.take(len(text)):
             token_ids = self._encode(text, mark)
         else:
-            token_ids = await asyncio.to_thread(self._encode, text, mark)
+            token_ids = await workers.run(len(text), partial(self._encode, text, mark))
         if not token_ids:
             raise invalid("The prompt has no tokens", field)
         return token_ids
+
+    async def prompt_texts(self, prompts: Sequence[list[int]], budget: InlineBudget) -> list[PromptText]:
+        """Return the text of each prompt. Raises ApiError (503) if too much is waiting."""
+        texts = []
+        for prompt in prompts:
+            chars = limits.CHARS_PER_TOKEN * len(prompt)
+            decode = partial(decode_prompt, self.tokenizer, prompt)
+            texts.append(decode() if budget.take(chars) else await self.workers.run(chars, decode))
+        return texts
 
     def _encode(self, text: str, mark: str | None) -> list[int]:
         if mark is None:
             return self.tokenizer.encode(text)
         return self.tokenizer.encode_rendered(text, mark)
 
-    async def _render(self, prompt: ChatPrompt) -> tuple[str, str]:
+    async def _render(self, prompt: ChatPrompt, budget: InlineBudget, workers: Workers) -> tuple[str, str]:
         template = self.template
         if template is None:
             raise ApiError(
@@ -154,7 +182,15 @@ class Services:
             return render_prompt(template, self.tokenizer, prompt)
 
         size = sum(len(message["content"]) for message in prompt.messages) + _CHARS_PER_TOOL * len(prompt.tools)
-        return render() if size <= limits.TOKENIZE_INLINE_CHARS else await asyncio.to_thread(render)
+        return render() if budget.take(size) else await workers.run(size, render)
+
+
+def engine_unavailable(error: EngineGone) -> ApiError:
+    """503: the engine is gone, or it has not answered in time."""
+    if isinstance(error, EngineSilent):
+        sentence = str(error)
+        return unavailable(sentence[0].upper() + sentence[1:], "engine_silent", _RETRY_WHILE_LOADING_S)
+    return unavailable("The engine is not running", "engine_dead")
 
 
 def _model_type(folder: Path) -> str:

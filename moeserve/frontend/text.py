@@ -8,6 +8,7 @@ around the marks, so that no such token is formed.
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
@@ -24,6 +25,8 @@ _MARKER = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]")
 # Templates look for them in what a model said.
 _REASONING_MARKERS = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})
 NO_IDS: frozenset[int] = frozenset()
+# Tokens that may wait for the end of a character; a character has four bytes at most.
+_MOST_PENDING = 32
 
 
 class TextTokenizer:
@@ -129,19 +132,23 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int] = (), shown: frozenset[int] = NO_IDS) -> None:
         self._tokenizer = tokenizer
         self._skips = not shown
-        self._dropped = tokenizer.special_token_ids - shown if shown else NO_IDS
+        self._dropped = tokenizer.special_token_ids - shown
         context = list(prompt[-CONTEXT_TOKENS:])
         if tokenizer.decode(context, skip_special_tokens=self._skips).endswith("\ufffd"):
             context = []  # a prompt that ends inside a character cannot be continued from
         self._shown = context  # the tokens before the pending ones, which their text depends on
         self._pending: list[int] = []
-        self._stream = tokenizer.stream(context, skip_special_tokens=self._skips)
+        self._stream: DecodeStream | None = tokenizer.stream(context, skip_special_tokens=self._skips)
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes, possibly none."""
         if token_id in self._dropped:
             return ""
         self._pending.append(token_id)
+        if len(self._pending) >= _MOST_PENDING:
+            return self._cut()
+        if self._stream is None:
+            return self._compare()
         try:
             text = self._tokenizer.step(self._stream, token_id)
         except Exception:  # tokenizers raises a bare Exception when earlier text would change with this token
@@ -157,10 +164,53 @@ class IncrementalDetokenizer:
         """Return the rest at the end of the output: an unfinished character shows as U+FFFD."""
         if not self._pending:
             return ""
-        before = self._tokenizer.decode(self._shown, skip_special_tokens=self._skips)
-        after = self._tokenizer.decode(self._shown + self._pending, skip_special_tokens=self._skips)
+        text = self._text_of(len(self._pending))
         self._shown, self._pending = self._pending, []
+        return text
+
+    def _cut(self) -> str:
+        """Return the text of the pending tokens but for those of an unfinished character, and let go of them.
+
+        Tokens that complete no text would otherwise be decoded again with every further one, which takes quadratic
+        time: broken bytes, one after another, or ids without a token.
+        """
+        self._stream = None
+        self._pending = [token_id for token_id in self._pending if self._tokenizer.token_bytes(token_id)]
+        num_final = self._num_final()
+        text = self._text_of(num_final)
+        if text:
+            self._shown = self._pending[:num_final]
+        self._pending = self._pending[num_final:]
+        return text
+
+    def _compare(self) -> str:
+        """Return the text that the pending tokens add to those before, none while it may end inside a character.
+
+        A decoding stream begins only after text that ends with a whole character. This one begins anew with such text.
+        """
+        text = self._text_of(len(self._pending))
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._shown, self._pending = self._pending, []
+        self._stream = self._tokenizer.stream(self._shown, skip_special_tokens=self._skips)
+        return text
+
+    def _text_of(self, num_pending: int) -> str:
+        before = self._tokenizer.decode(self._shown, skip_special_tokens=self._skips)
+        after = self._tokenizer.decode(self._shown + self._pending[:num_pending], skip_special_tokens=self._skips)
         return after[len(before) :]
+
+    def _num_final(self) -> int:
+        """Return how many pending tokens lie before a character that is unfinished at their end."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        pieces = [self._tokenizer.token_bytes(token_id) for token_id in self._pending]
+        decoder.decode(b"".join(pieces))
+        num_open = len(decoder.getstate()[0])
+        num_final = len(pieces)
+        while num_open > 0:
+            num_final -= 1
+            num_open -= len(pieces[num_final])
+        return num_final
 
 
 class StopMatcher:

@@ -2,7 +2,10 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
+
+from moeserve.config import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,6 +27,34 @@ def test_the_image_copies_every_package():
     dockerfile = (ROOT / "examples" / "Dockerfile").read_text()
     for package in ("launcher", "moeserve", "radix_cache", "experts", "kernels"):
         assert f"COPY {package} {package}\n" in dockerfile
+
+
+def test_the_watchdog_is_slower_than_the_supervisors_own():
+    unit = (ROOT / "examples" / "moeserve.service").read_text()
+    assert int(re.search(r"WatchdogSec=(\d+)", unit)[1]) > ServeConfig.engine_timeout + 5
+    assert "Type=notify" in unit
+
+
+def test_the_containers_health_check_is_a_shell_script_that_runs(tmp_path):
+    compose = (ROOT / "examples" / "compose.yaml").read_text()
+    script = " ".join(compose.partition(">-\n")[2].partition("\n\n")[0].split()).replace("$$", "$")
+    (tmp_path / "bin").mkdir()
+    for name, body in (("python", 'exit "$(cat status)"'), ("kill", "echo $@ > killed")):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    # `kill` is built into the shell.
+    script = script.replace("/dev/shm/", "").replace("kill -KILL", "./bin/kill -KILL")
+
+    def check(status: int) -> int:
+        (tmp_path / "status").write_text(str(status))
+        environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+        return subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment, check=False).returncode
+
+    killed = tmp_path / "killed"
+    assert [check(status) for status in (1, 1, 1, 1, 0, 1, 1, 0, 1, 1)] == [1, 1, 1, 1, 0, 1, 1, 0, 1, 1]
+    assert not killed.exists()
+    assert check(1) == 1
+    assert killed.read_text() == "-KILL -1\n"
 
 
 def test_stops_are_given_longer_than_a_drain_takes():

@@ -55,6 +55,7 @@ ROOMS = {
         "request_memory",
         "scheduler",
         "steps",
+        "file_writer",
         "model",
         "ranks",
         "experts",

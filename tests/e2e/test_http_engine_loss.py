@@ -70,9 +70,15 @@ def test_death_is_seen_at_once(tmp_path: Path, victim: subprocess.Popen[bytes]) 
 def test_a_busy_engine_without_progress_is_given_up(tmp_path: Path) -> None:
     with frontend(tmp_path, engine_timeout=0.5) as server:
         results, threads = open_requests(server)
-        server.engine.busy = True
+        server.engine.busy = server.engine.stuck = True
         assert_all_ended(results, threads)
         assert "without progress" in server.wait("/ready", 503).json()["reason"]
+
+
+def test_an_idle_engine_whose_loop_stands_still_is_given_up(tmp_path: Path) -> None:
+    with frontend(tmp_path, engine_timeout=0.5) as server:
+        server.engine.stuck = True
+        assert "idle without progress" in server.wait("/ready", 503).json()["reason"]
 
 
 def test_a_silent_engine_is_given_up(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What happens when nothing happens: silent engines, slow clients, readers that do not read."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from moeserve.frontend import limits
 from moeserve.plan import FinishReason
 from moeserve.wire import Abort, Generate, Output, Outputs
-from tests.support.fake_engine import admit_only, say, trickle
+from tests.support.fake_engine import admit_only, ignore, say, trickle
 from tests.support.in_process import Exchange, application, completion
 
 
@@ -56,6 +57,33 @@ def test_a_reader_that_does_not_read_loses_its_connection(tmp_path: Path, monkey
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_the_engine_does_not_take_is_refused_and_aborted(tmp_path: Path, stream: bool) -> None:
+    async def scenario() -> None:
+        async with application(tmp_path, engine_timeout=0.2) as (app, services, engine):
+            engine.script = ignore
+            exchange = Exchange(app, "/v1/completions", completion(stream=stream))
+            await exchange.task
+            error = json.loads(exchange.writes[0])["error"]
+            assert (exchange.status, error["code"]) == (503, "engine_silent")
+            assert error["message"] == "The engine has not taken the request within 0.2 s"
+            assert services.admission.in_flight == 0
+            await asyncio.to_thread(engine.wait_for, Abort)
+
+    asyncio.run(scenario())
+
+
+def test_a_command_that_the_engine_does_not_answer_is_given_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with application(tmp_path, engine_timeout=0.2) as (app, _, engine):
+            engine.answers_commands = False
+            exchange = Exchange(app, "/reset_prefix_cache", b"")
+            await exchange.task
+            assert (exchange.status, json.loads(exchange.writes[0])["error"]["code"]) == (503, "engine_silent")
+
+    asyncio.run(scenario())
+
+
 def test_a_body_that_does_not_come_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RECEIVE_TIMEOUT_S", 0.05)
 
@@ -84,7 +112,7 @@ def test_leaving_ends_the_handler_at_once(tmp_path: Path, stream: bool) -> None:
 
 
 def test_a_long_prompt_is_tokenised_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "TOKENIZE_INLINE_CHARS", 8)
+    monkeypatch.setattr(limits, "INLINE_CHARS", 8)
 
     async def scenario() -> None:
         async with application(tmp_path) as (app, _, engine):

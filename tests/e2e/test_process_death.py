@@ -96,6 +96,23 @@ def test_a_killed_frontend_ends_the_service(running: Service) -> None:
     assert running.leaves_nothing()
 
 
+def test_a_stopped_frontend_is_found_out_and_ends_the_service(running: Service) -> None:
+    os.kill(running.pids["frontend"], signal.SIGSTOP)
+    assert running.end() == 1
+    assert "The HTTP process hung" in running.errors.read_text()
+    assert running.leaves_nothing()
+
+
+def test_a_hangup_lets_streams_finish(running: Service) -> None:
+    events = running.stream(max_tokens=100)
+    next(events)
+    running.process.send_signal(signal.SIGHUP)
+    last = [event for event in events if event["choices"]][-1]
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert running.end() == 0
+    assert running.leaves_nothing()
+
+
 def test_a_killed_supervisor_takes_its_children_with_it(executed: Service) -> None:
     executed.process.kill()
     wait_until(lambda: not any(is_alive(pid) for pid in executed.pids.values()))

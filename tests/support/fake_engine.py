@@ -81,6 +81,8 @@ class FakeEngine:
         self.received: list[Message] = []
         self.beating = True
         self.busy = False
+        self.stuck = False  # heartbeats come, but the loop that they tell of stands still
+        self.answers_commands = True
         self.introduces = introduces
         self._run = run
         self._pid = pid if pid is not None else os.getpid()
@@ -145,14 +147,15 @@ class FakeEngine:
         router, beats = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
         router.bind(self._run.engine_address)
         beats.bind(self._run.heartbeat_address)
-        beat_at = 0.0
+        beat_at, turn = 0.0, 0
         while not self._stop.is_set():
             if router.poll(2):
                 self._receive(*router.recv_multipart())
             self._flush(router)
             if self.beating and time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + 0.1
-                beat = Heartbeat(self._pid, 0, self.busy)
+                turn += not self.stuck
+                beat = Heartbeat(self._pid, turn, self.busy)
                 beats.send(wire.encode(beat, self._run.incarnation))
         context.destroy(linger=0)
 
@@ -178,7 +181,7 @@ class FakeEngine:
                 )
             case Abort():
                 self.send(Outputs([Output(message.request_id, finish_reason=FinishReason.ABORT)]))
-            case Control():
+            case Control() if self.answers_commands:
                 self.send(ControlResult(message.control_id, {"blocks": 7}))
         with self._news:
             self.received.append(message)

@@ -69,9 +69,9 @@ class Exchange:
 
 
 @asynccontextmanager
-async def application(folder: Path) -> AsyncIterator[tuple[Starlette, Services, FakeEngine]]:
+async def application(folder: Path, **settings: Any) -> AsyncIterator[tuple[Starlette, Services, FakeEngine]]:
     """A ready application over a scripted engine."""
-    run = run_context(folder)
+    run = run_context(folder, **settings)
     services = Services.load(run)
     app = create_app(services)
     with FakeEngine(run) as engine:

@@ -104,6 +104,57 @@ def test_ctrl_c_stops_at_once_without_orphans(start, manner):
     assert service.leaves_nothing()
 
 
+def test_sighup_drains_as_sigterm_does(start):
+    service = start(STANDIN_FRONTEND="has streams")
+    service.wait_until_ready()
+    service.process.send_signal(signal.SIGHUP)
+    service.wait_for("frontend got a signal")
+    service.process.send_signal(signal.SIGTERM)
+    assert service.end() == 143
+    assert service.leaves_nothing()
+
+
+def test_sigquit_stops_at_once(start):
+    service = start(STANDIN_FRONTEND="has streams")
+    service.wait_until_ready()
+    service.process.send_signal(signal.SIGQUIT)
+    assert service.end() == 131
+    assert service.leaves_nothing()
+
+
+def test_sigusr1_tells_the_state_and_ends_nothing(start):
+    service = start()
+    service.wait_until_ready()
+    service.wait_for("beating")
+    service.process.send_signal(signal.SIGUSR1)
+    said = service.wait_for("state")
+    assert re.fullmatch(r"state serving; model process \d+ heard .* s ago, HTTP process \d+ heard .* s ago", said)
+    service.process.send_signal(signal.SIGTERM)
+    assert service.end() == 0
+
+
+def test_signals_to_the_whole_group_end_no_child(start):
+    service = start()
+    service.wait_until_ready()
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        for pid in service.pids:
+            os.kill(pid, number)
+    service.wait_for("beating")
+    service.wait_for("beating")
+    service.process.send_signal(signal.SIGTERM)
+    assert service.end() == 0
+
+
+@pytest.mark.slow
+def test_a_stopped_frontend_is_taken_for_hung_and_killed(start):
+    service = start()
+    service.wait_until_ready()
+    os.kill(service.pids[1], signal.SIGSTOP)
+    assert service.wait_for("failed") == "failed The HTTP process hung (no heartbeat for 1 s) and was ended."
+    assert service.end() == 1
+    assert service.leaves_nothing()
+
+
 def test_a_killed_worker_ends_the_service_with_a_sentence(start):
     service = start()
     service.wait_until_ready()
@@ -166,6 +217,14 @@ def test_a_busy_worker_whose_step_stands_still_is_taken_for_hung(start):
     service = start(STANDIN_WORKER="hangs")
     service.wait_until_ready()
     assert "hung (busy without progress for 1 s)" in service.wait_for("failed")
+    assert service.end() == 1
+
+
+@pytest.mark.slow
+def test_an_idle_worker_that_stands_still_is_taken_for_hung(start):
+    service = start(STANDIN_WORKER="wedges idle")
+    service.wait_until_ready()
+    assert "hung (idle without progress for 1 s)" in service.wait_for("failed")
     assert service.end() == 1
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 import uuid
 from array import array
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,8 @@ import pytest
 import zmq
 
 from moeserve.engine import Engine, EngineSocket, HeartbeatThread
+from moeserve.experts.monitor import ExpertCommandError
+from moeserve.file_writer import FileJob
 from moeserve.plan import ChunkResult, Computed, FinishReason, SamplingParams, StepPlan, StepResult
 from moeserve.scheduler import Scheduler
 from moeserve.steps import Steps
@@ -83,6 +87,29 @@ class CountingExecutor:
         """Nothing can be missing."""
 
 
+class SlowDisk:
+    """Stands in for the monitor of experts: its files are written once `disk` is set; that of a trace cannot be."""
+
+    def __init__(self) -> None:
+        self.disk = threading.Event()
+
+    def samples(self) -> dict[str, Any]:
+        return {}
+
+    def command(self, name: str, arguments: dict[str, Any]) -> FileJob:
+        writes = {"save_expert_statistics": self._write, "stop_expert_trace": self._fail}
+        if name not in writes:
+            raise ExpertCommandError(f"unknown command {name!r}")
+        return FileJob(writes[name], {"tokens": 4})
+
+    def _write(self) -> None:
+        self.disk.wait()
+
+    def _fail(self) -> None:
+        self.disk.wait()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @dataclass
 class Client:
     socket: zmq.Socket[bytes]
@@ -118,6 +145,8 @@ class Served:
     context: zmq.Context[zmq.Socket[bytes]]
     address: str
     scheduler: Scheduler
+    engine: Engine
+    disk: threading.Event
 
     def connect(self) -> Client:
         socket = self.context.socket(zmq.DEALER)
@@ -134,14 +163,17 @@ def served(tmp_path: Path) -> Iterator[Served]:
     cache = PrefixCache(32, 4)
     scheduler = Scheduler([cache], max_num_seqs=2, max_num_batched_tokens=8, max_num_queued_reqs=1, max_model_len=64)
     executor = CountingExecutor()
-    engine = Engine(socket, scheduler, [cache], Steps(scheduler, executor, depth=0), READY)
+    experts = SlowDisk()
+    steps = Steps(scheduler, executor, depth=0)
+    engine = Engine(socket, scheduler, [cache], steps, READY, experts)  # type: ignore[arg-type]
     stop = threading.Event()
     thread = threading.Thread(target=engine.run, args=(stop,))
-    served = Served(Client(None), executor, stop, thread, context, address, scheduler)  # type: ignore[arg-type]
+    served = Served(Client(None), executor, stop, thread, context, address, scheduler, engine, experts.disk)  # type: ignore[arg-type]
     served.client = served.connect()
     thread.start()
     yield served
     stop.set()
+    experts.disk.set()
     executor.gate.release(10**6)
     thread.join(10)
     assert not thread.is_alive()
@@ -267,7 +299,32 @@ def test_stopping_the_engine_ends_every_open_request(served: Served) -> None:
     assert last.finish_reason == FinishReason.ERROR
 
 
-def test_heartbeats_carry_the_step(tmp_path: Path) -> None:
+def test_an_idle_engine_goes_on_turning(served: Served) -> None:
+    first = served.engine.heartbeat()
+    assert not first.busy
+    deadline = time.monotonic() + 10
+    while served.engine.heartbeat().turn < first.turn + 2:
+        assert time.monotonic() < deadline, "the loop stands still"
+
+
+def test_a_write_that_hangs_holds_up_no_request_and_no_second_write_begins(served: Served) -> None:
+    served.client.send(Control(1, "save_expert_statistics", {}))
+    served.client.send(generate("r", [10], max_tokens=2))
+    assert served.client.outputs_of("r")[-1].finish_reason == FinishReason.LENGTH
+    served.client.send(Control(2, "save_expert_statistics", {}))
+    refused = served.client.receive()
+    assert (refused.control_id, refused.error) == (2, "A file is still being written for an earlier command.")
+    served.disk.set()
+    assert served.client.receive() == ControlResult(1, {"tokens": 4})
+
+
+def test_a_file_that_cannot_be_written_is_told_to_its_asker(served: Served) -> None:
+    served.disk.set()
+    served.client.send(Control(1, "stop_expert_trace", {}))
+    assert served.client.receive().error == "The file cannot be written (No space left on device)."
+
+
+def test_heartbeats_carry_the_turn(tmp_path: Path) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     address = f"ipc://{tmp_path}/heartbeat"
     thread = HeartbeatThread(context, address, INCARNATION, lambda: Heartbeat(1, 42, True))

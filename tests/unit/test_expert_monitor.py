@@ -14,8 +14,16 @@ from experts.residency import ExpertMemoryStats, ResidencyCounters
 from experts.routing import RoutingShape, RoutingStatistics, StatisticsSpec
 from experts.routing_files import RequestRows, load_trace
 from moeserve.config import ServeConfig
-from moeserve.experts.monitor import ExpertCommandError, ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
+from moeserve.experts.monitor import (
+    ExpertCommandError,
+    ExpertFacts,
+    ExpertMonitor,
+    ExpertSources,
+    expert_strategy,
+    file_failure,
+)
 from moeserve.experts.observe import ExpertRecording, RecordingPlan
+from moeserve.file_writer import FileJob
 from moeserve.frontend.metrics import feature_metrics
 from moeserve.wire import FeatureSamples
 
@@ -84,7 +92,11 @@ def test_the_description_without_recording_and_with_one_rank(tmp_path: Path):
 
 def test_statistics_are_saved_on_demand(tmp_path: Path):
     path = tmp_path / "experts.safetensors"
-    assert monitor(tmp_path, recording(path)).command("save_expert_statistics", {}) == {"tokens": 4}
+    job = monitor(tmp_path, recording(path)).command("save_expert_statistics", {})
+    assert isinstance(job, FileJob)
+    assert job.result == {"tokens": 4}
+    assert not path.exists()
+    job.write()
     assert path.exists()
 
 
@@ -97,9 +109,11 @@ def test_a_trace_from_start_to_file(tmp_path: Path):
     assert operator.command("experts", {})["recording"]["trace"] == {"tokens": 3, "max_tokens": 3}
     with pytest.raises(ExpertCommandError, match="already"):
         operator.command("start_expert_trace", {})
-    ended = operator.command("stop_expert_trace", {})
-    assert ended["tokens"] == 3
-    assert load_trace(Path(ended["file"])).token_ids.tolist() == [5, 6, 7]
+    job = operator.command("stop_expert_trace", {})
+    assert isinstance(job, FileJob)
+    assert job.result["tokens"] == 3
+    job.write()
+    assert load_trace(Path(job.result["file"])).token_ids.tolist() == [5, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -120,8 +134,11 @@ def test_an_empty_trace_and_a_full_disk_are_said(tmp_path: Path):
     operator.command("start_expert_trace", {})
     with pytest.raises(ExpertCommandError, match="empty"):
         operator.command("stop_expert_trace", {})
-    with pytest.raises(ExpertCommandError, match="cannot be written"):
-        monitor(tmp_path, recording(tmp_path / "gone" / "file")).command("save_expert_statistics", {})
+    job = monitor(tmp_path, recording(tmp_path / "gone" / "file")).command("save_expert_statistics", {})
+    assert isinstance(job, FileJob)
+    with pytest.raises(OSError, match="No such file") as caught:
+        job.write()
+    assert file_failure(caught.value) == "The file cannot be written (No such file or directory)."
     with pytest.raises(ExpertCommandError, match="--no-record-experts"):
         monitor(tmp_path, None).command("start_expert_trace", {})
 

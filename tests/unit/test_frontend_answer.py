@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken
 
-from moeserve.frontend.answer import Answer, OutputText, build_generates, check_length, derive_seed
+from moeserve.frontend.answer import Answer, OutputText, build_generates, check_length, decode_prompt, derive_seed
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Tool, ToolChoice
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
@@ -89,6 +89,11 @@ def request(**changes: object) -> GenerateRequest:
     return GenerateRequest(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+def showing(asked: GenerateRequest, prompt: list[int]) -> Answer:
+    """An answer that shows its only prompt."""
+    return Answer(asked, [prompt], TOKENIZER, prompt_texts=[decode_prompt(TOKENIZER, prompt)])
+
+
 def test_lengths_that_do_not_fit_are_told_with_both_counts() -> None:
     assert check_length(10, None, 16) == 6
     assert check_length(10, 6, 16) == 6
@@ -138,7 +143,7 @@ def test_usage_counts_a_prompt_once_and_what_it_found_before_this_request() -> N
 
 def test_an_echoed_prompt_comes_first_with_the_probabilities_that_came_in_chunks() -> None:
     sampling = SamplingParams(max_tokens=0, logprobs=0, prompt_logprobs=0)
-    answer = Answer(request(prompts=["abc"], echo=True, sampling=sampling), [list(b"abc")], TOKENIZER)
+    answer = showing(request(prompts=["abc"], echo=True, sampling=sampling), list(b"abc"))
     assert answer.take(0, Output("r", prompt_logprobs=[TokenLogprobs(-1.0)])) == []
     output = Output("r", [100], prompt_logprobs=[TokenLogprobs(-2.0)], logprobs=[TokenLogprobs(-3.0)])
     echo, first = answer.take(0, output)
@@ -167,7 +172,9 @@ def answer_of(
     text: str | list[int], shape: OutputShape, prompt: list[int] | None = None, end: str = "stop", **changes: object
 ) -> tuple[Delta, Answer]:
     """All deltas of an answer, joined, one token an output."""
-    answer = Answer(request(**{"prompts": CHAT, **changes}), [prompt or [1]], TOKENIZER, shape)
+    prompt = prompt or [1]
+    texts = [decode_prompt(TOKENIZER, prompt)]
+    answer = Answer(request(**{"prompts": CHAT, **changes}), [prompt], TOKENIZER, shape, texts)
     whole = Delta(0)
     ids = list(text.encode()) if isinstance(text, str) else text
     for token_id in ids:
@@ -272,7 +279,7 @@ def test_without_output_tokens_an_answer_is_its_prompt() -> None:
     asked = request(prompts=["ab"], max_tokens=0, echo=True, sampling=sampling)
     (generate,) = build_generates(asked, [[97, 98]], request_id="r", namespace="", seed=1, max_model_len=3)
     assert generate.sampling.max_tokens == 1
-    answer = Answer(asked, [[97, 98]], TOKENIZER)
+    answer = showing(asked, [97, 98])
     found = Output("r", [99], FinishReason.STOP, prompt_logprobs=[TokenLogprobs(-2.0)], logprobs=[TokenLogprobs(-1.0)])
     echo, last = answer.take(0, found)
     assert (echo.text, [token.token_id for token in echo.tokens]) == ("ab", [97, 98])
@@ -283,7 +290,7 @@ def test_without_output_tokens_an_answer_is_its_prompt() -> None:
 def test_prompt_log_probabilities_come_with_the_end() -> None:
     sampling = SamplingParams(max_tokens=0, logprobs=1, prompt_logprobs=2)
     asked = request(prompts=["ab"], prompt_logprobs=2, sampling=sampling)
-    answer = Answer(asked, [[97, 98]], TOKENIZER)
+    answer = showing(asked, [97, 98])
     top = ((1, -0.5), (2, -0.75))
     deltas = answer.take(0, Output("r", [99], FinishReason.STOP, prompt_logprobs=[TokenLogprobs(-2.0, top)]))
     assert [token.logprobs for token in deltas[-1].prompt] == [None, TokenLogprobs(-2.0, top)]
@@ -293,7 +300,7 @@ def test_prompt_log_probabilities_come_with_the_end() -> None:
 def test_an_echo_has_as_many_alternatives_as_the_answer() -> None:
     sampling = SamplingParams(max_tokens=0, logprobs=1, prompt_logprobs=2)
     asked = request(prompts=["ab"], prompt_logprobs=2, echo=True, sampling=sampling)
-    answer = Answer(asked, [[97, 98]], TOKENIZER)
+    answer = showing(asked, [97, 98])
     top = ((1, -0.5), (2, -0.75))
     echo, _ = answer.take(0, Output("r", [99], FinishReason.STOP, prompt_logprobs=[TokenLogprobs(-2.0, top)]))
     assert echo.tokens[1].logprobs == TokenLogprobs(-2.0, top[:1])

@@ -19,7 +19,7 @@ from launcher.listener import is_loopback, open_listener, reachable_address, url
 from launcher.preflight import LaunchError, gpu_names, usable_cores
 from launcher.processes import Failed, Loading, Ready, child_environment, decode_status
 from launcher.run_directory import hash_model, remove_stale, run_directory
-from launcher.serve import notify_systemd
+from launcher.serve import notify_systemd, pat_watchdog
 
 READY = Ready(
     device="cpu",
@@ -169,8 +169,19 @@ def test_systemd_is_told_through_its_socket(tmp_path, monkeypatch):
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
         notify_systemd("READY=1")
         assert manager.recv(100) == b"READY=1"
+        pat_watchdog()
+        assert manager.recv(100) == b"WATCHDOG=1"
 
 
 def test_without_systemd_nothing_is_told(monkeypatch):
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     notify_systemd("READY=1")
+
+
+def test_a_watchdog_that_is_gone_or_does_not_read_holds_nothing_up(tmp_path, monkeypatch):
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+    pat_watchdog()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        for _ in range(1000):
+            pat_watchdog()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
+from tokenizers.decoders import ByteFallback, DecodeStream, Fuse, Replace, Sequence, Strip
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Metaspace
 
@@ -118,6 +119,55 @@ def test_a_prompt_before_does_not_change_byte_level_text(text: str, cut: int) ->
     assert "".join(detokenize(list(b"ok"), list(data))) == "ok"
     if not TOKENIZER.decode(list(data[:cut])).endswith("\ufffd"):
         assert "".join(detokenize(list(data[cut:]), list(data[:cut]))) == data[cut:].decode("utf-8", "replace")
+
+
+class Counted(TextTokenizer):
+    """Counts the most tokens that one stream was given in a row without any text, and the most decoded at once."""
+
+    most_steps = most_decoded = steps = 0
+
+    def stream(self, context: Iterable[int], *, skip_special_tokens: bool = True) -> DecodeStream:
+        self.steps = 0
+        return super().stream(list(context), skip_special_tokens=skip_special_tokens)
+
+    def step(self, stream: DecodeStream, token_id: int) -> str | None:
+        text = super().step(stream, token_id)
+        self.steps = 0 if text else self.steps + 1
+        self.most_steps = max(self.most_steps, self.steps)
+        return text
+
+    def decode(self, token_ids: Collection[int], *, skip_special_tokens: bool = True) -> str:
+        self.most_decoded = max(self.most_decoded, len(token_ids))
+        return super().decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [[END], [0x80], [0xE2], [0xF0, 0x9F, 0x98], [0xC3, BOS], [299], [0xE2, 299]],
+    ids=["special", "continuation", "lead", "three of four", "lead and special", "no token", "lead and no token"],
+)
+def test_tokens_without_a_whole_character_take_linear_time(run: list[int]) -> None:
+    tokenizer = Counted(byte_tokenizer())
+    token_ids = [*run * 1000, *"é!".encode()]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    text = "".join([*map(detokenizer.push, token_ids), detokenizer.flush()])
+    assert tokenizer.most_steps <= 64
+    assert tokenizer.most_decoded <= 128
+    assert text == TOKENIZER.decode(token_ids)
+
+
+@given(st.lists(st.one_of(st.binary(max_size=80), st.text(max_size=6).map(str.encode)), max_size=8))
+def test_long_runs_of_broken_bytes_join_to_what_decoding_gives(parts: list[bytes]) -> None:
+    token_ids = list(b"".join(parts))
+    assert "".join(detokenize(token_ids)) == TOKENIZER.decode(token_ids)
+
+
+def test_a_space_after_many_broken_bytes_of_a_sentencepiece_vocabulary_is_kept() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    token_ids = [3, *[6 + 0x80] * 70, 1, 2]
+    text = "".join([*map(detokenizer.push, token_ids), detokenizer.flush()])
+    assert text == tokenizer.decode(token_ids) == "a" + "\ufffd" * 70 + " a b"
 
 
 def test_a_character_appears_with_its_last_token() -> None:

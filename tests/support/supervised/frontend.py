@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 
@@ -18,6 +19,12 @@ class Handler(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
+def tick(descriptor: int) -> None:
+    while True:
+        os.write(descriptor, b".")
+        time.sleep(0.1)
+
+
 def main() -> None:
     manner = os.environ.get("STANDIN_FRONTEND", "")
     listener = socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1]))
@@ -25,6 +32,7 @@ def main() -> None:
     server.socket.close()
     server.socket = listener
     terms = threading.Semaphore(0)
+    beats = int(sys.argv[sys.argv.index("--beat-fd") + 1])
 
     def on_signal(*_: object) -> None:
         print("frontend got a signal", flush=True)
@@ -33,6 +41,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=tick, args=(beats,), daemon=True).start()
     terms.acquire()
     if manner == "has streams":
         terms.acquire()

@@ -38,6 +38,8 @@ def main() -> int:
                 ready=lambda _: say("ready", supervisor.worker_pid, supervisor.frontend_pid),
                 stopping=lambda: say("stopping"),
                 failed=lambda sentence: say("failed", sentence),
+                state=lambda sentence: say("state", sentence),
+                beating=lambda: say("beating"),
             ),
             grace=replace(Grace(), telling=0.3, after_failure=0.3, at_once=0.3),
             worker_module="tests.support.supervised.worker",

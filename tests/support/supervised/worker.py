@@ -45,12 +45,13 @@ def main() -> None:
         with zmq.Context() as zmq_context, zmq_context.socket(zmq.PUB) as heartbeats:
             heartbeats.bind(context.heartbeat_address)
             report(READY)
-            step = 0
+            turn = 0
             while not stop.wait(0.05):
                 if manner == "crashes":
                     sys.exit(7)
-                step += manner != "hangs"
-                heartbeats.send(encode(Heartbeat(os.getpid(), step, True), context.incarnation))
+                turn += manner not in ("hangs", "wedges idle")
+                beat = Heartbeat(os.getpid(), turn, manner != "wedges idle")
+                heartbeats.send(encode(beat, context.incarnation))
 
 
 main()

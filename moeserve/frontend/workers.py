@@ -1,0 +1,63 @@
+"""Threads for work between text and tokens that is too long for the event loop, and what a request may do on the loop.
+
+They are not asyncio's own threads: whoever ends the loop waits for those, so that a long text would hold up the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TypeVar
+
+from moeserve.frontend.http import unavailable
+
+_T = TypeVar("_T")
+
+
+class Workers:
+    """A pool of threads whose work, waiting and under way, is bounded in characters. Used by one event loop."""
+
+    def __init__(self, name: str, threads: int, max_chars: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._max_chars = max_chars
+        self._chars = 0
+
+    async def run(self, chars: int, work: Callable[[], _T]) -> _T:
+        """Return the result of `work`, which goes through about so many characters. Raises ApiError (503) if too many
+        are waiting. Work is always taken if there is no other, or if it goes through none."""
+        if chars and self._chars and self._chars + chars > self._max_chars:
+            raise unavailable("The server is converting too much text already", "too_much_text")
+        self._chars += chars
+        loop = asyncio.get_running_loop()
+        future = self._pool.submit(work)
+
+        def release(_: object) -> None:
+            # A client that leaves does not end work that has begun, which counts until it ends.
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._release, chars)
+
+        future.add_done_callback(release)
+        return await asyncio.wrap_future(future)
+
+    def stop(self) -> None:
+        """Drop what waits. Work under way is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _release(self, chars: int) -> None:
+        self._chars -= chars
+
+
+class InlineBudget:
+    """What one request may still do on the event loop itself, in characters."""
+
+    def __init__(self, chars: int) -> None:
+        self._left = chars
+
+    def take(self, chars: int) -> bool:
+        """Return whether work on so many characters may be done at once, and count it."""
+        if chars > self._left:
+            return False
+        self._left -= chars
+        return True

@@ -1,0 +1,199 @@
+"""Connections: how many, how much waits for a reader, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import uvicorn
+
+from moeserve.frontend import limits
+from moeserve.frontend.http import PatientSend, SlowReader, send_body
+from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.middleware import RequestBoundary
+from moeserve.frontend.server import BoundedHttpProtocol
+
+BIG = b"x" * (8 * 2**20)
+
+
+class Server:
+    """The protocol and the outermost layer over `app`, on the loop of the test."""
+
+    def __init__(self, app: Any, most_connections: int) -> None:
+        self.metrics = Metrics()
+        self.rejections: Counter[str] = self.metrics.rejections
+        self.transports: list[asyncio.Transport] = []
+        self.lost = asyncio.Event()
+        outer = self
+
+        class Noted(BoundedHttpProtocol):
+            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+                outer.transports.append(transport)
+                super().connection_made(transport)
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                super().connection_lost(exc)
+                outer.lost.set()
+
+        boundary = RequestBoundary(app, self.metrics, frozenset(), {})
+        protocol = partial(Noted, most_connections=most_connections, rejections=self.rejections)
+        config = uvicorn.Config(boundary, http=cast("type[asyncio.Protocol]", protocol), loop="uvloop", log_config=None)
+        config.load()
+        self._state = uvicorn.Server(config).server_state
+        self._create = partial(protocol, config=config, server_state=self._state, app_state={})
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[int]:
+        server = await asyncio.get_running_loop().create_server(self._create, "127.0.0.1", 0)
+        async with server:
+            yield server.sockets[0].getsockname()[1]
+            for transport in self.transports:
+                transport.abort()
+
+
+async def big(scope: Any, receive: Any, send: Any) -> None:
+    await send_body(send, 200, BIG)
+
+
+async def small(scope: Any, receive: Any, send: Any) -> None:
+    await send_body(send, 200, b"{}")
+
+
+def run(scenario: Any) -> None:
+    with asyncio.Runner(loop_factory=uvicorn.Config(None, loop="uvloop").get_loop_factory()) as runner:  # type: ignore[arg-type]
+        runner.run(scenario)
+
+
+async def ask(port: int, path: str = "/", **headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    lines = [f"GET {path} HTTP/1.1", "Host: x", *(f"{name}: {value}" for name, value in headers.items())]
+    writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
+    return reader, writer
+
+
+def deaf_client(port: int, *, closes: bool) -> socket.socket:
+    """A client that asks and never reads."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", port))
+    client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + (b"Connection: close\r\n" if closes else b"") + b"\r\n")
+    return client
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_plain_body_that_nobody_reads_waits_in_a_small_buffer_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    monkeypatch.setattr(limits, "SEND_TIMEOUT_S", 0.2)
+    most = 0
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        async def noting(message: Any) -> None:
+            nonlocal most
+            await send(message)
+            most = max(most, server.transports[0].get_write_buffer_size())
+
+        await PatientSend(noting, 60.0)({"type": "http.response.start", "status": 200, "headers": []})
+        await PatientSend(noting, 60.0)({"type": "http.response.body", "body": BIG})
+
+    server = Server(watched, 10)
+
+    async def scenario() -> None:
+        async with server.listening() as port:
+            with deaf_client(port, closes=closes):
+                async with asyncio.timeout(20):
+                    await server.lost.wait()
+        assert 0 < most <= 256 * 1024
+
+    run(scenario())
+
+
+def test_the_rest_of_an_answer_that_nobody_reads_is_dropped_with_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The application is done: its last slices lie in the buffer of a connection that is closing."""
+    monkeypatch.setattr(limits, "SEND_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(limits, "WRITE_BUFFER_BYTES", 64 * 2**20)
+
+    async def scenario() -> None:
+        server = Server(big, 10)
+        async with server.listening() as port:
+            with deaf_client(port, closes=True):
+                async with asyncio.timeout(20):
+                    await server.lost.wait()
+
+    run(scenario())
+
+
+def test_a_big_body_arrives_whole() -> None:
+    async def scenario() -> None:
+        server = Server(big, 10)
+        async with server.listening() as port:
+            reader, writer = await ask(port)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"content-length: %d\r\n" % len(BIG) in head
+            assert await reader.readexactly(len(BIG)) == BIG
+            writer.close()
+
+    run(scenario())
+
+
+def test_connections_beyond_the_limit_are_refused_but_for_those_that_look_after_the_server() -> None:
+    async def scenario() -> None:
+        server = Server(small, 2)
+        async with server.listening() as port:
+            first = await ask(port)
+            second = await ask(port)
+            for reader, _ in (first, second):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            refused, writer = await ask(port)
+            answer = await refused.read()
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503")
+            assert b"retry-after: 1" in head
+            assert json.loads(body)["error"]["code"] == "too_many_connections"
+            assert server.rejections["too_many_connections"] == 1
+            watching, other = await ask(port, "/ready")
+            assert (await watching.readline()).startswith(b"HTTP/1.1 200")
+            for open_writer in (first[1], second[1], writer, other):
+                open_writer.close()
+
+    run(scenario())
+
+
+def test_twice_as_many_connections_are_dropped() -> None:
+    async def scenario() -> None:
+        server = Server(small, 1)
+        async with server.listening() as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            with suppress(ConnectionResetError):
+                assert await reader.read() == b""
+            assert len(server.transports) == 3
+            for _, open_writer in [*silent, (reader, writer)]:
+                open_writer.close()
+
+    run(scenario())
+
+
+def test_a_slice_that_is_not_taken_ends_the_answer() -> None:
+    async def scenario() -> None:
+        sent: list[int] = []
+
+        async def send(message: Any) -> None:
+            sent.append(len(message["body"]))
+            if len(sent) == 3:
+                await asyncio.Event().wait()
+
+        with pytest.raises(SlowReader):
+            await PatientSend(send, 0.05)({"type": "http.response.body", "body": BIG})
+        assert sent == [64 * 1024] * 3
+
+    asyncio.run(scenario())
