@@ -174,3 +174,14 @@ def test_systemd_is_told_through_its_socket(tmp_path, monkeypatch):
 def test_without_systemd_nothing_is_told(monkeypatch):
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     notify_systemd("READY=1")
+
+
+def test_a_file_that_may_not_be_read_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def refuse(path: Path) -> bytes:  # root may read everything
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(LaunchError, match=r"config.json cannot be read \(Permission denied\)"):
+        hash_model(tmp_path)
