@@ -57,7 +57,7 @@ def create_app(services: Services) -> Starlette:
                 publishing.cancel()
                 await asyncio.gather(publishing, return_exceptions=True)
             await services.engine.stop()
-            await services.grammars.stop()
+            await services.stop()
 
     app = Starlette(
         routes=routes,

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
-
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
 from moeserve.frontend.engine_client import EngineClient
@@ -20,8 +18,10 @@ from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, u
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape
-from moeserve.frontend.templates import ChatTemplate, load_chat_template, render_prompt
+from moeserve.frontend.template_renderer import TemplateRenderer, check_model_texts
+from moeserve.frontend.templates import guard_prompt, read_sources
 from moeserve.frontend.text import TextTokenizer
+from moeserve.model.files import read_json
 from moeserve.wire import RunContext, Stats
 
 _RETRY_WHILE_LOADING_S = 5.0
@@ -39,7 +39,7 @@ class Services:
         self,
         run: RunContext,
         tokenizer: TextTokenizer,
-        template: ChatTemplate | None,
+        template: TemplateRenderer | None,
         shape: OutputShape = PLAIN,
     ) -> None:
         """shape: how the model writes reasoning and calls."""
@@ -60,14 +60,19 @@ class Services:
 
     @classmethod
     def load(cls, run: RunContext) -> Services:
-        """Read the checkpoint's tokenizer and template."""
-        tokenizer = TextTokenizer.from_file(Path(run.model_dir) / "tokenizer.json")
-        template = load_chat_template(run.model_dir)
-        sources = template.sources if template is not None else ()
-        shape = choose_shape(
-            sources, _model_type(Path(run.model_dir)), run.config.tool_call_parser, run.config.reasoning_parser
-        )
-        return cls(run, tokenizer, template, shape)
+        """Read the checkpoint's tokenizer and template. Raises ModelError if they cannot be used."""
+        folder = Path(run.model_dir)
+        check_model_texts(folder)
+        tokenizer = TextTokenizer.from_file(folder / "tokenizer.json")
+        sources = read_sources(folder)
+        shape = choose_shape(sources, _model_type(folder), run.config.tool_call_parser, run.config.reasoning_parser)
+        return cls(run, tokenizer, TemplateRenderer(folder) if sources else None, shape)
+
+    async def stop(self) -> None:
+        """End the processes beside this one."""
+        await self.grammars.stop()
+        if self.template is not None:
+            await self.template.stop()
 
     def begin_drain(self) -> None:
         """Refuse new generations from now on."""
@@ -150,17 +155,18 @@ class Services:
                 code="no_chat_template",
             )
 
-        def render() -> tuple[str, str]:
-            return render_prompt(template, self.tokenizer, prompt)
-
         size = sum(len(message["content"]) for message in prompt.messages) + _CHARS_PER_TOOL * len(prompt.tools)
-        return render() if size <= limits.TOKENIZE_INLINE_CHARS else await asyncio.to_thread(render)
+        if size <= limits.TOKENIZE_INLINE_CHARS:
+            guarded = guard_prompt(self.tokenizer, prompt)
+        else:
+            guarded = await asyncio.to_thread(guard_prompt, self.tokenizer, prompt)
+        return guarded.cut(await template.render(guarded.arguments)), guarded.mark
 
 
 def _model_type(folder: Path) -> str:
     """Return `model_type` of `config.json`, nothing where there is none."""
     path = folder / "config.json"
-    config = msgspec.json.decode(path.read_bytes()) if path.is_file() else {}
+    config = read_json(path) if path.exists() else {}
     return str(config.get("model_type", ""))
 
 
