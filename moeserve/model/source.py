@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from moeserve.model.cache import is_recorded, verify
 from moeserve.model.demo import ensure_demo
 from moeserve.model.files import check_file, read_json, size_bound
 from moeserve.model.spec import ModelError, Progress, silent
@@ -53,7 +54,10 @@ def resolve_model(
         path = _expanded(model)
         if not path.exists():
             raise ModelError(f"There is no folder {path}.")
-        return check_folder(path)
+        check_folder(path)
+        if is_recorded(path):
+            verify(path, progress=report)
+        return path
     return check_folder(_download(model, revision=revision, offline=offline, cache_dir=cache_dir, report=report))
 
 
