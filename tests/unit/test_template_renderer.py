@@ -136,6 +136,8 @@ def test_numbers_of_any_size_reach_the_template(folder: Path) -> None:
         ("{{ messages[0].content.encode('ascii') }}", "refuses these messages: UnicodeEncodeError"),
         ("{{ '\\ud800' }}", "text that is not Unicode"),
         ("{{ raise_exception('no') }}", "refuses these messages: no"),
+        ("{% for i in range(1000000) %}{% endfor %}", "refuses these messages: OverflowError"),
+        ("{{ 'a' * (33000000 * messages | length) }}", "The rendered messages are too long"),
     ],
 )
 def test_a_render_that_goes_wrong_is_an_error_of_its_request_alone(bad: str, sentence: str, folder: Path) -> None:
