@@ -160,7 +160,7 @@ class Services:
             guarded = guard_prompt(self.tokenizer, prompt)
         else:
             guarded = await asyncio.to_thread(guard_prompt, self.tokenizer, prompt)
-        return guarded.cut(await template.render(guarded.arguments)), guarded.mark
+        return guarded.cut(await template.render(guarded.messages, guarded.arguments)), guarded.mark
 
 
 def _model_type(folder: Path) -> str:

@@ -33,13 +33,15 @@ _TEMPLATE_MEMORY_BYTES = 512 * 2**20
 _STATM = Path("/proc/self/statm")
 
 
-def answer(template: ChatTemplate, job: dict[str, Any]) -> bytes:
-    """Return the text of a job behind `TEXT`, or why there is none behind `REFUSED`.
+# Messages, and what else `ChatTemplate.render` takes by name.
+Job = tuple[list[dict[str, Any]], dict[str, Any]]
 
-    job: the arguments of `ChatTemplate.render`.
-    """
+
+def answer(template: ChatTemplate, job: Job) -> bytes:
+    """Return the text of a job behind `TEXT`, or why there is none behind `REFUSED`."""
+    messages, arguments = job
     try:
-        return TEXT + template.render(**job).encode()
+        return TEXT + template.render(messages, **arguments).encode()
     except ApiError as error:
         return REFUSED + error.message.encode("utf-8", "replace")
     except UnicodeEncodeError:
@@ -77,7 +79,7 @@ def _begin(part: str) -> None:
     signal.setitimer(signal.ITIMER_PROF, _LOADING_CPU_SECONDS[part])
 
 
-def jobs(stream: BinaryIO) -> Iterator[dict[str, Any]]:
+def jobs(stream: BinaryIO) -> Iterator[Job]:
     """Yield jobs until the input ends."""
     while len(size := stream.read(SIZE_BYTES)) == SIZE_BYTES:
         yield json.loads(stream.read(int.from_bytes(size)))

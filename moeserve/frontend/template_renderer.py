@@ -62,14 +62,14 @@ class TemplateRenderer:
         self._process: Process | None = None
         self._turn = asyncio.Lock()
 
-    async def render(self, arguments: dict[str, Any]) -> str:
+    async def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         """Return the text of a conversation. Raises ApiError (400) if the template refuses it, or takes too much.
 
-        arguments: of `ChatTemplate.render`.
+        arguments: of `ChatTemplate.render`, beside the messages.
         """
         try:
             # Not MessagePack: integers of clients are of any size.
-            job = json.dumps(arguments, separators=(",", ":")).encode()
+            job = json.dumps([messages, arguments], separators=(",", ":")).encode()
         except (ValueError, RecursionError):
             raise invalid("The messages cannot be given to the chat template: they are nested too deeply") from None
         # A client that leaves must not leave a text unread behind.

@@ -75,6 +75,7 @@ class ChatTemplate:
     def render(
         self,
         messages: list[dict[str, Any]],
+        /,
         *,
         add_generation_prompt: bool,
         tools: list[dict[str, Any]] | None = None,
@@ -104,7 +105,7 @@ class ChatTemplate:
             **variables,
         }
         try:
-            text = compiled.render(messages=messages, **given)
+            text = compiled.render({**given, "messages": messages})
         except Exception as error:  # Whatever a template raises, or makes a library raise, is its refusal.
             text = _render_plainer(compiled, messages, given, error)
         if len(text) > limits.MAX_RENDERED_CHARS:
@@ -137,7 +138,7 @@ def _render_plainer(
     """Return the text of the first plainer form that the template takes. Raises ApiError with the first refusal."""
     for form in plainer_forms(messages):
         try:
-            return compiled.render(messages=form, **given)
+            return compiled.render({**given, "messages": form})
         except Exception:
             continue
     reason = str(refusal) if isinstance(refusal, jinja2.TemplateError) else type(refusal).__name__
@@ -148,9 +149,11 @@ def _render_plainer(
 class GuardedPrompt:
     """A prompt for a template, in which no special token is left that a client spelled out.
 
-    arguments: of `ChatTemplate.render`. mark: in the special tokens. end: behind a message that is continued.
+    arguments: of `ChatTemplate.render`, beside the messages. mark: in the special tokens. end: behind a message that is
+    continued.
     """
 
+    messages: list[dict[str, Any]]
     arguments: dict[str, Any]
     mark: str
     end: str | None
@@ -167,7 +170,7 @@ class GuardedPrompt:
 def render_prompt(template: ChatTemplate, tokenizer: TextTokenizer, prompt: ChatPrompt) -> tuple[str, str]:
     """Return the rendered prompt and the cut mark in it, both for `TextTokenizer.encode_rendered`."""
     guarded = guard_prompt(tokenizer, prompt)
-    return guarded.cut(template.render(**guarded.arguments)), guarded.mark
+    return guarded.cut(template.render(guarded.messages, **guarded.arguments)), guarded.mark
 
 
 def guard_prompt(tokenizer: TextTokenizer, prompt: ChatPrompt) -> GuardedPrompt:
@@ -187,11 +190,10 @@ def guard_prompt(tokenizer: TextTokenizer, prompt: ChatPrompt) -> GuardedPrompt:
         guarded[-1]["content"] += end
     arguments = {
         **_guard(prompt.variables, tokenizer, mark),
-        "messages": guarded,
         "add_generation_prompt": prompt.add_generation_prompt,
         "tools": [_guard(tool, tokenizer, mark) for tool in tools] or None,
     }
-    return GuardedPrompt(arguments, mark, None if prompt.continued is None else end)
+    return GuardedPrompt(guarded, arguments, mark, None if prompt.continued is None else end)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 
 import msgspec
 
+from moeserve.model.files import read_file
 from moeserve.model.spec import ModelError, Progress, silent
 
 MANIFEST_NAME = "manifest.json"
@@ -247,11 +249,11 @@ def made_by(folder: Path) -> str | None:
 
 def _read_manifest(folder: Path) -> tuple[bytes, Manifest]:
     try:
-        raw = (folder / MANIFEST_NAME).read_bytes()
+        raw = read_file(folder / MANIFEST_NAME)
         manifest = msgspec.json.decode(raw, type=Manifest)
-    except OSError as error:
-        raise ManifestError(f"{folder} has no readable {MANIFEST_NAME} ({error.strerror}).") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ModelError as error:
+        raise ManifestError(f"{folder} has no readable {MANIFEST_NAME}: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"{folder / MANIFEST_NAME} is not a manifest ({error}).") from error
     for name in manifest.files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -267,6 +269,8 @@ def _identities(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int,
             stat = (folder / name).stat()
         except OSError as error:
             raise ManifestError(f"{folder / name} cannot be read ({error.strerror}).") from error
+        if not S_ISREG(stat.st_mode):
+            raise ManifestError(f"{folder / name} is not a regular file, so it is not read.")
         identities[name] = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
     return identities
 
@@ -299,8 +303,8 @@ def _hash(path: Path) -> str:
 
 def _recall(folder: Path) -> _Verdict | None:
     try:
-        return msgspec.json.decode((folder / VERDICT_NAME).read_bytes(), type=_Verdict)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(read_file(folder / VERDICT_NAME), type=_Verdict)
+    except (ModelError, msgspec.DecodeError, UnicodeDecodeError):
         return None  # an unreadable verdict only costs a new check
 
 

@@ -14,19 +14,20 @@ from moeserve.model.spec import ModelError
 _MIB = 2**20
 # A file that is read whole, by its name or ending, and its most bytes: several times the largest known of real models.
 _BOUNDS = {
+    "manifest.json": 16 * _MIB,
+    ".verified.json": 16 * _MIB,
     "config.json": 4 * _MIB,
     "generation_config.json": _MIB,
     "tokenizer.json": 128 * _MIB,
     "tokenizer_config.json": 16 * _MIB,
     "model.safetensors.index.json": 128 * _MIB,
     ".jinja": 4 * _MIB,
-    ".json": 16 * _MIB,
 }
 
 
-def size_bound(path: Path) -> int:
-    """Return the most bytes that a file of this name may have. Raises KeyError for a file that is never read whole."""
-    return _BOUNDS.get(path.name) or _BOUNDS[path.suffix]
+def size_bound(path: Path) -> int | None:
+    """Return the most bytes that a file of this name may have; None for one that is never read whole."""
+    return _BOUNDS.get(path.name) or _BOUNDS.get(path.suffix)
 
 
 def check_file(path: Path) -> int:
@@ -41,6 +42,7 @@ def check_file(path: Path) -> int:
 def read_file(path: Path) -> bytes:
     """Return the content of a regular file within its bound. Raises ModelError before anything large is read."""
     bound = size_bound(path)
+    assert bound is not None, f"{path.name} has no bound"
     try:
         # Whoever swaps the file for a pipe cannot make this wait.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

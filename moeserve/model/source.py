@@ -125,11 +125,12 @@ def _check_files_of(folder: Path) -> None:
     """
     folders = [folder, folder / "additional_chat_templates"]
     for path in (path for place in folders if place.is_dir() for path in sorted(place.iterdir())):
-        if path.suffix not in (".json", ".jinja", ".safetensors") or path.is_dir():
+        bound = size_bound(path)
+        if bound is None and path.suffix != ".safetensors":
             continue
         size = check_file(path)
-        if path.suffix != ".safetensors" and size > size_bound(path):
-            raise ModelError(f"{path} has {size} bytes; at most {size_bound(path)} are read.")
+        if bound is not None and size > bound:
+            raise ModelError(f"{path} has {size} bytes; at most {bound} are read.")
         if not os.access(path, os.R_OK):
             raise ModelError(f"{path} cannot be read (Permission denied).")
 

@@ -176,6 +176,13 @@ def test_without_systemd_nothing_is_told(monkeypatch):
     notify_systemd("READY=1")
 
 
+def test_notes_of_one_machine_do_not_tell_models_apart(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    first = hash_model(tmp_path)
+    (tmp_path / ".verified.json").write_text("{}")
+    assert hash_model(tmp_path) == first
+
+
 def test_a_file_that_may_not_be_read_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text("{}")
 

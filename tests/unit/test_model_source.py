@@ -310,12 +310,18 @@ def test_a_device_in_a_model_folder_is_refused(folder: Path) -> None:
     assert "config.json is not a regular file" in refusal(str(folder))
 
 
-@pytest.mark.parametrize("name", [*READ_WHOLE, "added_tokens.json", "additional_chat_templates/tool_use.jinja"])
+@pytest.mark.parametrize("name", [*READ_WHOLE, "manifest.json", "additional_chat_templates/tool_use.jinja"])
 def test_a_file_of_endless_size_is_refused_before_it_is_read(folder: Path, name: str) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     with (folder / name).open("ab") as file:
         file.truncate(20 * 2**30)
     assert f"{name} has {20 * 2**30} bytes; at most " in refusal(str(folder))
+
+
+def test_files_that_are_never_read_may_be_anything(folder: Path) -> None:
+    os.mkfifo(folder / "trainer_state.json")
+    (folder / "README.md").symlink_to("/dev/zero")
+    assert resolve_model(str(folder)) == folder
 
 
 def test_a_config_nested_without_end_is_one_sentence(folder: Path) -> None:

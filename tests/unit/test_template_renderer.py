@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -105,13 +106,13 @@ def rendered(folder: Path, use: Callable[[TemplateRenderer], Awaitable[None]]) -
     asyncio.run(run())
 
 
-def arguments(text: str, **variables: Any) -> dict[str, Any]:
-    return {**variables, "messages": [{"role": "user", "content": text}], "add_generation_prompt": True, "tools": None}
+def said(text: str, **variables: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    return [{"role": "user", "content": text}], {**variables, "add_generation_prompt": True, "tools": None}
 
 
 def test_conversations_are_rendered_beside_the_event_loop(folder: Path) -> None:
     async def use(renderer: TemplateRenderer) -> None:
-        texts = await asyncio.gather(*(renderer.render(arguments(f"number {n} \u00e9")) for n in range(5)))
+        texts = await asyncio.gather(*(renderer.render(*said(f"number {n} \u00e9")) for n in range(5)))
         assert texts == [f"<|bos|><|user|>number {n} \u00e9<|end|><|assistant|>" for n in range(5)]
 
     rendered(folder, use)
@@ -121,7 +122,14 @@ def test_numbers_of_any_size_reach_the_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ budget }}")
 
     async def use(renderer: TemplateRenderer) -> None:
-        assert await renderer.render(arguments("x", budget=2**70)) == str(2**70)
+        assert await renderer.render(*said("x", budget=2**70)) == str(2**70)
+
+    rendered(folder, use)
+
+
+def test_variables_may_have_any_name(folder: Path) -> None:
+    async def use(renderer: TemplateRenderer) -> None:
+        assert "hi" in await renderer.render(*said("hi", **{"self": 1, "template": 2, "args": 3}))
 
     rendered(folder, use)
 
@@ -130,8 +138,8 @@ def test_numbers_of_any_size_reach_the_template(folder: Path) -> None:
     ("bad", "sentence"),
     [
         (SPINS, "takes too long"),
-        (DOUBLES, "refuses these messages: MemoryError"),
-        ("{{ strftime_now('%Y' * (200000000 * messages | length)) }}", "refuses these messages: MemoryError"),
+        (DOUBLES, "Memory|too long"),
+        ("{{ strftime_now('%Y' * (200000000 * messages | length)) }}", "Memory|too long"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "refuses these messages: RecursionError"),
         ("{{ messages[0].content.encode('ascii') }}", "refuses these messages: UnicodeEncodeError"),
         ("{{ '\\ud800' }}", "text that is not Unicode"),
@@ -147,21 +155,21 @@ def test_a_render_that_goes_wrong_is_an_error_of_its_request_alone(bad: str, sen
 
     async def use(renderer: TemplateRenderer) -> None:
         answers = await asyncio.gather(
-            *(renderer.render(arguments(text)) for text in ("one", "bad \u00e9", "two")), return_exceptions=True
+            *(renderer.render(*said(text)) for text in ("one", "bad \u00e9", "two")), return_exceptions=True
         )
         assert answers[::2] == ["one", "two"]
         assert isinstance(answers[1], ApiError)
         assert answers[1].status == 400
-        assert sentence in answers[1].message
+        assert re.search(sentence, answers[1].message)
 
     rendered(folder, use)
 
 
 def test_a_client_that_leaves_costs_the_next_one_nothing(folder: Path) -> None:
     async def use(renderer: TemplateRenderer) -> None:
-        leaving = asyncio.ensure_future(renderer.render(arguments("left")))
+        leaving = asyncio.ensure_future(renderer.render(*said("left")))
         await asyncio.sleep(0)
         leaving.cancel()
-        assert "stayed" in await renderer.render(arguments("stayed"))
+        assert "stayed" in await renderer.render(*said("stayed"))
 
     rendered(folder, use)
