@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,33 +32,6 @@ def test_a_library_is_built_once_and_found_again(tmp_path: Path) -> None:
     assert build_library(tmp_path) == first
     assert first.stat().st_mtime_ns == built
     assert list(tmp_path.iterdir()) == [first]
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda data: data[:7], lambda data: data[: len(data) // 2], lambda data: data + b"x"]
-)
-def test_a_damaged_library_is_built_anew_and_never_loaded(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    path = build_library(tmp_path)
-    content = path.read_bytes()
-    path.write_bytes(damage(content))
-    again = build_library(tmp_path)
-    assert again.read_bytes() == content
-    assert list(tmp_path.iterdir()) == [again]
-
-
-def test_a_machine_without_a_home_computes_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HOME", "MOESERVE_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", _no_home)
-    library.native_kernels_absence.cache_clear()
-    try:
-        assert "no home to keep compiled kernels in" in str(library.native_kernels_absence())
-    finally:
-        library.native_kernels_absence.cache_clear()
-
-
-def _no_home() -> Path:
-    raise RuntimeError("Could not determine home directory.")
 
 
 def test_a_missing_or_failing_compiler_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
