@@ -68,8 +68,15 @@ class Services:
         shape = choose_shape(sources, _model_type(folder), run.config.tool_call_parser, run.config.reasoning_parser)
         return cls(run, tokenizer, TemplateRenderer(folder) if sources else None, shape)
 
+    async def start(self) -> None:
+        """Connect to the engine without waiting, and start the template's process, so that no conversation does."""
+        await self.engine.start()
+        if self.template is not None:
+            await self.template.start()
+
     async def stop(self) -> None:
-        """End the processes beside this one."""
+        """Leave the engine and end the processes beside this one."""
+        await self.engine.stop()
         await self.grammars.stop()
         if self.template is not None:
             await self.template.stop()

@@ -54,7 +54,7 @@ def check_model_texts(folder: Path) -> None:
 
 
 class TemplateRenderer:
-    """Owns the process, which starts with the first conversation. Used by the frontend's event loop alone."""
+    """Owns the process, which `start` or the first conversation starts. Used by the frontend's event loop alone."""
 
     def __init__(self, folder: Path) -> None:
         """folder: of a model with a chat template."""
@@ -78,6 +78,11 @@ class TemplateRenderer:
             raise invalid(answer[1:].decode(), "messages")
         return answer[1:].decode()
 
+    async def start(self) -> None:
+        """Start the process, without waiting until it can render."""
+        async with self._turn:
+            await self._running()
+
     async def stop(self) -> None:
         """End the process."""
         if self._process is not None:
@@ -85,9 +90,7 @@ class TemplateRenderer:
 
     async def _answer(self, job: bytes) -> bytes:
         async with self._turn:
-            process = self._process
-            if process is None or process.returncode is not None:
-                process = self._process = await self._start()
+            process = await self._running()
             assert process.stdin is not None
             assert process.stdout is not None
             try:
@@ -103,11 +106,14 @@ class TemplateRenderer:
                 log.warning("template_ended", reason="rendering took too long or too much", status=process.returncode)
                 return REFUSED + b"The chat template takes too long for these messages, or too much memory"
 
-    async def _start(self) -> Process:
-        # A session of its own: an interrupt from the keyboard is for the frontend, which ends the process itself.
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", _MODULE, str(self._folder), stdin=PIPE, stdout=PIPE, start_new_session=True
-        )
+    async def _running(self) -> Process:
+        """Return the process, started if it does not run."""
+        if self._process is None or self._process.returncode is not None:
+            # A session of its own: an interrupt from the keyboard is for the frontend, which ends the process itself.
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", _MODULE, str(self._folder), stdin=PIPE, stdout=PIPE, start_new_session=True
+            )
+        return self._process
 
 
 async def _end(process: Process) -> None:
