@@ -67,7 +67,6 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
-        self.sources = (source,) if tool_source is None else (source, tool_source)
         self._plain = _Compiled(environment, source)
         self._with_tools = self._plain if tool_source is None else _Compiled(environment, tool_source)
         self._special_tokens = dict(special_tokens or {})
@@ -165,12 +164,6 @@ class GuardedPrompt:
         if self.end not in text:
             raise invalid("The chat template does not show the last message, so it cannot be continued", "messages")
         return text[: text.rindex(self.end)]
-
-
-def render_prompt(template: ChatTemplate, tokenizer: TextTokenizer, prompt: ChatPrompt) -> tuple[str, str]:
-    """Return the rendered prompt and the cut mark in it, both for `TextTokenizer.encode_rendered`."""
-    guarded = guard_prompt(tokenizer, prompt)
-    return guarded.cut(template.render(guarded.messages, **guarded.arguments)), guarded.mark
 
 
 def guard_prompt(tokenizer: TextTokenizer, prompt: ChatPrompt) -> GuardedPrompt:

@@ -18,6 +18,7 @@ import msgspec
 
 from moeserve.model.cache import is_recorded, verify
 from moeserve.model.demo import ensure_demo
+from moeserve.model.families import load_generation_defaults
 from moeserve.model.files import check_file, read_json, size_bound
 from moeserve.model.spec import ModelError, Progress, silent
 
@@ -99,6 +100,7 @@ def check_folder(folder: Path) -> Path:
         if not (folder / "config.json").exists():
             raise ModelError(f"{folder} has no config.json, so it is not a model folder.")
         read_json(folder / "config.json")
+        load_generation_defaults(folder)
         _check_weights(folder)
         if not (folder / "tokenizer.json").exists():
             raise ModelError(

@@ -329,6 +329,11 @@ def test_a_config_nested_without_end_is_one_sentence(folder: Path) -> None:
     assert "config.json is not valid JSON" in refusal(str(folder))
 
 
+def test_a_generation_config_that_is_none_is_refused_before_weights_are_read(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("[]")
+    assert "is not a valid generation configuration" in refusal(str(folder))
+
+
 def test_weights_that_may_not_be_read_are_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: "safetensors" not in str(path))  # root may read everything
     assert "model.safetensors cannot be read (Permission denied)" in refusal(str(folder))
