@@ -17,7 +17,11 @@ from moeserve.config import ConfigError
 from moeserve.frontend.logs import configure_logs
 from moeserve.frontend.server import serve
 from moeserve.frontend.services import Services
+from moeserve.model.spec import ModelError
 from moeserve.wire import load_run_context
+
+# The model cannot be served, so another start would fail alike.
+EXIT_MODEL = 3
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,6 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"moeserve: {error}", file=sys.stderr)
         return 2
+    except ModelError as error:
+        # The supervisor says it to the user.
+        run.frontend_failure.write_text(str(error), encoding="utf-8", errors="replace")
+        return EXIT_MODEL
     finally:
         logs.drain()
     return 0

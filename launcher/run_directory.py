@@ -101,15 +101,20 @@ def _default_name(model: str | None) -> str:
 
 
 def hash_model(folder: Path) -> str:
-    """Return the SHA-256 (hex) over every file's name and size, and the bytes of files below 16 MiB.
+    """Return the SHA-256 (hex) over every visible file's name and size, and the bytes of files below 16 MiB.
 
     A frontend and an engine of different models refuse each other by it. Weights count by name and size alone: reading
-    gigabytes would delay the start, and both sides read the same disk.
+    gigabytes would delay the start, and both sides read the same disk. Raises LaunchError for a file that cannot be
+    read.
     """
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        if size < _HASHED_FILE_BYTES:
-            digest.update(path.read_bytes())
+    try:
+        # Hidden files are notes of one machine.
+        for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
+            size = path.stat().st_size
+            digest.update(os.fsencode(path.name) + f"\0{size}\0".encode())
+            if size < _HASHED_FILE_BYTES:
+                digest.update(path.read_bytes())
+    except OSError as error:
+        raise LaunchError(f"{error.filename or folder} cannot be read ({error.strerror}).") from error
     return digest.hexdigest()

@@ -297,7 +297,7 @@ class Supervisor:
     def _on_exit(self, child: Child) -> None:
         if child is self._frontend:
             if self._exit_code is None or (self._exit_code == 0 and self._why_stuck is not None):
-                self._fail(self._why_stuck or f"The HTTP process {child.end()}.")
+                self._fail(self._why_stuck or self._why_no_frontend() or f"The HTTP process {child.end()}.")
             self._worker.send_signal(signal.SIGTERM)
             # A worker that still loads has nothing to finish and does not look at its signals.
             self._later(self._grace.after_drain if self._ready else 0.0, self._worker, signal.SIGKILL)
@@ -308,6 +308,13 @@ class Supervisor:
             patience = self._grace.telling if self._ready else 0.0
             self._later(patience, self._frontend, signal.SIGTERM)
             self._later(patience + self._grace.after_failure, self._frontend, signal.SIGKILL)
+
+    def _why_no_frontend(self) -> str | None:
+        """Return the sentence that a frontend leaves which cannot serve the model."""
+        try:
+            return self._context.frontend_failure.read_text(encoding="utf-8")
+        except OSError:
+            return None
 
     def _fail(self, sentence: str) -> None:
         self._exit_code = 1

@@ -5,6 +5,7 @@ spec -> memory plan (`plan_model`) -> weights (`load_rank`) -> KV memory, warm-u
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,13 +37,16 @@ from moeserve.model.families import load_generation_defaults
 from moeserve.model.grammars import Grammars
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from moeserve.model.runner import ModelRunner
+from moeserve.model.spec import NO_NUMBERS, CheckpointError
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.token_masks import MaskSource
 from moeserve.model.weights import load_decoder
+from moeserve.plan import Chunk, SamplingParams, StepPlan
 from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, eos_token_ids
 from moeserve.ranks.together import GroupSteps, StepRows
 from moeserve.request_memory import MergeAnnotations
 from moeserve.scheduler import Scheduler
+from moeserve.steps import Runner
 from radix_cache import PrefixCache
 
 if TYPE_CHECKING:
@@ -51,6 +55,9 @@ if TYPE_CHECKING:
     from experts.dispatch import Compute
 
 Report = Callable[[dict[str, Any]], None]
+
+# Of the first prompt, where a block holds as many.
+_PROMPT_TOKENS = 4
 
 log = structlog.get_logger(__name__)
 
@@ -288,6 +295,10 @@ class LoadedRank:
         eos = eos_token_ids(defaults, plan.spec)
         grammars = Grammars(self._directory / "tokenizer.json", plan.spec.vocab_size, eos)
         prepared = body.prepare(self._decoder, self._tap, group, grammars)
+        if plan.device == "cuda" and group is None:
+            check_first_answer(prepared.runner, plan.spec.vocab_size, config.block_size)
+        if defaults.left_out:
+            log.warning("sampling_defaults_left_out", values=list(defaults.left_out), file="generation_config.json")
         prefetcher = self._start_prefetching()
         if group is not None:
             group.experts.forget_counts()
@@ -371,6 +382,17 @@ class LoadedRank:
         if shape is not None and signs_prefixes(config):
             self._observers.append(PrefixSigner(shape, config.block_size, keeps_routing=config.record_experts))
         return prefetching.asks
+
+
+def check_first_answer(runner: Runner, vocab_size: int, block_size: int) -> None:
+    """Compute a short fixed prompt in block 0, which nobody may hold yet; raise CheckpointError if that fails.
+
+    On a CPU the warm-up looks at its own logits.
+    """
+    prompt = array("i", (token % vocab_size for token in range(min(_PROMPT_TOKENS, block_size))))
+    chunk = Chunk("", prompt, 0, array("i", [0]), SamplingParams(max_tokens=1, temperature=0.0))
+    if runner.launch(StepPlan(0, [chunk])).result().chunks[0].error is not None:
+        raise CheckpointError(NO_NUMBERS)
 
 
 def collective_timeout(config: ServeConfig) -> float:

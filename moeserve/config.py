@@ -421,10 +421,16 @@ _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def cache_root() -> Path:
-    """Return the folder for files that can be rebuilt: $MOESERVE_CACHE, $XDG_CACHE_HOME/moeserve, ~/.cache/moeserve."""
+    """Return the folder for files that can be rebuilt: $MOESERVE_CACHE, $XDG_CACHE_HOME/moeserve, ~/.cache/moeserve.
+
+    Raises ConfigError where the account has no home to look in.
+    """
     own = os.environ.get("MOESERVE_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moeserve"
+    try:
+        if own:
+            return Path(own).expanduser().absolute()
+        # The XDG specification has relative paths ignored.
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moeserve"
+    except RuntimeError:
+        raise ConfigError("This account has no home for the cache: set HOME, or MOESERVE_CACHE to a folder.") from None

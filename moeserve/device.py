@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
@@ -21,6 +21,7 @@ GRAPH_BYTES = 512 * 2**20
 _USUAL_TOKENS = {"cpu": 256, "cuda": 4096}
 
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 # KV memory without a setting: this share of what is free beside weights and reserve, up to this many bytes.
 _KV_SHARE = 0.5
@@ -109,14 +110,56 @@ def step_budget(config: ServeConfig, device: str = "cpu") -> int:
     return config.max_num_batched_tokens or max(_USUAL_TOKENS[device], config.max_num_seqs)
 
 
-def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
-    """Return the bytes that this process can take now: the machine's, cut to what the container's limit leaves."""
-    available = _machine_available(meminfo)
-    limit, used = _read_number(cgroup / "memory.max"), _read_number(cgroup / "memory.current")
-    if limit is None or used is None:
-        return available
-    reclaimable = _read_stat(cgroup / "memory.stat", "inactive_file")
-    return max(0, min(available, limit - used + reclaimable))
+def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO, own_cgroup: Path = _OWN_CGROUP) -> int:
+    """Return the bytes that this process can take now: the machine's, cut to what the limits of its groups leave.
+
+    cgroup: where the control groups are mounted, of version 1 or 2. own_cgroup: the file that names this process's
+    groups; a limit of any group above it counts as well.
+    """
+    rooms = [_room(group, files) for files in (_V2, _V1) for group in _memory_groups(cgroup, own_cgroup, files)]
+    return max(0, min([_machine_available(meminfo), *(room for room in rooms if room is not None)]))
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupFiles:
+    """How a version of control groups tells of memory.
+
+    controller: its name in `/proc/self/cgroup`. mounts: below the folder of all. limits, used, reclaimable: files and
+    the key in `memory.stat`.
+    """
+
+    controller: str
+    mounts: tuple[str, ...]
+    limits: tuple[str, ...]
+    used: str
+    reclaimable: str
+
+
+_V2 = _GroupFiles("", (".", "unified"), ("memory.max", "memory.high"), "memory.current", "inactive_file")
+_V1 = _GroupFiles("memory", ("memory",), ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _memory_groups(cgroup: Path, own_cgroup: Path, files: _GroupFiles) -> list[Path]:
+    """Return the folders of this process's group and of all groups above it.
+
+    In a container the named path can be the host's, which is not there; then the mount itself is the group.
+    """
+    try:
+        lines = [line.split(":", 2) for line in own_cgroup.read_text().splitlines()]
+    except OSError:
+        lines = []
+    own = next((line[2] for line in lines if len(line) == 3 and files.controller in line[1].split(",")), "/")
+    path = PurePosixPath("/", own).relative_to("/")
+    return [cgroup / mount / group for mount in files.mounts for group in (path, *path.parents)]
+
+
+def _room(group: Path, files: _GroupFiles) -> int | None:
+    """Return the bytes that a group may still take; None if it sets no limit or is not there."""
+    limits = [limit for limit in (_read_number(group / name) for name in files.limits) if limit is not None]
+    used = _read_number(group / files.used)
+    if not limits or used is None:
+        return None
+    return min(limits) - used + _read_stat(group / "memory.stat", files.reclaimable)
 
 
 @dataclass(frozen=True, slots=True)

@@ -474,6 +474,11 @@ class RunContext:
         """The file in which ranks find each other for their collectives."""
         return Path(self.run_dir) / f"collectives.{self.incarnation}"
 
+    @property
+    def frontend_failure(self) -> Path:
+        """The file that holds the sentence why the frontend could not start, if it could not."""
+        return Path(self.run_dir) / "frontend.failure"
+
     def save(self) -> Path:
         """Write the file with mode 0600 and return its path."""
         path = Path(self.run_dir) / f"run.{self.incarnation}.json"

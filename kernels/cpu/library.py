@@ -70,26 +70,30 @@ def native_kernels_absence() -> str | None:
     if os.environ.get("MOESERVE_CPU_KERNELS", "auto") == "torch":
         return "MOESERVE_CPU_KERNELS is torch."
     try:
-        build_library()
+        NativeKernels(build_library())
     except KernelBuildError as error:
         return str(error)
+    except (OSError, AttributeError) as error:  # A folder from which nothing may be run, for one.
+        return f"The compiled kernels cannot be loaded: {error}."
     return None
 
 
 def build_library(cache_dir: Path | None = None) -> Path:
     """Return the path of the library for this machine and these sources; compile it unless `cache_dir` has it.
 
-    Raises KernelBuildError. Processes that build at the same time do not disturb each other.
+    A library's name ends in the hash of its content. One whose content has another, which a power failure or a full
+    disk can leave, is removed and never loaded. Raises KernelBuildError. Processes that build at the same time do not
+    disturb each other.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise KernelBuildError("There is no C++ compiler (g++).")
     here = Path(__file__).parent
     cache_dir = cache_dir or _cache_dir()
-    target = cache_dir / f"moeserve-cpu-{_fingerprint(compiler, here)}.so"
-    if target.exists():
-        return target
+    name = f"moeserve-cpu-{_fingerprint(compiler, here)}"
     try:
+        if (found := _find_intact(cache_dir, name)) is not None:
+            return found
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
             built = Path(folder) / "kernels.so"
@@ -98,10 +102,36 @@ def build_library(cache_dir: Path | None = None) -> Path:
             if result.returncode:
                 lines = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
                 raise KernelBuildError(f"{compiler} failed: {lines[0]}")
+            target = cache_dir / f"{name}-{_digest(built)}.so"
+            # What a name promises must be on the disk before the name is.
+            _sync(built)
             built.replace(target)
+            _sync(cache_dir)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"The kernels could not be compiled: {error}") from None
     return target
+
+
+def _find_intact(cache_dir: Path, name: str) -> Path | None:
+    """Return a library of that name whose content is what its name says; remove those that are damaged."""
+    for path in sorted(cache_dir.glob(f"{name}-*.so")):
+        if path.is_file() and path.stem.removeprefix(f"{name}-") == _digest(path):
+            return path
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _fingerprint(compiler: str, sources: Path) -> str:
@@ -132,5 +162,8 @@ def _cache_dir() -> Path:
     own = os.environ.get("MOESERVE_CACHE")
     if own:
         return Path(own) / "kernels"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise KernelBuildError("There is no home to keep compiled kernels in (set MOESERVE_CACHE).") from None
     return Path(base) / "moeserve" / "kernels"

@@ -48,7 +48,7 @@ def create_app(services: Services) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        await services.engine.start()
+        await services.start()
         publishing = asyncio.create_task(publish_prefixes(services, public)) if public else None
         try:
             yield
@@ -56,10 +56,7 @@ def create_app(services: Services) -> Starlette:
             if publishing is not None:
                 publishing.cancel()
                 await asyncio.gather(publishing, return_exceptions=True)
-            await services.engine.stop()
-            await services.grammars.stop()
-            services.workers.stop()
-            services.token_workers.stop()
+            await services.stop()
 
     app = Starlette(
         routes=routes,

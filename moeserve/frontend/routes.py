@@ -195,8 +195,8 @@ class ExpertRoutes:
             timeout_s=limits.RECEIVE_TIMEOUT_S,
         )
         body, _ = fields.decode_json(data, TraceBody)
-        if body.max_tokens is not None and body.max_tokens < 1:
-            raise ApiError(400, "`max_tokens` must be at least 1", param="max_tokens")
+        if body.max_tokens is not None:
+            fields.bounded("max_tokens", body.max_tokens, 1, limits.MAX_TOKENS)
         if body.action == "start":
             arguments = {"max_tokens": body.max_tokens, "token_ids": body.token_ids}
             return json_response({"status": "recording", **await self._command("start_expert_trace", arguments)})

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from moeserve.frontend import limits
 from moeserve.frontend.answer import PromptText, decode_prompt
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
@@ -22,9 +20,11 @@ from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, u
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape
-from moeserve.frontend.templates import ChatTemplate, load_chat_template, render_prompt
+from moeserve.frontend.template_renderer import TemplateRenderer, check_model_texts
+from moeserve.frontend.templates import guard_prompt, read_sources
 from moeserve.frontend.text import TextTokenizer
 from moeserve.frontend.workers import InlineBudget, Workers
+from moeserve.model.files import read_json
 from moeserve.wire import RunContext, Stats
 
 _THREADS = 2
@@ -43,7 +43,7 @@ class Services:
         self,
         run: RunContext,
         tokenizer: TextTokenizer,
-        template: ChatTemplate | None,
+        template: TemplateRenderer | None,
         shape: OutputShape = PLAIN,
         num_dropped_lines: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -68,14 +68,28 @@ class Services:
 
     @classmethod
     def load(cls, run: RunContext, num_dropped_lines: Callable[[], int] = lambda: 0) -> Services:
-        """Read the checkpoint's tokenizer and template."""
-        tokenizer = TextTokenizer.from_file(Path(run.model_dir) / "tokenizer.json")
-        template = load_chat_template(run.model_dir)
-        sources = template.sources if template is not None else ()
-        shape = choose_shape(
-            sources, _model_type(Path(run.model_dir)), run.config.tool_call_parser, run.config.reasoning_parser
-        )
-        return cls(run, tokenizer, template, shape, num_dropped_lines)
+        """Read the checkpoint's tokenizer and template. Raises ModelError if they cannot be used."""
+        folder = Path(run.model_dir)
+        check_model_texts(folder)
+        tokenizer = TextTokenizer.from_file(folder / "tokenizer.json")
+        sources = read_sources(folder)
+        shape = choose_shape(sources, _model_type(folder), run.config.tool_call_parser, run.config.reasoning_parser)
+        return cls(run, tokenizer, TemplateRenderer(folder) if sources else None, shape, num_dropped_lines)
+
+    async def start(self) -> None:
+        """Connect to the engine without waiting, and start the template's process, so that no conversation does."""
+        await self.engine.start()
+        if self.template is not None:
+            await self.template.start()
+
+    async def stop(self) -> None:
+        """Leave the engine and end the processes and threads beside this one."""
+        await self.engine.stop()
+        await self.grammars.stop()
+        if self.template is not None:
+            await self.template.stop()
+        self.workers.stop()
+        self.token_workers.stop()
 
     def begin_drain(self) -> None:
         """Refuse new generations from now on."""
@@ -178,11 +192,12 @@ class Services:
                 code="no_chat_template",
             )
 
-        def render() -> tuple[str, str]:
-            return render_prompt(template, self.tokenizer, prompt)
-
         size = sum(len(message["content"]) for message in prompt.messages) + _CHARS_PER_TOOL * len(prompt.tools)
-        return render() if budget.take(size) else await workers.run(size, render)
+        if budget.take(size):
+            guarded = guard_prompt(self.tokenizer, prompt)
+        else:
+            guarded = await workers.run(size, partial(guard_prompt, self.tokenizer, prompt))
+        return guarded.cut(await template.render(guarded.messages, guarded.arguments)), guarded.mark
 
 
 def engine_unavailable(error: EngineGone) -> ApiError:
@@ -196,7 +211,7 @@ def engine_unavailable(error: EngineGone) -> ApiError:
 def _model_type(folder: Path) -> str:
     """Return `model_type` of `config.json`, nothing where there is none."""
     path = folder / "config.json"
-    config = msgspec.json.decode(path.read_bytes()) if path.is_file() else {}
+    config = read_json(path) if path.exists() else {}
     return str(config.get("model_type", ""))
 
 

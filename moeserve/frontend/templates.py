@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
-import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.conversations import explain_tools, plainer_forms, template_tool, with_short_ids
 from moeserve.frontend.dialects.internal import ChatPrompt
 from moeserve.frontend.http import invalid
 from moeserve.frontend.text import CUT_MARKS, TextTokenizer
+from moeserve.model.files import read_json, read_text
+from moeserve.model.spec import ModelError
 
 # The variables that a request sets in fields of their own, or not at all.
 RESERVED_VARIABLES = frozenset(
@@ -31,7 +33,7 @@ RESERVED_VARIABLES = frozenset(
 )
 
 
-class TemplateError(ValueError):
+class TemplateError(ModelError):
     """The checkpoint's template cannot be used."""
 
 
@@ -65,7 +67,6 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
-        self.sources = (source,) if tool_source is None else (source, tool_source)
         self._plain = _Compiled(environment, source)
         self._with_tools = self._plain if tool_source is None else _Compiled(environment, tool_source)
         self._special_tokens = dict(special_tokens or {})
@@ -73,6 +74,7 @@ class ChatTemplate:
     def render(
         self,
         messages: list[dict[str, Any]],
+        /,
         *,
         add_generation_prompt: bool,
         tools: list[dict[str, Any]] | None = None,
@@ -102,8 +104,8 @@ class ChatTemplate:
             **variables,
         }
         try:
-            text = compiled.render(messages=messages, **given)
-        except _REFUSALS as error:
+            text = compiled.render({**given, "messages": messages})
+        except Exception as error:  # Whatever a template raises, or makes a library raise, is its refusal.
             text = _render_plainer(compiled, messages, given, error)
         if len(text) > limits.MAX_RENDERED_CHARS:
             raise invalid("The rendered messages are too long", "messages")
@@ -115,18 +117,18 @@ class _Compiled:
 
     def __init__(self, environment: jinja2.Environment, source: str) -> None:
         if len(source) > limits.MAX_TEMPLATE_CHARS:
-            raise TemplateError(f"chat template of {len(source)} characters exceeds {limits.MAX_TEMPLATE_CHARS}")
+            raise TemplateError(
+                f"The chat template has {len(source)} characters; at most {limits.MAX_TEMPLATE_CHARS} are read."
+            )
         try:
             self.render = environment.from_string(source).render
-        except jinja2.TemplateError as error:
-            raise TemplateError(f"chat template does not compile: {error}") from None
+        except Exception as error:  # Constants are computed, and the compiler of Python has limits of its own.
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise TemplateError(f"The chat template does not compile: {reason}.") from None
         self.knows_developer = "developer" in source
         self.knows_tools = "tools" in source
         # Mistral's templates refuse ids of calls that have not nine letters and digits.
         self.wants_short_ids = "length != 9" in source or "length 9" in source
-
-
-_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError)
 
 
 def _render_plainer(
@@ -135,15 +137,37 @@ def _render_plainer(
     """Return the text of the first plainer form that the template takes. Raises ApiError with the first refusal."""
     for form in plainer_forms(messages):
         try:
-            return compiled.render(messages=form, **given)
-        except _REFUSALS:
+            return compiled.render({**given, "messages": form})
+        except Exception:
             continue
     reason = str(refusal) if isinstance(refusal, jinja2.TemplateError) else type(refusal).__name__
-    raise invalid(f"The chat template refuses these messages: {reason[:300]}", "messages") from None
+    raise invalid(f"The chat template refuses these messages: {reason[:300]}", "messages") from refusal
 
 
-def render_prompt(template: ChatTemplate, tokenizer: TextTokenizer, prompt: ChatPrompt) -> tuple[str, str]:
-    """Return the rendered prompt and the cut mark in it, both for `TextTokenizer.encode_rendered`.
+@dataclass(frozen=True, slots=True)
+class GuardedPrompt:
+    """A prompt for a template, in which no special token is left that a client spelled out.
+
+    arguments: of `ChatTemplate.render`, beside the messages. mark: in the special tokens. end: behind a message that is
+    continued.
+    """
+
+    messages: list[dict[str, Any]]
+    arguments: dict[str, Any]
+    mark: str
+    end: str | None
+
+    def cut(self, text: str) -> str:
+        """Return a rendered text up to the end of a message that is continued. Raises ApiError if it is not there."""
+        if self.end is None:
+            return text
+        if self.end not in text:
+            raise invalid("The chat template does not show the last message, so it cannot be continued", "messages")
+        return text[: text.rindex(self.end)]
+
+
+def guard_prompt(tokenizer: TextTokenizer, prompt: ChatPrompt) -> GuardedPrompt:
+    """Return the prompt as a template gets it.
 
     Whatever comes from a client has its special tokens cut: texts, names, tools and arguments at any depth. In the
     texts of assistants only tokens that a model cannot have written are.
@@ -157,17 +181,12 @@ def render_prompt(template: ChatTemplate, tokenizer: TextTokenizer, prompt: Chat
     guarded = [_guard_message(message, tokenizer, mark) for message in prompt.messages]
     if prompt.continued is not None:
         guarded[-1]["content"] += end
-    text = template.render(
-        guarded,
-        add_generation_prompt=prompt.add_generation_prompt,
-        tools=[_guard(tool, tokenizer, mark) for tool in tools] or None,
+    arguments = {
         **_guard(prompt.variables, tokenizer, mark),
-    )
-    if prompt.continued is not None:
-        if end not in text:
-            raise invalid("The chat template does not show the last message, so it cannot be continued", "messages")
-        text = text[: text.rindex(end)]
-    return text, mark
+        "add_generation_prompt": prompt.add_generation_prompt,
+        "tools": [_guard(tool, tokenizer, mark) for tool in tools] or None,
+    }
+    return GuardedPrompt(guarded, arguments, mark, None if prompt.continued is None else end)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -204,26 +223,42 @@ def _guard(value: Any, tokenizer: TextTokenizer, mark: str) -> Any:
 
 
 def load_chat_template(model_dir: str | Path) -> ChatTemplate | None:
-    """Return the template in `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, else None."""
+    """Return the template that `read_sources` finds, compiled; None without one. Raises ModelError."""
     folder = Path(model_dir)
-    config_path = folder / "tokenizer_config.json"
-    config = msgspec.json.decode(config_path.read_bytes()) if config_path.is_file() else {}
-    template_path = folder / "chat_template.jinja"
-    source = template_path.read_text("utf-8") if template_path.is_file() else _named(config, "default")
-    if not isinstance(source, str):
+    sources = read_sources(folder)
+    if not sources:
         return None
+    tool_source = sources[1] if len(sources) > 1 else None
+    return ChatTemplate(sources[0], _special_tokens(_read_config(folder)), tool_source=tool_source)
+
+
+def read_sources(folder: Path) -> tuple[str, ...]:
+    """Return the template in `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, and one for tools.
+
+    Nothing is compiled, which runs a part of a template. Empty without a template. Raises ModelError for files that
+    cannot be read.
+    """
+    config = _read_config(folder)
+    template_path = folder / "chat_template.jinja"
+    source = read_text(template_path) if template_path.exists() else _named(config, "default")
+    if not isinstance(source, str):
+        return ()
     tool_path = folder / "additional_chat_templates" / "tool_use.jinja"
-    tool_source = tool_path.read_text("utf-8") if tool_path.is_file() else _named(config, "tool_use")
-    return ChatTemplate(
-        source, _special_tokens(config), tool_source=tool_source if isinstance(tool_source, str) else None
-    )
+    tool_source = read_text(tool_path) if tool_path.exists() else _named(config, "tool_use")
+    return (source, tool_source) if isinstance(tool_source, str) else (source,)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return read_json(path) if path.exists() else {}
 
 
 def _named(config: Mapping[str, Any], name: str) -> Any:
     """Return the template of a name in a list of them; a single template is called `default`."""
     source = config.get("chat_template")
     if isinstance(source, list):
-        return next((entry.get("template") for entry in source if entry.get("name") == name), None)
+        named = (entry for entry in source if isinstance(entry, dict) and entry.get("name") == name)
+        return next((entry.get("template") for entry in named), None)
     return source if name == "default" else None
 
 

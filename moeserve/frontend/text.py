@@ -18,6 +18,8 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from moeserve.model.spec import ModelError
+
 # Unicode's noncharacters: valid in UTF-8, never part of real text. A cut mark is one that the conversation lacks.
 CUT_MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 CONTEXT_TOKENS = 5
@@ -51,8 +53,12 @@ class TextTokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> TextTokenizer:
-        """Read `tokenizer.json`."""
-        return cls(Tokenizer.from_file(str(path)))
+        """Read `tokenizer.json`. Raises ModelError if it is not one."""
+        try:
+            return cls(Tokenizer.from_file(str(path)))
+        except Exception as error:  # The library raises a bare Exception.
+            reason = " ".join(str(error).split())[:300]
+            raise ModelError(f"{path} is not a usable tokenizer: {reason}.") from None
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Return the ids of the special tokens among `texts`."""

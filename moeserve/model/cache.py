@@ -18,13 +18,17 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from stat import S_ISREG
 
 import msgspec
 
+from moeserve.model.files import read_file
 from moeserve.model.spec import ModelError, Progress, silent
 
 MANIFEST_NAME = "manifest.json"
 VERDICT_NAME = ".verified.json"
+# The builder of a folder that was not built here.
+RECORDED = "moeserve verify --record"
 _HASH_THREADS = 2  # hashlib releases the interpreter lock
 _CLOCK_TICK_SECONDS = 0.02  # at least the resolution of file times on Linux's local file systems
 
@@ -187,8 +191,8 @@ def write_manifest(folder: Path, *, builder: str, progress: Progress | None = No
 
 def verify(
     folder: Path, *, builder: str | None = None, thorough: bool = False, progress: Progress | None = None
-) -> None:
-    """Check `folder` against its manifest. Raises ManifestError, which names the first difference.
+) -> Manifest:
+    """Check `folder` against its manifest and return it. Raises ManifestError, which names the first difference.
 
     builder: the folder must come from this one, if given. thorough: hash even where an earlier verdict still holds.
     Files that the manifest does not name are ignored.
@@ -203,13 +207,33 @@ def verify(
             raise ManifestError(f"{folder / name} has {identities[name][0]} bytes, but its manifest says {entry.size}.")
     verdict = _Verdict(digest, identities)
     if not thorough and _recall(folder) == verdict:
-        return
+        return manifest
     _let_clock_tick(identities)
     hashes = _hash_all(folder, manifest.files, "verify files", progress or silent)
     for name, entry in manifest.files.items():
         if hashes[name] != entry.sha256:
             raise ManifestError(f"{folder / name} does not have the content (sha256) that its manifest says.")
     _remember(folder, verdict)
+    return manifest
+
+
+def record(folder: Path, progress: Progress | None = None) -> Manifest:
+    """Write the manifest of a folder that was not built here. Raises ModelError, also where another's file is there."""
+    path = folder / MANIFEST_NAME
+    try:
+        if path.exists() and not is_recorded(folder):
+            raise ModelError(f"{path} is there already and was not recorded by moeserve verify: it is left as it is.")
+        return write_manifest(folder, builder=RECORDED, progress=progress)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be written ({error.strerror or error}).") from error
+
+
+def is_recorded(folder: Path) -> bool:
+    """Return whether the folder's manifest is one of `record`."""
+    try:
+        return _read_manifest(folder)[1].builder == RECORDED
+    except ManifestError:
+        return False
 
 
 def made_by(folder: Path) -> str | None:
@@ -225,11 +249,11 @@ def made_by(folder: Path) -> str | None:
 
 def _read_manifest(folder: Path) -> tuple[bytes, Manifest]:
     try:
-        raw = (folder / MANIFEST_NAME).read_bytes()
+        raw = read_file(folder / MANIFEST_NAME)
         manifest = msgspec.json.decode(raw, type=Manifest)
-    except OSError as error:
-        raise ManifestError(f"{folder} has no readable {MANIFEST_NAME} ({error.strerror}).") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ModelError as error:
+        raise ManifestError(f"{folder} has no readable {MANIFEST_NAME}: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"{folder / MANIFEST_NAME} is not a manifest ({error}).") from error
     for name in manifest.files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -245,6 +269,8 @@ def _identities(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, int,
             stat = (folder / name).stat()
         except OSError as error:
             raise ManifestError(f"{folder / name} cannot be read ({error.strerror}).") from error
+        if not S_ISREG(stat.st_mode):
+            raise ManifestError(f"{folder / name} is not a regular file, so it is not read.")
         identities[name] = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
     return identities
 
@@ -277,8 +303,8 @@ def _hash(path: Path) -> str:
 
 def _recall(folder: Path) -> _Verdict | None:
     try:
-        return msgspec.json.decode((folder / VERDICT_NAME).read_bytes(), type=_Verdict)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return msgspec.json.decode(read_file(folder / VERDICT_NAME), type=_Verdict)
+    except (ModelError, msgspec.DecodeError, UnicodeDecodeError):
         return None  # an unreadable verdict only costs a new check
 
 

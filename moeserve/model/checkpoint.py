@@ -13,7 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, MlaSpec, MoeSpec
+from moeserve.model.files import check_file, read_json
+from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, MlaSpec, ModelError, MoeSpec
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -55,9 +56,9 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
 def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
     path = directory / _INDEX
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        weight_map = read_json(path)["weight_map"]
         files = {name: directory / file for name, file in weight_map.items()}
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+    except (ModelError, KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path} is not a valid safetensors index.") from None
     tensors: dict[str, TensorInfo] = {}
     for file in sorted(set(files.values())):
@@ -74,8 +75,8 @@ def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     """Return the tensors of one safetensors file by name. Checks that the file is as long as its header says."""
+    size = check_file(path)
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):

@@ -6,13 +6,16 @@ To add a model type: write one function here, add one line to ``_BUILDERS`` and 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from kernels.specs import Activation, ActivationKind, GateSpec
-from moeserve.model.rope import parse_rope, yarn_softmax_multiplier
+from moeserve.model.config_bounds import check_numbers
+from moeserve.model.files import read_json, read_text
+from moeserve.model.rope import parse_rope, rope_frequencies, yarn_softmax_multiplier
 from moeserve.model.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -45,17 +48,11 @@ def load_config(directory: Path) -> dict[str, Any]:
     installed classes, and ``auto_map`` is ignored.
     """
     path = directory / "config.json"
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ModelError(f"There is no config.json in {directory}.") from None
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}.") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path} does not hold a JSON object.")
+    if not path.exists():
+        raise ModelError(f"There is no config.json in {directory}.")
+    raw = read_json(path)
     model_type = check_model_type(raw.get("model_type"))
+    check_numbers(raw)
 
     if model_type in OWN_MODEL_TYPES:
         return raw
@@ -98,14 +95,24 @@ def build_spec(config: Config) -> DecoderSpec:
     configuration that lacks a value or contradicts itself.
     """
     model_type = check_model_type(config.get("model_type"))
+    check_numbers(config)
     try:
         spec = _BUILDERS[model_type](config)
+        _check_frequencies(spec)
     except KeyError as error:
         raise ModelError(f"The configuration of this {model_type} model lacks {error.args[0]!r}.") from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError, IndexError) as error:
         raise ModelError(f"The configuration of this {model_type} model is not valid: {error}.") from None
     _check(spec)
     return spec
+
+
+def _check_frequencies(spec: DecoderSpec) -> None:
+    """Raise ValueError or ArithmeticError if the rotation is not finite for short or for long contexts."""
+    for max_model_len in (1, spec.max_position):
+        frequencies = rope_frequencies(spec.rope, max_model_len)
+        if not all(map(math.isfinite, (frequencies.scale, *frequencies.inverse))):
+            raise ValueError("its rotary embedding is not finite")
 
 
 def _check(spec: DecoderSpec) -> None:
@@ -119,7 +126,7 @@ def _check(spec: DecoderSpec) -> None:
     gate, experts = spec.moe.gate, spec.moe.num_experts
     if not 1 <= gate.top_k <= experts:
         raise ModelError(f"{gate.top_k} experts per token cannot be chosen from {experts}.")
-    if experts % gate.num_groups:
+    if gate.num_groups < 1 or experts % gate.num_groups:
         raise ModelError(f"{experts} experts cannot be split into {gate.num_groups} equal groups.")
     if gate.top_groups * (experts // gate.num_groups) < gate.top_k:
         raise ModelError(f"The chosen groups hold fewer than {gate.top_k} experts.")
@@ -474,33 +481,58 @@ def _quantization(config: Config | None) -> QuantizationSpec | None:
     raise UnsupportedModel(f"Weights quantised with {method!r} are not supported.")
 
 
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# What requests may ask: (least, most). Of those in _ABOVE the least itself is refused.
+_SAMPLING_BOUNDS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1.0, 2.0**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 10.0),
+}
+_ABOVE = frozenset({"top_p", "repetition_penalty"})
+_MAX_END_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """EOS ids, and sampling values for requests that give none. Both are empty where the file names none."""
+    """EOS ids, and sampling values for requests that give none. Both are empty where the file names none.
+
+    left_out: the sampling values of the file that no request could ask for, as `name=value`.
+    """
 
     eos_token_ids: tuple[int, ...] = ()
     sampling: dict[str, float] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
 
 def load_generation_defaults(directory: Path) -> GenerationDefaults:
     """Read the folder's ``generation_config.json``, if it has one. Raises ModelError if the file is not valid.
 
-    ``do_sample: false`` does not mean greedy decoding here: clients of chat protocols expect sampling unless they ask
-    otherwise.
+    A sampling value out of its bounds, NaN too, is left out: the client, who has not given it, could not do anything
+    about it. ``do_sample: false`` does not mean greedy decoding here: clients of chat protocols expect sampling unless
+    they ask otherwise.
     """
     path = directory / "generation_config.json"
-    if not path.is_file():
+    if not path.exists():
         return GenerationDefaults()
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_text(path))
         if not isinstance(config, dict):
             raise TypeError("it holds no JSON object")
-        eos = config.get("eos_token_id")
-        eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(int(e) for e in eos)
-        sampling = {name: float(config[name]) for name in _SAMPLING_FIELDS if config.get(name) is not None}
+        eos_token_ids = _token_ids(config.get("eos_token_id"))
+        if len(eos_token_ids) > _MAX_END_TOKENS or not all(type(token) is int for token in eos_token_ids):
+            raise TypeError("its eos_token_id is no token id and no short list of token ids")
     except (ValueError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} is not a valid generation configuration: {error}.") from None
-    return GenerationDefaults(eos_token_ids, sampling)
+    given = {name: config[name] for name in _SAMPLING_BOUNDS if config.get(name) is not None}
+    sampling = {name: float(value) for name, value in given.items() if _is_sampling_value(name, value)}
+    left_out = tuple(f"{name}={str(value)[:40]}" for name, value in given.items() if name not in sampling)
+    return GenerationDefaults(eos_token_ids, sampling, left_out)
+
+
+def _is_sampling_value(name: str, value: object) -> bool:
+    least, most = _SAMPLING_BOUNDS[name]
+    if type(value) not in (int, float):
+        return False
+    assert isinstance(value, (int, float))
+    return least <= value <= most and not (name in _ABOVE and value == least)

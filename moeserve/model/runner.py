@@ -13,6 +13,7 @@ from kernels.ops import PagedRows
 from moeserve.model.decoder import Decoder, ForwardBatch
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.sampler import sample_step
+from moeserve.model.spec import NO_NUMBERS, CheckpointError
 from moeserve.model.step_arrays import step_arrays
 from moeserve.model.token_masks import MaskSource, begin_masks
 from moeserve.plan import Chunk, ChunkResult, Computed, StepPlan, StepResult, wanted_logits
@@ -60,7 +61,9 @@ class ModelRunner:
         `begin_step` is told each step's number of rows. Several ranks warm up together.
 
         Writes into blocks from 0 on, as many as `max_num_tokens` tokens need or there are; nobody may hold them yet.
+        Raises CheckpointError if logits are not finite, after the last step, which other ranks wait for.
         """
+        finite = True
         capacity = self._kv_pool.num_blocks * self._kv_pool.block_size
         largest = min(max_num_tokens, capacity, self._decoder.max_model_len)
         block_table = array("i", range(self._kv_pool.num_blocks))
@@ -69,9 +72,13 @@ class ModelRunner:
             vocab_size = self._decoder.spec.vocab_size
             token_ids = array("i", (i * max(1, vocab_size // count) % vocab_size for i in range(count)))
             begin_step(count)
-            self._decoder.forward(
+            logits = self._decoder.forward(
                 self._make_batch([Chunk("", token_ids, 0, block_table, None)], [count - 1]), self._kv_pool.layers
             )
+            # As in sampling: a logit of minus infinity is a token that never comes.
+            finite = finite and bool(logits.float().amax(-1).isfinite().all())
+        if not finite:
+            raise CheckpointError(NO_NUMBERS)
 
     def _make_batch(self, chunks: list[Chunk], logit_rows: list[int]) -> ForwardBatch:
         arrays = step_arrays(chunks, self._kv_pool.block_size)

@@ -5,6 +5,7 @@ cache: never code, never pickles.
 """
 
 import errno
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from moeserve.model.cache import is_recorded, verify
 from moeserve.model.demo import ensure_demo
+from moeserve.model.families import load_generation_defaults
+from moeserve.model.files import check_file, read_json, size_bound
 from moeserve.model.spec import ModelError, Progress, silent
 
 if TYPE_CHECKING:
@@ -48,10 +52,13 @@ def resolve_model(
         return check_folder(ensure_demo(cache_dir, progress=report))
     if _is_path(model):
         _refuse_revision(revision, f"the folder {model}")
-        path = Path(model).expanduser()
+        path = _expanded(model)
         if not path.exists():
             raise ModelError(f"There is no folder {path}.")
-        return check_folder(path)
+        check_folder(path)
+        if is_recorded(path):
+            verify(path, progress=report)
+        return path
     return check_folder(_download(model, revision=revision, offline=offline, cache_dir=cache_dir, report=report))
 
 
@@ -66,6 +73,15 @@ def _is_path(model: str) -> bool:
     )
 
 
+def _expanded(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:
+        raise ModelError(
+            f"{model} begins with ~, and this account has no home: set HOME or write the path out."
+        ) from None
+
+
 def _refuse_revision(revision: str | None, what: str) -> None:
     if revision is not None:
         raise ModelError(f"A revision ({revision}) can be chosen of a model of the hub, but not of {what}.")
@@ -76,28 +92,49 @@ def check_folder(folder: Path) -> Path:
 
     Do not read weights. Raises ModelError, which names the first thing that is missing.
     """
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder: name the folder that holds the model's config.json.")
-    _check_config(folder / "config.json")
-    _check_weights(folder)
-    if not (folder / "tokenizer.json").is_file():
-        raise ModelError(
-            f"{folder} has no tokenizer.json: convert the model's tokenizer to a fast one and save it there."
-        )
+    try:
+        if not folder.is_dir():
+            raise ModelError(f"{folder} is not a folder: name the folder that holds the model's config.json.")
+        _check_encodable(folder)
+        _check_files_of(folder)
+        if not (folder / "config.json").exists():
+            raise ModelError(f"{folder} has no config.json, so it is not a model folder.")
+        read_json(folder / "config.json")
+        load_generation_defaults(folder)
+        _check_weights(folder)
+        if not (folder / "tokenizer.json").exists():
+            raise ModelError(
+                f"{folder} has no tokenizer.json: convert the model's tokenizer to a fast one and save it there."
+            )
+    except OSError as error:
+        raise ModelError(f"{error.filename or folder} cannot be read ({error.strerror}).") from error
     return folder
 
 
-def _check_config(path: Path) -> None:
-    if not path.is_file():
-        raise ModelError(f"{path.parent} has no config.json, so it is not a model folder.")
+def _check_encodable(folder: Path) -> None:
+    """Raise ModelError for a path that JSON and messages cannot hold."""
     try:
-        config = msgspec.json.decode(path.read_bytes())
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path} is not valid JSON ({error}).") from error
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror}).") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} does not hold a JSON object.")
+        str(folder.absolute()).encode("utf-8")
+    except UnicodeEncodeError:
+        shown = os.fsencode(folder).decode("utf-8", "backslashreplace")
+        raise ModelError(f"The path {shown} is not UTF-8: rename the folder.") from None
+
+
+def _check_files_of(folder: Path) -> None:
+    """Raise ModelError for a file that would be read but is no regular file, too large or not readable.
+
+    Nothing is read, so a pipe or an endless file costs nothing.
+    """
+    folders = [folder, folder / "additional_chat_templates"]
+    for path in (path for place in folders if place.is_dir() for path in sorted(place.iterdir())):
+        bound = size_bound(path)
+        if bound is None and path.suffix != ".safetensors":
+            continue
+        size = check_file(path)
+        if bound is not None and size > bound:
+            raise ModelError(f"{path} has {size} bytes; at most {bound} are read.")
+        if not os.access(path, os.R_OK):
+            raise ModelError(f"{path} cannot be read (Permission denied).")
 
 
 def _check_weights(folder: Path) -> None:
@@ -124,11 +161,9 @@ class _Index(msgspec.Struct, frozen=True):
 def _check_shards(folder: Path) -> None:
     path = folder / _INDEX_NAME
     try:
-        shards = sorted(set(msgspec.json.decode(path.read_bytes(), type=_Index).weight_map.values()))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        shards = sorted(set(msgspec.convert(read_json(path), _Index).weight_map.values()))
+    except msgspec.ValidationError as error:
         raise ModelError(f"{path} is not an index of weight files ({error}).") from error
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror}).") from error
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise ModelError(f"{folder} lacks {len(missing)} of {len(shards)} weight files, the first is {missing[0]}.")

@@ -191,6 +191,10 @@ class CheckpointError(ModelError):
     """The weight files are missing, damaged or do not fit the configuration."""
 
 
+# Of weights that load and still compute nothing.
+NO_NUMBERS = "The model's answer to a first prompt is not finite numbers: its weights are damaged."
+
+
 # (stage, done, total); total is 0 while the amount of work is unknown. Calls never overlap, but a download calls from
 # threads of its own.
 Progress = Callable[[str, int, int], None]

@@ -68,7 +68,8 @@ def test_statistics_are_saved_on_demand(running: Service, folder: Path) -> None:
 def test_a_trace_is_recorded_and_handed_over(running: Service, folder: Path) -> None:
     post = running.http.post
     assert post("/v1/experts/trace", json={"action": "stop"}).status_code == 409
-    assert post("/v1/experts/trace", json={"action": "start", "max_tokens": 0}).status_code == 400
+    for wrong in (0, 2**31, 2**64, 2**70):
+        assert post("/v1/experts/trace", json={"action": "start", "max_tokens": wrong}).status_code == 400
     assert post("/v1/experts/trace", json={"action": "record"}).status_code == 400
     assert post("/v1/experts/trace", json={"action": "start", "token_ids": True}).json()["status"] == "recording"
     computed = [complete(running, prompt) for prompt in ("one text", "another text")]

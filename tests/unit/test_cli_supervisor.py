@@ -155,6 +155,13 @@ def test_a_stopped_frontend_is_taken_for_hung_and_killed(start):
     assert service.leaves_nothing()
 
 
+def test_a_frontend_that_cannot_serve_the_model_says_why(start):
+    service = start(STANDIN_FRONTEND="cannot serve the model")
+    assert service.wait_for("failed") == "failed The tokenizer is none."
+    assert service.end() == 1
+    assert service.leaves_nothing()
+
+
 def test_a_killed_worker_ends_the_service_with_a_sentence(start):
     service = start()
     service.wait_until_ready()

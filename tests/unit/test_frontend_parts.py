@@ -1,15 +1,20 @@
 """The small parts of the frontend: admission, hang detection, metrics, errors."""
 
+import asyncio
 import json
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from moeserve.frontend.engine_client import ProgressWatch
 from moeserve.frontend.http import ApiError, context_length_exceeded, unavailable
 from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.routes import ExpertRoutes
 from moeserve.frontend.services import Admission
 from moeserve.wire import Heartbeat, Stats
 
@@ -125,3 +130,20 @@ def test_the_http_process_loads_neither_torch_nor_transformers() -> None:
     code = "import launcher.frontend_main, sys; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1, 2**31, 2**64, 2**70])
+def test_the_length_of_a_trace_is_bounded(max_tokens: int) -> None:
+    ready = SimpleNamespace(num_experts=8)
+    config = SimpleNamespace(max_request_bytes=1000)
+    services: Any = SimpleNamespace(
+        check_serving=lambda: None, engine=SimpleNamespace(ready=ready), run=SimpleNamespace(config=config)
+    )
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps({"action": "start", "max_tokens": max_tokens}).encode()}
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/experts/trace", "headers": []}
+    with pytest.raises(ApiError, match="`max_tokens` must be at least 1 and at most 2147483647") as caught:
+        asyncio.run(ExpertRoutes(services).trace(Request(scope, receive)))
+    assert (caught.value.status, caught.value.param) == (400, "max_tokens")

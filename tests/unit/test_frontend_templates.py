@@ -9,12 +9,17 @@ from tokenizers import AddedToken
 
 from moeserve.frontend.dialects.internal import ChatPrompt, Tool
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.templates import ChatTemplate, TemplateError, load_chat_template, render_prompt
+from moeserve.frontend.templates import ChatTemplate, TemplateError, guard_prompt, load_chat_template
 from moeserve.frontend.text import CUT_MARKS, TextTokenizer
 from tests.support.tiny_model import ASSISTANT, BOS, END, TEMPLATE, USER, byte_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOKENIZER = TextTokenizer(byte_tokenizer())
+
+
+def render_prompt(template: ChatTemplate, tokenizer: TextTokenizer, prompt: ChatPrompt) -> tuple[str, str]:
+    guarded = guard_prompt(tokenizer, prompt)
+    return guarded.cut(template.render(guarded.messages, **guarded.arguments)), guarded.mark
 
 
 def render(source: str, messages: list[dict[str, object]] | None = None, **variables: object) -> str:

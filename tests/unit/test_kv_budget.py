@@ -63,3 +63,61 @@ def test_a_containers_limit_cuts_the_available_memory(tmp_path: Path) -> None:
     (cgroup / "memory.max").write_text("1000000\n")
     (cgroup / "memory.stat").write_text("anon 10\ninactive_file 3000\n")
     assert available_bytes(cgroup, meminfo) == 998000
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    (tmp_path / "meminfo").write_text("MemAvailable:   8000000 kB\n")
+    return tmp_path
+
+
+def write_group(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+def room(machine: Path, membership: str) -> int:
+    (machine / "own").write_text(membership)
+    return available_bytes(machine / "cgroup", machine / "meminfo", machine / "own")
+
+
+def test_the_limit_of_the_processs_own_group_counts(machine: Path) -> None:
+    write_group(machine / "cgroup/system.slice/moeserve.service", memory__max=3_000_000, memory__current=500_000)
+    assert room(machine, "0::/system.slice/moeserve.service\n") == 2_500_000
+
+
+def test_the_limit_of_a_group_above_counts_and_the_tightest_wins(machine: Path) -> None:
+    write_group(machine / "cgroup/a", memory__max=2_000_000, memory__current=1_200_000)
+    write_group(machine / "cgroup/a/b", memory__max=5_000_000, memory__current=100)
+    write_group(machine / "cgroup/a/b/c", memory__max="max", memory__current=100)
+    assert room(machine, "0::/a/b/c\n") == 800_000
+
+
+def test_a_group_that_is_slowed_down_beyond_a_size_has_that_limit(machine: Path) -> None:
+    write_group(machine / "cgroup/a", memory__max="max", memory__high=900_000, memory__current=100_000)
+    assert room(machine, "0::/a\n") == 800_000
+
+
+def test_limits_of_version_1_count(machine: Path) -> None:
+    files = {"memory__limit_in_bytes": 1_500_000, "memory__usage_in_bytes": 600_000}
+    write_group(machine / "cgroup/memory/docker/x", **files, memory__stat="cache 7\ntotal_inactive_file 50000")
+    membership = "12:cpu,cpuacct:/elsewhere\n5:memory:/docker/x\n1:name=systemd:/\n0::/\n"
+    assert room(machine, membership) == 950_000
+
+
+def test_in_a_container_the_mount_is_the_group_where_the_named_path_is_the_hosts(machine: Path) -> None:
+    write_group(machine / "cgroup/memory", memory__limit_in_bytes=1_500_000, memory__usage_in_bytes=1_000_000)
+    assert room(machine, "5:memory:/docker/0123\n") == 500_000
+
+
+def test_no_limit_leaves_what_the_machine_has(machine: Path) -> None:
+    write_group(machine / "cgroup/memory", memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=1)
+    assert room(machine, "5:memory:/\n") == 8_000_000 * 1024
+    (machine / "own").unlink()
+    assert available_bytes(machine / "nowhere", machine / "meminfo", machine / "own") == 8_000_000 * 1024
+
+
+def test_more_used_than_the_limit_leaves_nothing(machine: Path) -> None:
+    write_group(machine / "cgroup/a", memory__max=100, memory__current=200)
+    assert room(machine, "0::/a\n") == 0

@@ -185,3 +185,21 @@ def test_a_watchdog_that_is_gone_or_does_not_read_holds_nothing_up(tmp_path, mon
         manager.bind(str(tmp_path / "notify"))
         for _ in range(1000):
             pat_watchdog()
+
+
+def test_notes_of_one_machine_do_not_tell_models_apart(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    first = hash_model(tmp_path)
+    (tmp_path / ".verified.json").write_text("{}")
+    assert hash_model(tmp_path) == first
+
+
+def test_a_file_that_may_not_be_read_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    def refuse(path: Path) -> bytes:  # root may read everything
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(LaunchError, match=r"config.json cannot be read \(Permission denied\)"):
+        hash_model(tmp_path)

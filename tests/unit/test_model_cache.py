@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moeserve.config import cache_root
+from moeserve.config import ConfigError, cache_root
 from moeserve.model import cache
 from moeserve.model.cache import MANIFEST_NAME, VERDICT_NAME, ManifestError, ensure_built, verify, write_manifest
 from moeserve.model.spec import ModelError, Progress
@@ -307,3 +307,15 @@ def test_a_manifest_cannot_name_files_outside_of_its_folder(folder: Path, name: 
     (folder / MANIFEST_NAME).write_text(f'{{"builder": "x", "files": {{"{name}": {{"size": 1, "sha256": ""}}}}}}')
     with pytest.raises(ManifestError, match="outside of its folder"):
         verify(folder)
+
+
+def test_without_a_home_the_cache_needs_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "MOESERVE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ConfigError, match="no home for the cache: set HOME, or MOESERVE_CACHE"):
+        cache_root()

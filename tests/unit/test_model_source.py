@@ -13,7 +13,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from moeserve.model import source
+from moeserve.model import files, source
 from moeserve.model.source import resolve_model
 from moeserve.model.spec import ModelError
 
@@ -292,3 +292,66 @@ def test_a_hub_model_that_lacks_a_file_is_refused_before_the_download(fake: Fake
 @pytest.mark.parametrize("offline", [True, False])
 def test_a_name_the_hub_would_not_take_is_refused(folder: Path, offline: bool) -> None:
     assert "neither a folder here nor a name" in refusal("what is this?", offline=offline)
+
+
+READ_WHOLE = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+
+
+@pytest.mark.parametrize("name", [*READ_WHOLE, "model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_in_a_model_folder_is_refused_without_being_opened(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert f"{name} is not a regular file" in refusal(str(folder))
+
+
+def test_a_device_in_a_model_folder_is_refused(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/dev/zero")
+    assert "config.json is not a regular file" in refusal(str(folder))
+
+
+@pytest.mark.parametrize("name", [*READ_WHOLE, "manifest.json", "additional_chat_templates/tool_use.jinja"])
+def test_a_file_of_endless_size_is_refused_before_it_is_read(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    with (folder / name).open("ab") as file:
+        file.truncate(20 * 2**30)
+    assert f"{name} has {20 * 2**30} bytes; at most " in refusal(str(folder))
+
+
+def test_files_that_are_never_read_may_be_anything(folder: Path) -> None:
+    os.mkfifo(folder / "trainer_state.json")
+    (folder / "README.md").symlink_to("/dev/zero")
+    assert resolve_model(str(folder)) == folder
+
+
+def test_a_config_nested_without_end_is_one_sentence(folder: Path) -> None:
+    (folder / "config.json").write_text('{"a":' * 100_000)
+    assert "config.json is not valid JSON" in refusal(str(folder))
+
+
+def test_a_generation_config_that_is_none_is_refused_before_weights_are_read(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("[]")
+    assert "is not a valid generation configuration" in refusal(str(folder))
+
+
+def test_weights_that_may_not_be_read_are_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: "safetensors" not in str(path))  # root may read everything
+    assert "model.safetensors cannot be read (Permission denied)" in refusal(str(folder))
+
+
+def test_a_path_that_is_not_utf8_is_one_sentence(folder: Path) -> None:
+    odd = folder.rename(folder.parent / os.fsdecode(b"m\xff"))
+    assert "is not UTF-8: rename the folder" in refusal(str(odd))
+
+
+def test_a_file_is_read_within_its_bound(folder: Path) -> None:
+    (folder / "x.jinja").write_bytes(b"\xe9")
+    with pytest.raises(ModelError, match="not text in UTF-8"):
+        files.read_text(folder / "x.jinja")
+    with (folder / "x.jinja").open("ab") as file:
+        file.truncate(5 * 2**20)
+    with pytest.raises(ModelError, match="at most 4194304 are read"):
+        files.read_file(folder / "x.jinja")
+    os.mkfifo(folder / "y.jinja")
+    with pytest.raises(ModelError, match="not a regular file"):
+        files.read_file(folder / "y.jinja")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moeserve.model.families import build_spec, check_model_type, supported_model_types
+from moeserve.model.families import build_spec, check_model_type, load_generation_defaults, supported_model_types
 from moeserve.model.spec import AttentionSpec, KvLayerSpec, MlaSpec, ModelError, QuantizationSpec, UnsupportedModel
 
 _MIXTRAL: dict[str, Any] = {
@@ -132,7 +133,7 @@ def test_a_configuration_without_a_type_is_refused(model_type: object) -> None:
         ({"layer_types": ["linear_attention"] * 3}, "'linear_attention' are not supported"),
         ({"layer_types": ["full_attention"]}, "1 entries for 3 layers"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "type 'spiral' are not supported"),
-        ({"hidden_size": "big"}, "is not valid"),
+        ({"hidden_size": "big"}, "hidden_size is 'big': it must be from 1"),
     ],
 )
 def test_contradictions_are_one_sentence(changes: dict[str, Any], sentence: str) -> None:
@@ -157,3 +158,72 @@ def test_a_missing_value_is_named() -> None:
 
 def test_eighteen_types_are_served() -> None:
     assert len(supported_model_types()) == 18
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"inner": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_hidden_layers": 1_000_000_000}, "num_hidden_layers is 1000000000: it must be from 1 to 1024"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"vocab_size": 2**40}, "vocab_size is 1099511627776"),
+        ({"head_dim": 10**9}, "head_dim is 1000000000"),
+        ({"num_local_experts": 10**9}, "num_local_experts is 1000000000"),
+        ({"num_local_experts": 0}, "2 experts per token cannot be chosen from 0"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta is -1: it must be above 1"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta is not a finite number"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor is 0: it must be above 0"),
+        ({"rope_parameters": [1]}, "rope_parameters is a list: it must be an object"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is not a finite number"),
+        ({"surprise": _nested(20)}, "nested more than 16 deep"),
+        ({"surprise": 10**30}, "surprise is 10"),
+        ({"layer_types": ["full_attention"] * 200_000}, "layer_types has 200000 entries"),
+    ],
+)
+def test_numbers_that_no_model_has_are_refused_before_anything_is_sized_by_them(
+    changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        build_spec({**_MIXTRAL, **changes})
+
+
+def test_rotations_that_are_not_finite_are_refused() -> None:
+    factors = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0.0] * 8, "factor": 2.0}
+    with pytest.raises(ModelError, match="is not valid"):
+        build_spec({**_MIXTRAL, "rope_parameters": {**factors, "original_max_position_embeddings": 64}})
+
+
+@pytest.mark.parametrize("groups", [0, 3])
+def test_groups_that_do_not_share_the_experts_are_refused(groups: int) -> None:
+    changes = {"topk_method": "group_limited_greedy", "n_group": groups, "model_type": "deepseek_v2"}
+    with pytest.raises(ModelError, match=f"8 experts cannot be split into {groups} equal groups"):
+        build_spec({**_DEEPSEEK, **changes})
+
+
+def test_sampling_defaults_that_no_request_could_ask_for_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(
+        '{"temperature": NaN, "top_p": 0.9, "top_k": 1e300, "min_p": -1, "repetition_penalty": 1e308,'
+        ' "eos_token_id": 7}'
+    )
+    defaults = load_generation_defaults(tmp_path)
+    assert defaults.sampling == {"top_p": 0.9}
+    assert defaults.left_out == ("temperature=nan", "top_k=1e+300", "min_p=-1", "repetition_penalty=1e+308")
+    assert defaults.eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"eos_token_id": "x"}', '{"eos_token_id": [1, null]}', "[" * 100_000])
+def test_generation_defaults_that_cannot_be_read_are_one_sentence(content: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ModelError, match="is not a valid generation configuration"):
+        load_generation_defaults(tmp_path)

@@ -8,6 +8,8 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+from moeserve.wire import load_run_context
+
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
@@ -27,6 +29,9 @@ def tick(descriptor: int) -> None:
 
 def main() -> None:
     manner = os.environ.get("STANDIN_FRONTEND", "")
+    if manner == "cannot serve the model":
+        load_run_context(sys.argv[1]).frontend_failure.write_text("The tokenizer is none.")
+        sys.exit(3)
     listener = socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1]))
     server = HTTPServer(listener.getsockname()[:2], Handler, bind_and_activate=False)
     server.socket.close()

@@ -1,0 +1,83 @@
+"""Reads the small files of a model folder, whose content is untrusted: regular files only, within bounds of size."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moeserve.model.spec import ModelError
+
+_MIB = 2**20
+# A file that is read whole, by its name or ending, and its most bytes: several times the largest known of real models.
+_BOUNDS = {
+    "manifest.json": 16 * _MIB,
+    ".verified.json": 16 * _MIB,
+    "config.json": 4 * _MIB,
+    "generation_config.json": _MIB,
+    "tokenizer.json": 128 * _MIB,
+    "tokenizer_config.json": 16 * _MIB,
+    "model.safetensors.index.json": 128 * _MIB,
+    ".jinja": 4 * _MIB,
+}
+
+
+def size_bound(path: Path) -> int | None:
+    """Return the most bytes that a file of this name may have; None for one that is never read whole."""
+    return _BOUNDS.get(path.name) or _BOUNDS.get(path.suffix)
+
+
+def check_file(path: Path) -> int:
+    """Return the size of a regular file. Raises ModelError for everything else: no pipe or device is ever opened."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}).") from None
+    return _check(path, status)
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file within its bound. Raises ModelError before anything large is read."""
+    bound = size_bound(path)
+    assert bound is not None, f"{path.name} has no bound"
+    try:
+        # Whoever swaps the file for a pipe cannot make this wait.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            size = _check(path, os.fstat(descriptor))
+            # One byte more than may be there: a file can grow meanwhile.
+            content = file.read(bound + 1) if size <= bound else b""
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}).") from None
+    size = max(size, len(content))
+    if size > bound:
+        raise ModelError(f"{path} has {size} bytes; at most {bound} are read.")
+    return content
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file within its bound. Raises ModelError, also where it is not UTF-8."""
+    try:
+        return read_file(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not text in UTF-8 (byte {error.start}).") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file within its bound. Raises ModelError, also for NaN and for endless nesting."""
+    try:
+        content = msgspec.json.decode(read_file(path))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON ({error}).") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} does not hold a JSON object.")
+    return content
+
+
+def _check(path: Path, status: os.stat_result) -> int:
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{path} is not a regular file, so it is not read.")
+    return status.st_size
