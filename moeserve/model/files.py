@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from moeserve.model.spec import ModelError
 
@@ -69,8 +68,8 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file within its bound. Raises ModelError, also for NaN and for endless nesting."""
     try:
-        content = msgspec.json.decode(read_file(path))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        content = json.loads(read_file(path), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}).") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} does not hold a JSON object.")
@@ -81,3 +80,8 @@ def _check(path: Path, status: os.stat_result) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path} is not a regular file, so it is not read.")
     return status.st_size
+
+
+def _refuse_constant(name: str) -> None:
+    """Raise for the numbers that Python takes and JSON lacks."""
+    raise ValueError(f"{name} is no number of JSON")
