@@ -23,16 +23,23 @@ _END_S = 20
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Where the demo is served, and the key for it."""
+    """Where the demo is served, and the keys for it."""
 
     url: str
     key: str
+    admin_key: str
     folder: Path
 
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables that scripts read. TOKENIZER: a folder with the model's tokenizer."""
-        return {"BASE_URL": self.url, "API_KEY": self.key, "MODEL": MODEL, "TOKENIZER": str(self.folder)}
+        return {
+            "BASE_URL": self.url,
+            "API_KEY": self.key,
+            "ADMIN_KEY": self.admin_key,
+            "MODEL": MODEL,
+            "TOKENIZER": str(self.folder),
+        }
 
 
 def lengthen(demo: Path, folder: Path, context: int) -> Path:
@@ -52,23 +59,26 @@ def serve_demo(log: Path, model: Path | None = None) -> Iterator[Service]:
 
     log: file for what the service says. Raises RuntimeError with the end of it if the service does not start.
     """
-    key = f"sk-{secrets.token_hex(12)}"
+    key, admin_key = (f"sk-{secrets.token_hex(12)}" for _ in range(2))
     scripted = ROOT / "tests" / "clients" / "scripted"
     path = os.pathsep.join([str(scripted), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    options = ["--port", "0", "--served-model-name", MODEL]
-    command = [sys.executable, "-m", "launcher.cli", "serve", *([] if model is None else [str(model)]), *options]
     log.parent.mkdir(parents=True, exist_ok=True)
+    keys = log.with_suffix(".keys")
+    keys.touch(0o600)
+    keys.write_text(f"{key}\nadmin:{admin_key}\n")
+    options = ["--port", "0", "--served-model-name", MODEL, "--api-key-file", str(keys)]
+    command = [sys.executable, "-m", "launcher.cli", "serve", *([] if model is None else [str(model)]), *options]
     with log.open("w") as errors:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "MOESERVE_API_KEY": key, "MOESERVE_LOG_FORMAT": "json"},
+            env={**os.environ, "PYTHONPATH": path, "MOESERVE_LOG_FORMAT": "json"},
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
         )
         try:
-            yield Service(_address(process, log), key, model or ensure_demo())
+            yield Service(_address(process, log), key, admin_key, model or ensure_demo())
         finally:
             process.send_signal(signal.SIGTERM)
             try:

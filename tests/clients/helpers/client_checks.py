@@ -149,7 +149,7 @@ def run_program(command: list[str], **variables: str) -> str:
     done = subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, **variables},
+        env={**os.environ, **variables, "PWD": str(folder.resolve())},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -7,7 +7,7 @@ from client_checks import KEY, MODEL, SECRET, UNKNOWN, V1, Checks, run_program
 
 check = Checks("chat")
 SHELL = 'bash({"command": "cat note.txt", "description": "Read the note"})'
-LIMIT = {"context": 8192, "output": 512}
+LIMIT = {"context": 8192, "output": 256}
 
 
 def ask(text, model=MODEL):
@@ -31,7 +31,7 @@ def ask(text, model=MODEL):
     folder = Path("project")
     folder.mkdir(exist_ok=True)
     (folder / "opencode.json").write_text(json.dumps(config))
-    return run_program(["opencode", "run", "--model", f"moeserve/{model}", text])
+    return run_program(["opencode", "run", "--model", f"moeserve/{model}", text], OPENCODE_DISABLE_MODELS_FETCH="1")
 
 
 for name in ("plain", "streaming", "tool", "required", "structured"):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from client_checks import KEY, URL, Checks
+from client_checks import URL, Checks
 
 EXAMPLES = os.environ.get("EXAMPLES", "100")
 
@@ -14,7 +14,9 @@ EXAMPLES = os.environ.get("EXAMPLES", "100")
 def no_server_error():
     command = [str(Path(sys.executable).parent / "schemathesis"), "run", f"{URL}/openapi.json", "--url", URL]
     options = ["--checks", "not_a_server_error", "--max-examples", EXAMPLES, "--phases", "examples,coverage,fuzzing"]
-    options += ["--header", f"Authorization: Bearer {KEY}", "--seed", "1", "--continue-on-failure", "--no-color"]
+    options += ["--header", f"Authorization: Bearer {os.environ['ADMIN_KEY']}", "--no-color", "--continue-on-failure"]
+    # One stream of events has no end.
+    options += ["--exclude-path", "/v1/stats/stream", "--seed", "1"]
     done = subprocess.run(
         [*command, *options, "--suppress-health-check", "all", "--request-timeout", "120"],
         stdout=subprocess.PIPE,
