@@ -1,5 +1,6 @@
 """`/v1/experts` over HTTP: of a real service, and of one whose model has no experts."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,21 @@ def test_statistics_are_saved_on_demand(running: Service, folder: Path) -> None:
     complete(running, "remember this")
     assert running.http.post("/v1/experts/statistics").json()["status"] == "ok"
     assert load_statistics(folder / "statistics", statistics_key(folder / "model")).load().sum() > 0
+
+
+def test_a_disk_that_hangs_holds_up_no_generation(folder: Path) -> None:
+    (folder / "hangs").mkdir()
+    model = write_tiny_checkpoint(folder / "same")
+    settings = ("--expert-statistics", str(folder / "hangs" / "s"), "--engine-timeout", "2")
+    with service(model, folder / "hangs", *settings) as running:
+        # Opening a FIFO that nobody reads waits, as writing to a disk that does not answer does.
+        os.mkfifo(folder / "hangs" / f".s.{running.pids['worker']}.partial")
+        saving = running.http.post("/v1/experts/statistics")
+        assert (saving.status_code, saving.json()["error"]["code"]) == (503, "engine_silent")
+        assert complete(running, "still here") > 0
+        again = running.http.post("/v1/experts/statistics")
+        assert (again.status_code, again.json()["error"]["code"]) == (409, "not_possible_now")
+        assert running.http.get("/ready").status_code == 200
 
 
 def test_a_trace_is_recorded_and_handed_over(running: Service, folder: Path) -> None:
