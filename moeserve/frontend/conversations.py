@@ -76,9 +76,9 @@ def plainer_forms(messages: list[Message]) -> Iterator[list[Message]]:
     """Yield forms of a conversation for templates that refuse it, the closest to it first.
 
     Calls of one message stand in messages of their own, each with its results, for templates that take one call at a
-    time. Users say what a later system message says, in its place, so that what was computed before it stays a prefix; then
-    messages of the same role are joined, for templates that want roles to alternate; then the user also says what the
-    first system message says.
+    time. Users say what a later system message says, in its place, so that what was computed before it stays a prefix;
+    then messages of the same role are joined, for templates that want roles to alternate; then the user also says what
+    the first system message says.
     """
     if any(len(message.get("tool_calls", ())) > 1 for message in messages):
         messages = list(_one_call_each(messages))

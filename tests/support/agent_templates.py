@@ -93,7 +93,9 @@ _MISTRAL = """{{- bos_token }}
 {{- '[SYSTEM_PROMPT]' + messages[0].content + '[/SYSTEM_PROMPT]' }}{%- set messages = messages[1:] %}
 {%- endif %}
 {%- set ns = namespace(latest=-1) %}
-{%- for message in messages %}{%- if message.role == 'user' %}{%- set ns.latest = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set ns.latest = loop.index0 %}{%- endif %}
+{%- endfor %}
 {%- for message in messages %}
 {%- if message.role == 'user' %}
 {%- if tools and loop.index0 == ns.latest %}
