@@ -149,7 +149,9 @@ async def _read_streams(port: int, body: str, streams: int) -> None:
 
     async def read() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         writer.write((head + body).encode())
         tail = b""
         while piece := await reader.read(65_536):
@@ -193,9 +195,7 @@ def _responses_body(system: str, turns: int) -> dict[str, Any]:
     items: list[dict[str, Any]] = [{"role": "user", "content": PROSE}]
     for turn in range(turns):
         call_id, arguments = f"call_{turn}", json.dumps(ARGUMENTS, separators=(",", ":"))
-        items.append(
-            {"type": "function_call", "call_id": call_id, "name": f"tool_{turn % 10}", "arguments": arguments}
-        )
+        items.append({"type": "function_call", "call_id": call_id, "name": f"tool_{turn % 10}", "arguments": arguments})
         items.append({"type": "function_call_output", "call_id": call_id, "output": RESULT})
     tools = [{"type": "function", **tool} for tool in function_tools()]
     return {"model": MODEL, "instructions": system, "input": items, "tools": tools}

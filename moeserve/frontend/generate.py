@@ -111,7 +111,7 @@ class GenerateRoute:
             async with AsyncExitStack() as stack:
                 group = await self._submit(stack, generates, facts)
                 if request.stream:
-                    stream = EventStream(send, limits.SEND_TIMEOUT_S)
+                    stream = await stack.enter_async_context(EventStream(send, limits.SEND_TIMEOUT_S))
                     await _Streaming(group, answer, formatter, progress, stream).run()
                 else:
                     await _whole(send, group, answer, formatter, progress)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine
+from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -203,11 +204,32 @@ async def send_error(send: Send, error: ApiError, body: bytes) -> None:
 
 
 class EventStream:
-    """Server-sent events. Every call of `write` carries whole events and is one write to the connection."""
+    """Server-sent events, inside `async with`, which raises SlowReader once a write takes too long.
+
+    Every call of `write` carries whole events and is one write to the connection.
+    """
 
     def __init__(self, send: Send, timeout_s: float) -> None:
+        """timeout_s: how long the connection may accept no bytes."""
         self._send = send
         self._timeout_s = timeout_s
+        self._limit = asyncio.timeout(None)
+        self._due = math.inf  # when the write that waits is too slow, on the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> EventStream:
+        await self._limit.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError:
+            raise SlowReader from None
 
     async def start(self) -> None:
         """Send status 200 and the headers."""
@@ -219,9 +241,18 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
-        """Send events. Raises SlowReader if the connection accepts no bytes for too long."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._send({"type": "http.response.body", "body": events, "more_body": not last})
-        except TimeoutError:
-            raise SlowReader from None
+        """Send events."""
+        loop = asyncio.get_running_loop()
+        self._due = loop.time() + self._timeout_s
+        if self._timer is None:
+            self._timer = loop.call_at(self._due, self._check, loop)
+        await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+        self._due = math.inf
+
+    def _check(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the stream if its write is too slow. A timer outlasts many writes, since each new one costs CPU."""
+        self._timer = None
+        if loop.time() >= self._due:
+            self._limit.reschedule(loop.time())
+        elif self._due < math.inf:
+            self._timer = loop.call_at(self._due, self._check, loop)

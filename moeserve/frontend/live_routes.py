@@ -37,26 +37,26 @@ class StatsStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._num_open >= limits.MAX_STATS_STREAMS:
             raise unavailable("Too many watch the figures already", "too_many_streams", 10.0)
-        stream = EventStream(send, limits.SEND_TIMEOUT_S)
-        await stream.start()
-        if scope["method"] == "HEAD":
-            await stream.write(b"", last=True)
-            return
         self._num_open += 1
         try:
-            await until_disconnect(receive, self._tell(stream))
+            await until_disconnect(receive, self._tell(send, scope["method"] == "HEAD"))
         finally:
             self._num_open -= 1
 
-    async def _tell(self, stream: EventStream) -> None:
+    async def _tell(self, send: Send, head_only: bool) -> None:
         live = self._services.live
-        told = live.latest
-        await stream.write(_event(b"stats", _begin(self._services)))
-        while not live.closed:
-            sample = await live.next(told, limits.KEEP_ALIVE_S)
-            if sample is not None:
-                told = sample
-            await stream.write(KEEP_ALIVE if sample is None else _event(b"sample", sample), last=live.closed)
+        async with EventStream(send, limits.SEND_TIMEOUT_S) as stream:
+            await stream.start()
+            if head_only:
+                await stream.write(b"", last=True)
+                return
+            told = live.latest
+            await stream.write(_event(b"stats", _begin(self._services)))
+            while not live.closed:
+                sample = await live.next(told, limits.KEEP_ALIVE_S)
+                if sample is not None:
+                    told = sample
+                await stream.write(KEEP_ALIVE if sample is None else _event(b"sample", sample), last=live.closed)
 
 
 def _begin(services: Services) -> dict[str, Any]:
