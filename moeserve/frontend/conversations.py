@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 from moeserve.frontend.dialects.internal import Tool
@@ -74,10 +75,14 @@ def _json(value: Any) -> str:
 def plainer_forms(messages: list[Message]) -> Iterator[list[Message]]:
     """Yield forms of a conversation for templates that refuse it, the closest to it first.
 
-    Users say what a later system message says, in its place, so that what was computed before it stays a prefix; then
-    messages of the same role are joined, for templates that want roles to alternate; then the user also says what the
-    first system message says.
+    Calls of one message stand in messages of their own, each with its results, for templates that take one call at a
+    time. Users say what a later system message says, in its place, so that what was computed before it stays a prefix;
+    then messages of the same role are joined, for templates that want roles to alternate; then the user also says what
+    the first system message says.
     """
+    if any(len(message.get("tool_calls", ())) > 1 for message in messages):
+        messages = list(_one_call_each(messages))
+        yield messages
     start = next((index for index, message in enumerate(messages) if message["role"] not in _SYSTEM), len(messages))
     head = [{**messages[0], "content": _join([m["content"] for m in messages[:start]], "\n\n")}] if start else []
     rest = [_as_user(message) for message in messages[start:]]
@@ -86,6 +91,25 @@ def plainer_forms(messages: list[Message]) -> Iterator[list[Message]]:
     yield [*head, *alternating]
     if head:
         yield list(_joined([_as_user(head[0]), *alternating], "user", "\n\n"))
+
+
+def _one_call_each(messages: list[Message]) -> Iterator[Message]:
+    """Yield the messages, those with several calls as several, each followed by the results of its call."""
+    place = 0
+    while place < len(messages):
+        message = messages[place]
+        place += 1
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            yield message
+            continue
+        results = list(takewhile(lambda later: later["role"] == "tool", messages[place:]))
+        place += len(results)
+        for number, call in enumerate(calls):
+            yield {**(message if number == 0 else {"role": message["role"], "content": ""}), "tool_calls": [call]}
+            yield from (result for result in results if result.get("tool_call_id") == call["id"])
+        ids = {call["id"] for call in calls}
+        yield from (result for result in results if result.get("tool_call_id") not in ids)
 
 
 _SYSTEM = ("system", "developer")

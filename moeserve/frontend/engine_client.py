@@ -7,6 +7,7 @@ request. Nothing here blocks the event loop: a message that the socket does not 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 from array import array
@@ -299,6 +300,8 @@ class RequestGroup:
         self._queue: list[tuple[int, Output]] = []
         self._failure: Exception | None = None
         self._news = asyncio.Event()
+        self._until = math.inf  # when the handler's patience ends, on the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def num_open(self) -> int:
@@ -353,14 +356,19 @@ class RequestGroup:
 
         If there are none, wait for one, for `patience_s` at most. Raises EngineGone when none will come.
         """
-        try:
-            async with asyncio.timeout(patience_s):
-                while not self._queue:
-                    if self._failure is not None:
-                        raise self._failure
-                    await self._wait()
-        except TimeoutError:
-            return []
+        loop = asyncio.get_running_loop()
+        if patience_s is None:
+            self._until = math.inf
+        else:
+            self._until = loop.time() + patience_s
+            if self._timer is None:
+                self._timer = loop.call_at(self._until, self._remind, loop)
+        while not self._queue:
+            if self._failure is not None:
+                raise self._failure
+            if loop.time() >= self._until:
+                return []
+            await self._wait()
         batch, self._queue = self._queue, []
         return batch
 
@@ -373,7 +381,17 @@ class RequestGroup:
         """Return the requests that still need an abort. Later outputs are dropped."""
         left = [request_id for request_id in self._ids if request_id in self._open]
         self._open.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         return left
+
+    def _remind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake the handler when its patience ends. A timer outlasts many waits, since each new one costs CPU."""
+        self._timer = None
+        if loop.time() >= self._until:
+            self._news.set()
+        elif self._until < math.inf:
+            self._timer = loop.call_at(self._until, self._remind, loop)
 
     async def _wait(self) -> None:
         self._news.clear()

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -173,20 +174,20 @@ def guard_prompt(tokenizer: TextTokenizer, prompt: ChatPrompt) -> GuardedPrompt:
     texts of assistants only tokens that a model cannot have written are.
     """
     tools = [template_tool(tool) for tool in prompt.tools]
-    spoken = [*_texts(prompt.messages), *_texts(tools), *_texts(prompt.variables)]
-    marks = [mark for mark in CUT_MARKS if not any(mark in text for text in spoken)]
+    spoken = "\n".join([*_texts(prompt.messages), *_texts(tools), *_texts(prompt.variables)])
+    marks = list(islice((mark for mark in CUT_MARKS if mark not in spoken), 2))
     if len(marks) < 2:
         raise invalid("The messages use every Unicode noncharacter", "messages")
-    mark, end = marks[0], marks[1]
-    guarded = [_guard_message(message, tokenizer, mark) for message in prompt.messages]
+    mark, end = marks
+    messages, variables = prompt.messages, prompt.variables
+    if tokenizer.spells_special(spoken):
+        messages = [_guard_message(message, tokenizer, mark) for message in messages]
+        tools = [_guard(tool, tokenizer, mark) for tool in tools]
+        variables = _guard(variables, tokenizer, mark)
     if prompt.continued is not None:
-        guarded[-1]["content"] += end
-    arguments = {
-        **_guard(prompt.variables, tokenizer, mark),
-        "add_generation_prompt": prompt.add_generation_prompt,
-        "tools": [_guard(tool, tokenizer, mark) for tool in tools] or None,
-    }
-    return GuardedPrompt(guarded, arguments, mark, None if prompt.continued is None else end)
+        messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + end}]
+    arguments = {**variables, "add_generation_prompt": prompt.add_generation_prompt, "tools": tools or None}
+    return GuardedPrompt(messages, arguments, mark, None if prompt.continued is None else end)
 
 
 def _texts(value: Any) -> Iterator[str]:

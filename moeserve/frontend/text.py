@@ -74,6 +74,10 @@ class TextTokenizer:
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def spells_special(self, text: str) -> bool:
+        """Return whether a token that `protect` cuts is spelled out in `text`."""
+        return self._user_pattern is not None and self._user_pattern.search(text) is not None
+
     def protect(self, text: str, mark: str, *, of_model: bool = False) -> str:
         """Return `text` with `mark` inside every special token that is spelled out in it.
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.support.tiny_model import BOS, EOS, VOCAB_SIZE, write_model_dir
+from tests.support.tiny_model import BOS, EOS, SPECIALS, TEMPLATE, write_model_dir
 
 _HIDDEN, _FFN, _LAYERS, _HEADS, _KV_HEADS, _EXPERTS = 32, 48, 2, 4, 2, 4
 MAX_POSITION = 65536
 
 
-def write_tiny_checkpoint(folder: Path) -> Path:
+def write_tiny_checkpoint(folder: Path, template: str = TEMPLATE, specials: Sequence[str] = SPECIALS) -> Path:
     """Writes config, weights (float32) and tokenizer into `folder` and returns it."""
-    write_model_dir(folder)
+    write_model_dir(folder, template, specials)
+    vocab_size = 256 + len(specials)
     config = {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": vocab_size,
         "hidden_size": _HIDDEN,
         "intermediate_size": _FFN,
         "num_hidden_layers": _LAYERS,
@@ -37,11 +39,11 @@ def write_tiny_checkpoint(folder: Path) -> Path:
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(vocab_size), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _weights() -> dict[str, np.ndarray]:
+def _weights(vocab_size: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     head_dim = _HIDDEN // _HEADS
 
@@ -50,9 +52,9 @@ def _weights() -> dict[str, np.ndarray]:
 
     norm = np.ones(_HIDDEN, dtype=np.float32)
     weights = {
-        "model.embed_tokens.weight": matrix(VOCAB_SIZE, _HIDDEN),
+        "model.embed_tokens.weight": matrix(vocab_size, _HIDDEN),
         "model.norm.weight": norm,
-        "lm_head.weight": matrix(VOCAB_SIZE, _HIDDEN),
+        "lm_head.weight": matrix(vocab_size, _HIDDEN),
     }
     for layer in range(_LAYERS):
         prefix = f"model.layers.{layer}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
@@ -22,20 +23,20 @@ TEMPLATE = (
 )
 
 
-def byte_tokenizer() -> Tokenizer:
-    """256 byte tokens and four special ones."""
+def byte_tokenizer(specials: Sequence[str] = SPECIALS) -> Tokenizer:
+    """256 byte tokens and, behind them, the special ones."""
     vocab = dict(byte_alphabet())
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = ByteLevelDecoder()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
     return tokenizer
 
 
-def write_model_dir(folder: Path) -> Path:
-    """Writes what a frontend reads of a checkpoint."""
+def write_model_dir(folder: Path, template: str = TEMPLATE, specials: Sequence[str] = SPECIALS) -> Path:
+    """Writes what a frontend reads of a checkpoint. The first special token is BOS, the fourth EOS."""
     folder.mkdir(parents=True, exist_ok=True)
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<|bos|>", "eos_token": {"content": "<|end|>"}, "chat_template": TEMPLATE}
+    byte_tokenizer(specials).save(str(folder / "tokenizer.json"))
+    config = {"bos_token": specials[0], "eos_token": {"content": specials[3]}, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder

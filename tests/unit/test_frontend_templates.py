@@ -262,6 +262,18 @@ def test_a_longer_conversation_continues_the_plainer_form_of_a_shorter_one() -> 
     assert render(ALTERNATING, LATER_SYSTEM).startswith(shorter)
 
 
+def test_several_calls_reach_templates_that_take_one_at_a_time() -> None:
+    source = (
+        "{% for m in messages %}{% if m.tool_calls and m.tool_calls|length != 1 %}{{ raise_exception('one') }}"
+        "{% endif %}[{{ m.content }}{% for c in m.tool_calls %}({{ c.id }}){% endfor %}{{ m.tool_call_id }}]"
+        "{% endfor %}{{ tools }}"
+    )
+    calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": {}}} for name in "ab"]
+    results = [{"role": "tool", "tool_call_id": name, "content": "is "} for name in ("b", "x", "a")]
+    said = {"role": "assistant", "content": "Both.", "tool_calls": calls}
+    assert render(source, [*MESSAGES, said, *results, *MESSAGES]) == "[hi][Both.(a)][is a][(b)][is b][is x][hi]None"
+
+
 def test_the_first_refusal_is_told() -> None:
     with pytest.raises(ApiError, match="never"):
         render("{{ raise_exception('never') }}", LATER_SYSTEM)
