@@ -41,7 +41,9 @@ class Markers:
     def safe_end(self, text: str, start: int) -> int:
         """Return the place from which `text`, which holds no whole marker after `start`, may go on as one."""
         tail = max(start, len(text) - self._longest + 1)
-        last = max(text.rfind(char, tail) for char in self._firsts)
+        last = -1
+        for char in self._firsts:
+            last = max(last, text.rfind(char, tail))
         if last >= 0 and any(marker.startswith(text[last:]) for marker in self._texts):
             return last
         return len(text)
