@@ -68,7 +68,7 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file within its bound. Raises ModelError, also for NaN and for endless nesting."""
     try:
-        content = json.loads(read_file(path), parse_constant=_refuse_constant)
+        content = json.loads(read_file(path).decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}).") from None
     if not isinstance(content, dict):
