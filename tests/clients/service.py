@@ -88,6 +88,7 @@ def serve_demo(log: Path, model: Path | None = None) -> Iterator[Service]:
                 process.wait()
             assert process.stdout is not None
             process.stdout.close()
+            keys.unlink()
 
 
 def _address(process: subprocess.Popen[str], log: Path) -> str:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from agno.agent import Agent
 from agno.models.openai import OpenAIResponses
 from agno.models.openai.like import OpenAILike
+from agno.tools import tool as as_tool
 from client_checks import (
     KEY,
     MODEL,
@@ -70,12 +71,13 @@ def run(api):
     def required():
         seen = []
 
+        @as_tool(stop_after_tool_call=True)
         def forecast(city: Literal["Paris", "Rome"], days: int) -> str:
             """Keep a forecast."""
             seen.append((city, days))
             return "kept"
 
-        make(tools=[forecast], tool_choice="required", tool_call_limit=1).run(QUESTION)
+        make(tools=[forecast], tool_choice="required").run(QUESTION)
         assert type(seen[0][1]) is int, seen
 
     @check
