@@ -24,7 +24,7 @@ class InstallError(Exception):
 class Client:
     """One client of `clients.toml`: `requirements` as pip or npm takes them, `seconds` its script may take.
 
-    no_deps: what pip installs without the packages that it depends on. context: the tokens of context that the client
+    no_deps: what pip installs without the packages that it depends on. without: what it uninstalls then. context: the tokens of context that the client
     needs, 0 where those of the demo are enough.
     """
 
@@ -36,6 +36,7 @@ class Client:
     seconds: int = 180
     group: str = "client"
     no_deps: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     context: int = 0
 
     @property
@@ -57,6 +58,7 @@ def load_clients(file: Path = HERE / "clients.toml") -> dict[str, Client]:
             name=name,
             requirements=tuple(table.pop("requirements")),
             no_deps=tuple(table.pop("no_deps", ())),
+            without=tuple(table.pop("without", ())),
             **table,
         )
         for name, table in tables.items()
@@ -119,6 +121,8 @@ def ensure_environment(client: Client, root: Path) -> Environment:
         _run([*install, *client.requirements])
         if client.no_deps:
             _run([*install, "--no-deps", *client.no_deps])
+        if client.without:
+            _run([*pip, "uninstall", "--quiet", "--yes", *client.without])
     else:
         (environment.folder / "package.json").write_text('{"private": true, "type": "module"}\n')
         npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", str(environment.folder)]
