@@ -105,7 +105,7 @@ async def required():
             return "kept"
 
     choice = FunctionChoiceBehavior.Required(maximum_auto_invoke_attempts=1)
-    async for _ in agent(plugins=[Keeper()], choice=choice).invoke(messages=QUESTION):
+    async for _ in agent(plugins=[Keeper()], choice=choice, parallel_tool_calls=False).invoke(messages=QUESTION):
         pass
     assert type(seen[0][1]) is int, seen
 

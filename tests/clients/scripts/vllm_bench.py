@@ -8,6 +8,15 @@ from pathlib import Path
 
 from client_checks import KEY, MODEL, URL, Checks
 
+# The command `vllm` looks for a distribution of that name, which the CPU's build has not.
+SERVE = """
+from argparse import ArgumentParser
+from vllm.benchmarks.serve import add_cli_args, main
+parser = ArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+
 
 def run(backend, endpoint):
     options = {
@@ -26,7 +35,7 @@ def run(backend, endpoint):
         "--result-dir": str(Path.cwd()),
         "--result-filename": f"{backend}.json",
     }
-    command = [str(Path(sys.executable).parent / "vllm"), "bench", "serve", "--ignore-eos", "--save-result"]
+    command = [sys.executable, "-c", SERVE, "--ignore-eos", "--save-result"]
     done = subprocess.run(
         [*command, *(part for option in options.items() for part in option)],
         env={**os.environ, "OPENAI_API_KEY": KEY, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
