@@ -75,23 +75,24 @@ cpu: venv
 	@echo "-- tests of the model on a CPU"
 	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/cpu
 
-# What takes long in the interpreter, or compiles for an absent GPU, runs where kernels/gpu is not what the record says,
-# which is written when all has passed.
+# Tests that take long in the interpreter, or compile for an absent GPU, run where the code of the GPU path is not that of
+# the record, which is written when all has passed.
 KERNELS_ARE_DUE := $(shell $(PYTHON) -m tests.support.checked_kernels || echo due)
 MARKS := not long and not gpu$(if $(KERNELS_ARE_DUE),, and not kernel_change)
 # What a module prepares, ranks of their own for example, is made by one process.
 KERNEL_TESTS := -n $(shell nproc) --dist loadscope --no-loadscope-reorder tests/kernels
 kernels: venv
-	@echo "-- Triton kernels, in the interpreter where there is no GPU$(if $(KERNELS_ARE_DUE),: all of them$(comma) kernels/gpu has changed)"
+	@echo "-- Triton kernels, in the interpreter where there is no GPU$(if $(KERNELS_ARE_DUE),: all of them$(comma) the code of the GPU path has changed)"
 	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -m "$(MARKS)" $(KERNEL_TESTS)
 
 # It pins its own threads, and runs two things at once.
 behaviour: venv
 	@echo "-- tokens, bits and plans are those recorded"
-	@$(TIMED) $(RUN) -m pytest tests/behaviour
+	@$(TIMED) $(RUN) -m pytest -m "$(MARKS)" tests/behaviour
 
-# Services are forked from a process for each of the tests' processes, which takes half a gigabyte.
-FEW := $(shell cores=$$(nproc); echo $$((cores < 8 ? cores : 8)))
+# Services are forked from a process for each of the tests' processes, which takes half a gigabyte. Tests wait for them
+# half of the time.
+FEW := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 E2E_TESTS := -n $(FEW) --dist worksteal tests/e2e
 e2e: venv
 	@echo "-- end-to-end tests over HTTP"
@@ -99,7 +100,7 @@ e2e: venv
 
 kernels-long: venv
 	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -m 'not long and not gpu' $(KERNEL_TESTS)
-	@$(TIMED) $(RUN) -m pytest -m 'kernel_change' $(E2E_TESTS)
+	@$(TIMED) $(RUN) -m pytest -m 'kernel_change' $(E2E_TESTS) tests/behaviour
 	@$(RUN) -m tests.support.checked_kernels --record
 
 # Installs real clients and runs them against the demo; docs/clients.md says what CLIENTS may be.

@@ -299,7 +299,7 @@ class Served:
     computed: list[Computed] = field(default_factory=list)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family = FAMILIES[request.param]
     model = write_tiny_checkpoint(tmp_path_factory.mktemp("model"), family.template, family.specials)
@@ -307,7 +307,14 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Served(request.param, running)
 
 
-@pytest.mark.parametrize("dialect", AGENTS)
+def pairs() -> Iterator[Any]:
+    """Yield every family with every dialect; what is not on the diagonal of this table takes long."""
+    for row, family in enumerate(FAMILIES):
+        for column, dialect in enumerate(AGENTS):
+            yield pytest.param(family, dialect, marks=[pytest.mark.long] if row != column else [])
+
+
+@pytest.mark.parametrize(("served", "dialect"), pairs(), indirect=["served"])
 def test_every_turn_begins_with_what_earlier_ones_computed(served: Served, dialect: str) -> None:
     running = served.running
     system = f"You are an agent over {dialect}. You look things up before you answer, and you answer in two words."

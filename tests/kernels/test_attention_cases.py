@@ -7,6 +7,8 @@ from benchmarks.kernels.attention import MAX_KV_BYTES, attention_cases, ragged_l
 from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
 from moeserve.tune.attention import AttentionCase, prepare
 
+pytestmark = pytest.mark.kernel_change
+
 SPLIT = SplitConfig(16, 16, 4, 2, min_chunk=16, programs_per_sm=1)
 CONFIGS = {"decode": SPLIT, "extend": ExtendConfig(SPLIT, 16), "prefill": PrefillConfig(16, 16, 4, 2)}
 FP8 = torch.float8_e4m3fn

@@ -33,6 +33,8 @@ from moeserve.tune.attention import Batch, Batches, tune_attention
 from tests.support.commands import invoke
 from tests.support.tiny_models import save
 
+pytestmark = pytest.mark.kernel_change
+
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(32, 4, 128, 128, 64, BF16, BF16)

@@ -36,6 +36,8 @@ from tests.support.gpu_experts import (
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import save
 
+pytestmark = pytest.mark.kernel_change
+
 BUILDS_FILE = pytest.mark.skipif(find_spec("msgspec") is None, reason="an expert file is built with msgspec")
 
 

@@ -22,6 +22,8 @@ from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.gpu_logits import MAX_LEN, MAX_TOKENS, cpu_logits, difference, gpu_logits, two_requests
 from tests.support.tiny_models import CASES, save
 
+pytestmark = pytest.mark.kernel_change
+
 FP8 = torch.float8_e4m3fn
 
 

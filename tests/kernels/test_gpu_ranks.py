@@ -23,6 +23,7 @@ from tests.support.rank_requests import MAX_LEN, RankCase, Said, serve
 from tests.support.tiny_models import save
 
 pytestmark = [
+    pytest.mark.kernel_change,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks here are for the interpreter"),
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="ranks meet through deepspeed"),
 ]

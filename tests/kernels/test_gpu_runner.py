@@ -33,6 +33,8 @@ from radix_cache import PrefixCache
 from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.tiny_models import save
 
+pytestmark = pytest.mark.kernel_change
+
 MAX_LEN, NUM_BLOCKS, BLOCK_SIZE = 32, 24, 4
 PROMPTS = [[3, 14, 15, 92, 65, 35, 89], [3, 14, 15, 92, 65, 7], [27, 18]]
 MODELS = ("mixtral", "llama")
@@ -202,6 +204,8 @@ def test_draws_biases_penalties_and_log_probabilities(model_dir: Path, device: t
 
 
 def test_a_grammar_holds_beside_requests_without_one(model_dir: Path, device: torch.device, tmp_path: Path) -> None:
+    if "llama" not in str(model_dir):
+        pytest.skip("grammars do not depend on the model")
     pytest.importorskip("llguidance")
     pytest.importorskip("msgspec")
     from moeserve.model.grammars import Grammars
@@ -211,14 +215,15 @@ def test_a_grammar_holds_beside_requests_without_one(model_dir: Path, device: to
     tokenizer_json = write_model_dir(tmp_path) / "tokenizer.json"
     # Of the model's 128 logits one ends the output; the tokenizer has more tokens than there are logits.
     runner = make(model_dir, device, enforce_eager=False, grammars=Grammars(tokenizer_json, spec.vocab_size, [eos]))
-    bound = SamplingParams(max_tokens=9, temperature=1.5, stop_token_ids=(eos,), grammar='start: "ab" /[0-9]{3}/')
+    bound = SamplingParams(max_tokens=9, temperature=1.5, stop_token_ids=(eos,), grammar='start: "ab" /[0-9]/')
     wishes = [GREEDY[0], bound, replace(bound, seed=3)]
+    without = serve(runner, spec, GREEDY, depth=0).tokens[0]
     for depth in (0, 1):
         plain, *texts = serve(runner, spec, wishes, depth=depth).tokens
-        assert plain == serve(runner, spec, GREEDY, depth=0).tokens[0]
+        assert plain == without
         for tokens in texts:
             assert tokens[-1] == eos
-            assert re.fullmatch(rb"ab\d{3}", bytes(tokens[:-1]))
+            assert re.fullmatch(rb"ab\d", bytes(tokens[:-1]))
 
 
 def test_a_prompt_is_scored_in_parts_with_the_log_probabilities_of_the_cpu(

@@ -8,6 +8,8 @@ import torch
 from benchmarks.kernels.small import gate_cases, norm_cases, sampling_cases
 from moeserve.tune.measure import TOLERANCE, WrongResultError, cold_sets, run_guarded
 
+pytestmark = pytest.mark.kernel_change
+
 SIZES = {"_WIDTH": 64, "_HEADS": 4, "_KV_HEADS": 2, "_DIM": 32, "_EXPERTS": 16}
 
 

@@ -13,6 +13,8 @@ from kernels.gpu.attention_config import PrefillConfig, SplitConfig
 from kernels.gpu.attention_kernels import SplitWork
 from tests.support.paged_batch import Batch, assert_close, guarded, make_batch, run_prefill, run_split
 
+pytestmark = pytest.mark.kernel_change
+
 TILE = 16
 # An empty sequence (a padded row), one token, one less and one more than a tile, whole tiles, several chunks.
 LENGTHS = [1, 0, TILE - 1, TILE, TILE + 1, 70]

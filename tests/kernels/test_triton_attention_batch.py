@@ -12,6 +12,8 @@ from kernels.gpu.attention_config import SplitConfig
 from kernels.gpu.attention_kernels import SplitWork
 from tests.support.paged_batch import Batch, assert_close, make_batch, run_prefill, run_split
 
+pytestmark = pytest.mark.kernel_change
+
 TILE = 16
 
 

@@ -9,6 +9,8 @@ from kernels.gpu.moe import device_of, moe_experts_reference
 from kernels.gpu.moe_config import MoeConfig, MoeShape, Tile, heuristic_config
 from moeserve.tune.experts import ACTIVATION, MoeCase, make_case, projection_call, route, sorted_pairs, tune_shape
 
+pytestmark = pytest.mark.kernel_change
+
 TINY = MoeShape(4, 32, 64, 2, "bfloat16")
 TILE = Tile(32, 32, 1, 4, 2)
 

@@ -16,6 +16,8 @@ from kernels.gpu.moe_weights import (
 )
 from kernels.specs import Activation
 
+pytestmark = pytest.mark.kernel_change
+
 VARIANTS = ("gemv", "gemv_split", "tiled", "persistent")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 SILU = Activation()

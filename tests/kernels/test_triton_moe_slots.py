@@ -8,6 +8,8 @@ from kernels.gpu.moe_config import MoeConfig, Tile, WeightStorage
 from kernels.packed_experts import ExpertShape
 from kernels.specs import Activation
 
+pytestmark = pytest.mark.kernel_change
+
 HIDDEN, WIDTH, NUM_EXPERTS, TOP_K, NUM_TOKENS = 64, 32, 4, 2, 5
 SILU = Activation()
 

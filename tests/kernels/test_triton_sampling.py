@@ -11,6 +11,8 @@ from kernels.gpu.sampling import (
     sample_reference,
 )
 
+pytestmark = pytest.mark.kernel_change
+
 
 def column(device, values, dtype=torch.float32):
     return torch.tensor(values, dtype=dtype, device=device)

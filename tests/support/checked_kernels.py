@@ -1,10 +1,10 @@
-"""Whether the GPU kernels are those with which all tests marked `kernel_change` have passed.
+"""Tell if all tests marked `kernel_change` have passed with the code of the GPU path as it is.
 
-`python -m tests.support.checked_kernels` exits with 0 where they are.
+`python -m tests.support.checked_kernels` exits with 0 if so.
 
-What takes minutes in Triton's interpreter, or compiles for a GPU that is absent, is marked `kernel_change`. `make test`
-leaves it out while `kernels/gpu`, and the versions of torch and Triton, are those of the record in the repository. A
-run that passes writes the record: `--record`.
+A test that takes seconds in Triton's interpreter, or compiles for a GPU that is absent, is marked `kernel_change`. `make
+test` leaves these tests out while the files that they run, and the versions of torch and Triton, are those of the record
+in the repository. A run that passes writes the record: `--record`.
 """
 
 from __future__ import annotations
@@ -15,23 +15,45 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path("tests/kernels/checked.sha256")
-KERNELS = Path("kernels/gpu")
+# Everything between a step's plan and its result on a GPU, and the tests themselves.
+CHECKED = (
+    "kernels",
+    "experts",
+    "moeserve/model",
+    "moeserve/experts",
+    "moeserve/ranks",
+    "moeserve/tune",
+    "moeserve/device.py",
+    "moeserve/gpu_body.py",
+    "moeserve/plan.py",
+    "moeserve/rank.py",
+    "benchmarks/kernels",
+    "tests/kernels",
+    "tests/behaviour",
+)
 
 
 def digest(root: Path) -> str:
-    """Of the kernels' files and of what compiles them."""
+    """Return the digest of the checked files and of the versions that compile them."""
     found = sha256()
-    for path in sorted((root / KERNELS).rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts:
-            content = path.read_bytes()
-            found.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+    for path in _files(root):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
     pinned = (root / "constraints.txt").read_text().splitlines()
     found.update("\n".join(line for line in pinned if line.startswith(("torch==", "triton=="))).encode())
     return found.hexdigest()
 
 
+def _files(root: Path) -> list[Path]:
+    found = []
+    for name in CHECKED:
+        path = root / name
+        found += [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sorted(path for path in found if "__pycache__" not in path.parts and path != root / RECORD)
+
+
 def main(root: Path, *arguments: str) -> int:
-    """Returns 0 if the kernels are those of the record, or have become so, else 1."""
+    """Return 0 if the record is that of the code, or has become so, else 1."""
     record = root / RECORD
     if "--record" in arguments:
         record.write_text(digest(root) + "\n")

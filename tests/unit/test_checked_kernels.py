@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checked_kernels import KERNELS, RECORD, main
+from tests.support.checked_kernels import RECORD, main
+
+
+KERNELS = Path("kernels/gpu")
 
 
 @pytest.fixture
@@ -15,6 +18,7 @@ def root(tmp_path: Path) -> Path:
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / KERNELS / "norm.py").write_text("a kernel")
     (tmp_path / KERNELS / "tuned" / "h200.json").write_text("{}")
+    (tmp_path / "moeserve").mkdir()
     (tmp_path / "constraints.txt").write_text("numpy==2.2\ntorch==2.13.0\ntriton==3.7.0\n")
     return tmp_path
 
@@ -30,6 +34,8 @@ def test_without_a_record_they_are_due_and_with_one_they_are_not(root: Path) -> 
     [
         (KERNELS / "norm.py", "another kernel"),
         (KERNELS / "new.py", ""),
+        (Path("tests/kernels/test_norm.py"), "a test"),
+        (Path("moeserve/plan.py"), "another contract"),
         (KERNELS / "tuned" / "h200.json", "{ }"),
         (Path("constraints.txt"), "numpy==2.2\ntorch==2.13.0\ntriton==3.8.0\n"),
     ],
@@ -42,5 +48,6 @@ def test_a_change_of_a_kernel_or_of_its_compiler_makes_them_due(root: Path, path
 
 def test_a_change_elsewhere_does_not(root: Path) -> None:
     main(root, "--record")
+    (root / "moeserve" / "scheduler.py").write_text("decides without a GPU")
     (root / "constraints.txt").write_text("numpy==2.3\ntorch==2.13.0\ntriton==3.7.0\n")
     assert main(root) == 0
