@@ -307,14 +307,15 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Served(request.param, running)
 
 
-def pairs() -> Iterator[Any]:
-    """Yield every family with every dialect; what is not on the diagonal of this table takes long."""
-    for row, family in enumerate(FAMILIES):
-        for column, dialect in enumerate(AGENTS):
-            yield pytest.param(family, dialect, marks=[pytest.mark.long] if row != column else [])
+# Every family with every dialect; all together take long.
+PAIRS = [
+    pytest.param(family, dialect, marks=[pytest.mark.long] if row != column else [])
+    for row, family in enumerate(FAMILIES)
+    for column, dialect in enumerate(AGENTS)
+]
 
 
-@pytest.mark.parametrize(("served", "dialect"), pairs(), indirect=["served"])
+@pytest.mark.parametrize(("served", "dialect"), PAIRS, indirect=["served"])
 def test_every_turn_begins_with_what_earlier_ones_computed(served: Served, dialect: str) -> None:
     running = served.running
     system = f"You are an agent over {dialect}. You look things up before you answer, and you answer in two words."

@@ -2,9 +2,9 @@
 
 `python -m tests.support.checked_kernels` exits with 0 if so.
 
-A test that takes seconds in Triton's interpreter, or compiles for a GPU that is absent, is marked `kernel_change`. `make
-test` leaves these tests out while the files that they run, and the versions of torch and Triton, are those of the record
-in the repository. A run that passes writes the record: `--record`.
+A test that takes seconds in Triton's interpreter, or compiles for a GPU that is absent, is marked `kernel_change`.
+`make test` leaves these tests out while the files that they run, and the versions of torch and Triton, are those of the
+record in the repository. A run that passes writes the record: `--record`.
 """
 
 from __future__ import annotations

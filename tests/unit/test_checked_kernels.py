@@ -8,7 +8,6 @@ import pytest
 
 from tests.support.checked_kernels import RECORD, main
 
-
 KERNELS = Path("kernels/gpu")
 
 
