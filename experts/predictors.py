@@ -363,7 +363,7 @@ class RecallSample:
 
     @property
     def is_counting(self) -> bool:
-        """Whether the running step is of the sample; if not, nobody needs to tell what was ranked and chosen."""
+        """True if the running step is of the sample; without it nobody needs to report rankings and choices."""
         return self._num_steps % self._interval == 0
 
     def rank(self, source: str, layer: int, distance: int, scores: NDArray[np.floating]) -> None:

@@ -217,7 +217,7 @@ class PrefetchJudge:
         self._before: Costs = (0.0, 0.0, 0)
 
     def begin_step(self, costs: Costs) -> bool:
-        """Whether to prefetch in this step."""
+        """Tell if this step prefetches."""
         self._on = self._reference_left == 0 and self._switch.on
         self._before = costs
         return self._on

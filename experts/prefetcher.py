@@ -39,7 +39,7 @@ class PrefetchObserver(StepObserver[PlannedStep, object]):
 
     @property
     def is_on(self) -> bool:
-        """Whether it asks for experts in the step that runs."""
+        """True if the running step prefetches."""
         return True
 
 

@@ -82,7 +82,7 @@ class PrefixWarmth:
 
     @property
     def is_idle(self) -> bool:
-        """Whether callers may leave out the calls for the coming step."""
+        """True if the coming step has no use for the calls."""
         return not (self._rates or self._asked or self._num_asked)
 
     def remember(self, request: Hashable, rates: Float) -> None:

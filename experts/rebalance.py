@@ -207,7 +207,7 @@ class LoadWindow:
         self.load /= 2
 
     def is_full(self) -> bool:
-        """Whether there are enough choices to decide by."""
+        """True if enough choices were counted to decide by."""
         return bool(self.load.sum() >= _CHOICES_PER_EXPERT * self.load.size)
 
 

@@ -60,7 +60,7 @@ class ResidencyControl:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether a transfer waits to be copied."""
+        """True if a transfer waits to be copied."""
         return self._queue.has_waiting
 
     def access(self, layer: int, experts: Iterable[int]) -> Access:
@@ -110,7 +110,7 @@ class ResidencyControl:
                 self._cancel(transfer)
 
     def is_predicted(self, layer: int) -> bool:
-        """Whether anything is expected of the layer's next event."""
+        """Tell if a prediction of the layer's next event is there."""
         return bool(self._predicted[layer])
 
     def next_transfer(self) -> Transfer | None:
@@ -135,7 +135,7 @@ class ResidencyControl:
             self.counters.demand_bytes += num_bytes
 
     def must_stop(self, transfer: Transfer) -> bool:
-        """Whether the copier should `stop`: the transfer is cancelled, or one of higher priority overtakes it."""
+        """Tell if the copier should `stop`: the transfer is cancelled, or one of higher priority overtakes it."""
         return transfer.cancelled or self._queue.has_waiting_before(transfer.priority)
 
     def stop(self, transfer: Transfer) -> None:
@@ -524,11 +524,11 @@ class TransferQueue:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether any transfer is to be copied."""
+        """Tell if any transfer is to be copied."""
         return any(not transfer.active for transfer in self._transfers.values())
 
     def has_waiting_before(self, priority: Priority) -> bool:
-        """Whether a transfer of higher priority waits."""
+        """Tell if a transfer of higher priority waits."""
         return any(transfer.priority < priority and not transfer.active for transfer in self._transfers.values())
 
 

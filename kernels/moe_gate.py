@@ -32,7 +32,7 @@ def select_experts_reference(
 
 
 def softmax_of_chosen(spec: GateSpec, has_bias: bool) -> bool:
-    """Whether the weights are a softmax over the chosen logits.
+    """Tell if the weights are a softmax over the chosen logits.
 
     exp(l_i) / sum over the chosen of exp(l_j) is also what a full softmax followed by renormalising gives.
     """

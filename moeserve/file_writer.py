@@ -28,7 +28,7 @@ class FileWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a file is being written, or its end was not taken yet."""
+        """True while a file is being written, and until its end is taken."""
         return self._current is not None
 
     def start(self, job: FileJob, finished: Finished) -> None:

@@ -51,12 +51,12 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """Whether logits depend on how often tokens occurred."""
+        """True if logits depend on how often tokens occurred."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def needs_history(self) -> bool:
-        """Whether the sampled token depends on the earlier tokens."""
+        """True if the sampled token depends on the earlier tokens."""
         return self.grammar is not None or self.penalises
 
 
@@ -124,7 +124,7 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log probabilities of prompt tokens are missing; the first token has none."""
+        """True if log probabilities of prompt tokens are missing; the first token has none."""
         return self.sampling.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
 
     @property
@@ -265,7 +265,7 @@ class Pending(Protocol[ResultT_co]):
 
     @property
     def done(self) -> bool:
-        """Whether `result` returns without waiting for a device."""
+        """Tell if `result` returns without waiting for a device."""
 
     def result(self) -> ResultT_co:
         """Wait for the step and return its result. To be called once, and for one step after the other."""

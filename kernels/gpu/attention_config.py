@@ -140,7 +140,7 @@ class AttentionShape:
         return prefill_config(self.key_dim, self.value_dim, self.block_size, self.dtype, self.kv_dtype, max_query_len)
 
     def fits(self, config: SplitConfig | PrefillConfig) -> bool:
-        """Whether a configuration fits shared memory and its sizes are powers of two from 16 on."""
+        """Tell if a configuration fits shared memory and its sizes are powers of two from 16 on."""
         sizes = (config.rows, config.tile)
         if any(size < 16 or size != power_of_two(size) for size in sizes) or config.num_warps not in (1, 2, 4, 8):
             return False

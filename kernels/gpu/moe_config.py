@@ -207,7 +207,7 @@ def variant_of(shape: MoeShape, num_tokens: int, device: Device) -> Variant:
 
 
 def allows_persistent(shape: MoeShape, device: Device) -> bool:
-    """Whether the persistent variant can run: descriptors, rows at multiples of 16 bytes, neither fp32 nor int4."""
+    """Tell if the persistent variant can run: descriptors, rows at multiples of 16 bytes, neither fp32 nor int4."""
     bits = WEIGHT_BITS[shape.weights]
     aligned = all(size * bits % 128 == 0 and size % 8 == 0 for size in (shape.hidden_size, shape.intermediate_size))
     return device.has_descriptors and bits in (8, 16) and aligned
@@ -275,7 +275,7 @@ def _power_of_two(count: int) -> int:
 
 
 def fits(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, device: Device) -> bool:
-    """Whether a tile of the `tiled` and `persistent` variants can run on the device without spilling by design."""
+    """Tell if a tile of the `tiled` and `persistent` variants can run on the device without spilling by design."""
     matrices = 2 if projection == "gate_up" else 1
     in_registers = matrices * block_m * tile.block_n // (32 * tile.num_warps)
     limit = _MAX_ACCUMULATORS_PER_THREAD

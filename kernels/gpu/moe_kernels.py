@@ -549,14 +549,14 @@ def down_persistent(
 
 
 def has_descriptors(device: torch.device) -> bool:
-    """Whether this Triton takes tensor descriptors from the host and the device has a copy engine for them."""
+    """Tell if this Triton takes tensor descriptors from the host and the device has a copy engine for them."""
     if find_spec("triton.tools.tensor_descriptor") is None:
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def persistent_runs(matrix: StoredMatrix) -> bool:
-    """Whether the copy engine can fetch these weights: not int4, and slots and rows at multiples of 16 bytes."""
+    """Tell if the copy engine can fetch these weights: not int4, and slots and rows at multiples of 16 bytes."""
     size = matrix.values.element_size()
     aligned = all(stride * size % 16 == 0 for stride in matrix.values.stride()[:2])
     return matrix.format != "int4" and aligned and matrix.values.data_ptr() % 16 == 0

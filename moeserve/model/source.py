@@ -229,7 +229,7 @@ def _check_files(model: str, info: "ModelInfo", cache: Path) -> int:
 
 
 def _is_wanted(name: str) -> bool:
-    """Whether the patterns select the file, matched as the hub library matches them."""
+    """Tell if the patterns select the file, matched as the hub library matches them."""
     return any(fnmatch(name, pattern) for pattern in _ALLOW) and not any(fnmatch(name, p) for p in _IGNORE)
 
 
