@@ -4,7 +4,7 @@ The objects are those of the runtime (`ResidencyControl`, `AffinityPredictor`, `
 only the copier and the clock are simulated. An event, all that a step asks of one layer, is decided at once: replaying
 its experts one by one would count misses that no runtime has.
 
-Below: simulations by their parameters, figures of predictors and of placements, and synthetic traces.
+Below: simulations by their parameters, and the recall of predictors.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from math import inf, nan
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement import Placement, balancedness, contiguous, hops, remote_ranks, round_robin
-from experts.placement_search import affinity_placement, coactivation_placement
 from experts.predictors import (
     AFFINITY_SPAN,
     BEFORE,
@@ -46,7 +43,6 @@ from experts.residency import (
 from experts.residency import POLICY_NAMES as SERVED
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_files import RoutingTrace, Tap
-from experts.signatures import decode_signature, encode_signature
 
 Float = NDArray[np.float32]
 Ids = NDArray[np.integer]
@@ -67,11 +63,6 @@ _WARM_UP_TOKENS = 256
 _LEARNT_ONE_BY_ONE = 500
 # Predicted together.
 _MAX_TOKENS = 128
-
-# Of synthetic traces.
-_TOKENS_PER_CLASS = 16
-_BIAS_TOKENS = 2048
-_BIAS_ROUNDS = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,23 +110,25 @@ def simulate(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSe
     the future) know more than others.
     """
     policies = _policies(learning, held_out, setup)
-    control = _control_of(learning, setup, policies)
+    control = control_of(learning, setup, policies)
     simulation = Simulation(
-        control, setup.expert_bytes, setup.link, setup.timing, _ahead(learning, setup, control, policies)
+        control, setup.expert_bytes, setup.link, setup.timing, loads_ahead(learning, setup, control, policies)
     )
     simulation.replay(learning, setup.num_streams)
     return simulation.replay(held_out, setup.num_streams)
 
 
-def _control_of(trace: RoutingTrace, setup: SimulationSetup, policies: Sequence[EvictionPolicy]) -> ResidencyControl:
+def control_of(trace: RoutingTrace, setup: SimulationSetup, policies: Sequence[EvictionPolicy]) -> ResidencyControl:
+    """Return the residency of as many slots for each layer of the trace's model as the setup says."""
     num_layers, _, top_k = trace.ids.shape
     num_slots = [setup.num_slots(trace.num_experts, top_k)] * num_layers
     return ResidencyControl(num_slots, trace.num_experts, setup.expert_bytes, policies.__getitem__)
 
 
-def _ahead(
+def loads_ahead(
     trace: RoutingTrace, setup: SimulationSetup, control: ResidencyControl, policies: Sequence[EvictionPolicy]
 ) -> LoadsAhead | None:
+    """Return the setup's predictor and its planner, which ask `control` for experts; None without one."""
     if setup.predictor is None:
         return None
     num_layers, _, top_k = trace.ids.shape
@@ -535,77 +528,6 @@ class Belady:
         return (-uses[following] if following < len(uses) else -float("inf")), 0.0
 
 
-class Signature(Enum):
-    """The signature that a request is admitted with."""
-
-    NONE = "none"
-    OWN = "own"
-    OTHER = "that of another request's prefix"
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHits:
-    """Each request finds `num_prefix` tokens cached, computes `num_behind` in its first step and decodes `num_decodes`.
-
-    Requests that are shorter are left out.
-    """
-
-    num_prefix: int
-    num_behind: int
-    num_decodes: int = 8
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_prefix + self.num_behind + self.num_decodes
-
-
-@dataclass(frozen=True, slots=True)
-class HitStall:
-    """Seconds waited for experts, by step from the first on, summed over requests."""
-
-    num_requests: int
-    by_step: NDArray[np.float64]
-
-
-def replay_hits(
-    learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup, hits: PrefixHits, signature: Signature
-) -> HitStall:
-    """Replay held-out requests with cached prefixes one after the other, on slots and predictors warm from `learning`.
-
-    A step of several tokens is taken to last as long as one of a single token: the least time to load ahead in.
-    """
-    policies = [POLICIES[setup.policy](learning.num_experts) for _ in learning.ids]
-    control = _control_of(learning, setup, policies)
-    warmth = PrefixWarmth(control, learning.num_experts)
-    ahead = _ahead(learning, setup, control, policies)
-    simulation = Simulation(control, setup.expert_bytes, setup.link, setup.timing, ahead, warmth)
-    for row in range(min(_WARM_UP_TOKENS, len(learning.requests))):
-        simulation.step(learning, np.array([row]))
-    rows_of = [np.flatnonzero(held_out.requests == request) for request in np.unique(held_out.requests)]
-    rows_of = [rows for rows in rows_of if len(rows) >= hits.num_tokens]
-    signatures = [_signature(held_out, rows[: hits.num_prefix]) for rows in rows_of]
-    if signature is Signature.OTHER:
-        signatures = signatures[1:] + signatures[:1]
-    by_step = np.zeros(1 + hits.num_decodes)
-    for rows, rates in zip(rows_of, signatures, strict=True):
-        request = int(held_out.requests[rows[0]])
-        if signature is not Signature.NONE:
-            warmth.remember(request, rates)
-        first, last = hits.num_prefix + hits.num_behind, hits.num_tokens
-        for step, computed in enumerate([rows[hits.num_prefix : first], *rows[first:last, None]]):
-            before = simulation.exposed_stall
-            simulation.step(held_out, computed)
-            by_step[step] += simulation.exposed_stall - before
-    return HitStall(len(rows_of), by_step)
-
-
-def _signature(trace: RoutingTrace, rows: NDArray[np.intp]) -> NDArray[np.float32]:
-    """[L, E]: the rates as they come out of the cache."""
-    counts = [np.bincount(ids[rows].reshape(-1), minlength=trace.num_experts) for ids in trace.ids]
-    rates = np.stack(counts).astype(np.float32) / np.float32(len(rows))
-    return decode_signature(encode_signature(rates), *rates.shape)
-
-
 @dataclass(frozen=True, slots=True)
 class RecallFigure:
     """recall: of a token's k experts `distance` layers ahead, the share among the k likeliest; mean over tokens and
@@ -616,21 +538,6 @@ class RecallFigure:
     distance: int
     recall: float
     precision: float
-
-
-@dataclass(frozen=True, slots=True)
-class StallFigure:
-    """The same requests with demand loads alone and with prefetches."""
-
-    on_demand: SimulationResult
-    prefetching: SimulationResult
-
-    @property
-    def stall_saved(self) -> float:
-        """The share of the exposed stall that prefetching, with all it costs, takes away; 0 without stall."""
-        stalled = self.on_demand.exposed_stall
-        remaining = self.prefetching.exposed_stall + self.prefetching.prediction_seconds
-        return 1 - remaining / stalled if stalled else 0.0
 
 
 def recall_figures(
@@ -719,223 +626,3 @@ class _Score:
         recall = self.recalled / self.num_chosen if self.num_chosen else nan
         precision = self.confirmed / self.num_expected if self.num_expected else nan
         return RecallFigure(predictor, distance, recall, precision)
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteRanksFigure:
-    """Remote ranks to which a token is sent, mean over tokens and layers, and the balance of the ranks.
-
-    plain: of contiguous and round-robin the one with fewer remote ranks. The balances are mean over greatest load of
-    the ranks, mean over layers.
-    """
-
-    num_ranks: int
-    plain: float
-    learnt: float
-    plain_balance: float
-    learnt_balance: float
-
-    @property
-    def saved(self) -> float:
-        """Share saved against the plain placement."""
-        return 1 - self.learnt / self.plain
-
-
-@dataclass(frozen=True, slots=True)
-class HopsFigure:
-    """Share of layer transitions at which a token's first choice changes its rank (ExFlow's metric), by placement.
-
-    by_load: placed by the same algorithm as if the next expert did not depend on the last one, so that it knows only
-    which experts are busy. The metric does not apply to data-parallel attention, where a token returns home after every
-    layer.
-    """
-
-    num_ranks: int
-    round_robin: float
-    by_load: float
-    affinity: float
-
-    @property
-    def saved(self) -> float:
-        return 1 - self.affinity / self.round_robin
-
-    @property
-    def saved_beyond_load(self) -> float:
-        """Share saved by knowing which expert follows which."""
-        return 1 - self.affinity / self.by_load
-
-
-def remote_ranks_figure(
-    learning: RoutingTrace,
-    held_out: RoutingTrace,
-    num_ranks: int,
-    *,
-    by_family: bool = False,
-    max_load: float | None = 1.1,
-) -> RemoteRanksFigure:
-    """The figure of co-activation placement.
-
-    by_family: requests that begin alike live on the same rank, which is known when experts are placed; otherwise
-    requests are dealt in turn. max_load: see `coactivation_placement`. PlacementError if the ranks cannot share the
-    experts equally.
-    """
-    homes = learning.family_homes(num_ranks) if by_family else None
-    learnt = coactivation_placement(learning.ids, learning.num_experts, num_ranks, homes, max_load=max_load)
-    return remote_ranks_of(learnt, held_out, by_family=by_family)
-
-
-def remote_ranks_of(learnt: Placement, held_out: RoutingTrace, *, by_family: bool = False) -> RemoteRanksFigure:
-    """The figure of any placement."""
-    num_ranks = learnt.num_ranks
-    homes = held_out.family_homes(num_ranks) if by_family else held_out.homes(num_ranks)
-    load = held_out.load()
-    sizes = learnt.num_layers, learnt.num_experts, num_ranks
-    found = [
-        (float(remote_ranks(held_out.ids, homes, placement).mean()), float(balancedness(load, placement).mean()))
-        for placement in (contiguous(*sizes), round_robin(*sizes), learnt)
-    ]
-    plain = min(found[:2])
-    return RemoteRanksFigure(num_ranks, plain[0], found[2][0], plain[1], found[2][1])
-
-
-def hops_figure(learning: RoutingTrace, held_out: RoutingTrace, num_ranks: int) -> HopsFigure:
-    """PlacementError if the ranks cannot share the experts equally."""
-    transitions = learning.transitions()
-    leaving, arriving = transitions.sum(axis=2), transitions.sum(axis=1)
-    independent = leaving[:, :, None] * arriving[:, None, :] / leaving.sum(axis=1)[:, None, None]
-    placements = (
-        round_robin(len(learning.ids), learning.num_experts, num_ranks),
-        affinity_placement(independent, num_ranks),
-        affinity_placement(transitions, num_ranks),
-    )
-    first = held_out.ids[:, :, 0]
-    return HopsFigure(num_ranks, *(hops(first, placement) for placement in placements))
-
-
-@dataclass(frozen=True, slots=True)
-class SyntheticSpec:
-    """Sizes and knobs of routing traces made from a seed, with the structure that published traces show.
-
-    A token's gate logits are a taste of the request's topic, a taste of the token's class, noise that persists from
-    token to token, and what the experts of the layer before ask for; then a bias per expert, found by iteration, gives
-    each layer the load that training gives it: Zipf's law with an exponent. Strengths are standard deviations of a
-    logit, beside noise of 1.
-
-    popularity: exponent of Zipf's law of a layer's load. topic_drift: probability per token that the
-    topic changes. persistence: correlation of the noise between neighbouring tokens. edge: the share of coupling,
-    topic and persistence that the first layer has; they rise to the full strength at a quarter of the depth.
-    kinship: the share of an expert's tastes that its kin, kin_size experts of the layer, have too; it makes them be
-    chosen together, on which the published figures say nothing.
-    """
-
-    num_layers: int
-    num_experts: int
-    top_k: int
-    num_topics: int = 8
-    num_classes: int = 64
-    popularity: float = 0.2
-    topic: float = 0.6
-    token_class: float = 0.3
-    coupling: float = 1.0
-    persistence: float = 0.55
-    topic_drift: float = 0.003
-    edge: float = 0.1
-    kinship: float = 0.0
-    kin_size: int = 2
-
-
-# Tuned to figures of Mixtral-8x7B.
-MIXTRAL_LIKE = SyntheticSpec(32, 8, 2, coupling=2.2)
-# Tuned to figures of Qwen3-30B-A3B.
-QWEN3_LIKE = SyntheticSpec(
-    48, 128, 8, popularity=0.75, topic=1.5, token_class=0.4, coupling=0.8, persistence=0.5, edge=0.5
-)
-# The same knobs for a model with few choices among many experts.
-SPARSE = replace(QWEN3_LIKE, num_layers=24, num_experts=64, top_k=4)
-
-
-def synthetic_trace(spec: SyntheticSpec, num_requests: int, tokens_per_request: int, seed: int) -> RoutingTrace:
-    """Requests one after the other. Another seed is another model and other requests; only the knobs are the same."""
-    random = np.random.default_rng(seed)
-    topics = _topics(spec, num_requests, tokens_per_request, random)
-    # Zipf's law over classes; a token id belongs to one class.
-    weights = 1 / np.arange(1, spec.num_classes + 1)
-    shape = (num_requests, tokens_per_request)
-    classes = random.choice(spec.num_classes, shape, p=weights / weights.sum())
-    token_ids = classes * _TOKENS_PER_CLASS + random.integers(_TOKENS_PER_CLASS, size=shape)
-    ids = np.empty((spec.num_layers, num_requests * tokens_per_request, spec.top_k), np.uint16)
-    previous: NDArray[np.int64] | None = None
-    for layer in range(spec.num_layers):
-        logits = _layer_logits(spec, layer, topics, classes, previous, random)
-        load = random.permutation(1 / np.arange(1, spec.num_experts + 1) ** spec.popularity)
-        logits += _bias_for(load / load.sum(), logits, spec.top_k)
-        chosen = np.argsort(-logits, axis=-1)[..., : spec.top_k]
-        ids[layer] = chosen.reshape(-1, spec.top_k)
-        previous = chosen
-    requests = np.repeat(np.arange(num_requests, dtype=np.int32), tokens_per_request)
-    families = np.repeat(topics[:, 0].astype(np.int32), tokens_per_request)
-    return RoutingTrace(spec.num_experts, ids, requests, token_ids.reshape(-1).astype(np.int32), families)
-
-
-def _topics(spec: SyntheticSpec, num_requests: int, num_tokens: int, random: np.random.Generator) -> NDArray[np.int64]:
-    """[N, T]: a topic that drifts."""
-    found = np.empty((num_requests, num_tokens), np.int64)
-    topic = random.integers(spec.num_topics, size=num_requests)
-    for token in range(num_tokens):
-        drifts = random.random(num_requests) < spec.topic_drift
-        topic = np.where(drifts, random.integers(spec.num_topics, size=num_requests), topic)
-        found[:, token] = topic
-    return found
-
-
-def _layer_logits(
-    spec: SyntheticSpec,
-    layer: int,
-    topics: NDArray[np.int64],
-    classes: NDArray[np.int64],
-    previous: NDArray[np.int64] | None,
-    random: np.random.Generator,
-) -> Float:
-    """[N, T, E]."""
-    experts = spec.num_experts
-    depth = min(1.0, layer / max(spec.num_layers / 4, 1))
-    strength = spec.edge + (1 - spec.edge) * depth
-    logits = _noise(spec.persistence * strength, topics.shape, experts, random)
-    kin = random.permutation(experts) // spec.kin_size
-    logits += _taste(spec, strength * spec.topic, spec.num_topics, kin, random)[topics]
-    logits += _taste(spec, spec.token_class, spec.num_classes, kin, random)[classes]
-    if previous is not None:
-        asks = _taste(spec, strength * spec.coupling / spec.top_k**0.5, experts, kin, random)
-        # By choice, so that [N, T, k, E] never exists.
-        for choice in range(spec.top_k):
-            logits += asks[previous[..., choice]]
-    return logits
-
-
-def _bias_for(shares: NDArray[np.float64], logits: Float, top_k: int) -> Float:
-    """[E]: the bias that gives the experts about these shares of all choices."""
-    flat = logits.reshape(-1, len(shares))
-    sample = flat[:: max(len(flat) // _BIAS_TOKENS, 1)]
-    wanted = np.log(shares)
-    bias = np.zeros(len(shares), np.float32)
-    for _ in range(_BIAS_ROUNDS):
-        chosen = np.argpartition(sample + bias, -top_k, axis=1)[:, -top_k:]
-        load = np.bincount(chosen.reshape(-1), minlength=len(shares)) + 1.0
-        bias += (0.5 * (wanted - np.log(load / load.sum()))).astype(np.float32)
-    return bias
-
-
-def _noise(persistence: float, shape: tuple[int, ...], num_experts: int, random: np.random.Generator) -> Float:
-    """[N, T, E]: unit variance, first-order autoregressive over tokens."""
-    noise = random.standard_normal((*shape, num_experts), np.float32)
-    fresh = np.float32((1 - persistence**2) ** 0.5)
-    for token in range(1, shape[1]):
-        noise[:, token] = np.float32(persistence) * noise[:, token - 1] + fresh * noise[:, token]
-    return noise
-
-
-def _taste(spec: SyntheticSpec, scale: float, size: int, kin: NDArray[np.int64], random: np.random.Generator) -> Float:
-    """[size, E]: normal, of variance scale²; experts of a kin share part of it."""
-    own = random.standard_normal((size, spec.num_experts), np.float32)
-    shared = random.standard_normal((size, int(kin.max()) + 1), np.float32)[:, kin]
-    return np.float32(scale) * (np.float32((1 - spec.kinship) ** 0.5) * own + np.float32(spec.kinship**0.5) * shared)

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.collectives import Collectives
 from experts.dispatch import ExpertParallel
 from experts.placement import contiguous
-from experts.simulator import SyntheticSpec, synthetic_trace
 from kernels.activation import Activation
 from kernels.moe import moe_experts_partial, pack_experts
 from moeserve.ranked_service import bind_to_cores

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from statistics import fmean
@@ -16,22 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.experts.figures import Amount, Figure, Limit, Progress, at_least, at_most, over_seeds, within
+from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, QWEN3_LIKE, SPARSE, SyntheticSpec, synthetic_trace
 from benchmarks.experts.traces import BUILDS, halves, recorded_trace, with_controls
-from experts.placement import Placement, balancedness, contiguous, from_first_ranks
-from experts.placement_search import affinity_placement, load_balanced, staying, token_sets
+from experts.placement import Placement, balancedness, contiguous, from_first_ranks, hops, round_robin
+from experts.placement import remote_ranks as remote_ranks_by_token
+from experts.placement_search import affinity_placement, coactivation_placement, load_balanced, staying, token_sets
 from experts.routing_files import RoutingTrace
-from experts.simulator import (
-    MIXTRAL_LIKE,
-    QWEN3_LIKE,
-    SPARSE,
-    HopsFigure,
-    RemoteRanksFigure,
-    SyntheticSpec,
-    hops_figure,
-    remote_ranks_figure,
-    remote_ranks_of,
-    synthetic_trace,
-)
 
 Load = NDArray[np.float64]
 
@@ -269,3 +259,97 @@ def _shares(experts: Sequence[int], num_ranks: int) -> Iterator[list[int]]:
             yield from fill(tuple(expert for expert in left if expert not in chosen), rank + 1, ranks)
 
     yield from fill(tuple(experts), 0, [0] * len(experts))
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRanksFigure:
+    """Remote ranks to which a token is sent, mean over tokens and layers, and the balance of the ranks.
+
+    plain: of contiguous and round-robin the one with fewer remote ranks. The balances are mean over greatest load of
+    the ranks, mean over layers.
+    """
+
+    num_ranks: int
+    plain: float
+    learnt: float
+    plain_balance: float
+    learnt_balance: float
+
+    @property
+    def saved(self) -> float:
+        """Share saved against the plain placement."""
+        return 1 - self.learnt / self.plain
+
+
+@dataclass(frozen=True, slots=True)
+class HopsFigure:
+    """Share of layer transitions at which a token's first choice changes its rank (ExFlow's metric), by placement.
+
+    by_load: placed by the same algorithm as if the next expert did not depend on the last one, so that it knows only
+    which experts are busy. The metric does not apply to data-parallel attention, where a token returns home after every
+    layer.
+    """
+
+    num_ranks: int
+    round_robin: float
+    by_load: float
+    affinity: float
+
+    @property
+    def saved(self) -> float:
+        return 1 - self.affinity / self.round_robin
+
+    @property
+    def saved_beyond_load(self) -> float:
+        """Share saved by knowing which expert follows which."""
+        return 1 - self.affinity / self.by_load
+
+
+def remote_ranks_figure(
+    learning: RoutingTrace,
+    held_out: RoutingTrace,
+    num_ranks: int,
+    *,
+    by_family: bool = False,
+    max_load: float | None = 1.1,
+) -> RemoteRanksFigure:
+    """The figure of co-activation placement.
+
+    by_family: requests that begin alike live on the same rank, which is known when experts are placed; otherwise
+    requests are dealt in turn. max_load: see `coactivation_placement`. PlacementError if the ranks cannot share the
+    experts equally.
+    """
+    homes = learning.family_homes(num_ranks) if by_family else None
+    learnt = coactivation_placement(learning.ids, learning.num_experts, num_ranks, homes, max_load=max_load)
+    return remote_ranks_of(learnt, held_out, by_family=by_family)
+
+
+def remote_ranks_of(learnt: Placement, held_out: RoutingTrace, *, by_family: bool = False) -> RemoteRanksFigure:
+    """The figure of any placement."""
+    num_ranks = learnt.num_ranks
+    homes = held_out.family_homes(num_ranks) if by_family else held_out.homes(num_ranks)
+    load = held_out.load()
+    sizes = learnt.num_layers, learnt.num_experts, num_ranks
+    found = [
+        (
+            float(remote_ranks_by_token(held_out.ids, homes, placement).mean()),
+            float(balancedness(load, placement).mean()),
+        )
+        for placement in (contiguous(*sizes), round_robin(*sizes), learnt)
+    ]
+    plain = min(found[:2])
+    return RemoteRanksFigure(num_ranks, plain[0], found[2][0], plain[1], found[2][1])
+
+
+def hops_figure(learning: RoutingTrace, held_out: RoutingTrace, num_ranks: int) -> HopsFigure:
+    """PlacementError if the ranks cannot share the experts equally."""
+    transitions = learning.transitions()
+    leaving, arriving = transitions.sum(axis=2), transitions.sum(axis=1)
+    independent = leaving[:, :, None] * arriving[:, None, :] / leaving.sum(axis=1)[:, None, None]
+    placements = (
+        round_robin(len(learning.ids), learning.num_experts, num_ranks),
+        affinity_placement(independent, num_ranks),
+        affinity_placement(transitions, num_ranks),
+    )
+    first = held_out.ids[:, :, 0]
+    return HopsFigure(num_ranks, *(hops(first, placement) for placement in placements))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.experts.figures import Amount, Figure, Progress, at_least, at_most, over_seeds, within
 from benchmarks.experts.traces import (
@@ -20,17 +22,20 @@ from benchmarks.experts.traces import (
     recorded_trace,
     with_controls,
 )
+from experts.prefix_warmth import PrefixWarmth
+from experts.residency import POLICIES
 from experts.routing_files import GateGuesses, RoutingTrace, Tap
+from experts.signatures import decode_signature, encode_signature
 from experts.simulator import (
     POPULARITY,
     LayerTiming,
-    PrefixHits,
-    Signature,
+    Simulation,
+    SimulationResult,
     SimulationSetup,
-    StallFigure,
+    control_of,
     link_for,
+    loads_ahead,
     recall_figures,
-    replay_hits,
     simulate,
 )
 from moeserve.experts.simulate import first_requests
@@ -57,6 +62,7 @@ _TIMING = LayerTiming(attention=0.5e-3, experts=0.5e-3)
 _EXPERT_BYTES = 2**20
 # Two or three requests to learn from, and as many held out. The hundred simulations of a build so take two minutes.
 _TOKENS = 512
+_WARM_UP_TOKENS = 256
 _SURE = 20.0
 _SAVED, _WASTED, _ORACLE = "stall saved", "bytes moved for nothing", "with an oracle for the gate"
 
@@ -221,3 +227,89 @@ def _prefix_figure(name: str, baseline: str, values: tuple[float, ...]) -> Figur
     limit = at_most(0.06) if "control" in name else None
     note = f"simulated, beta {_PREFIX_BETA:g}, stall saved"
     return Figure(name, f"{baseline} without signature", values, "%", limit, note=note)
+
+
+class Signature(Enum):
+    """The signature that a request is admitted with."""
+
+    NONE = "none"
+    OWN = "own"
+    OTHER = "that of another request's prefix"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHits:
+    """Each request finds `num_prefix` tokens cached, computes `num_behind` in its first step and decodes `num_decodes`.
+
+    Requests that are shorter are left out.
+    """
+
+    num_prefix: int
+    num_behind: int
+    num_decodes: int = 8
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prefix + self.num_behind + self.num_decodes
+
+
+@dataclass(frozen=True, slots=True)
+class HitStall:
+    """Seconds waited for experts, by step from the first on, summed over requests."""
+
+    num_requests: int
+    by_step: NDArray[np.float64]
+
+
+def replay_hits(
+    learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup, hits: PrefixHits, signature: Signature
+) -> HitStall:
+    """Replay held-out requests with cached prefixes one after the other, on slots and predictors warm from `learning`.
+
+    A step of several tokens is taken to last as long as one of a single token: the least time to load ahead in.
+    """
+    policies = [POLICIES[setup.policy](learning.num_experts) for _ in learning.ids]
+    control = control_of(learning, setup, policies)
+    warmth = PrefixWarmth(control, learning.num_experts)
+    ahead = loads_ahead(learning, setup, control, policies)
+    simulation = Simulation(control, setup.expert_bytes, setup.link, setup.timing, ahead, warmth)
+    for row in range(min(_WARM_UP_TOKENS, len(learning.requests))):
+        simulation.step(learning, np.array([row]))
+    rows_of = [np.flatnonzero(held_out.requests == request) for request in np.unique(held_out.requests)]
+    rows_of = [rows for rows in rows_of if len(rows) >= hits.num_tokens]
+    signatures = [_signature(held_out, rows[: hits.num_prefix]) for rows in rows_of]
+    if signature is Signature.OTHER:
+        signatures = signatures[1:] + signatures[:1]
+    by_step = np.zeros(1 + hits.num_decodes)
+    for rows, rates in zip(rows_of, signatures, strict=True):
+        request = int(held_out.requests[rows[0]])
+        if signature is not Signature.NONE:
+            warmth.remember(request, rates)
+        first, last = hits.num_prefix + hits.num_behind, hits.num_tokens
+        for step, computed in enumerate([rows[hits.num_prefix : first], *rows[first:last, None]]):
+            before = simulation.exposed_stall
+            simulation.step(held_out, computed)
+            by_step[step] += simulation.exposed_stall - before
+    return HitStall(len(rows_of), by_step)
+
+
+def _signature(trace: RoutingTrace, rows: NDArray[np.intp]) -> NDArray[np.float32]:
+    """[L, E]: the rates as they come out of the cache."""
+    counts = [np.bincount(ids[rows].reshape(-1), minlength=trace.num_experts) for ids in trace.ids]
+    rates = np.stack(counts).astype(np.float32) / np.float32(len(rows))
+    return decode_signature(encode_signature(rates), *rates.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StallFigure:
+    """The same requests with demand loads alone and with prefetches."""
+
+    on_demand: SimulationResult
+    prefetching: SimulationResult
+
+    @property
+    def stall_saved(self) -> float:
+        """The share of the exposed stall that prefetching, with all it costs, takes away; 0 without stall."""
+        stalled = self.on_demand.exposed_stall
+        remaining = self.prefetching.exposed_stall + self.prefetching.prediction_seconds
+        return 1 - remaining / stalled if stalled else 0.0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.expert_file import round_to_page
 from experts.expert_memory import ExpertMemory
 from experts.residency import POLICIES, ResidencyControl, ResidencyCounters
 from experts.routing_files import RoutingTrace
-from experts.simulator import LayerTiming, LinkModel, Simulation, SyntheticSpec, steps_of, synthetic_trace
+from experts.simulator import LayerTiming, LinkModel, Simulation, steps_of
 from experts.slots import SlotArena
 
 EXPERT_BYTES = round_to_page(1)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.expert_memory import ExpertMemory
 from experts.prefetch_planning import LookaheadPlanner
 from experts.residency import ResidencyControl, ResidencyCounters
 from experts.routing_files import GateGuesses, RoutingTrace, Tap
-from experts.simulator import GatesAhead, LayerTiming, LinkModel, Simulation, SyntheticSpec, steps_of, synthetic_trace
+from experts.simulator import GatesAhead, LayerTiming, LinkModel, Simulation, steps_of
 from experts.slots import SlotArena
 from tests.cpu.test_expert_simulation_agrees import EXPERT_BYTES, OwnNumbers, control_of
 

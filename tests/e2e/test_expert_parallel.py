@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_files import load_statistics, save_statistics
-from experts.simulator import SyntheticSpec, synthetic_trace
 from moeserve.experts.settings import statistics_key
 from tests.support.service import Service, descendants, is_alive, listening_addresses, service, wait_until
 from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint

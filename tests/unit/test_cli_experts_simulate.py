@@ -5,8 +5,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.routing_files import save_trace
-from experts.simulator import SyntheticSpec, synthetic_trace
 from launcher.cli import main
 from moeserve.experts.simulate import first_requests
 

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.predictors import BEFORE, AffinityPredictor, LearntAffinity, any_token
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_files import shuffled_control
-from experts.simulator import POPULARITY, SyntheticSpec, recall_figures, synthetic_trace
+from experts.simulator import POPULARITY, recall_figures
 
 
 def rows(*values):

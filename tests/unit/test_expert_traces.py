@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, QWEN3_LIKE, SPARSE, SyntheticSpec, synthetic_trace
 from experts.routing_files import (
     GateGuesses,
     RoutingTrace,
@@ -16,7 +17,6 @@ from experts.routing_files import (
     shuffled_control,
     uniform_control,
 )
-from experts.simulator import MIXTRAL_LIKE, QWEN3_LIKE, SPARSE, SyntheticSpec, synthetic_trace
 from tests.support.trace_figures import (
     adjacent_jaccard,
     adjacent_overlap,
