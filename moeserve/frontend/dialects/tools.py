@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from moeserve.frontend import limits
+from moeserve.frontend.dialects.fields import check_depth
 from moeserve.frontend.dialects.internal import Tool, ToolChoice
 from moeserve.frontend.http import invalid
 
@@ -47,7 +48,7 @@ def check_tool_name(name: str | None, where: str, longest: int) -> str:
 
 
 def check_tools(found: Sequence[tuple[Tool, str]], where: str = "tools") -> tuple[Tool, ...]:
-    """Return the tools of a request. Raises ApiError for too many, and for two of one name.
+    """Return the tools of a request. Raises ApiError for too many, for two of one name, and for schemas too deep.
 
     found: each with the field that an error names.
     """
@@ -58,6 +59,7 @@ def check_tools(found: Sequence[tuple[Tool, str]], where: str = "tools") -> tupl
         if tool.name in tools:
             raise invalid(f"`{path}` has the name of an earlier tool, {tool.name}", path)
         tools[tool.name] = tool
+    check_depth([tool.parameters for tool in tools.values()])
     return tuple(tools.values())
 
 
