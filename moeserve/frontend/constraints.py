@@ -7,7 +7,7 @@ a grammar of tool calls can say `calls | @answer` (`of_calls`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,10 +31,16 @@ _ENFORCED_FORMATS = frozenset(
 _OF_ONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 _OF_SOME = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
-# Values, and schemas that say what an object is not, or is in some cases.
-_KEPT = frozenset({"enum", "const", "default", "examples", "not", "if", "then", "else", "contains", "dependentSchemas"})
-_ALTERNATIVES = frozenset({"anyOf", "oneOf"})
-_OPEN = _ALTERNATIVES | {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"}
+# Their schemas say what an object is not, or is in some cases.
+_CONDITIONS = frozenset({"not", "if", "then", "else", "contains", "dependentSchemas"})
+# Words whose schemas describe one object together, and those whose schemas describe the object alone if alone.
+_PARTS = frozenset({"allOf", "oneOf"})
+_ELSEWHERE = frozenset({"anyOf", "$ref", "$dynamicRef"})
+_OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"})
+_OF_OBJECTS = _OPEN | {"properties", "required"}
+
+# Of JSON in a schema: one schema in another takes up to two.
+_MAX_LEVELS = 4 * limits.MAX_SCHEMA_DEPTH
 
 # The name under which a grammar of calls refers to the form of an answer's text.
 ANSWER = "answer"
@@ -97,10 +103,9 @@ def prepare_schema(schema: Any, where: str) -> Any:
     refuses. Raises ApiError for one that is too large or too deep."""
     if not isinstance(schema, dict | bool):
         raise invalid(f"`{where}` must be a JSON schema: an object", where)
-    try:
-        _check_size(json.dumps(schema, ensure_ascii=False), where)
-    except RecursionError:
-        raise _too_deep(where) from None
+    if _levels(schema) > _MAX_LEVELS:
+        raise _too_deep(where)
+    _check_size(json.dumps(schema, ensure_ascii=False), where)
     prepared = closed(enforceable(schema, where))
     return prepared | {"x-guidance": _JSON_OPTIONS} if isinstance(prepared, dict) else prepared
 
@@ -134,6 +139,20 @@ def constrain(sampling: SamplingParams, grammar: str, eos_token_ids: Sequence[in
     )
 
 
+def _levels(value: Any) -> int:
+    """Count the levels of objects and arrays of a JSON value, without a stack that it could run out of."""
+    num_levels, level = 0, [value]
+    while level:
+        num_levels += 1
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return num_levels
+
+
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[SchemaPath, Any]]:
     """Yield the path and value of each schema right inside a schema, definitions first. Examples and constants are
     none."""
@@ -148,6 +167,20 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[SchemaPath, Any]]:
             yield (keyword,), schema[keyword]
 
 
+def _with_inner(schema: dict[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return a copy in which each schema right inside is replaced by `change` of its keyword and itself."""
+    copy = schema.copy()
+    for path, inner in subschemas(schema):
+        keyword = str(path[0])
+        if len(path) == 1:
+            copy[keyword] = change(keyword, inner)
+        else:
+            if copy[keyword] is schema[keyword]:
+                copy[keyword] = schema[keyword].copy()
+            copy[keyword][path[1]] = change(keyword, inner)
+    return copy
+
+
 def enforceable(schema: Any, where: str, depth: int = 0) -> Any:
     """Return a JSON schema without the words that forbid nothing but that llguidance refuses.
 
@@ -157,44 +190,37 @@ def enforceable(schema: Any, where: str, depth: int = 0) -> Any:
         return schema
     if depth > limits.MAX_SCHEMA_DEPTH:
         raise _too_deep(where)
-    prepared = {keyword: value for keyword, value in schema.items() if not _says_nothing(keyword, value)}
-    for path, inner in subschemas(prepared):
-        if isinstance(inner, dict):
-            keyword = path[0]
-            if len(path) == 1:
-                prepared[keyword] = enforceable(inner, where, depth + 1)
-            else:
-                if prepared[keyword] is schema[keyword]:
-                    prepared[keyword] = schema[keyword].copy()
-                prepared[keyword][path[1]] = enforceable(inner, where, depth + 1)
-    return prepared
+    said = {keyword: value for keyword, value in schema.items() if not _says_nothing(keyword, value)}
+    return _with_inner(said, lambda _, inner: enforceable(inner, where, depth + 1))
 
 
 def closed(schema: Any) -> Any:
-    """Return a JSON schema whose objects, at any depth, have the properties that they list and no others.
+    """Return a JSON schema, no deeper than `enforceable` lets pass, whose objects have only properties that they list.
 
-    A weak model invents properties without end where it may. Objects that say what else they may have keep it, and so
-    does a schema with `allOf`, whose parts list the properties together.
+    A weak model invents properties without end where it may. Whatever obeys the result obeys the schema. Objects that
+    say what else they may have keep it. A schema that describes an object in several places stays as it is: each place
+    would forbid the properties of the others, or branches that overlap would look as if they did not.
     """
-    return schema if "allOf" in json.dumps(schema) else _closed(schema)
+    return schema if _describes_in_parts(schema) else _closed(schema)
+
+
+def _describes_in_parts(schema: Any) -> bool:
+    """Return whether an object is described by a schema and by further ones that are part of it, at any depth."""
+    if not isinstance(schema, dict):
+        return False
+    words = schema.keys()
+    num_parts = len(words & _ELSEWHERE) + bool(words & _OF_OBJECTS)
+    return num_parts > 1 or bool(words & _PARTS) or any(_describes_in_parts(inner) for _, inner in subschemas(schema))
 
 
 def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    lists = isinstance(schema.get("properties"), dict)
-    copy: dict[str, Any] = {}
-    for word, value in schema.items():
-        if word in _KEPT or (lists and word in _ALTERNATIVES):
-            copy[word] = value
-        elif word in _BY_NAME and isinstance(value, dict):
-            copy[word] = {name: _closed(part) for name, part in value.items()}
-        else:
-            copy[word] = _closed(value)
-    if lists and not _OPEN & schema.keys():
-        copy["additionalProperties"] = False
+    copy = _with_inner(schema, lambda keyword, inner: inner if keyword in _CONDITIONS else _closed(inner))
+    listed, required = schema.get("properties"), schema.get("required", [])
+    if isinstance(listed, dict) and isinstance(required, list) and not _OPEN & schema.keys():
+        names = list(listed)
+        return copy if any(name not in names for name in required) else copy | {"additionalProperties": False}
     return copy
 
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import structlog
 
+from moeserve.frontend import limits
 from moeserve.frontend.constraints import Constraint, constrain
-from moeserve.frontend.grammar_process import SIZE_BYTES, Job, Verdict
+from moeserve.frontend.grammar_process import Job, Verdict
 from moeserve.frontend.http import ApiError, invalid
+from moeserve.frontend.job_process import JobProcesses
 from moeserve.plan import SamplingParams
 
-log = structlog.get_logger(__name__)
-
+_MODULE = "moeserve.frontend.grammar_process"
 _KEPT_VERDICTS = 256
-# Of the clock, for a machine that has no time for the process; it limits its own processor time.
-_LONGEST_WAIT_S = 30.0
+# A grammar in Lark of a client's GBNF is longer than that by its quotes and escapes.
+_MAX_VERDICT_BYTES = 16 * limits.MAX_GRAMMAR_BYTES
 _LONGEST_MESSAGE = 300
 
 
@@ -31,8 +28,7 @@ class GrammarChecker:
 
     def __init__(self, tokenizer_json: Path) -> None:
         self._tokenizer_json = tokenizer_json
-        self._process: Process | None = None
-        self._turn = asyncio.Lock()
+        self._processes: JobProcesses | None = None
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
     async def constrain(
@@ -46,8 +42,8 @@ class GrammarChecker:
 
     async def stop(self) -> None:
         """End the process."""
-        if self._process is not None:
-            await _end(self._process)
+        if self._processes is not None:
+            await self._processes.stop()
 
     async def _verdict(self, constraint: Constraint, eos_token_ids: Sequence[int]) -> Verdict:
         key = hashlib.blake2b(constraint.grammar.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -55,8 +51,7 @@ class GrammarChecker:
         if known is not None:
             self._verdicts.move_to_end(key)
             return known
-        # A client that leaves must not leave a verdict unread behind.
-        verdict = await asyncio.shield(asyncio.ensure_future(self._judge(constraint, eos_token_ids)))
+        verdict = await self._judge(constraint, eos_token_ids)
         self._verdicts[key] = verdict
         if len(self._verdicts) > _KEPT_VERDICTS:
             self._verdicts.popitem(last=False)
@@ -64,37 +59,14 @@ class GrammarChecker:
 
     async def _judge(self, constraint: Constraint, eos_token_ids: Sequence[int]) -> Verdict:
         """Have the process compile a grammar. Its end is a verdict too."""
-        job = msgspec.msgpack.encode(Job(constraint.grammar, constraint.is_bnf, constraint.schema))
-        async with self._turn:
-            process = self._process
-            if process is None or process.returncode is not None:
-                process = self._process = await self._start(eos_token_ids)
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                async with asyncio.timeout(_LONGEST_WAIT_S):
-                    process.stdin.write(len(job).to_bytes(SIZE_BYTES) + job)
-                    await process.stdin.drain()
-                    size = int.from_bytes(await process.stdout.readexactly(SIZE_BYTES))
-                    return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=Verdict)
-            except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-                await _end(process)
-                log.warning("grammar_refused", reason="compiling it took too long", status=process.returncode)
-                return Verdict("it takes too long to compile")
-
-    async def _start(self, eos_token_ids: Sequence[int]) -> Process:
-        module = "moeserve.frontend.grammar_process"
-        arguments = ["-m", module, str(self._tokenizer_json), *map(str, eos_token_ids)]
-        # A session of its own: an interrupt from the keyboard is for the frontend, which ends the process itself.
-        return await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdin=PIPE, stdout=PIPE, start_new_session=True
-        )
-
-
-async def _end(process: Process) -> None:
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
+        if self._processes is None:
+            arguments = [str(self._tokenizer_json), *map(str, eos_token_ids)]
+            self._processes = JobProcesses(_MODULE, arguments, 1, _MAX_VERDICT_BYTES)
+        job = Job(constraint.grammar, constraint.is_bnf, constraint.schema)
+        answer = await self._processes.ask(msgspec.msgpack.encode(job))
+        if answer is None:
+            return Verdict("it takes too long to compile")
+        return msgspec.msgpack.decode(answer, type=Verdict)
 
 
 def _refusal(constraint: Constraint, verdict: Verdict) -> ApiError:

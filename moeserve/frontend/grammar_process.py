@@ -1,32 +1,30 @@
 """Compiles grammars of clients to see whether they are valid: `python -m MODULE TOKENIZER_JSON EOS_TOKEN_ID...`.
 
 A process of its own, since compiling cannot be interrupted: one that takes too long ends the process by a signal, and
-one that takes too much memory by the failed allocation. Jobs come on standard input and verdicts go to standard output,
-each a MessagePack object behind its length in four bytes; the end of the input ends the process.
+one that takes too much memory by the failed allocation. Jobs and verdicts are MessagePack objects.
 """
 
 from __future__ import annotations
 
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from moeserve.frontend.constraints import subschemas
+from moeserve.frontend.job_process import limit_cpu, serve_jobs
 from moeserve.frontend.limits import GRAMMAR_CPU_SECONDS
 from moeserve.grammar import GrammarError, compile_grammar, error_of, load_tokens
 
 _MAX_MEMORY_BYTES = 4 * 2**30
 # Finding the place of an error compiles parts of the schema again.
 _CPU_SECONDS_TO_FIND = 0.5
-SIZE_BYTES = 4
 
 
 class Job(msgspec.Struct):
@@ -48,7 +46,7 @@ class Verdict(msgspec.Struct):
 
 def judge(tokens: LLTokenizer, job: Job) -> Verdict:
     """Compile a grammar. The process ends by SIGPROF if that takes more processor time than it may."""
-    signal.setitimer(signal.ITIMER_PROF, GRAMMAR_CPU_SECONDS)
+    limit_cpu(GRAMMAR_CPU_SECONDS)
     grammar = job.grammar
     if job.is_bnf:
         try:
@@ -58,7 +56,7 @@ def judge(tokens: LLTokenizer, job: Job) -> Verdict:
     error = error_in(tokens, grammar)
     if error is None:
         return Verdict(grammar=grammar if job.is_bnf else None)
-    signal.setitimer(signal.ITIMER_PROF, 2 * _CPU_SECONDS_TO_FIND)
+    limit_cpu(2 * _CPU_SECONDS_TO_FIND)
     deadline = time.process_time() + _CPU_SECONDS_TO_FIND
     return Verdict(error, find_error(job.schema, lambda schema: _fails_alike(tokens, schema, error, deadline)))
 
@@ -113,12 +111,6 @@ def _with(definitions: dict[str, Any], schema: Any) -> Any:
     return {**definitions, **schema} if isinstance(schema, dict) else schema
 
 
-def jobs(stream: BinaryIO) -> Iterator[Job]:
-    """Yield jobs until the input ends."""
-    while len(size := stream.read(SIZE_BYTES)) == SIZE_BYTES:
-        yield msgspec.msgpack.decode(stream.read(int.from_bytes(size)), type=Job)
-
-
 def main() -> None:
     """Serve until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
@@ -129,12 +121,12 @@ def main() -> None:
         tokens = load_tokens(Path(sys.argv[1]), [int(token) for token in sys.argv[2:]])
     except GrammarError as error:
         failure = str(error)
-    for job in jobs(sys.stdin.buffer):
-        verdict = Verdict(failure) if tokens is None else judge(tokens, job)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        data = msgspec.msgpack.encode(verdict)
-        sys.stdout.buffer.write(len(data).to_bytes(SIZE_BYTES) + data)
-        sys.stdout.buffer.flush()
+
+    def answer(data: bytes) -> bytes:
+        job = msgspec.msgpack.decode(data, type=Job)
+        return msgspec.msgpack.encode(Verdict(failure) if tokens is None else judge(tokens, job))
+
+    serve_jobs(answer)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Renders a checkpoint's chat template: `python -m MODULE [--check] MODEL_DIR`.
 
 A process of its own, since a template is a program of somebody else's: one that takes too long ends the process by a
-signal, and one that takes too much memory by the failed allocation. Jobs come on standard input and their texts go to
-standard output, each behind its length in four bytes; the end of the input ends the process.
+signal, and one that takes too much memory by the failed allocation.
 
 With `--check` it loads the tokenizer and renders a first conversation once, before the frontend does: the libraries
 that read these files can abort. It prints the name of each part before it is loaded, then what is wrong, if anything.
@@ -12,19 +11,17 @@ from __future__ import annotations
 
 import json
 import resource
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from moeserve.frontend.http import ApiError
+from moeserve.frontend.job_process import limit_cpu, serve_jobs
 from moeserve.frontend.limits import RENDER_CPU_SECONDS
 from moeserve.frontend.templates import ChatTemplate, load_chat_template
 from moeserve.frontend.text import TextTokenizer
 from moeserve.model.spec import ModelError
 
-SIZE_BYTES = 4
 TEXT, REFUSED = b"\0", b"\1"
 FAILED = "error: "
 _LOADING_CPU_SECONDS = {"tokenizer": 60.0, "chat template": 2.0}
@@ -71,18 +68,12 @@ def check(folder: Path) -> None:
             if isinstance(error.__cause__, MemoryError):
                 raise error.__cause__ from None
             # It may want other conversations.
-    signal.setitimer(signal.ITIMER_PROF, 0)
+    limit_cpu(0)
 
 
 def _begin(part: str) -> None:
     print(part, flush=True)
-    signal.setitimer(signal.ITIMER_PROF, _LOADING_CPU_SECONDS[part])
-
-
-def jobs(stream: BinaryIO) -> Iterator[Job]:
-    """Yield jobs until the input ends."""
-    while len(size := stream.read(SIZE_BYTES)) == SIZE_BYTES:
-        yield json.loads(stream.read(int.from_bytes(size)))
+    limit_cpu(_LOADING_CPU_SECONDS[part])
 
 
 def serve(folder: Path) -> None:
@@ -90,12 +81,13 @@ def serve(folder: Path) -> None:
     template = load_chat_template(folder)
     assert template is not None
     limit_memory(_TEMPLATE_MEMORY_BYTES)
-    for job in jobs(sys.stdin.buffer):
-        signal.setitimer(signal.ITIMER_PROF, RENDER_CPU_SECONDS)
-        text = answer(template, job)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(len(text).to_bytes(SIZE_BYTES) + text)
-        sys.stdout.buffer.flush()
+
+    def render(data: bytes) -> bytes:
+        job = json.loads(data)
+        limit_cpu(RENDER_CPU_SECONDS)
+        return answer(template, job)
+
+    serve_jobs(render)
 
 
 def main() -> None:

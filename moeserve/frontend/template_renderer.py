@@ -1,28 +1,23 @@
-"""Has chat templates rendered in a process that can be ended, one conversation after another."""
+"""Has conversations rendered by the chat template in processes that can be ended."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import subprocess
 import sys
-from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from moeserve.frontend import limits
 from moeserve.frontend.http import invalid
-from moeserve.frontend.template_process import FAILED, REFUSED, SIZE_BYTES
+from moeserve.frontend.job_process import JobProcesses
+from moeserve.frontend.template_process import FAILED, REFUSED
 from moeserve.model.spec import ModelError
 
-log = structlog.get_logger(__name__)
-
 _MODULE = "moeserve.frontend.template_process"
-# Of the clock, for a machine that has no time for the process; it limits its own processor time.
-_LONGEST_WAIT_S = 30.0
+# While one renders a conversation that takes all its time, the others' conversations go to another.
+_NUM_PROCESSES = 2
 _LONGEST_CHECK_S = 180.0
 # Each character takes at most four bytes.
 _MAX_ANSWER_BYTES = 4 * limits.MAX_RENDERED_CHARS + 1
@@ -54,13 +49,11 @@ def check_model_texts(folder: Path) -> None:
 
 
 class TemplateRenderer:
-    """Owns the process, which `start` or the first conversation starts. Used by the frontend's event loop alone."""
+    """Owns the processes, which `start` or conversations start. Used by the frontend's event loop alone."""
 
     def __init__(self, folder: Path) -> None:
         """folder: of a model with a chat template."""
-        self._folder = folder
-        self._process: Process | None = None
-        self._turn = asyncio.Lock()
+        self._processes = JobProcesses(_MODULE, [str(folder)], _NUM_PROCESSES, _MAX_ANSWER_BYTES)
 
     async def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         """Return the text of a conversation. Raises ApiError (400) if the template refuses it, or takes too much.
@@ -72,51 +65,17 @@ class TemplateRenderer:
             job = json.dumps([messages, arguments], separators=(",", ":")).encode()
         except (ValueError, RecursionError):
             raise invalid("The messages cannot be given to the chat template: they are nested too deeply") from None
-        # A client that leaves must not leave a text unread behind.
-        answer = await asyncio.shield(asyncio.ensure_future(self._answer(job)))
+        answer = await self._processes.ask(job)
+        if not answer:
+            raise invalid("The chat template takes too long for these messages, or too much memory", "messages")
         if answer[:1] == REFUSED:
             raise invalid(answer[1:].decode(), "messages")
         return answer[1:].decode()
 
     async def start(self) -> None:
-        """Start the process, without waiting until it can render."""
-        async with self._turn:
-            await self._running()
+        """Start the processes, without waiting until they can render."""
+        await self._processes.start()
 
     async def stop(self) -> None:
-        """End the process."""
-        if self._process is not None:
-            await _end(self._process)
-
-    async def _answer(self, job: bytes) -> bytes:
-        async with self._turn:
-            process = await self._running()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            try:
-                async with asyncio.timeout(_LONGEST_WAIT_S):
-                    process.stdin.write(len(job).to_bytes(SIZE_BYTES) + job)
-                    await process.stdin.drain()
-                    size = int.from_bytes(await process.stdout.readexactly(SIZE_BYTES))
-                    if not 1 <= size <= _MAX_ANSWER_BYTES:
-                        raise ConnectionError("an answer that is none")
-                    return await process.stdout.readexactly(size)
-            except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-                await _end(process)
-                log.warning("template_ended", reason="rendering took too long or too much", status=process.returncode)
-                return REFUSED + b"The chat template takes too long for these messages, or too much memory"
-
-    async def _running(self) -> Process:
-        """Return the process, started if it does not run."""
-        if self._process is None or self._process.returncode is not None:
-            # A session of its own: an interrupt from the keyboard is for the frontend, which ends the process itself.
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", _MODULE, str(self._folder), stdin=PIPE, stdout=PIPE, start_new_session=True
-            )
-        return self._process
-
-
-async def _end(process: Process) -> None:
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
+        """End the processes."""
+        await self._processes.stop()

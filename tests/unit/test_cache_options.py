@@ -11,9 +11,9 @@ import pytest
 
 from moeserve.config import ConfigError
 from moeserve.frontend.cache_routes import parse_warm
-from moeserve.frontend.cache_wishes import cache_wishes
 from moeserve.frontend.dialects.cache_options import read_cache_options
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
+from moeserve.frontend.generate import cache_wishes
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import ANYONE, Identity, cache_account, cache_namespace, load_keys
 from moeserve.frontend.public_prefixes import load_public_prefixes

@@ -187,6 +187,11 @@ def test_tools_and_the_choice_of_them() -> None:
     assert not alone.parallel_tool_calls
 
 
+def test_a_tools_name_may_have_128_characters_here() -> None:
+    (tool,) = parse(tools=[{**WEATHER, "name": "w" * 128}]).tools
+    assert tool.name == "w" * 128
+
+
 def test_tools_of_the_vendor_are_dropped_and_counted_and_refused_where_they_are_forced() -> None:
     request = parse(tools=[WEB_SEARCH, WEATHER, {"type": "bash_20250124", "name": "bash"}])
     assert [tool.name for tool in request.tools] == ["weather"]
@@ -286,6 +291,9 @@ def test_what_clients_send_without_asking_for_anything_is_taken() -> None:
         ({"n": 2}, "n"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{"name": "a" * 129, "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{**WEATHER, "description": "x" * 140_000}]}, "tools[0].description"),
+        ({"tools": [{**WEATHER, "input_schema": {"x": "y" * 300_000}}]}, "tools[0].input_schema"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
         ({"tools": [WEATHER] * 2000}, "tools"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -1,8 +1,10 @@
 """The fields that ask for a form of the answer, and the grammars that they become."""
 
+import itertools
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 
 from moeserve.frontend import limits
@@ -164,16 +166,68 @@ def test_eos_ends_an_answer_with_a_grammar_also_where_the_client_ignores_it() ->
     assert ignoring.logit_bias[259] < -1000
 
 
+def prepared(schema: Any) -> Any:
+    """Return a schema as grammars take it, without the options for its layout."""
+    return {word: value for word, value in prepare_schema(schema, "guided_json").items() if word != "x-guidance"}
+
+
 def test_objects_of_a_format_have_the_properties_that_they_list_and_no_others() -> None:
-    listed = prepare_schema({"type": "object", "properties": {"a": AGE}, "required": ["a"]}, "guided_json")
+    listed = prepared({"type": "object", "properties": {"a": AGE}, "required": ["a"]})
     assert listed["additionalProperties"] is False
     assert listed["properties"]["a"]["additionalProperties"] is False
-    for open_one in (
+    either = prepared({"anyOf": [AGE, {"type": "null"}], "$defs": {"x": AGE}, "items": AGE})
+    assert [either["anyOf"][0], either["$defs"]["x"], either["items"]] == 3 * [{**AGE, "additionalProperties": False}]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
         {"type": "object"},
+        {"properties": {"a": {}}, "additionalProperties": True},
         {"properties": {"a": {}}, "additionalProperties": {"type": "string"}},
+        {"properties": {"a": {}}, "patternProperties": {"^x": {}}},
+        {"properties": {"a": {}}, "minProperties": 2},
+        {"properties": {"a": {}}, "required": ["a", "b"]},
         {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]},
+        {"properties": {"a": {}}, "$ref": "#/$defs/b", "$defs": {"b": {"properties": {"b": {}}}}},
+        {"required": ["a", "b"], "anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+        {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
+        {"items": {"oneOf": [{"properties": {"a": {}}, "required": ["a"]}, {"properties": {"b": {}}}]}},
         {"type": "object", "not": {"properties": {"a": {"const": 1}}}},
-    ):
-        prepared = prepare_schema(open_one, "guided_json")
-        prepared.pop("x-guidance")
-        assert prepared == open_one
+    ],
+)
+def test_an_object_that_may_have_others_or_is_described_in_several_places_stays_open(schema: Any) -> None:
+    assert prepared(schema) == schema
+
+
+_PARTS: list[dict[str, Any]] = [
+    {},
+    {"properties": {"a": {}}},
+    {"properties": {"b": {}}},
+    {"properties": {"a": {}}, "required": ["a"]},
+    {"properties": {"a": {}}, "required": ["a", "b"]},
+    {"properties": {"a": {}}, "minProperties": 2},
+    {"properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
+    {"properties": {"a": {"properties": {"b": {}}}}},
+    {"$ref": "#/$defs/d"},
+]
+_DEFINED = {"$defs": {"d": {"properties": {"b": {}}, "required": ["b"]}}}
+_OBJECTS: list[Any] = [{}, {"a": 0}, {"b": 0}, {"a": True}, {"a": 0, "b": 0}, {"a": {"a": 0, "b": 0}}, {"a": {"b": 0}}]
+
+
+@pytest.mark.parametrize("word", ["anyOf", "oneOf", "allOf"])
+def test_whatever_obeys_the_enforced_schema_obeys_the_clients(word: str) -> None:
+    for one, other in itertools.product(_PARTS, _PARTS):
+        for schema in ({word: [one, other]}, {**one, word: [other]}, {"properties": {"a": one, "b": other}}):
+            asked = jsonschema.Draft202012Validator({**schema, **_DEFINED})
+            enforced = jsonschema.Draft202012Validator(prepared({**schema, **_DEFINED}))
+            allowed = [value for value in _OBJECTS if enforced.is_valid(value)]
+            assert all(map(asked.is_valid, allowed)), schema
+            assert allowed or not any(map(asked.is_valid, _OBJECTS)), schema
+
+
+def test_a_schema_is_refused_from_so_many_levels_on() -> None:
+    value: Any = 1
+    for _ in range(100_000):
+        value = {"const": value}
+    assert refusal(OutputFormat("json_schema", value, "guided_json")).param == "guided_json"

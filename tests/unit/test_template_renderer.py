@@ -14,6 +14,7 @@ import pytest
 
 from launcher import frontend_main
 from moeserve.frontend.http import ApiError
+from moeserve.frontend.job_process import JobProcesses
 from moeserve.frontend.template_renderer import TemplateRenderer, check_model_texts
 from moeserve.model.spec import ModelError
 from tests.support.frontend import run_context
@@ -173,3 +174,32 @@ def test_a_client_that_leaves_costs_the_next_one_nothing(folder: Path) -> None:
         assert "stayed" in await renderer.render(*said("stayed"))
 
     rendered(folder, use)
+
+
+def test_a_template_that_spins_for_one_holds_up_no_other(folder: Path) -> None:
+    source = "{% if messages[0].content == 'spin' %}" + SPINS + "{% else %}{{ messages[0].content }}{% endif %}"
+    (folder / "chat_template.jinja").write_text(source)
+
+    async def use(renderer: TemplateRenderer) -> None:
+        await renderer.start()
+        spinning = asyncio.ensure_future(renderer.render(*said("spin")))
+        assert [await renderer.render(*said(text)) for text in ("one", "two")] == ["one", "two"]
+        assert not spinning.done()
+        with pytest.raises(ApiError, match="takes too long"):
+            await spinning
+
+    rendered(folder, use)
+
+
+def test_an_answer_beyond_its_bound_ends_the_process_and_the_next_job_has_another(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+
+    async def use() -> None:
+        processes = JobProcesses("moeserve.frontend.template_process", [str(folder)], 1, max_answer_bytes=6)
+        try:
+            answers = [await processes.ask(json.dumps(said(text)).encode()) for text in ("a" * 5, "b" * 6, "c" * 5)]
+            assert answers == [b"\0aaaaa", None, b"\0ccccc"]
+        finally:
+            await processes.stop()
+
+    asyncio.run(use())

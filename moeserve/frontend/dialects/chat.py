@@ -138,8 +138,10 @@ def _tools(chat: ChatBody) -> tuple[Tool, ...]:
             raise invalid(f"`{where}.function` is required", f"{where}.function")
         found.append((tool.function, f"{where}.function"))
     found += [(function, f"functions[{index}]") for index, function in enumerate(chat.functions or ())]
-    made = [make_tool(f.name, f.description, f.parameters, f.strict, where) for f, where in found]
-    return check_tools(made, "functions" if chat.functions else "tools")
+    longest = limits.MAX_CHAT_TOOL_NAME_CHARS
+    made = [make_tool(f.name, f.description, f.parameters, f.strict, where, longest) for f, where in found]
+    paths = [where.removesuffix(".function") for _, where in found]
+    return check_tools(list(zip(made, paths, strict=True)), "functions" if chat.functions else "tools")
 
 
 def _tool_choice(chat: ChatBody, tools: tuple[Tool, ...]) -> ToolChoice:
@@ -148,18 +150,19 @@ def _tool_choice(chat: ChatBody, tools: tuple[Tool, ...]) -> ToolChoice:
         raise invalid("`function_call` needs `functions`", "function_call")
     if asked is None:
         return ToolChoice()
+    known = {tool.name for tool in tools}
     if isinstance(asked, str):
         if asked not in _CHOICES or (chat.functions and asked == "required"):
             raise invalid(f"`{where}` must be one of {', '.join(_CHOICES)}, or name a tool", where)
         mode: Any = asked
-        return check_choice(ToolChoice(mode), tools, where)
+        return check_choice(ToolChoice(mode), known, where)
     if chat.functions:
-        return check_choice(ToolChoice("required", (_name_in(asked, where),)), tools, where)
+        return check_choice(ToolChoice("required", (_name_in(asked, where),)), known, where)
     match asked.get("type"):
         case "function":
-            return check_choice(ToolChoice("required", (_named_function(asked, where),)), tools, where)
+            return check_choice(ToolChoice("required", (_named_function(asked, where),)), known, where)
         case "allowed_tools":
-            return check_choice(_allowed_tools(asked.get("allowed_tools"), where), tools, where)
+            return check_choice(_allowed_tools(asked.get("allowed_tools"), where), known, where)
         case other:
             raise unsupported(f"{where}.type", str(other)[:40])
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Literal
@@ -24,11 +23,11 @@ from moeserve.frontend.dialects.internal import (
     Tool,
     ToolChoice,
 )
+from moeserve.frontend.dialects.tools import call_in_history, check_choice, check_tools, make_tool
 from moeserve.frontend.http import invalid, unsupported
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 _MAX_TEMPERATURE = 1.0
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 _ROLES = ("user", "assistant", "system")
 _CALL_PREFIX, _TOOL_USE_PREFIX = "call_", "toolu_"
 
@@ -321,8 +320,7 @@ def _call(path: str, block: Block) -> dict[str, Any]:
     if block.input is None:
         raise invalid(f"`{path}.input` must be an object", f"{path}.input")
     call_id = call_id_of(_required(block.id, f"{path}.id"))
-    function = {"name": _required(block.name, f"{path}.name"), "arguments": block.input}
-    return {"id": call_id, "type": "function", "function": function}
+    return call_in_history(call_id, _required(block.name, f"{path}.name"), block.input)
 
 
 def call_id_of(tool_use_id: str) -> str:
@@ -339,23 +337,18 @@ def tool_use_id_of(call_id: str) -> str:
 
 def _tools(bodies: list[ToolBody]) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
     """Return the client's own tools, and the types of the other ones: tools that the vendor defines or runs."""
-    if len(bodies) > limits.MAX_TOOLS:
-        raise invalid(f"`tools` takes at most {limits.MAX_TOOLS} tools", "tools")
-    tools: dict[str, Tool] = {}
-    dropped = []
+    made, dropped = [], []
     for index, body in enumerate(bodies):
         path = f"tools[{index}]"
         if body.type not in (None, "custom"):
             dropped.append(body.type)
             continue
-        if _TOOL_NAME.fullmatch(body.name) is None:
-            raise invalid(f"`{path}.name` must have 1 to 128 letters, digits, `_` or `-`", f"{path}.name")
-        if body.name in tools:
-            raise invalid(f"`{path}.name` is the name of another tool: {body.name}", f"{path}.name")
         if body.input_schema is None:
             raise invalid(f"`{path}.input_schema` is required", f"{path}.input_schema")
-        tools[body.name] = Tool(body.name, body.description, body.input_schema, bool(body.strict))
-    return tuple(tools.values()), tuple(dropped)
+        longest = limits.MAX_TOOL_NAME_CHARS
+        tool = make_tool(body.name, body.description, body.input_schema, body.strict, path, longest, "input_schema")
+        made.append((tool, f"{path}.name"))
+    return check_tools(made), tuple(dropped)
 
 
 def _tool_choice(asked: MessagesBody, tools: tuple[Tool, ...]) -> ToolChoice:
@@ -364,17 +357,14 @@ def _tool_choice(asked: MessagesBody, tools: tuple[Tool, ...]) -> ToolChoice:
         return ToolChoice()
     if choice.type == "none":
         return ToolChoice("none")
+    known = {tool.name for tool in tools}
     if choice.type == "any":
-        if not tools:
-            raise invalid("`tool_choice` asks for a call, but `tools` has none that this server serves", "tool_choice")
-        return ToolChoice("required")
+        return check_choice(ToolChoice("required"), known)
     name = _required(choice.name, "tool_choice.name")
-    if not any(tool.name == name for tool in tools):
-        vendors = next((body.type for body in asked.tools or [] if body.name == name), None)
-        if vendors is not None:
-            raise unsupported("tool_choice.name", f"{name[:128]} (a tool of type {vendors[:40]})")
-        raise invalid(f"`tool_choice.name` names no tool of `tools`: {name[:128]}", "tool_choice.name")
-    return ToolChoice("required", (name,))
+    vendors = next((body.type for body in asked.tools or [] if body.name == name), None)
+    if name not in known and vendors is not None:
+        raise unsupported("tool_choice.name", f"{name[:128]} (a tool of type {vendors[:40]})")
+    return check_choice(ToolChoice("required", (name,)), known, "tool_choice.name")
 
 
 def _variables(asked: MessagesBody) -> dict[str, Any]:

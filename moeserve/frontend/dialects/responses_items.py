@@ -10,10 +10,9 @@ import binascii
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.responses_tools import CUSTOM_INPUT, model_name
+from moeserve.frontend.dialects.tools import call_in_history
 from moeserve.frontend.http import invalid, unsupported
 
 Item = dict[str, Any]
@@ -60,7 +59,7 @@ class ItemReader:
             case "reasoning":
                 self._add_reasoning(item, where)
             case "function_call":
-                self._add_call(item, _arguments(_required(item, "arguments", where)), where)
+                self._add_call(item, _required(item, "arguments", where), where)
             case "custom_tool_call":
                 self._add_call(item, {CUSTOM_INPUT: _required(item, "input", where)}, where)
             case "function_call_output" | "custom_tool_call_output":
@@ -90,13 +89,12 @@ class ItemReader:
             message = self._open()
             message["reasoning_content"] = message.get("reasoning_content", "") + text
 
-    def _add_call(self, item: Item, arguments: dict[str, Any], where: str) -> None:
+    def _add_call(self, item: Item, arguments: str | dict[str, Any], where: str) -> None:
         call_id, namespace = _required(item, "call_id", where), item.get("namespace")
         if not isinstance(namespace, str | None):
             raise invalid(f"`{where}.namespace` must be a string", f"{where}.namespace")
         name = model_name(_required(item, "name", where), namespace)
-        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        self._open().setdefault("tool_calls", []).append(call)
+        self._open().setdefault("tool_calls", []).append(call_in_history(call_id, name, arguments))
         self._called[call_id] = name
 
     def _add_output(self, item: Item, where: str) -> None:
@@ -134,19 +132,6 @@ def _required(item: Item, key: str, where: str) -> str:
     if not isinstance(value, str):
         raise invalid(f"`{where}.{key}` must be a string", f"{where}.{key}")
     return value
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object, so that prompts are alike however a client spelled the JSON.
-
-    A model may have written what is no JSON object. The conversation must be able to go on, so the template then gets
-    the text as the only argument.
-    """
-    try:
-        arguments = msgspec.json.decode(text) if text.strip() else {}
-    except (msgspec.DecodeError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"invalid_arguments": text}
 
 
 def _content_text(content: Any, where: str) -> str:

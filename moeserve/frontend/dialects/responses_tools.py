@@ -6,17 +6,16 @@ one text, `input`.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import Tool, ToolChoice
+from moeserve.frontend.dialects.tools import check_choice, check_tool_name, check_tools, make_tool
 from moeserve.frontend.http import ApiError, invalid, unsupported
 
 CUSTOM_INPUT = "input"
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _CUSTOM_PARAMETERS = {
     "type": "object",
     "properties": {CUSTOM_INPUT: {"type": "string"}},
@@ -36,20 +35,16 @@ class ClientName:
 
 @dataclass(slots=True)
 class ToolSet:
-    """The tools of a request: for the model, how the client knows them, as the answer repeats them, those dropped."""
+    """The tools of a request: for the model, how the client knows them, as the answer repeats them, those dropped.
+
+    names: by the names that the model knows. paths: the field of each tool's name.
+    """
 
     tools: list[Tool] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     names: dict[str, ClientName] = field(default_factory=dict)
     repeated: list[dict[str, Any]] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-
-    def add(self, tool: Tool, client: ClientName, where: str) -> None:
-        if tool.name in self.names:
-            raise invalid(f"`{where}.name` is the name of an earlier tool, {tool.name!r}", f"{where}.name")
-        if len(self.tools) >= limits.MAX_TOOLS:
-            raise invalid(f"`tools` takes at most {limits.MAX_TOOLS} tools", "tools")
-        self.tools.append(tool)
-        self.names[tool.name] = client
 
 
 def model_name(name: str, namespace: str | None) -> str:
@@ -71,6 +66,7 @@ def read_tools(tools: list[dict[str, Any]] | None) -> ToolSet:
                 found.dropped.append(kind[:60])
             case _:
                 raise invalid(f"`{where}.type` is required", f"{where}.type")
+    check_tools(list(zip(found.tools, found.paths, strict=True)))
     return found
 
 
@@ -91,24 +87,28 @@ def _namespace(found: ToolSet, tool: dict[str, Any], where: str) -> dict[str, An
 
 def _callable(found: ToolSet, tool: dict[str, Any], where: str, namespace: str | None) -> dict[str, Any]:
     """Add a function or a custom tool; return it as the answer repeats it."""
-    name, description = _read_name(tool, where), _text(tool, "description", where)
-    known_as = model_name(name, namespace)
-    if tool["type"] == "custom":
+    description, strict = _text(tool, "description", where), tool.get("strict")
+    is_custom = tool["type"] == "custom"
+    parameters = _CUSTOM_PARAMETERS if is_custom else tool.get("parameters")
+    if is_custom:
         _check_format(tool, where)
-        found.add(Tool(known_as, description, _CUSTOM_PARAMETERS), ClientName(name, namespace, custom=True), where)
-        return {"type": "custom", "name": name, "description": description or "", "format": {"type": "text"}}
-    parameters, strict = tool.get("parameters"), tool.get("strict")
     if not isinstance(parameters, dict | None):
         raise invalid(f"`{where}.parameters` must be an object", f"{where}.parameters")
     if not isinstance(strict, bool | None):
         raise invalid(f"`{where}.strict` must be a boolean", f"{where}.strict")
-    found.add(Tool(known_as, description, parameters, bool(strict)), ClientName(name, namespace), where)
+    made = make_tool(_read_name(tool, where), description, parameters, strict, where, limits.MAX_TOOL_NAME_CHARS)
+    known_as = model_name(made.name, namespace)
+    found.tools.append(replace(made, name=known_as))
+    found.paths.append(f"{where}.name")
+    found.names[known_as] = ClientName(made.name, namespace, is_custom)
+    if is_custom:
+        return {"type": "custom", "name": made.name, "description": description or "", "format": {"type": "text"}}
     return {
         "type": "function",
-        "name": name,
+        "name": made.name,
         "description": description,
         "parameters": parameters,
-        "strict": bool(strict),
+        "strict": made.strict,
     }
 
 
@@ -121,15 +121,7 @@ def _check_format(tool: dict[str, Any], where: str) -> None:
 
 
 def _read_name(entry: dict[str, Any], where: str) -> str:
-    name = entry.get("name")
-    if not isinstance(name, str) or not name:
-        raise invalid(f"`{where}.name` is required, beside `type`", f"{where}.name")
-    if len(name) > limits.MAX_TOOL_NAME_CHARS or _NAME.fullmatch(name) is None:
-        raise invalid(
-            f"`{where}.name` must have 1 to {limits.MAX_TOOL_NAME_CHARS} letters, digits, `_`, `-` or `.`",
-            f"{where}.name",
-        )
-    return name
+    return check_tool_name(_text(entry, "name", where), f"{where}.name", limits.MAX_TOOL_NAME_CHARS)
 
 
 def _text(entry: dict[str, Any], key: str, where: str) -> str | None:
@@ -147,9 +139,7 @@ def read_tool_choice(choice: str | dict[str, Any] | None, found: ToolSet) -> Too
         case "none":
             return ToolChoice("none")
         case "required":
-            if not found.tools:
-                raise _nothing_to_call(found)
-            return ToolChoice("required")
+            return _required(found)
         case dict() if choice.get("type") in ("function", "custom"):
             return ToolChoice("required", (_chosen(choice, found, "tool_choice"),))
         case dict() if choice.get("type") == "allowed_tools":
@@ -173,24 +163,22 @@ def _allowed(choice: dict[str, Any], found: ToolSet) -> ToolChoice:
     ]
     if names:
         return ToolChoice("required" if mode == "required" else "auto", tuple(dict.fromkeys(names)))
-    if mode == "required":
-        raise _nothing_to_call(found)
-    return ToolChoice("none")
+    # Tools of other types are built-in ones, which were dropped.
+    return _required(ToolSet(dropped=found.dropped)) if mode == "required" else ToolChoice("none")
 
 
 def _chosen(entry: dict[str, Any], found: ToolSet, where: str) -> str:
     namespace = _text(entry, "namespace", where)
     name = model_name(_read_name(entry, where), namespace)
-    if name not in found.names:
-        raise invalid(f"`{where}.name` is {name!r}, which is not the name of a tool in `tools`", f"{where}.name")
+    check_choice(ToolChoice("auto", (name,)), found.names, f"{where}.name")
     return name
 
 
-def _nothing_to_call(found: ToolSet) -> ApiError:
-    if not found.dropped:
-        return invalid("`tool_choice` asks for a call, and `tools` holds none", "tool_choice")
+def _required(found: ToolSet) -> ToolChoice:
+    if found.tools or not found.dropped:
+        return check_choice(ToolChoice("required"), found.names)
     kinds = ", ".join(dict.fromkeys(found.dropped))
-    return ApiError(
+    raise ApiError(
         400,
         f"`tool_choice` asks for a call of a built-in tool ({kinds}), which this server does not have",
         param="tool_choice",

@@ -4,56 +4,69 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 
 from moeserve.frontend import limits
+from moeserve.frontend.dialects.fields import check_depth
 from moeserve.frontend.dialects.internal import Tool, ToolChoice
 from moeserve.frontend.http import invalid
 
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_.-]+")
 
 
 def make_tool(
-    name: str | None, description: str | None, parameters: dict[str, Any] | None, strict: bool | None, where: str
+    name: str | None,
+    description: str | None,
+    parameters: dict[str, Any] | None,
+    strict: bool | None,
+    where: str,
+    longest_name: int,
+    schema_field: str = "parameters",
 ) -> Tool:
-    """Return a tool. where: the field of the function, for errors. Raises ApiError."""
-    check_tool_name(name, f"{where}.name")
+    """Return a tool. Raises ApiError.
+
+    where: the field that holds the function, for errors; `schema_field` in it holds the parameters.
+    """
+    name = check_tool_name(name, f"{where}.name", longest_name)
     if description is not None and len(description) > limits.MAX_TOOL_DESCRIPTION_CHARS:
         longest = limits.MAX_TOOL_DESCRIPTION_CHARS
         raise invalid(f"`{where}.description` takes at most {longest} characters", f"{where}.description")
     if parameters is not None and len(msgspec.json.encode(parameters)) > limits.MAX_TOOL_SCHEMA_BYTES:
         largest = limits.MAX_TOOL_SCHEMA_BYTES
-        raise invalid(f"`{where}.parameters` takes at most {largest} bytes", f"{where}.parameters")
-    return Tool(str(name), description, parameters, bool(strict))
+        raise invalid(f"`{where}.{schema_field}` takes at most {largest} bytes", f"{where}.{schema_field}")
+    return Tool(name, description, parameters, bool(strict))
 
 
-def check_tool_name(name: str | None, where: str) -> str:
+def check_tool_name(name: str | None, where: str, longest: int) -> str:
     """Return the name of a function. Raises ApiError unless it is one."""
-    if name is None or not _NAME.fullmatch(name):
-        raise invalid(f"`{where}` must be 1 to 64 of the characters a-z, A-Z, 0-9, `_`, `.` and `-`", where)
+    if name is None or len(name) > longest or not _NAME.fullmatch(name):
+        raise invalid(f"`{where}` must be 1 to {longest} of the characters a-z, A-Z, 0-9, `_`, `.` and `-`", where)
     return name
 
 
-def check_tools(tools: Sequence[Tool], where: str = "tools") -> tuple[Tool, ...]:
-    """Return the tools of a request. Raises ApiError for too many, and for two of one name."""
-    if len(tools) > limits.MAX_TOOLS:
+def check_tools(found: Sequence[tuple[Tool, str]], where: str = "tools") -> tuple[Tool, ...]:
+    """Return the tools of a request. Raises ApiError for too many, for two of one name, and for schemas too deep.
+
+    found: each with the field that an error names.
+    """
+    if len(found) > limits.MAX_TOOLS:
         raise invalid(f"`{where}` takes at most {limits.MAX_TOOLS} tools", where)
-    seen: set[str] = set()
-    for index, tool in enumerate(tools):
-        if tool.name in seen:
-            raise invalid(f"`{where}[{index}]` has the name of an earlier tool, {tool.name}", f"{where}[{index}]")
-        seen.add(tool.name)
-    return tuple(tools)
+    tools: dict[str, Tool] = {}
+    for tool, path in found:
+        if tool.name in tools:
+            raise invalid(f"`{path}` has the name of an earlier tool, {tool.name}", path)
+        tools[tool.name] = tool
+    check_depth([tool.parameters for tool in tools.values()])
+    return tuple(tools.values())
 
 
-def check_choice(choice: ToolChoice, tools: Sequence[Tool], where: str = "tool_choice") -> ToolChoice:
-    """Return the choice. Raises ApiError if it asks for tools that the request has not."""
-    if choice.mode == "required" and not tools:
-        raise invalid(f"`{where}` asks for a call, but there are no `tools`", where)
-    known = {tool.name for tool in tools}
+def check_choice(choice: ToolChoice, known: Collection[str], where: str = "tool_choice") -> ToolChoice:
+    """Return the choice. Raises ApiError if it asks for tools that the request has not. known: their names."""
+    if choice.mode == "required" and not known:
+        raise invalid(f"`{where}` asks for a call, and `tools` has none that this server serves", where)
     for name in choice.names:
         if name not in known:
             raise invalid(f"`{where}` names a tool that is not in `tools`: {name[:80]}", where)

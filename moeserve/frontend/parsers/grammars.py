@@ -75,7 +75,7 @@ def json_value(schema: Mapping[str, Any], *, strict: bool) -> str:
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments, an object. Objects that list their properties have no others."""
-    schema = closed(tool.parameters or {})
+    schema = closed(enforceable(tool.parameters or {}, "tools"))
     return schema if schema.keys() & {"type", "$ref", "anyOf", "oneOf", "allOf"} else {"type": "object", **schema}
 
 

@@ -1,6 +1,6 @@
 """agno: its OpenAI models (chat, responses) in an Agent."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from agno.agent import Agent
 from agno.models.openai import OpenAIResponses
@@ -21,13 +21,7 @@ from client_checks import (
     get_time,
     get_weather,
 )
-from pydantic import BaseModel, Field
-
-
-class Forecast(BaseModel):
-    city: Literal["Paris", "Rome"]
-    days: Annotated[int, Field(ge=1, le=9)]
-    summary: Annotated[str, Field(max_length=40)]
+from client_models import Forecast
 
 
 def run(api):

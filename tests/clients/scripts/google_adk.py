@@ -2,7 +2,7 @@
 
 import json
 from contextlib import suppress
-from typing import Annotated, Literal
+from typing import Literal
 
 from client_checks import (
     KEY,
@@ -20,6 +20,7 @@ from client_checks import (
     get_weather,
     raised,
 )
+from client_models import Forecast
 from google.adk.agents import LlmAgent
 from google.adk.agents.invocation_context import LlmCallsLimitExceededError
 from google.adk.agents.run_config import RunConfig, StreamingMode
@@ -27,15 +28,8 @@ from google.adk.models.lite_llm import LiteLlm
 from google.adk.runners import InMemoryRunner
 from google.genai import types
 from litellm import NotFoundError
-from pydantic import BaseModel, Field
 
 check = Checks("chat")
-
-
-class Forecast(BaseModel):
-    city: Literal["Paris", "Rome"]
-    days: Annotated[int, Field(ge=1, le=9)]
-    summary: Annotated[str, Field(max_length=40)]
 
 
 async def events_of(text, name=MODEL, most=200, streamed=False, model_options=None, **options):

@@ -1,7 +1,5 @@
 """instructor: tools, JSON and JSON schema as the ways to a structured answer."""
 
-from typing import Annotated, Literal
-
 import instructor
 import openai
 from client_checks import (
@@ -15,19 +13,11 @@ from client_checks import (
     check_forecast,
     raised,
 )
+from client_models import Forecast
 from instructor.core.exceptions import InstructorRetryException
 from openai import OpenAI
-from pydantic import BaseModel, Field
 
 check = Checks("chat")
-
-
-class Forecast(BaseModel):
-    """A forecast of the weather."""
-
-    city: Literal["Paris", "Rome"]
-    days: Annotated[int, Field(ge=1, le=9)]
-    summary: Annotated[str, Field(max_length=40)]
 
 
 def make(mode=instructor.Mode.TOOLS):

@@ -1,7 +1,5 @@
 """langchain's ChatOpenAI in langgraph agents: chat completions and responses."""
 
-from typing import Annotated, Literal
-
 import openai
 from client_checks import (
     KEY,
@@ -19,18 +17,10 @@ from client_checks import (
     get_weather,
     raised,
 )
+from client_models import Forecast
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessageChunk
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, Field
-
-
-class Forecast(BaseModel):
-    """A forecast of the weather."""
-
-    city: Literal["Paris", "Rome"]
-    days: Annotated[int, Field(ge=1, le=9)]
-    summary: Annotated[str, Field(max_length=40)]
 
 
 def text_of(message):

@@ -1,7 +1,6 @@
 """litellm: chat, responses, and its bridge from Anthropic's API to OpenAI's."""
 
 import json
-from typing import Annotated, Literal
 
 import litellm
 from client_checks import (
@@ -23,14 +22,7 @@ from client_checks import (
     get_weather,
     raised,
 )
-from pydantic import BaseModel, Field
-
-
-class Forecast(BaseModel):
-    city: Literal["Paris", "Rome"]
-    days: Annotated[int, Field(ge=1, le=9)]
-    summary: Annotated[str, Field(max_length=40)]
-
+from client_models import Forecast
 
 FUNCTIONS = {"get_weather": get_weather, "get_time": get_time}
 SCHEMAS = {"get_weather": WEATHER_SCHEMA, "get_time": TIME_SCHEMA}

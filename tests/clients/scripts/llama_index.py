@@ -1,7 +1,6 @@
 """llama-index: OpenAILike, alone and in a FunctionAgent."""
 
 import json
-from typing import Annotated, Literal
 
 import openai
 from client_checks import (
@@ -20,21 +19,13 @@ from client_checks import (
     get_weather,
     raised,
 )
+from client_models import Forecast
 from llama_index.core.agent.workflow import AgentStream, FunctionAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel, Field
 
 check = Checks("chat")
-
-
-class Forecast(BaseModel):
-    """A forecast of the weather."""
-
-    city: Literal["Paris", "Rome"]
-    days: Annotated[int, Field(ge=1, le=9)]
-    summary: Annotated[str, Field(max_length=40)]
 
 
 def make(name=MODEL, most=200):

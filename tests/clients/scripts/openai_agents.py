@@ -29,16 +29,11 @@ from client_checks import (
     get_weather,
     raised,
 )
+from client_models import Forecast
 from openai import AsyncOpenAI
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 set_tracing_disabled(True)
-
-
-class Forecast(BaseModel):
-    city: Literal["Paris", "Rome"]
-    days: Annotated[int, Field(ge=1, le=9)]
-    summary: Annotated[str, Field(max_length=40)]
 
 
 def make(kind, name=MODEL, *, most=200, choice=None, **options):

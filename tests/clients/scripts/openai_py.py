@@ -1,7 +1,6 @@
 """openai for Python: chat completions and responses."""
 
 import json
-from typing import Annotated, Literal
 
 import openai
 from client_checks import (
@@ -23,15 +22,8 @@ from client_checks import (
     get_weather,
     raised,
 )
+from client_models import Forecast
 from openai import OpenAI
-from pydantic import BaseModel, Field
-
-
-class Forecast(BaseModel):
-    city: Literal["Paris", "Rome"]
-    days: Annotated[int, Field(ge=1, le=9)]
-    summary: Annotated[str, Field(max_length=40)]
-
 
 FUNCTIONS = {"get_weather": get_weather, "get_time": get_time}
 SCHEMAS = {"get_weather": WEATHER_SCHEMA, "get_time": TIME_SCHEMA}

@@ -1,6 +1,6 @@
 """pydantic-ai: its OpenAI models (responses, chat) and its Anthropic model (messages)."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from client_checks import (
     KEY,
@@ -19,19 +19,14 @@ from client_checks import (
     get_weather,
     raised,
 )
-from pydantic import BaseModel, Field
+from client_models import Forecast
+from pydantic import BaseModel
 from pydantic_ai import Agent, ModelHTTPError, ModelRetry, NativeOutput, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.profiles.anthropic import AnthropicModelProfile
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
-
-
-class Forecast(BaseModel):
-    city: Literal["Paris", "Rome"]
-    days: Annotated[int, Field(ge=1, le=9)]
-    summary: Annotated[str, Field(max_length=40)]
 
 
 class Fixed(BaseModel):

@@ -19,8 +19,8 @@ from client_checks import (
     get_weather,
     raised,
 )
+from client_models import Forecast
 from openai import AsyncOpenAI
-from pydantic import BaseModel, Field
 from semantic_kernel.agents import ChatCompletionAgent
 from semantic_kernel.connectors.ai.function_choice_behavior import FunctionChoiceBehavior
 from semantic_kernel.connectors.ai.open_ai import OpenAIChatCompletion, OpenAIChatPromptExecutionSettings
@@ -28,12 +28,6 @@ from semantic_kernel.exceptions import ServiceResponseException
 from semantic_kernel.functions import KernelArguments, kernel_function
 
 check = Checks("chat")
-
-
-class Forecast(BaseModel):
-    city: Literal["Paris", "Rome"]
-    days: Annotated[int, Field(ge=1, le=9)]
-    summary: Annotated[str, Field(max_length=40)]
 
 
 class Tools:
