@@ -133,6 +133,22 @@ class Request:
         return (self.priority, self.arrival)
 
 
+@dataclass(slots=True)
+class StateUse:
+    """The recurrent state of a chunk's request. All three are row numbers in the rank's pool of states.
+
+    Of `num_state_slots + num_snapshots` rows the first `num_state_slots` are slots, the others snapshots.
+
+    `slot`: the request's state slot. `load`: the snapshot to copy into the slot before the chunk, None to go on from
+    the slot (a chunk that starts at position 0 starts from the zero state). `save`: the snapshot that receives a copy
+    of the slot after the chunk, None for none.
+    """
+
+    slot: int
+    load: int | None = None
+    save: int | None = None
+
+
 # Begins the error of a request whose grammar cannot be enforced any further; its text may be shown to the client.
 GRAMMAR_FAILED = "The grammar failed: "
 # Of the annotation that a chunk carries.
@@ -151,6 +167,8 @@ class Chunk:
 
     `annotation`: opaque bytes from earlier `ChunkResult.annotation`s, kept with the cached tokens before `start`; at
     most MAX_ANNOTATION_BYTES, only in the first chunk after the request's admission.
+
+    `state` is None for models without recurrent states.
     """
 
     request_id: str
@@ -161,6 +179,7 @@ class Chunk:
     extras: ChunkExtras | None = None
     drawn_by: int | None = None
     annotation: bytes | None = None
+    state: StateUse | None = None
 
     @property
     def num_logit_rows(self) -> int:
