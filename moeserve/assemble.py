@@ -38,6 +38,7 @@ from moeserve.model.grammars import Grammars
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import NO_NUMBERS, CheckpointError
+from moeserve.model.state_pool import StatePool, state_row_bytes
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.token_masks import MaskSource
 from moeserve.model.weights import load_decoder
@@ -131,7 +132,9 @@ class _CpuBody:
     def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None, grammars: MaskSource) -> Prepared:
         plan, block_size = self._plan, self._config.block_size
         kv, layers = plan.kv, plan.spec.kv_layers
-        runner = ModelRunner(decoder, KVPool(layers, kv.num_blocks, block_size, plan.dtype), tap, grammars)
+        pool, states = KVPool(layers, kv.num_blocks, block_size, plan.dtype), plan.spec.state_layers
+        state_pool = StatePool(states, kv.num_state_rows, plan.dtype) if states else None
+        runner = ModelRunner(decoder, pool, tap, grammars, state_pool)
 
         def begin_step(num_rows: int) -> None:
             if group is not None:
@@ -139,7 +142,8 @@ class _CpuBody:
 
         runner.warm_up(step_budget(self._config), begin_step)
         kv_bytes = kv.num_blocks * kv_block_bytes(layers, block_size, plan.dtype)
-        return Prepared(runner, kv, kv_bytes, plan.weights_bytes, release=_release_nothing)
+        row_bytes = state_row_bytes(states, plan.dtype)
+        return Prepared(runner, kv, kv_bytes, plan.weights_bytes, release=_release_nothing, state_row_bytes=row_bytes)
 
 
 def _release_nothing() -> None:
@@ -312,6 +316,7 @@ class LoadedRank:
             prepared.weights_bytes,
             prepared.kv_bytes,
             plan.device,
+            prepared.state_row_bytes,
         )
         return Rank(
             ObservedRunner(prepared.runner, self._observers),
