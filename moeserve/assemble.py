@@ -46,6 +46,7 @@ from moeserve.plan import Chunk, SamplingParams, StepPlan
 from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, eos_token_ids
 from moeserve.ranks.together import GroupSteps, StepRows
 from moeserve.request_memory import MergeAnnotations
+from moeserve.request_states import StatePolicy
 from moeserve.scheduler import Scheduler
 from moeserve.steps import Runner
 from radix_cache import PrefixCache
@@ -423,12 +424,14 @@ def build_scheduler(
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
         raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
+    num_slots = kv.num_state_slots
     caches = [
         PrefixCache(
             kv.num_blocks,
             config.block_size,
             caching=config.enable_prefix_caching,
             retention_share=config.cache_retention_share,
+            snapshot_rows=range(num_slots, kv.num_state_rows) if num_slots else None,
         )
         for _ in range(config.expert_parallel_size)
     ]
@@ -441,5 +444,6 @@ def build_scheduler(
         policy=config.scheduling_policy,
         run_ahead=depth > 0,
         merge_annotations=merge_annotations,
+        states=StatePolicy(num_slots) if num_slots else None,
     )
     return scheduler, caches
