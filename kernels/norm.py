@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.activation import sigmoid
 from kernels.cpu.library import native_kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm of x [..., D] times weight [D]; statistics in fp32 for half-precision input."""
+    """Root-mean-square norm of x [..., D] times weight [D], in x's dtype; statistics in fp32 for half-precision input.
+
+    A weight in fp32 multiplies before the result is rounded to x's dtype.
+    """
     if x.dtype == weight.dtype == torch.float32:
         kernels = native_kernels()
         if kernels is None or x.dim() != 2 or x.device.type != "cpu" or x.stride(1) != 1:
@@ -25,7 +29,35 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm` by plain torch."""
     normed = functional.rms_norm(x.float(), (x.shape[-1],), None, eps)
-    return weight * normed.to(weight.dtype)
+    return (weight * normed.to(weight.dtype)).to(x.dtype)
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm of the heads of x [T, H, D] times weight [D] and SiLU of gate [T, H * D]: [T, H * D]."""
+    kernels = native_kernels()
+    if kernels is None or x.device.type != "cpu" or not x.dtype == gate.dtype == weight.dtype == torch.float32:
+        return gated_norm_reference(x, gate, weight, eps)
+    num_rows, num_heads, width = x.shape
+    out = x.new_empty((num_rows, num_heads * width))
+    kernels.gated_norm(
+        x.data_ptr(),
+        gate.data_ptr(),
+        gate.stride(0),
+        num_rows,
+        num_heads,
+        width,
+        weight.data_ptr(),
+        eps,
+        out.data_ptr(),
+    )
+    return out
+
+
+def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`gated_norm` by plain torch."""
+    wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    normed = rms_norm_reference(x, weight, eps).flatten(1)
+    return (normed * (wide * sigmoid(wide))).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -16,14 +16,17 @@ from torch import Tensor
 from kernels.activation import Activation, sigmoid
 from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan
+from kernels.gated_delta_rule import DeltaHeads, gated_delta_rule
 from kernels.linear import Linear, pack_linear
 from kernels.moe import expert_layout, moe_experts, pack_experts
 from kernels.moe_gate import select_experts
-from kernels.norm import layer_norm, rms_norm
+from kernels.norm import gated_norm, layer_norm, rms_norm
 from kernels.packed_experts import ExpertShape, PackedExperts
 from kernels.rope_kv import apply_rotary, rotate_and_store, write_kv
 from kernels.sampling import Draw, sample
+from kernels.short_conv import short_conv
 from kernels.specs import GateSpec
+from kernels.state_rows import StateRows
 
 # gate_up [2I, H] (gate rows first), down [H, I] and their biases [2I] and [H], if there are any.
 ExpertMatrices = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
@@ -48,11 +51,12 @@ class NormWeights:
 
 @dataclass(slots=True)
 class StepInputs:
-    """What every layer's attention needs of one step; angles cos, sin are [T, R/2]."""
+    """What every layer needs of one step: attention the angles cos, sin [T, R/2], recurrent layers the states."""
 
     cos: Tensor
     sin: Tensor
     context: AttentionContext
+    states: StateRows | None = None
 
 
 class Ops(Protocol):
@@ -169,6 +173,21 @@ class Ops(Protocol):
         """See `kernels.sampling.sample`."""
 
 
+class RecurrentOps(Ops, Protocol):
+    """`Ops` that compute recurrent layers as well."""
+
+    def short_conv(self, x: Tensor, weight: Tensor, states: Tensor, rows: StateRows) -> Tensor:
+        """See `kernels.short_conv.short_conv`. Mutates `states`."""
+
+    def gated_delta_rule(
+        self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, states: Tensor, rows: StateRows
+    ) -> Tensor:
+        """See `kernels.gated_delta_rule.gated_delta_rule`. Mutates `states`."""
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: NormWeights) -> Tensor:
+        """See `kernels.norm.gated_norm`."""
+
+
 @dataclass(frozen=True, slots=True)
 class PagedRows:
     """`AttentionContext` on a CPU. slots: [T] int64, where the rows' keys and values go."""
@@ -178,7 +197,7 @@ class PagedRows:
 
 
 class CpuOps:
-    """`Ops` on a CPU. A row's bits do not depend on the other rows of a step."""
+    """`RecurrentOps` on a CPU. A row's bits do not depend on the other rows of a step."""
 
     device = torch.device("cpu")
     keeps_narrow = True
@@ -186,6 +205,8 @@ class CpuOps:
     compute_experts = staticmethod(moe_experts)
     sample = staticmethod(sample)
     sigmoid = staticmethod(sigmoid)
+    short_conv = staticmethod(short_conv)
+    gated_delta_rule = staticmethod(gated_delta_rule)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         return pack_linear(weight, bias, dtype)
@@ -225,6 +246,9 @@ class CpuOps:
         else:
             normed = layer_norm(x, norm.weight, norm.bias, norm.eps)
         return normed if out is None else out.copy_(normed)
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: NormWeights) -> Tensor:
+        return gated_norm(x, gate, norm.weight, norm.eps)
 
     def norm_of_sum(self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float) -> Tensor:
         if multiplier != 1.0:

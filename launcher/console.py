@@ -86,6 +86,13 @@ def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: l
         f"  KV       {format_bytes(ready.kv_bytes)} = {tokens:,} tokens in {ready.num_blocks:,} blocks",
         f"  context  {_context(ready)}",
     ]
+    if ready.state_row_bytes:
+        rows = ready.num_state_slots + ready.num_snapshots
+        lines.insert(
+            -1,
+            f"  states   {format_bytes(rows * ready.state_row_bytes)} = {ready.num_state_slots} requests at once and "
+            f"{ready.num_snapshots} snapshots of prefixes, {format_bytes(ready.state_row_bytes)} each",
+        )
     if ready.no_compiled_kernels is not None:
         lines.append(f"  kernels  torch, several times slower than compiled ones. {ready.no_compiled_kernels}")
     if gpus and not ready.device.startswith("cuda"):

@@ -125,6 +125,7 @@ class Loading(msgspec.Struct, tag_field="event", tag="loading"):
 class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     """The engine takes requests. `model_max_len` is the model's own limit; `max_model_len` may be clamped below it.
 
+    Of each rank's recurrent states there are `num_state_slots` for running requests and `num_snapshots` for prefixes.
     `no_compiled_kernels` says in a sentence why torch computes on the CPU in place of compiled kernels, if it does.
     """
 
@@ -137,6 +138,9 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     max_model_len: int
     model_max_len: int | None = None
     no_compiled_kernels: str | None = None
+    num_state_slots: int = 0
+    num_snapshots: int = 0
+    state_row_bytes: int = 0
 
 
 class Computing(msgspec.Struct, tag_field="event", tag="computing"):

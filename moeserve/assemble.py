@@ -38,6 +38,7 @@ from moeserve.model.grammars import Grammars
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import NO_NUMBERS, CheckpointError
+from moeserve.model.state_pool import StatePool, state_row_bytes
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.token_masks import MaskSource
 from moeserve.model.weights import load_decoder
@@ -45,6 +46,7 @@ from moeserve.plan import Chunk, SamplingParams, StepPlan
 from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, eos_token_ids
 from moeserve.ranks.together import GroupSteps, StepRows
 from moeserve.request_memory import MergeAnnotations
+from moeserve.request_states import StatePolicy
 from moeserve.scheduler import Scheduler
 from moeserve.steps import Runner
 from radix_cache import PrefixCache
@@ -131,7 +133,9 @@ class _CpuBody:
     def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None, grammars: MaskSource) -> Prepared:
         plan, block_size = self._plan, self._config.block_size
         kv, layers = plan.kv, plan.spec.kv_layers
-        runner = ModelRunner(decoder, KVPool(layers, kv.num_blocks, block_size, plan.dtype), tap, grammars)
+        pool, states = KVPool(layers, kv.num_blocks, block_size, plan.dtype), plan.spec.state_layers
+        state_pool = StatePool(states, kv.num_state_rows, plan.dtype) if states else None
+        runner = ModelRunner(decoder, pool, tap, grammars, state_pool)
 
         def begin_step(num_rows: int) -> None:
             if group is not None:
@@ -139,7 +143,8 @@ class _CpuBody:
 
         runner.warm_up(step_budget(self._config), begin_step)
         kv_bytes = kv.num_blocks * kv_block_bytes(layers, block_size, plan.dtype)
-        return Prepared(runner, kv, kv_bytes, plan.weights_bytes, release=_release_nothing)
+        row_bytes = state_row_bytes(states, plan.dtype)
+        return Prepared(runner, kv, kv_bytes, plan.weights_bytes, release=_release_nothing, state_row_bytes=row_bytes)
 
 
 def _release_nothing() -> None:
@@ -312,6 +317,7 @@ class LoadedRank:
             prepared.weights_bytes,
             prepared.kv_bytes,
             plan.device,
+            prepared.state_row_bytes,
         )
         return Rank(
             ObservedRunner(prepared.runner, self._observers),
@@ -418,12 +424,14 @@ def build_scheduler(
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
         raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
+    num_slots = kv.num_state_slots
     caches = [
         PrefixCache(
             kv.num_blocks,
             config.block_size,
             caching=config.enable_prefix_caching,
             retention_share=config.cache_retention_share,
+            snapshot_rows=range(num_slots, kv.num_state_rows) if num_slots else None,
         )
         for _ in range(config.expert_parallel_size)
     ]
@@ -436,5 +444,6 @@ def build_scheduler(
         policy=config.scheduling_policy,
         run_ahead=depth > 0,
         merge_annotations=merge_annotations,
+        states=StatePolicy(num_slots) if num_slots else None,
     )
     return scheduler, caches

@@ -148,6 +148,13 @@ class ServeConfig:
         kind="size",
         minimum=1,
     )
+    state_cache_memory: int | None = setting(
+        None,
+        "Memory of each rank for snapshots of recurrent states; by default a quarter of the KV memory.",
+        group="Memory and scheduling",
+        kind="size",
+        minimum=1,
+    )
     kv_cache_dtype: str = setting(
         "auto",
         "How keys and values are kept on a GPU; auto is --dtype.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,10 @@ _MEMINFO = Path("/proc/meminfo")
 _KV_SHARE = 0.5
 _KV_MAX_BYTES = 4 * 2**30
 _RESERVE_BYTES = 512 * 2**20
+# Recurrent states: the slots of running requests take at most this share of the same rest, snapshots without a setting
+# this share of the KV memory.
+_SLOT_SHARE = 0.5
+_SNAPSHOT_SHARE = 0.25
 
 
 def choose_device(config: ServeConfig, cuda_absence: Callable[[bool], str | None]) -> str:
@@ -164,10 +168,56 @@ def _room(group: Path, files: _GroupFiles) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """Number of KV blocks, and the longest context in tokens that model, setting and memory together allow."""
+    """Number of KV blocks, and the longest context in tokens that model, setting and memory together allow.
+
+    num_state_slots, num_snapshots: of recurrent states, so many requests run at once and so many prefixes are resumed;
+    0 for a model without.
+    """
 
     num_blocks: int
     max_model_len: int
+    num_state_slots: int = 0
+    num_snapshots: int = 0
+
+    @property
+    def num_state_rows(self) -> int:
+        return self.num_state_slots + self.num_snapshots
+
+
+@dataclass(frozen=True, slots=True)
+class StateDemand:
+    """What recurrent states ask of memory: bytes of one, requests at once, bytes for snapshots.
+
+    cache_memory: None for a default.
+    """
+
+    row_bytes: int
+    max_num_seqs: int
+    cache_memory: int | None
+
+    def num_slots(self, spendable: int) -> int:
+        """Return the slots: one for every request that may run, or fewer, to leave memory for KV."""
+        if spendable < self.row_bytes:
+            raise ConfigError(
+                f"The recurrent state of a request takes {_mib(self.row_bytes)}; beside the weights only "
+                f"{_mib(spendable)} are free."
+            )
+        return max(1, min(self.max_num_seqs, int(spendable * _SLOT_SHARE) // self.row_bytes))
+
+    def num_snapshots(self, kv_memory: int, left: int) -> int:
+        """Return the snapshots that the setting pays for, or a share of the KV memory out of the `left` bytes."""
+        if self.cache_memory == 0:
+            return 0
+        if self.cache_memory is None:
+            return min(int(kv_memory * _SNAPSHOT_SHARE), left) // self.row_bytes
+        if self.cache_memory > left:
+            raise ConfigError(
+                f"--state-cache-memory asks for {_mib(self.cache_memory)}; beside weights, KV and the states of "
+                f"running requests only {_mib(left)} are free."
+            )
+        if self.cache_memory < self.row_bytes:
+            raise ConfigError(f"--state-cache-memory holds no snapshot: one takes {_mib(self.row_bytes)}.")
+        return self.cache_memory // self.row_bytes
 
 
 def plan_kv(
@@ -178,8 +228,10 @@ def plan_kv(
     kv_cache_memory: int | None,
     model_max_len: int,
     max_model_len: int | None,
+    states: StateDemand | None = None,
 ) -> KvBudget:
-    """Size the KV pool. `available_bytes` is the free memory beside the weights.
+    """Size the KV pool, and the pool of recurrent states if there are some. `available_bytes` is the free memory beside
+    the weights.
 
     Without a setting the pool takes half of it, at most 4 GiB. Raises ConfigError if `max_model_len` is given and does
     not fit; the model's own context is clamped to the pool instead.
@@ -187,6 +239,10 @@ def plan_kv(
     if max_model_len is not None and max_model_len > model_max_len:
         raise ConfigError(f"--max-model-len {max_model_len} exceeds the model's {model_max_len} tokens.")
     spendable = max(0, available_bytes - _RESERVE_BYTES)
+    num_slots = 0
+    if states is not None:
+        num_slots = states.num_slots(spendable)
+        spendable -= num_slots * states.row_bytes
     if kv_cache_memory is None:
         memory = min(int(spendable * _KV_SHARE), _KV_MAX_BYTES)
     elif kv_cache_memory > spendable:
@@ -195,12 +251,19 @@ def plan_kv(
         )
     else:
         memory = kv_cache_memory
-    return share_kv(
+    kv = share_kv(
         memory,
         block_bytes=block_bytes,
         block_size=block_size,
         model_max_len=model_max_len,
         max_model_len=max_model_len,
+    )
+    if states is None:
+        return kv
+    return replace(
+        kv,
+        num_state_slots=num_slots,
+        num_snapshots=states.num_snapshots(memory, spendable - kv.num_blocks * block_bytes),
     )
 
 

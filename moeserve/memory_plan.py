@@ -10,14 +10,15 @@ import torch
 
 from experts.placement import Placement
 from kernels.cpu.library import native_kernels
-from moeserve.config import ServeConfig
-from moeserve.device import KvBudget, available_bytes, choose_device, cuda_absence, plan_kv
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.device import KvBudget, StateDemand, available_bytes, choose_device, cuda_absence, plan_kv
 from moeserve.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, plan_weights, read_index
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import kv_block_bytes
-from moeserve.model.spec import DecoderSpec, ModelError
+from moeserve.model.spec import NO_GPU_FORM, DecoderSpec, ModelError, UnsupportedModel
+from moeserve.model.state_pool import state_row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,9 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     device = choose_device(config, cuda_absence)
     spec, dtype = read_spec(directory, config, device)
     num_ranks = config.expert_parallel_size
+    states = _state_demand(spec, dtype, config)
+    if device == "cuda" and states is not None:
+        raise UnsupportedModel(NO_GPU_FORM.format(spec.model_type))
     placement = plan_placement(directory, spec, config) if num_ranks > 1 else None
     if device == "cuda":
         return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device)
@@ -74,8 +78,19 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
         kv_cache_memory=config.kv_cache_memory,
         model_max_len=spec.max_position,
         max_model_len=config.max_model_len,
+        states=states,
     )
     return ModelPlan(spec, dtype, kv, weights_bytes, placement, residency, device)
+
+
+def _state_demand(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> StateDemand | None:
+    """Return what the recurrent layers of a model ask of memory, None without such layers."""
+    if not spec.state_layers:
+        if config.state_cache_memory is not None:
+            raise ConfigError(f"--state-cache-memory is for models with recurrent layers: {spec.model_type} has none.")
+        return None
+    memory = config.state_cache_memory if config.enable_prefix_caching else 0
+    return StateDemand(state_row_bytes(spec.state_layers, dtype), config.max_num_seqs, memory)
 
 
 def plan_as_told(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, Protocol, SupportsBytes, TypeVar
 
-from radix_cache import Lease, Miss
+from radix_cache import Lease, Miss, Snapshot
 
 
 class FinishReason(StrEnum):
@@ -74,6 +74,23 @@ class CacheWish:
 
 
 @dataclass(eq=False, slots=True)
+class RequestState:
+    """The recurrent state of a request that has a slot, as `moeserve.request_states` plans it.
+
+    `is_fresh`: no plan has used the slot yet, so the first one loads the lease's snapshot, if there is one. `wanted`
+    are positions at which to save, in order, `saving` those of saves in flight; `above` is the last position behind
+    which the request found or saved a snapshot. `rolling` is the last one saved while decoding.
+    """
+
+    slot: int
+    above: int
+    wanted: list[int]
+    saving: list[int] = field(default_factory=list)
+    is_fresh: bool = True
+    rolling: Snapshot | None = None
+
+
+@dataclass(eq=False, slots=True)
 class Request:
     """One request inside the scheduler, which alone mutates it.
 
@@ -83,7 +100,8 @@ class Request:
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
     tokens that were reported, also over preemptions. `annotation` is the one of the cached prefix, until a chunk
     carries it. `is_plain`: sampling depends on nothing but the logits. `cache` is None
-    for most requests; `miss` explains where the match of the prompt ended, until an output carries it.
+    for most requests; `miss` explains where the match of the prompt ended, until an output carries it. `state` is there
+    beside a lease where the model has recurrent states and a slot was free.
     """
 
     request_id: str
@@ -106,6 +124,7 @@ class Request:
     failed: bool = False
     cache: CacheWish | None = None
     miss: Miss | None = None
+    state: RequestState | None = None
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,6 +152,22 @@ class Request:
         return (self.priority, self.arrival)
 
 
+@dataclass(slots=True)
+class StateUse:
+    """The recurrent state of a chunk's request. All three are row numbers in the rank's pool of states.
+
+    Of `num_state_slots + num_snapshots` rows the first `num_state_slots` are slots, the others snapshots.
+
+    `slot`: the request's state slot. `load`: the snapshot to copy into the slot before the chunk, None to go on from
+    the slot (a chunk that starts at position 0 starts from the zero state). `save`: the snapshot that receives a copy
+    of the slot after the chunk, None for none.
+    """
+
+    slot: int
+    load: int | None = None
+    save: int | None = None
+
+
 # Begins the error of a request whose grammar cannot be enforced any further; its text may be shown to the client.
 GRAMMAR_FAILED = "The grammar failed: "
 # Of the annotation that a chunk carries.
@@ -151,6 +186,8 @@ class Chunk:
 
     `annotation`: opaque bytes from earlier `ChunkResult.annotation`s, kept with the cached tokens before `start`; at
     most MAX_ANNOTATION_BYTES, only in the first chunk after the request's admission.
+
+    `state` is None for models without recurrent states.
     """
 
     request_id: str
@@ -161,6 +198,7 @@ class Chunk:
     extras: ChunkExtras | None = None
     drawn_by: int | None = None
     annotation: bytes | None = None
+    state: StateUse | None = None
 
     @property
     def num_logit_rows(self) -> int:

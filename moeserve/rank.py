@@ -62,7 +62,8 @@ class _ObservedStep:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the engine needs to know of a model. weights_bytes: of all ranks. kv_bytes: of this rank."""
+    """What the engine needs to know of a model. weights_bytes: of all ranks. kv_bytes: of this rank. state_row_bytes:
+    of one recurrent state, 0 without recurrent layers."""
 
     spec: DecoderSpec
     defaults: GenerationDefaults
@@ -71,6 +72,7 @@ class ServedModel:
     weights_bytes: int
     kv_bytes: int
     device: str
+    state_row_bytes: int = 0
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -85,7 +87,7 @@ def eos_token_ids(defaults: GenerationDefaults, spec: DecoderSpec) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A runner that is ready for any step, with its KV memory.
+    """A runner that is ready for any step, with its KV memory and the bytes of one recurrent state.
 
     weights_bytes: of all ranks. release: frees what the runner holds of the group; called before leaving the group.
     """
@@ -95,6 +97,7 @@ class Prepared:
     kv_bytes: int
     weights_bytes: int
     release: Callable[[], None]
+    state_row_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 
-from moeserve.plan import MAX_ANNOTATION_BYTES, CacheWish, Request
+from moeserve.plan import MAX_ANNOTATION_BYTES, CacheWish, Chunk, Request, StateUse
+from moeserve.request_states import RequestStates
 from radix_cache import Miss, PrefixCache
 
 # Merges the annotations along a prefix, (number of tokens, annotation) in order, into one.
@@ -19,9 +20,15 @@ class RequestMemory:
     ones (`publish`). So any other block that leaves a lease here can be freed at once.
     """
 
-    def __init__(self, cache: PrefixCache, merge_annotations: MergeAnnotations | None = None) -> None:
-        """merge_annotations: None where prefixes are not annotated."""
+    def __init__(
+        self,
+        cache: PrefixCache,
+        merge_annotations: MergeAnnotations | None = None,
+        states: RequestStates | None = None,
+    ) -> None:
+        """merge_annotations: None where prefixes are not annotated. states: None for models without them."""
         self._cache = cache
+        self._states = states
         self._merge_annotations = merge_annotations
         self._block_size = cache.block_size
 
@@ -52,10 +59,18 @@ class RequestMemory:
         """
         lease = self._cache.match(request.token_ids, request.namespace, use_cache=not request.wants_prompt_logprobs)
         request.lease, request.num_computed_tokens = lease, lease.num_published_tokens
+        if self._states is not None:
+            self._states.enter(request)
+
+    def has_slot(self, request: Request) -> bool:
+        """Return whether a request with a lease has a state slot, or needs none."""
+        return self._states is None or request.state is not None
 
     def detach(self, request: Request, keep_tokens: int | None = None) -> None:
         """Release the request's blocks and its computed tokens. See `PrefixCache.release` for `keep_tokens`."""
         assert request.lease is not None
+        if self._states is not None:
+            self._states.leave(request)
         self._cache.release(request.lease, keep_tokens)
         request.lease = request.annotation = None
         request.num_computed_tokens = 0
@@ -103,7 +118,29 @@ class RequestMemory:
         if gained <= 0:
             return 0
         request.num_computed_tokens += gained
+        if self._states is not None:
+            self._states.find_positions(request)
         return gained
+
+    def foresee(self, request: Request, waiting: Iterable[Request]) -> None:
+        """Let an admitted request save its state where the prompts of waiting requests will leave its own."""
+        if self._states is not None:
+            for other in waiting:
+                if other is not request:
+                    self._states.want(request, self.num_coming(other, request))
+
+    def cut_chunk(self, request: Request, count: int) -> int:
+        """Return how many of the next `count` tokens a chunk may have to end where a snapshot is wanted."""
+        return count if self._states is None else self._states.cut(request, count)
+
+    def use_state(self, request: Request, count: int) -> StateUse | None:
+        """Return what the chunk of the next `count` tokens, planned now, does with the request's state."""
+        return None if self._states is None else self._states.use(request, count)
+
+    def commit_state(self, request: Request, chunk: Chunk, *, keep: bool) -> None:
+        """End what a committed chunk did with the state; `keep` the snapshot that it saved. After `publish`."""
+        if self._states is not None:
+            self._states.commit(request, chunk, keep=keep)
 
     def grow(self, request: Request, count: int) -> Sequence[int] | None:
         """Lease blocks for `count` more tokens. Return the new ids, or None with nothing changed if memory is short."""
@@ -140,9 +177,20 @@ class RequestMemory:
         """Return whether one of the scheduled `prompts` computes the next block of `request`.
 
         Waiting for it costs a step and saves the work: requests that arrive together with the same prompt prefill it
-        once. Only scheduled prompts count, so no request waits for one that waits.
+        once. Only scheduled prompts count, so no request waits for one that waits. Where prefixes need states, the
+        request waits for one that will save a snapshot in their common prefix, and asks it to.
         """
-        return any(other is not request and self._is_computed_by(request, other) for other in prompts)
+        if self._states is None:
+            return any(other is not request and self._is_computed_by(request, other) for other in prompts)
+        return any(other is not request and self._waits_for_snapshot(request, other) for other in prompts)
+
+    def _waits_for_snapshot(self, request: Request, other: Request) -> bool:
+        lease = request.lease
+        assert lease is not None
+        assert self._states is not None
+        if not lease.use_cache or other.rank != request.rank:
+            return False
+        return self._states.follows(request, other, self.num_coming(request, other))
 
     def _is_computed_by(self, request: Request, other: Request) -> bool:
         """Return whether the scheduled chunk of `other` computes the next block of `request`."""
@@ -174,15 +222,22 @@ class RequestMemory:
             return 0
         if mine[:longest] == theirs[:longest]:
             return longest
-        return next(
-            start for start in range(0, longest, size) if mine[start : start + size] != theirs[start : start + size]
-        )
+        equal, unequal = size, longest
+        while unequal - equal > size:
+            middle = (equal + unequal) // (2 * size) * size
+            if mine[equal:middle] == theirs[equal:middle]:
+                equal = middle
+            else:
+                unequal = middle
+        return equal
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
         self._cache.check_counts()
         if self._cache.num_leased or self._cache.num_duplicates:
             raise AssertionError(f"idle, but {self._cache.num_leased} blocks are leased")
+        if self._states is not None:
+            self._states.check_idle()
 
 
 # A running request costs its rank a row in every step to come. It weighs as much as this many tokens to be computed, so
@@ -264,6 +319,8 @@ class RankLoads:
         """Return whether the request's rank has memory for all its tokens, beside what running requests need."""
         rank = request.rank
         memory = self._memories[rank]
+        if not memory.has_slot(request):
+            return False
         # A preempted request returns when all have room to grow, or it would be preempted again at once.
         headroom = self._num_running[rank] if request.num_preemptions else 0
         wanted = self._num_promised_blocks[rank] + memory.num_missing_blocks(request) + headroom

@@ -13,8 +13,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from moeserve.plan import Chunk, ChunkExtras, ChunkResult, FinishReason, Request, StepPlan, StepResult, TokenLogprobs
+from moeserve.plan import (
+    Chunk,
+    ChunkExtras,
+    ChunkResult,
+    FinishReason,
+    Request,
+    StateUse,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from moeserve.request_memory import AdmissionOutcome, MergeAnnotations, RankLoads, RequestMemory
+from moeserve.request_states import RequestStates, StatePolicy
 from radix_cache import Miss, PrefixCache
 
 _LPM_WINDOW = 64
@@ -46,7 +57,9 @@ class Scheduler:
         policy: str = "fcfs",
         run_ahead: bool = False,
         merge_annotations: MergeAnnotations | None = None,
+        states: StatePolicy | None = None,
     ) -> None:
+        """states: None for models without recurrent states."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -57,7 +70,10 @@ class Scheduler:
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_model_len = max_model_len
         self._run_ahead = run_ahead
-        self._memories = [RequestMemory(cache, merge_annotations) for cache in caches]
+        self._memories = [
+            RequestMemory(cache, merge_annotations, None if states is None else RequestStates(cache, states))
+            for cache in caches
+        ]
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(policy, lambda request: max(memory.peek(request) for memory in self._memories))
         self._running: list[Request] = []
@@ -173,14 +189,18 @@ class Scheduler:
             error = computed.error
             if error is None and computed.token_id is None and chunk.sampling is not None:
                 error = "no token was sampled"
+            goes_on = error is None and not request.finished
+            if goes_on:
+                request.num_computed_tokens += num_tokens
+                self._publish(request, computed.annotation)
+            if chunk.state is not None:
+                self._memories[request.rank].commit_state(request, chunk, keep=goes_on)
             if request.finished:
                 request.failed |= error is not None
                 self._release(request)
             elif error is not None:
                 outputs.append(self._end(request, FinishReason.ERROR, error))
             else:
-                request.num_computed_tokens += num_tokens
-                self._publish(request, computed.annotation)
                 output = _append_sampled(request, chunk, computed)
                 if output is not None:
                     self.counters.generation_tokens += output.token_id is not None
@@ -219,7 +239,8 @@ class Scheduler:
             return
         loads = RankLoads(self._memories, self._running)
         num_followers = 0
-        for request in self._waiting.candidates():
+        candidates = self._waiting.candidates()
+        for request in candidates:
             if more_urgent_than is not None and request.priority >= more_urgent_than:
                 break
             outcome = loads.place(request, self._scheduled_prompts(draft))
@@ -233,6 +254,7 @@ class Scheduler:
             self._waiting.take(request)
             self._running.append(request)
             self._memories[request.rank].recall(request)
+            self._memories[request.rank].foresee(request, candidates[:_MAX_FOLLOWERS_TRIED])
             self._count_start(request)
             self._plan_chunk(request, draft.budgets[request.rank], draft)
             loads.add(request)
@@ -253,7 +275,8 @@ class Scheduler:
             return
         rank = request.rank
         memory = self._memories[rank]
-        count = wanted = min(len(request.token_ids) - request.num_planned_tokens, limit)
+        pending = len(request.token_ids) - request.num_planned_tokens
+        count = wanted = memory.cut_chunk(request, min(pending, limit))
         while (new := memory.grow(request, count)) is None:
             count = memory.num_tokens_that_fit(request)
             if not count:
@@ -267,7 +290,7 @@ class Scheduler:
                 self._preempt(victim)
                 count = wanted
         draft.plans[rank].zeroed_blocks.extend(new)
-        draft.add(request, count)
+        draft.add(request, count, memory.use_state(request, count))
 
     def _plan_unsampled(self, request: Request, draft: PlanDraft) -> None:
         """Plan the token that the plan before will sample for a request, if the request is sure to go on with it.
@@ -280,10 +303,11 @@ class Scheduler:
         drawn_by = self._in_flight[-1].sampled_place(request)
         if drawn_by is None or draft.budgets[request.rank] <= 0:
             return
-        new = self._memories[request.rank].grow(request, 1)
+        memory = self._memories[request.rank]
+        new = memory.grow(request, 1)
         if new is not None:
             draft.plans[request.rank].zeroed_blocks.extend(new)
-            draft.add_unsampled(request, drawn_by)
+            draft.add_unsampled(request, drawn_by, memory.use_state(request, 1))
 
     def _preempt(self, request: Request) -> None:
         """Take a request's memory; it waits again and will compute, or find cached, all its tokens."""
@@ -452,7 +476,7 @@ class PlanDraft:
     def prompts(self) -> list[Request]:
         return self.requests[self.num_decodes :]
 
-    def add(self, request: Request, count: int) -> None:
+    def add(self, request: Request, count: int, state: StateUse | None) -> None:
         """Plan the next `count` known tokens of a request that has leased blocks for them."""
         start = request.num_planned_tokens
         end = start + count
@@ -464,6 +488,7 @@ class PlanDraft:
         extras = None if request.is_plain else _chunk_extras(request, start, end)
         chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
         chunk.annotation, request.annotation = request.annotation, None
+        chunk.state = state
         self.plans[request.rank].chunks.append(chunk)
         self.requests.append(request)
         self.budgets[request.rank] -= count
@@ -472,13 +497,14 @@ class PlanDraft:
         """Note that all requests from now on are prompts."""
         self.num_decodes = len(self.requests)
 
-    def add_unsampled(self, request: Request, drawn_by: int) -> None:
+    def add_unsampled(self, request: Request, drawn_by: int, state: StateUse | None) -> None:
         """Plan the token that sampled chunk number `drawn_by` of the plan before will give to a plain request."""
         lease = request.lease
         assert lease is not None
         start = request.num_planned_tokens
         request.num_scheduled_tokens += 1
         chunk = Chunk(request.request_id, array("i", [0]), start, lease.block_ids, request.sampling, None, drawn_by)
+        chunk.state = state
         self.plans[request.rank].chunks.append(chunk)
         self.requests.append(request)
         self.budgets[request.rank] -= 1

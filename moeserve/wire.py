@@ -25,6 +25,7 @@ from moeserve.plan import (
     ChunkResult,
     FinishReason,
     SamplingParams,
+    StateUse,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -296,22 +297,36 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
     annotation: Annotated[bytes, msgspec.Meta(max_length=MAX_ANNOTATION_BYTES)] | None
 
 
+# The slot, the snapshot to load and the snapshot to save of a chunk's `StateUse`.
+_WireState = tuple[int, int | None, int | None]
+
+
 class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
+    """`states`: one per chunk. Plans without any end before it."""
+
     step: int
     chunks: list[_WireChunk]
     zeroed_blocks: bytes
+    states: list[_WireState | None] = []
 
 
 def encode_plan(plan: StepPlan) -> bytes:
     """Return the bytes of a plan, which do not follow later changes of its block tables."""
-    wire = _WirePlan(plan.step, [_pack_chunk(chunk) for chunk in plan.chunks], plan.zeroed_blocks.tobytes())
-    return pack(wire)
+    fields = (plan.step, [_pack_chunk(chunk) for chunk in plan.chunks], plan.zeroed_blocks.tobytes())
+    states = [None if (use := chunk.state) is None else (use.slot, use.load, use.save) for chunk in plan.chunks]
+    return pack(fields if all(state is None for state in states) else (*fields, states))
 
 
 def decode_plan(data: bytes) -> StepPlan:
     """Return the plan in the bytes of `encode_plan`. Raises DecodeError for other bytes."""
     wire = unpack(data, _WirePlan)
-    return StepPlan(wire.step, [_unpack_chunk(chunk) for chunk in wire.chunks], unpack_token_ids(wire.zeroed_blocks))
+    chunks = [_unpack_chunk(chunk) for chunk in wire.chunks]
+    if wire.states:
+        if len(wire.states) != len(chunks):
+            raise DecodeError(f"{len(wire.states)} states for {len(chunks)} chunks")
+        for chunk, state in zip(chunks, wire.states, strict=True):
+            chunk.state = None if state is None else StateUse(*state)
+    return StepPlan(wire.step, chunks, unpack_token_ids(wire.zeroed_blocks))
 
 
 def _pack_chunk(chunk: Chunk) -> _WireChunk:

@@ -3,7 +3,7 @@
 from radix_cache.errors import BudgetError, InvariantError, LeaseError
 from radix_cache.listing import CachedPrefix
 from radix_cache.misses import Miss, MissReason
-from radix_cache.nodes import PUBLIC, Lease
+from radix_cache.nodes import PUBLIC, Lease, Snapshot
 from radix_cache.prefix_cache import PrefixCache
 from radix_cache.retention import account_of
 
@@ -17,5 +17,6 @@ __all__ = [
     "Miss",
     "MissReason",
     "PrefixCache",
+    "Snapshot",
     "account_of",
 ]

@@ -22,6 +22,7 @@ class Node:
 
     `hits` counts the matches that ended in this run, `saved_tokens` the tokens that they found, `used_at` is the time
     of the last release. `digests`: of the prefixes that end with the first blocks of the run (`EvictionRecord`).
+    `snapshots`: by `offset`, at most one at a boundary.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class Node:
         "retention",
         "saved_tokens",
         "serial",
+        "snapshots",
         "tokens",
         "used_at",
     )
@@ -62,6 +64,27 @@ class Node:
         self.saved_tokens = 0
         self.used_at = 0.0
         self.digests: array[int] = array("q")
+        self.snapshots: list[Snapshot] = []
+
+
+class Snapshot:
+    """The recurrent state at a block boundary of the tree, in row `row` of the rank's pool of states.
+
+    The boundary is the end of block number `offset - 1` of `node`, which is None once the snapshot has left the tree.
+    `pins` counts the requests that will go on from it, `uses` those that have. `worth` and `entry` place it in the
+    queue of victims.
+    """
+
+    __slots__ = ("entry", "node", "offset", "pins", "row", "uses", "worth")
+
+    def __init__(self, row: int, node: Node, offset: int) -> None:
+        self.row = row
+        self.node: Node | None = node
+        self.offset = offset
+        self.pins = 0
+        self.uses = 0
+        self.worth = 0
+        self.entry = NOT_QUEUED
 
 
 class Retention:
@@ -90,6 +113,10 @@ class Lease:
     `num_published_tokens` tokens are in the tree. `num_cached_tokens` counts the tokens whose KV this request found in
     the cache instead of computing it. `owner` is the cache that made it, None once it was released. Only that cache
     writes the fields; copy `block_ids` rather than keep a view.
+
+    Where prefixes need states, the cached tokens end at a snapshot: `snapshot`, pinned until `PrefixCache.end_load`,
+    None if the lease starts with nothing. `num_known_tokens` are the tokens whose KV the cache had at the last match,
+    which may be more: prompts branch there.
     """
 
     __slots__ = (
@@ -97,9 +124,11 @@ class Lease:
         "namespace",
         "node",
         "num_cached_tokens",
+        "num_known_tokens",
         "num_published_tokens",
         "number",
         "owner",
+        "snapshot",
         "use_cache",
     )
 
@@ -112,3 +141,5 @@ class Lease:
         self.block_ids: array[int] = array("i")
         self.num_published_tokens = 0
         self.num_cached_tokens = 0
+        self.num_known_tokens = 0
+        self.snapshot: Snapshot | None = None

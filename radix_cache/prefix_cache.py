@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from radix_cache.block_allocator import BlockAllocator
 from radix_cache.errors import BudgetError, LeaseError, require
 from radix_cache.evictions import MAX_RECORDED_BLOCKS
-from radix_cache.invariants import check_tree
+from radix_cache.invariants import check_snapshots, check_tree
 from radix_cache.listing import CachedPrefix, list_prefixes
 from radix_cache.misses import Miss, explain_miss
-from radix_cache.nodes import Lease, Node
+from radix_cache.nodes import Lease, Node, Snapshot
 from radix_cache.retention import account_of
+from radix_cache.snapshots import SnapshotTable, deepest_snapshot
 from radix_cache.tree import RadixTree
 
 
@@ -25,6 +26,11 @@ class PrefixCache:
     A namespace is named `ACCOUNT` or `ACCOUNT/NAME`; what is published in the namespace PUBLIC serves all others too.
     An account retains at most `retention_share` of all blocks, unless a call gives its share. Time is the caller's,
     told by `tell_time`; there is no clock inside.
+
+    Models with recurrent states give `snapshot_rows`, the rows of the rank's pool of states that hold snapshots. Then a
+    prefix serves only up to a boundary with a snapshot; its KV behind that is computed again. The caller takes a row
+    (`take_snapshot`) when it plans a chunk that saves the state at a block boundary, and hands it over with that
+    chunk's commit, after `publish`.
 
     The caller's part: it returns blocks (`release`, `free`) only when no plan in flight names them, and calls `publish`
     only for tokens whose forward has completed. Every method that takes a lease raises LeaseError for one that was
@@ -39,6 +45,7 @@ class PrefixCache:
         "_next_number",
         "_num_private_blocks",
         "_retention_share",
+        "_stateful",
         "_tree",
         "block_size",
         "num_blocks",
@@ -52,7 +59,9 @@ class PrefixCache:
         caching: bool = True,
         retention_share: float = 0.5,
         max_recorded_evictions: int = MAX_RECORDED_BLOCKS,
+        snapshot_rows: range | None = None,
     ) -> None:
+        """snapshot_rows: None for models without recurrent states."""
         if block_size <= 0:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.num_blocks = num_blocks
@@ -60,7 +69,9 @@ class PrefixCache:
         self._caching = caching
         self._retention_share = retention_share
         self._allocator = BlockAllocator(num_blocks)
-        self._tree = RadixTree(block_size, max_recorded_evictions)
+        self._stateful = snapshot_rows is not None
+        rows = snapshot_rows if snapshot_rows is not None and caching else range(0)
+        self._tree = RadixTree(block_size, max_recorded_evictions, rows)
         self._leases: dict[int, Lease] = {}
         self._next_number = 0
         self._num_private_blocks = 0
@@ -106,8 +117,15 @@ class PrefixCache:
         """Blocks that `publish` has returned and that were not given to `free` yet."""
         return len(self._duplicates)
 
+    @property
+    def snapshots(self) -> SnapshotTable:
+        """The rows for snapshots, to read."""
+        return self._tree.snapshots
+
     def match(self, tokens: array[int], namespace: str = "", *, use_cache: bool = True) -> Lease:
         """Lease the longest cached prefix of `tokens` in whole blocks, but never the last token: its logits are needed.
+
+        Where prefixes need states it ends at a snapshot, which is pinned (`Lease.snapshot`).
 
         With ``use_cache=False`` the lease starts empty and `advance` adopts nothing, but its blocks may be published.
         Raises ValueError if `tokens` are not ``array('i')``.
@@ -121,6 +139,10 @@ class PrefixCache:
         lease = Lease(self, number, namespace, node, use_cache)
         if use_cache and node.children:
             node = self._tree.descend(node, data, lease.block_ids, namespace)
+            lease.num_known_tokens = len(lease.block_ids) * self.block_size
+            if self._stateful:
+                node, depth = self._resume(lease, node, len(lease.block_ids))
+                del lease.block_ids[depth:]
             lease.node = node
             lease.num_published_tokens = lease.num_cached_tokens = len(lease.block_ids) * self.block_size
         self._tree.acquire(node)
@@ -139,13 +161,19 @@ class PrefixCache:
         if lease.owner is not self:
             raise _not_leased()
         num_published = lease.num_published_tokens
+        if self._stateful and not num_published:
+            self._choose_root(lease, tokens)
         if not lease.node.children or not lease.use_cache:
             return num_published
         adopted: array[int] = array("i")
         node = self._tree.descend(lease.node, self._reusable(tokens, num_published), adopted, lease.namespace)
+        first = num_published // self.block_size
+        if adopted and self._stateful:
+            lease.num_known_tokens = num_published + len(adopted) * self.block_size
+            node, depth = self._resume(lease, node, first + len(adopted))
+            del adopted[depth - first :]
         if not adopted:
             return num_published
-        first = num_published // self.block_size
         replaced = lease.block_ids[first : first + len(adopted)]
         lease.block_ids[first : first + len(adopted)] = adopted
         self._allocator.free(replaced)
@@ -195,6 +223,8 @@ class PrefixCache:
             raise ValueError(
                 f"{num_computed_tokens} computed tokens, but {len(tokens)} tokens and {len(lease.block_ids)} blocks"
             )
+        if self._stateful and not first:
+            self._choose_root(lease, tokens)
         own = lease.block_ids[first:stop]
         data = tokens[first * size : stop * size].tobytes()
         node, canonical = self._tree.insert(lease.node, data, own, lease.namespace)
@@ -225,6 +255,7 @@ class PrefixCache:
         """
         if lease.owner is not self:
             raise _not_leased()
+        self.end_load(lease)
         lease.owner = None
         del self._leases[lease.number]
         num_published = lease.num_published_tokens // self.block_size
@@ -236,6 +267,57 @@ class PrefixCache:
             if num_dropped > 0:
                 private.extend(self._tree.trim(lease.node, num_dropped, lease.namespace))
         self._allocator.free(private)
+
+    def begin_load(self, lease: Lease) -> int | None:
+        """Return the row of the lease's snapshot, which the next plan loads; None without one. It stays pinned."""
+        if lease.owner is not self:
+            raise _not_leased()
+        if lease.snapshot is None:
+            return None
+        self._tree.snapshots.note_use(lease.snapshot)
+        return lease.snapshot.row
+
+    def end_load(self, lease: Lease) -> None:
+        """Unpin the lease's snapshot, if it has one: the plan that loaded it is committed, or none will."""
+        if lease.owner is not self:
+            raise _not_leased()
+        if lease.snapshot is not None:
+            self._tree.snapshots.unpin(lease.snapshot)
+            lease.snapshot = None
+
+    def take_snapshot(self, lease: Lease, num_tokens: int) -> int | None:
+        """Return a row for the state behind the first `num_tokens` of a lease, a block boundary it has not published.
+
+        Return None if every other snapshot is pinned or worth more. The row is to be given to `keep_snapshot` or
+        `drop_row`.
+        """
+        if lease.owner is not self:
+            raise _not_leased()
+        depth = lease.num_published_tokens // self.block_size
+        _, above = deepest_snapshot(lease.node, depth, depth)
+        return self._tree.snapshots.take(num_tokens // self.block_size - above)
+
+    def keep_snapshot(self, lease: Lease, row: int, num_tokens: int) -> Snapshot | None:
+        """Put the state in `row` at the end of the lease's published tokens, which are the first `num_tokens`.
+
+        If they are not, or none are published, free the row and return None. To be called after the forward that wrote
+        the row. Return the snapshot, an older one if the boundary has one.
+        """
+        if lease.owner is not self:
+            raise _not_leased()
+        if not num_tokens or lease.num_published_tokens != num_tokens:
+            self.drop_row(row)
+            return None
+        return self._tree.snapshots.place(row, lease.node)
+
+    def drop_row(self, row: int) -> None:
+        """Free a row that `take_snapshot` returned. Raises KeyError if it did not."""
+        self._tree.snapshots.give_back(row)
+
+    def drop_unused(self, snapshot: Snapshot) -> None:
+        """Remove a snapshot from the tree unless it is gone, pinned, or has been of use."""
+        if snapshot.node is not None and not snapshot.pins and not snapshot.uses:
+            self._tree.snapshots.remove(snapshot)
 
     def annotate(self, lease: Lease, annotation: bytes) -> None:
         """Attach `annotation` to the run of tokens that ends the lease's published tokens, while the run is cached.
@@ -262,7 +344,8 @@ class PrefixCache:
 
     def peek(self, tokens: array[int], namespace: str = "") -> int:
         """Count the tokens that `match` would find in the cache now. Changes nothing, not even their recency."""
-        return self._tree.depth(namespace, self._reusable(tokens, 0)) * self.block_size
+        find = self._tree.resumable_depth if self._stateful else self._tree.depth
+        return find(namespace, self._reusable(tokens, 0)) * self.block_size
 
     def tell_time(self, now: float) -> None:
         """Set the time, which must not go back; retentions that are over end."""
@@ -380,6 +463,9 @@ class PrefixCache:
         """Raise InvariantError unless free + cached + leased + duplicates = all blocks. O(1)."""
         total = self.num_free + self.num_cached + self.num_leased + self.num_duplicates
         require(total == self.num_blocks, f"{total} of {self.num_blocks} blocks accounted for")
+        rows = self._tree.snapshots
+        total = rows.num_free + rows.num_cached + rows.num_written
+        require(total == rows.num_rows, f"{total} of {rows.num_rows} rows for snapshots accounted for")
 
     def check_invariants(self) -> None:
         """Raise InvariantError unless every block is in exactly one place and all counters agree. O(blocks)."""
@@ -404,6 +490,32 @@ class PrefixCache:
             put(block, "a duplicate")
         require(num_private == self._num_private_blocks, "the number of unpublished blocks is wrong")
         require(all(places), "a block is lost")
+        check_snapshots(self._tree, self._leases.values(), self._tree.snapshots.rows)
+
+    def _resume(self, lease: Lease, node: Node, depth: int) -> tuple[Node, int]:
+        """Return the node that ends at the last snapshot of the prefix that ends with `node`, and its depth in blocks.
+
+        Pin the snapshot for the lease. If it is not behind the lease's published tokens, return where these end.
+        depth: of the end of `node`. A run that reaches beyond the snapshot is split there.
+        """
+        first = lease.num_published_tokens // self.block_size
+        snapshot, at = deepest_snapshot(node, depth, depth)
+        if snapshot is None or at <= first:
+            return (lease.node, first) if first else (self._tree.root(lease.namespace), 0)
+        self.end_load(lease)
+        self._tree.snapshots.pin(snapshot)
+        lease.snapshot = snapshot
+        return self._tree.node_at(node, depth, at), at
+
+    def _choose_root(self, lease: Lease, tokens: array[int]) -> None:
+        """Let a lease without published tokens begin where its first block is now: it may have become public, or not.
+
+        A lease that starts anew below a public prefix holds none of its blocks.
+        """
+        first = tokens[: self.block_size].tobytes()
+        root = self._tree.start(lease.namespace, first) or self._tree.root(lease.namespace)
+        self._tree.move(lease.node, root)
+        lease.node = root
 
     def _reusable(self, tokens: array[int], start: int) -> bytes:
         """Return the bytes of the ids from `start`, a block boundary, in whole blocks without the last token."""

@@ -15,6 +15,7 @@ from radix_cache.errors import require
 from radix_cache.evictions import MAX_RECORDED_BLOCKS, EvictionRecord
 from radix_cache.nodes import NOT_QUEUED, PUBLIC, Node
 from radix_cache.retention import RetentionLedger, account_of
+from radix_cache.snapshots import SnapshotTable, deepest_snapshot, split_snapshots
 
 _HEAP_SLACK = 64
 
@@ -48,9 +49,12 @@ class RadixTree:
         "num_nodes",
         "num_pinned_blocks",
         "roots",
+        "snapshots",
     )
 
-    def __init__(self, block_size: int, max_recorded_evictions: int = MAX_RECORDED_BLOCKS) -> None:
+    def __init__(
+        self, block_size: int, max_recorded_evictions: int = MAX_RECORDED_BLOCKS, snapshot_rows: range = range(0)
+    ) -> None:
         """max_recorded_evictions: blocks of each account."""
         self._block_bytes = 4 * block_size
         self._clock = 0
@@ -61,6 +65,7 @@ class RadixTree:
         self._next_entry = 0
         self.ledger = RetentionLedger()
         self.evictions = EvictionRecord(4 * block_size, max_recorded_evictions)
+        self.snapshots = SnapshotTable(snapshot_rows)
         self.now = 0.0
         self.roots: dict[str, Node] = {}
         self.num_nodes = 0
@@ -87,17 +92,28 @@ class RadixTree:
 
     def depth(self, namespace: str, data: bytes) -> int:
         """Count the leading blocks of `data` (int32 ids, whole blocks) that are cached. Changes nothing."""
-        node = self.start(namespace, data)
+        return self._locate(namespace, data)[2]
+
+    def resumable_depth(self, namespace: str, data: bytes) -> int:
+        """Count the leading blocks of `data` up to its last snapshot in the tree. Changes nothing."""
+        return deepest_snapshot(*self._locate(namespace, data))[1]
+
+    def _locate(self, namespace: str, data: bytes) -> tuple[Node | None, int, int]:
+        """Return the last node that `data` reaches, the depth of its end, and how many blocks of `data` are cached."""
+        node = last = self.start(namespace, data)
         size, position, end = self._block_bytes, 0, len(data)
         while node is not None and position < end:
             child = node.children.get(data[position : position + size])
             if child is None and node.namespace != namespace:
                 child = node.children.get(_foreign_key(data[position : position + size], namespace))
             if child is not None and not data.startswith(child.tokens, position):
-                return position // size + self._num_common_blocks(child.tokens, data, position)
+                first = position // size
+                return child, first + len(child.blocks), first + self._num_common_blocks(child.tokens, data, position)
             node = child
-            position += 0 if child is None else len(child.tokens)
-        return position // size
+            if child is not None:
+                last = child
+                position += len(child.tokens)
+        return last, position // size, position // size
 
     def descend(self, node: Node, data: bytes, blocks: array[int], namespace: str) -> Node:
         """Follow `data` (int32 ids, whole blocks) from the end of `node` as far as it is cached for a namespace.
@@ -355,6 +371,8 @@ class RadixTree:
         upper.keeps = 1 if node.keeps else 0
         upper.digests = node.digests[:count]
         del node.digests[:count]
+        if node.snapshots:
+            split_snapshots(node, upper)
         return upper
 
     def _drop_reference(self, node: Node) -> None:
@@ -402,6 +420,8 @@ class RadixTree:
         self.num_blocks -= count
         if node.keeps:
             self.ledger.shrink(node, count, lost=lost)
+        if node.snapshots:
+            self.snapshots.cut(node, keep)
         if keep:
             del node.blocks[keep:]
             del node.tokens[keep * self._block_bytes :]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 
-_SOURCES = ("linear.cpp", "experts.cpp", "elementwise.cpp", "attention.cpp")
+_SOURCES = ("linear.cpp", "experts.cpp", "elementwise.cpp", "attention.cpp", "recurrent.cpp")
 _HEADERS = ("simd.h", "panels.h", "attention_tile.h")
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _BUILD_SECONDS = 120
@@ -30,13 +30,26 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
     "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N),
     "attention": (_P, _N, _N, _N, _N, _N, _P, _P, _N, _N, _N, _P, _P, _P, _P, _R, _N, _P, _P),
+    "short_conv": (_P, _N, _P, _N, _N, _P, _N, _P, _P, _N, _P),
+    "gated_delta_rule": (_P, _N, _P, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
+    "gated_norm": (_P, _P, _N, _N, _N, _N, _P, _R, _P),
 }
 
 
 class NativeKernels:
     """The functions of the compiled library, described in its sources. They release the interpreter lock."""
 
-    __slots__ = ("attention", "combine", "experts", "linear", "rms_norm", "rotate_and_store")
+    __slots__ = (
+        "attention",
+        "combine",
+        "experts",
+        "gated_delta_rule",
+        "gated_norm",
+        "linear",
+        "rms_norm",
+        "rotate_and_store",
+        "short_conv",
+    )
 
     linear: Callable[..., None]
     experts: Callable[..., int]
@@ -44,6 +57,9 @@ class NativeKernels:
     rms_norm: Callable[..., None]
     rotate_and_store: Callable[..., None]
     attention: Callable[..., None]
+    short_conv: Callable[..., None]
+    gated_delta_rule: Callable[..., None]
+    gated_norm: Callable[..., None]
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moeserve.model.files import check_file, read_json
-from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, MlaSpec, ModelError, MoeSpec
+from moeserve.model.spec import (
+    AttentionSpec,
+    CheckpointError,
+    DecoderSpec,
+    DeltaNetSpec,
+    MlaSpec,
+    ModelError,
+    MoeSpec,
+)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -111,9 +119,11 @@ def _tensor_info(path: Path, entry: Mapping[str, Any]) -> TensorInfo:
 # The experts that this process loads, by layer.
 OwnedExperts = Callable[[int], Sequence[int]]
 
-_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
-# Rotation tables of old exports, and the extra modules that predict further tokens.
-_IGNORED = re.compile(r"rotary_emb\.|^(?:model\.)?mtp[._]")
+_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
+# Rotation tables of old exports, extra modules that predict further tokens, and what reads images.
+_IGNORED = re.compile(r"rotary_emb\.|^(?:model\.)?(?:mtp[._]|visual\.)")
+# Of the decoder's tensors; the last where it is a part of a vision-language model.
+_PREFIXES = ("model.", "", "model.language_model.")
 _PLAIN_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))
 
 
@@ -280,7 +290,8 @@ class _Matcher:
 
     def _find(self, ref: TensorRef) -> str | None:
         for name in ref.names:
-            for candidate in (f"model.{name}", name):
+            for prefix in _PREFIXES:
+                candidate = prefix + name
                 if candidate in self._index:
                     return candidate
         return None
@@ -365,7 +376,9 @@ def layer_tensors(spec: DecoderSpec, layer: int) -> Tensors:
     tensors = _norm(spec, "input_norm", f"{prefix}.input_layernorm")
     tensors |= _norm(spec, "post_norm", f"{prefix}.post_attention_layernorm")
     attention = spec.attention
-    if isinstance(attention, MlaSpec):
+    if spec.delta_net is not None and spec.is_recurrent(layer):
+        tensors |= _delta_net(spec.delta_net, spec.hidden_size, f"{prefix}.linear_attn")
+    elif isinstance(attention, MlaSpec):
         tensors |= _mla(attention, spec.hidden_size, f"{prefix}.self_attn")
     else:
         tensors |= _gqa(attention, spec.hidden_size, f"{prefix}.self_attn")
@@ -392,7 +405,7 @@ def _gqa(attention: AttentionSpec, hidden: int, prefix: str) -> Tensors:
     q_size = attention.num_heads * attention.head_dim
     kv_size = attention.num_kv_heads * attention.head_dim
     tensors: Tensors = {}
-    for key, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
+    for key, rows in (("q", q_size * (1 + attention.gated)), ("k", kv_size), ("v", kv_size)):
         tensors |= _linear(key, (f"{prefix}.{key}_proj",), rows, hidden, attention.qkv_bias)
     tensors |= _linear("o", (f"{prefix}.o_proj",), hidden, q_size, attention.out_bias)
     if attention.qk_norm != "none":
@@ -419,6 +432,22 @@ def _mla(mla: MlaSpec, hidden: int, prefix: str) -> Tensors:
     up_size = mla.num_heads * (mla.nope_dim + mla.value_dim)
     tensors |= _linear("kv_b", (f"{prefix}.kv_b_proj",), up_size, latent, False)
     return tensors | _linear("o", (f"{prefix}.o_proj",), hidden, mla.num_heads * mla.value_dim, mla.bias)
+
+
+def _delta_net(net: DeltaNetSpec, hidden: int, prefix: str) -> Tensors:
+    parts = {"qkvz": net.conv_channels + net.value_channels, "ba": 2 * net.num_value_heads}
+    if not net.by_key_head:
+        heads = net.num_value_heads
+        parts = {"qkv": net.conv_channels, "z": net.value_channels, "b": heads, "a": heads}
+    tensors: Tensors = {}
+    for name, rows in parts.items():
+        tensors |= _linear(name, (f"{prefix}.in_proj_{name}",), rows, hidden, False)
+    tensors |= _linear("out", (f"{prefix}.out_proj",), hidden, net.value_channels, False)
+    tensors["conv"] = TensorRef((f"{prefix}.conv1d.weight",), (net.conv_channels, net.conv_width))
+    for key, name in (("decay", "A_log"), ("step_bias", "dt_bias")):
+        tensors[key] = TensorRef((f"{prefix}.{name}",), (net.num_value_heads,))
+    tensors["delta_norm"] = TensorRef((f"{prefix}.norm.weight",), (net.value_dim,))
+    return tensors
 
 
 def _mlp(key: str, prefixes: tuple[str, ...], hidden: int, width: int, bias: bool) -> Tensors:

@@ -48,6 +48,12 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "moe_layer_interval": _LAYER,
     "moe_layer_start_index": (-1, 1024),
     "moe_layer_end_index": (-1, 1024),
+    "linear_num_key_heads": (1, 4096),
+    "linear_num_value_heads": (1, 4096),
+    "linear_key_head_dim": (1, 8192),
+    "linear_value_head_dim": (1, 8192),
+    "linear_conv_kernel_dim": (2, 64),
+    "full_attention_interval": (1, 1024),
     "bos_token_id": (-1, 2**31 - 1),
 }
 # Numbers, of the top level and of the tables of rotary embeddings: (above, most).
@@ -79,6 +85,15 @@ def check_numbers(config: Mapping[str, Any]) -> None:
     Numbers without a bound of their own must be finite and below 2^63; lists and tables, at any depth, must be short.
     """
     _check_tree(config, "config.json", 0)
+    _check_known(config)
+    text = config.get("text_config")
+    if text is not None and not isinstance(text, Mapping):
+        raise ModelError(f"The configuration's text_config is {_shown(text)}: it must be an object.")
+    _check_known(text or {})
+
+
+def _check_known(config: Mapping[str, Any]) -> None:
+    """Check the numbers that have bounds of their own. config: of a text model."""
     for name, (least, most) in _INTEGERS.items():
         value = config.get(name)
         if value is not None and (type(value) is not int or not least <= value <= most):

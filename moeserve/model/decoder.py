@@ -16,6 +16,8 @@ from experts.moe_layer import MoeLayer
 from experts.observer import AnyObserver
 from kernels.linear import Linear
 from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormWeights, Ops, StepInputs
+from kernels.state_rows import StateRows
+from moeserve.model.delta_net import GatedDeltaNet
 from moeserve.model.rope import rope_frequencies
 from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, RopeSpec
 
@@ -23,7 +25,8 @@ from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, RopeSpec
 class GqaAttention:
     """Multi-head attention with shared key-value heads; queries, keys and values come from one packed projection.
 
-    qkv: rows of all query heads, then key heads, then value heads. q_norm, k_norm: weights of ``head`` ([D]) or
+    qkv: rows of all query heads, then key heads, then value heads, then the gates of all query heads if there are any.
+    q_norm, k_norm: weights of ``head`` ([D]) or
     ``flat`` norms. sinks: [H].
     """
 
@@ -38,6 +41,7 @@ class GqaAttention:
         "_qkv",
         "_sinks",
         "_spec",
+        "_width",
         "_window",
     )
 
@@ -57,6 +61,7 @@ class GqaAttention:
     ) -> None:
         self._spec, self._ops, self._qkv, self._o = spec, ops, qkv, o
         self._num_heads = spec.num_heads + 2 * spec.num_kv_heads
+        self._width = self._num_heads * spec.head_dim
         self._window, self._interleaved, self._eps, self._sinks = window, interleaved, eps, sinks
         self._flat_norms: tuple[NormWeights, ...] = ()
         self._head_norms: tuple[Tensor, Tensor] | None = None
@@ -70,7 +75,8 @@ class GqaAttention:
         """x [T, hidden] -> [T, hidden]. Writes the new keys and values into the pools [KV, num_slots, D]."""
         assert values is not None
         spec, ops, num_tokens = self._spec, self._ops, x.shape[0]
-        qkv = self._qkv(x)
+        projected = self._qkv(x)
+        qkv = projected[:, : self._width] if spec.gated else projected
         first = 0
         for norm in self._flat_norms:
             part = qkv[:, first : first + norm.weight.shape[0]]
@@ -87,7 +93,8 @@ class GqaAttention:
             clip=spec.clip_qkv,
         )
         out = ops.attend(q, keys, values, step.context, scale=spec.scale, window=self._window, sinks=self._sinks)
-        return self._o(out.view(num_tokens, -1))
+        out = out.view(num_tokens, -1)
+        return self._o(out.mul_(ops.sigmoid(projected[:, self._width :])) if spec.gated else out)
 
 
 class MlaAttention:
@@ -161,7 +168,7 @@ class ForwardBatch:
 
     token_ids, positions: [T] int64. attention: for the operations of the decoder's device. logit_rows: [S] int64, the
     rows whose logits are wanted; None for all. num_valid: int32 scalar on the device, from which row on the batch is
-    padding; None for none.
+    padding; None for none. states: of the recurrent layers, None for a model without any.
     """
 
     token_ids: Tensor
@@ -169,9 +176,11 @@ class ForwardBatch:
     attention: AttentionContext
     logit_rows: Tensor | None = None
     num_valid: Tensor | None = None
+    states: StateRows | None = None
 
 
 # Per layer: keys [KV, num_slots, Dk] and values [KV, num_slots, Dv], or None where values are a prefix of the keys.
+# A recurrent layer has the states of its convolution and of its heads instead, see `GatedDeltaNet`.
 KvPools = Sequence[tuple[Tensor, Tensor | None]]
 
 
@@ -199,10 +208,10 @@ class RopeTable:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and feed-forward block, each behind a norm and added to the residual stream."""
+    """A mixer of tokens and a feed-forward block, each behind a norm and added to the residual stream."""
 
     input_norm: NormWeights
-    attention: GqaAttention | MlaAttention
+    mixer: GqaAttention | MlaAttention | GatedDeltaNet
     post_norm: NormWeights
     block: MoeLayer | GatedBlock
 
@@ -269,21 +278,21 @@ class Decoder:
         """[S, hidden] of the wanted rows behind the last norm.
 
         Call it under ``torch.inference_mode``. Mutates ``kv_pools``: the rows' keys and values are stored at their
-        slots. Positions must lie below ``max_model_len``. The last layer's feed-forward block runs on the wanted rows
-        only. On a GPU it waits for nothing and allocates only what the caching allocator holds, so that a graph can
-        record it; rows with slot -1 come out as noise.
+        slots, and the states of recurrent layers advance. Positions must lie below ``max_model_len``. The last layer's
+        feed-forward block runs on the wanted rows only. On a GPU it waits for nothing and allocates only what the
+        caching allocator holds, so that a graph can record it; rows with slot -1 come out as noise.
         """
         spec, ops, rows, num_valid = self.spec, self.ops, batch.logit_rows, batch.num_valid
         residual = F.embedding(batch.token_ids, self._embedding).to(self.dtype)
         if spec.embedding_multiplier != 1.0:
             residual.mul_(spec.embedding_multiplier)
-        step = StepInputs(*self._rope(batch.positions), batch.attention)
+        step = StepInputs(*self._rope(batch.positions), batch.attention, batch.states)
         normed = ops.norm(residual, self._layers[0].input_norm)
         last, multiplier = len(self._layers) - 1, spec.residual_multiplier
         for number, (layer, (keys, values), next_norm) in enumerate(
             zip(self._layers, kv_pools, self._next_norms, strict=True)
         ):
-            out = layer.attention(normed, step, keys, values)
+            out = layer.mixer(normed, step, keys, values)
             if number == last and rows is not None:
                 # From here on a row meets no other row.
                 out, residual, num_valid = out.index_select(0, rows), residual.index_select(0, rows), None

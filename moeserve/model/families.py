@@ -19,6 +19,7 @@ from moeserve.model.rope import parse_rope, rope_frequencies, yarn_softmax_multi
 from moeserve.model.spec import (
     AttentionSpec,
     DecoderSpec,
+    DeltaNetSpec,
     MlaSpec,
     ModelError,
     MoeSpec,
@@ -29,11 +30,10 @@ from moeserve.model.spec import (
 
 Config = Mapping[str, Any]
 
-# The layers of these types carry a state from token to token, which prefix caching cannot share.
+# The layers of these types carry a state from token to token in ways that the decoder does not compute.
 _RECURRENT = frozenset((
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
+    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5", "recurrent_gemma", "rwkv", "zamba", "zamba2",
 ))  # fmt: skip
 
 # transformers does not know these types, so it cannot fill in defaults: their configurations must be complete.
@@ -81,7 +81,7 @@ def check_model_type(model_type: object) -> str:
         raise UnsupportedModel("The configuration names no model_type.")
     if model_type in _RECURRENT:
         raise UnsupportedModel(
-            f"Models of type {model_type!r} are not supported: their recurrent layers keep a state per request."
+            f"Models of type {model_type!r} are not supported: their kind of recurrent layers is not computed here."
         )
     raise UnsupportedModel(
         f"Models of type {model_type!r} are not supported; these are: {', '.join(supported_model_types())}."
@@ -121,6 +121,11 @@ def _check(spec: DecoderSpec) -> None:
     attention = spec.attention
     if isinstance(attention, AttentionSpec) and attention.num_heads % attention.num_kv_heads:
         raise ModelError(f"{attention.num_heads} heads cannot share {attention.num_kv_heads} key-value heads.")
+    net = spec.delta_net
+    if net is not None and net.num_value_heads % net.num_key_heads:
+        raise ModelError(f"{net.num_value_heads} value heads cannot share {net.num_key_heads} key heads.")
+    if net is not None and spec.activation.kind != "silu":
+        raise UnsupportedModel(f"Gated delta nets with the activation {spec.activation.kind!r} are not supported.")
     if spec.moe is None:
         return
     gate, experts = spec.moe.gate, spec.moe.num_experts
@@ -279,6 +284,21 @@ def _deepseek_v3(c: Config) -> DecoderSpec:
     return _with_experts(spec, _noaux_moe(c, spec.activation), _after_dense(c))
 
 
+def _qwen3_next(c: Config) -> DecoderSpec:
+    return _hybrid(c, by_key_head=True, renormalise=bool(c.get("norm_topk_prob")))
+
+
+def _qwen3_5_moe_text(c: Config) -> DecoderSpec:
+    # Every layer has experts.
+    return _hybrid({**c, "intermediate_size": c["moe_intermediate_size"]}, by_key_head=False, renormalise=True)
+
+
+def _qwen3_5_moe(c: Config) -> DecoderSpec:
+    """Return the language model inside a vision-language model."""
+    text = {"tie_word_embeddings": c.get("tie_word_embeddings"), "quantization_config": c.get("quantization_config")}
+    return replace(_qwen3_5_moe_text({**c["text_config"], **text}), model_type=c["model_type"])
+
+
 def _moeserve_demo(c: Config) -> DecoderSpec:
     """A dense model whose neurons are split: the shared expert always runs, chosen experts are added unweighted."""
     spec = _base(c)
@@ -312,6 +332,9 @@ _BUILDERS: dict[str, Callable[[Config], DecoderSpec]] = {
     "minimax_m2": _minimax_m2,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_moe": _qwen3_5_moe,
+    "qwen3_5_moe_text": _qwen3_5_moe_text,
     "moeserve_demo": _moeserve_demo,
 }
 
@@ -376,6 +399,39 @@ def _mla(c: Config, *, interleaved: bool) -> DecoderSpec:
             bias=bool(c.get("attention_bias")),
         ),
     )
+
+
+def _hybrid(c: Config, *, by_key_head: bool, renormalise: bool) -> DecoderSpec:
+    """Return a model of gated delta nets, with gated attention in some layers and experts beside a shared one."""
+    spec = _base(c, rotary_dim=_partial_rotary_dim(c), zero_centred_norms=True)
+    spec = _with_attention(_with_attention_bias(spec, c), qk_norm="head", gated=True)
+    net = DeltaNetSpec(
+        num_key_heads=c["linear_num_key_heads"],
+        num_value_heads=c["linear_num_value_heads"],
+        key_dim=c["linear_key_head_dim"],
+        value_dim=c["linear_value_head_dim"],
+        conv_width=c["linear_conv_kernel_dim"],
+        by_key_head=by_key_head,
+    )
+    types = c["layer_types"]
+    if len(types) < spec.num_layers:
+        raise ModelError(f"The configuration's layer_types has {len(types)} entries for {spec.num_layers} layers.")
+    types = types[: spec.num_layers]
+    unknown = set(types) - {"full_attention", "linear_attention"}
+    if unknown:
+        raise UnsupportedModel(f"Layers of type {min(unknown)!r} are not supported.")
+    if "full_attention" not in types:
+        raise UnsupportedModel("Models without a layer of attention are not supported.")
+    moe = MoeSpec(
+        _num_experts(c),
+        c["moe_intermediate_size"],
+        GateSpec(c["num_experts_per_tok"], renormalise=renormalise),
+        spec.activation,
+        shared=SharedExpertSpec(c["shared_expert_intermediate_size"], gated=True),
+    )
+    recurrent = tuple(kind == "linear_attention" for kind in types)
+    spec = replace(spec, recurrent_layers=recurrent, delta_net=net if any(recurrent) else None)
+    return _with_experts(spec, moe, _qwen_layers(c))
 
 
 def _with_attention(spec: DecoderSpec, **fields: Any) -> DecoderSpec:

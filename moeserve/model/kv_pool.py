@@ -34,8 +34,8 @@ class KVPool:
         self.layers: list[tuple[Tensor, Tensor | None]] = []
         for layer in layers:
             heads, slots = layer.num_heads, num_blocks * block_size
-            keys = _zeros((heads, slots, layer.key_dim), dtype, device)
-            values = _zeros((heads, slots, layer.value_dim), dtype, device) if layer.value_dim else None
+            keys = zeros_on_demand((heads, slots, layer.key_dim), dtype, device)
+            values = zeros_on_demand((heads, slots, layer.value_dim), dtype, device) if layer.value_dim else None
             self.layers.append((keys, values))
 
     def zero_blocks(self, block_ids: array[int]) -> None:
@@ -54,7 +54,8 @@ def kv_block_bytes(layers: Sequence[KvLayerSpec], block_size: int, dtype: torch.
     return block_size * dtype.itemsize * sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in layers)
 
 
-def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return zeros. On a CPU their memory is taken page by page, when it is first written."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

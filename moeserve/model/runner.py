@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from experts.routing_tap import RoutingTap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
@@ -14,29 +15,37 @@ from moeserve.model.decoder import Decoder, ForwardBatch
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.sampler import sample_step
 from moeserve.model.spec import NO_NUMBERS, CheckpointError
+from moeserve.model.state_pool import StatePool, pools_by_layer, state_rows
 from moeserve.model.step_arrays import step_arrays
 from moeserve.model.token_masks import MaskSource, begin_masks
-from moeserve.plan import Chunk, ChunkResult, Computed, StepPlan, StepResult, wanted_logits
+from moeserve.plan import Chunk, ChunkResult, Computed, StateUse, StepPlan, StepResult, wanted_logits
 
 _WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
 
 
 class ModelRunner:
-    """Owns a decoder and its KV memory. It keeps no state of requests: a plan says everything."""
+    """Owns a decoder, its KV memory and the memory of recurrent states. What is in there only a plan says."""
 
     def __init__(
-        self, decoder: Decoder, kv_pool: KVPool, tap: RoutingTap | None = None, grammars: MaskSource | None = None
+        self,
+        decoder: Decoder,
+        kv_pool: KVPool,
+        tap: RoutingTap | None = None,
+        grammars: MaskSource | None = None,
+        state_pool: StatePool | None = None,
     ) -> None:
         """tap: observes the decoder's gates; results carry what it heard. grammars: without any, a request that has one
-        fails."""
+        fails. state_pool: None for a model without recurrent layers."""
         self._decoder = decoder
         self._kv_pool = kv_pool
+        self._state_pool = state_pool
+        self._pools = pools_by_layer(decoder.spec, kv_pool.layers, state_pool)
         self._tap = tap
         self._grammars = grammars
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Computed[StepResult]:
-        """Compute one forward over all chunks; mutates the KV pool. Without chunks it only serves other ranks."""
+        """Compute one forward over all chunks; mutates the pools. Without chunks it only serves other ranks."""
         if self._tap is None:
             return Computed(StepResult(plan.step, self._compute(plan)))
         self._tap.clear()
@@ -50,9 +59,18 @@ class ModelRunner:
             return []
         masks = begin_masks(self._grammars, plan.chunks)
         logit_rows, places = wanted_logits(plan.chunks)
-        states = self._decoder.states(self._make_batch(plan.chunks, logit_rows), self._kv_pool.layers)
+        states = self._states(plan.chunks, logit_rows)
         allowed = None if masks is None else masks.result()
         return sample_step(self._decoder, plan.chunks, places, states, masks=allowed).results()
+
+    def _states(self, chunks: list[Chunk], logit_rows: list[int]) -> Tensor:
+        """Return [S, hidden] of the wanted rows, behind the last norm."""
+        if self._state_pool is not None:
+            self._state_pool.begin(chunks)
+        states = self._decoder.states(self._make_batch(chunks, logit_rows), self._pools)
+        if self._state_pool is not None:
+            self._state_pool.end(chunks)
+        return states
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None) -> None:
@@ -60,7 +78,8 @@ class ModelRunner:
 
         `begin_step` is told each step's number of rows. Several ranks warm up together.
 
-        Writes into blocks from 0 on, as many as `max_num_tokens` tokens need or there are; nobody may hold them yet.
+        Writes into state slot 0 and into blocks from 0 on, as many as `max_num_tokens` tokens need or there are; nobody
+        may hold them yet.
         Raises CheckpointError if logits are not finite, after the last step, which other ranks wait for.
         """
         finite = True
@@ -72,9 +91,8 @@ class ModelRunner:
             vocab_size = self._decoder.spec.vocab_size
             token_ids = array("i", (i * max(1, vocab_size // count) % vocab_size for i in range(count)))
             begin_step(count)
-            logits = self._decoder.forward(
-                self._make_batch([Chunk("", token_ids, 0, block_table, None)], [count - 1]), self._kv_pool.layers
-            )
+            chunk = Chunk("", token_ids, 0, block_table, None, state=None if self._state_pool is None else StateUse(0))
+            logits = self._decoder.logits(self._states([chunk], [count - 1]))
             # As in sampling: a logit of minus infinity is a token that never comes.
             finite = finite and bool(logits.float().amax(-1).isfinite().all())
         if not finite:
@@ -93,4 +111,5 @@ class ModelRunner:
                 torch.frombuffer(arrays.slots, dtype=torch.int64), AttentionPlan(spans, self._kv_pool.block_size)
             ),
             logit_rows=None if len(logit_rows) == arrays.num_rows else torch.tensor(logit_rows, dtype=torch.int64),
+            states=None if self._state_pool is None else state_rows(chunks),
         )

@@ -14,8 +14,10 @@ class DecoderSpec:
     """One decoder-only language model.
 
     sparse_layers, windows: one entry per layer. A sparse layer has experts. With a window of n a query sees the last n
-    positions, its own included; with None it sees all. max_position: the longest context, in tokens, that the position
-    embedding is meant for. intermediate_size: of the dense layers.
+    positions, its own included; with None it sees all. recurrent_layers: one entry per layer, or empty for none; a
+    recurrent layer has `delta_net` in place of attention. max_position: the longest context, in tokens, that the
+    position embedding is meant for. intermediate_size: of the dense layers. zero_centred_norms: norms multiply by one
+    plus the stored weight.
     """
 
     model_type: str
@@ -27,11 +29,14 @@ class DecoderSpec:
     rope: RopeSpec
     sparse_layers: tuple[bool, ...]
     windows: tuple[int | None, ...]
+    recurrent_layers: tuple[bool, ...] = ()
+    delta_net: DeltaNetSpec | None = None
     moe: MoeSpec | None = None
     activation: Activation = field(default_factory=Activation)
     mlp_bias: bool = False
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
+    zero_centred_norms: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_divisor: float = 1.0
@@ -50,14 +55,30 @@ class DecoderSpec:
         """The indices of the sparse layers."""
         return tuple(layer for layer, sparse in enumerate(self.sparse_layers) if sparse)
 
+    def is_recurrent(self, layer: int) -> bool:
+        return bool(self.recurrent_layers) and self.recurrent_layers[layer]
+
     @property
     def kv_layers(self) -> tuple[KvLayerSpec, ...]:
+        """The KV caches of the layers with attention."""
         attention = self.attention
         if isinstance(attention, MlaSpec):
             layer = KvLayerSpec(1, attention.kv_lora_rank + attention.rope_dim, 0)
         else:
             layer = KvLayerSpec(attention.num_kv_heads, attention.head_dim, attention.head_dim)
-        return (layer,) * self.num_layers
+        return (layer,) * (self.num_layers - sum(self.recurrent_layers))
+
+    @property
+    def state_layers(self) -> tuple[tuple[StateShape, ...], ...]:
+        """What a request keeps in each recurrent layer: the inputs of the convolution, and a matrix per head."""
+        net = self.delta_net
+        if net is None:
+            return ()
+        states = (
+            StateShape((net.conv_width - 1, net.conv_channels), keep_fp32=False),
+            StateShape((net.num_value_heads, net.key_dim, net.value_dim), keep_fp32=True),
+        )
+        return (states,) * sum(self.recurrent_layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +86,8 @@ class AttentionSpec:
     """Multi-head attention with shared key and value heads.
 
     qk_norm: RMS norm of queries and keys, per ``head`` or over the ``flat`` projection.
-    clip_qkv: bound on the projections. sinks: one learned logit per head takes part in the softmax.
+    clip_qkv: bound on the projections. sinks: one learned logit per head takes part in the softmax. gated: the output
+    is multiplied by the sigmoid of one more projection, stored head by head behind the queries.
     """
 
     num_heads: int
@@ -77,6 +99,36 @@ class AttentionSpec:
     qk_norm: Literal["none", "head", "flat"] = "none"
     clip_qkv: float | None = None
     sinks: bool = False
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSpec:
+    """A gated delta net (https://arxiv.org/abs/2412.06464) in place of attention.
+
+    Queries, keys and values pass through a short convolution of `conv_width` tokens; each key head serves equally many
+    value heads. by_key_head: the checkpoint stores the projections of a key head and its value heads side by side, in
+    two tensors instead of four.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    by_key_head: bool
+
+    @property
+    def key_channels(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_channels(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_channels + self.value_channels
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +194,14 @@ class KvLayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateShape:
+    """One recurrent state of a request. keep_fp32: in float32 whatever the model's dtype, as it sums up all tokens."""
+
+    shape: tuple[int, ...]
+    keep_fp32: bool
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizationSpec:
     """Compressed weights, expanded on load. block: rows and columns that share one scale."""
 
@@ -190,6 +250,8 @@ class UnsupportedModel(ModelError):
 class CheckpointError(ModelError):
     """The weight files are missing, damaged or do not fit the configuration."""
 
+
+NO_GPU_FORM = "Models of type {!r} are served on a CPU only: their recurrent layers have no form for a GPU yet."
 
 # Of weights that load and still compute nothing.
 NO_NUMBERS = "The model's answer to a first prompt is not finite numbers: its weights are damaged."

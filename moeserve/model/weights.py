@@ -13,13 +13,15 @@ from torch import Tensor
 
 from experts.moe_layer import Dispatch, MoeLayer
 from experts.observer import AnyObserver
+from kernels.gated_delta_rule import DeltaHeads
 from kernels.linear import Linear
 from kernels.moe import moe_experts
 from kernels.ops import CpuOps, GatedBlock, NormWeights, Ops
 from moeserve.model.checkpoint import ExpertsPlan, LayerPlan, OwnedExperts, StoredTensor, plan_weights, read_index
 from moeserve.model.decoder import Decoder, DecoderLayer, GqaAttention, MlaAttention
+from moeserve.model.delta_net import GatedDeltaNet, by_part
 from moeserve.model.expert_weights import ExpertReader
-from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec
+from moeserve.model.spec import NO_GPU_FORM, AttentionSpec, DecoderSpec, DeltaNetSpec, MlaSpec, UnsupportedModel
 from moeserve.model.tensor_reader import Progress, TensorReader
 
 DispatchOf = Callable[[int], Dispatch]
@@ -94,39 +96,75 @@ class _Loader:
         return self._tensor(stored, _NARROW.get(stored.dtype, self._dtype) if narrow else self._dtype)
 
     def layer(self, plan: LayerPlan, number: int) -> DecoderLayer:
-        attention, tensors = self._spec.attention, plan.tensors
+        tensors = plan.tensors
         return DecoderLayer(
             self.norm(tensors, "input_norm"),
-            self._mla(tensors, attention)
-            if isinstance(attention, MlaSpec)
-            else self._gqa(tensors, attention, self._spec.windows[number]),
+            self._mixer(tensors, number),
             self.norm(tensors, "post_norm"),
             self._gated(tensors, "") if plan.experts is None else self._moe(tensors, plan.experts, number),
         )
 
     def norm(self, tensors: Tensors, key: str) -> NormWeights:
-        weight, bias = self._tensor(tensors[key]), self._optional(tensors, f"{key}.bias")
-        return NormWeights(weight, bias, self._spec.norm_eps)
+        return NormWeights(self._norm_weight(tensors[key]), self._optional(tensors, f"{key}.bias"), self._spec.norm_eps)
 
-    def linear(self, tensors: Tensors, *keys: str, dtype: torch.dtype | None = None) -> Linear:
+    def linear(
+        self, tensors: Tensors, *keys: str, dtype: torch.dtype | None = None, order: Tensor | None = None
+    ) -> Linear:
         """One projection out of those of ``keys``, their rows one below the other. dtype: of its input, default the
-        model's."""
+        model's. order: which of these rows come first; None for as they are."""
         dtype = dtype or self._dtype
-        return self._ops.pack_linear(
-            self._rows([tensors[key] for key in keys], dtype), self._biases(tensors, keys, dtype), dtype
+        rows, biases = self._rows([tensors[key] for key in keys], dtype), self._biases(tensors, keys, dtype)
+        if order is not None:
+            order = order.to(rows.device)
+            rows, biases = rows[order], None if biases is None else biases[order]
+        return self._ops.pack_linear(rows, biases, dtype)
+
+    def _mixer(self, tensors: Tensors, number: int) -> GqaAttention | MlaAttention | GatedDeltaNet:
+        """What mixes the tokens in layer ``number``."""
+        spec = self._spec
+        if spec.delta_net is not None and spec.is_recurrent(number):
+            return self._delta_net(tensors, spec.delta_net)
+        if isinstance(spec.attention, MlaSpec):
+            return self._mla(tensors, spec.attention)
+        return self._gqa(tensors, spec.attention, spec.windows[number])
+
+    def _delta_net(self, tensors: Tensors, spec: DeltaNetSpec) -> GatedDeltaNet:
+        ops = self._ops
+        if not isinstance(ops, CpuOps):
+            raise UnsupportedModel(NO_GPU_FORM.format(self._spec.model_type))
+        heads = DeltaHeads(
+            spec.num_key_heads,
+            spec.num_value_heads,
+            spec.key_dim,
+            spec.value_dim,
+            -self._tensor(tensors["decay"], torch.float32).exp(),
+            self._tensor(tensors["step_bias"], torch.float32),
+        )
+        if spec.by_key_head:
+            projections = self.linear(tensors, "qkvz", "ba", order=by_part(spec))
+        else:
+            projections = self.linear(tensors, "qkv", "z", "b", "a")
+        return GatedDeltaNet(
+            spec,
+            ops,
+            projections,
+            self.linear(tensors, "out"),
+            conv=self._tensor(tensors["conv"]).T.contiguous(),
+            heads=heads,
+            norm=NormWeights(self._tensor(tensors["delta_norm"]), None, self._spec.norm_eps),
         )
 
     def _gqa(self, tensors: Tensors, spec: AttentionSpec, window: int | None) -> GqaAttention:
         return GqaAttention(
             spec,
             self._ops,
-            self.linear(tensors, "q", "k", "v"),
+            self.linear(tensors, "q", "k", "v", order=_gates_last(spec) if spec.gated else None),
             self.linear(tensors, "o"),
             window=window,
             interleaved=self._spec.rope.interleaved,
             eps=self._spec.norm_eps,
-            q_norm=self._optional(tensors, "q_norm"),
-            k_norm=self._optional(tensors, "k_norm"),
+            q_norm=self._norm_weight(tensors["q_norm"]) if "q_norm" in tensors else None,
+            k_norm=self._norm_weight(tensors["k_norm"]) if "k_norm" in tensors else None,
             sinks=self._optional(tensors, "sinks"),
         )
 
@@ -181,6 +219,12 @@ class _Loader:
             observers=self._observers,
         )
 
+    def _norm_weight(self, stored: StoredTensor) -> Tensor:
+        if self._spec.zero_centred_norms:
+            # Added to one, a weight of 16 bits would lose most of them.
+            return self._tensor(stored, torch.float32) + 1.0
+        return self._tensor(stored)
+
     def _tensor(self, stored: StoredTensor, dtype: torch.dtype | None = None) -> Tensor:
         return self._reader.read(stored, dtype or self._dtype).to(self._ops.device)
 
@@ -199,3 +243,11 @@ class _Loader:
         """bfloat16 where products in float32 read such weights as they are, else ``dtype``."""
         narrow = self._ops.keeps_narrow and dtype == torch.float32 and all(part.dtype == "BF16" for part in parts)
         return torch.bfloat16 if narrow else dtype
+
+
+def _gates_last(spec: AttentionSpec) -> Tensor:
+    """Return the order of rows that turns queries and gates head by head, keys and values into queries, keys, values
+    and gates."""
+    queries, gates = torch.arange(2 * spec.num_heads * spec.head_dim).view(spec.num_heads, 2, -1).unbind(1)
+    others = torch.arange(2 * spec.num_kv_heads * spec.head_dim) + 2 * spec.num_heads * spec.head_dim
+    return torch.cat([queries.flatten(), others, gates.flatten()])

@@ -52,6 +52,7 @@ ROOMS = {
         "plan",
         "grammar",
         "wire",
+        "request_states",
         "request_memory",
         "scheduler",
         "steps",

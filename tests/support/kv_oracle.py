@@ -3,6 +3,9 @@
 Instead of keys and values a slot stores (token, position, namespace) of what was written there. A chunk may be computed
 only if its block table reads back exactly the prefix of its own request, so a block that was freed, shared, rewritten
 or published wrongly is seen in the step that would have read it. The drawn token is a function of the whole prefix.
+
+A row of the pool of states holds the tokens that it has taken in. So a chunk that goes on from a wrong slot or from a
+snapshot that was overwritten is seen in its step.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from radix_cache.nodes import Node
 Cell = tuple[int, int, str]
 POISON: Cell = (-1, -1, "poison")
 FAILED = -1
+SPOILT = array("i", [-7])
 
 
 def draw(prefix: array[int], seed: int, vocab_size: int, banned: Collection[int] = ()) -> int:
@@ -73,8 +77,11 @@ class KvOracle:
     for which `fails`, asked once, is true writes poison and returns an error.
     """
 
-    def __init__(self, cache: PrefixCache, vocab_size: int, *, run_ahead: bool = False) -> None:
+    def __init__(self, cache: PrefixCache, vocab_size: int, *, run_ahead: bool = False, num_slots: int = 0) -> None:
+        """num_slots: for states, 0 for a model without."""
         self._cache = cache
+        self._num_slots = num_slots
+        self._rows = [SPOILT] * (num_slots + cache.snapshots.num_rows)
         self._run_ahead = run_ahead
         self._last_drawn: list[int] = []
         self._size = cache.block_size
@@ -98,6 +105,7 @@ class KvOracle:
                 assert not set(zeroed) & set(chunk.block_table), "a block of a plan in flight changed hands"
         for chunk, record in zip(copy.chunks, records, strict=True):
             self._check_chunk(chunk, record)
+        self._check_rows(copy)
         self._in_flight.append(_Submitted(copy, records))
 
     def execute(self, live: list[Record]) -> StepResult:
@@ -123,6 +131,8 @@ class KvOracle:
             else:
                 self._check_prefix(chunk, record)
                 results.append(self._compute(chunk))
+        for chunk, is_faulty in zip(plan.chunks, faults, strict=True):
+            self._take_in(chunk, is_faulty)
         drawn = [result for chunk, result in zip(plan.chunks, results, strict=True) if chunk.sampling is not None]
         self._last_drawn = [FAILED if result.token_id is None else result.token_id for result in drawn]
         self.num_computed_tokens += plan.num_tokens
@@ -139,6 +149,10 @@ class KvOracle:
                 want = [(tokens[first + i], start + first + i, node.namespace) for i in range(self._size)]
                 assert self._kv[block] == want, f"block {block} was published with wrong contents"
             nodes += [(child, start + len(tokens)) for child in node.children.values()]
+            prefix = array("i", tree.prefix(node))
+            for snapshot in node.snapshots:
+                stop = start + snapshot.offset * self._size
+                assert self._rows[snapshot.row] == prefix[:stop], f"snapshot {snapshot.row} is of another prefix"
 
     def _check_chunk(self, chunk: Chunk, record: Record) -> None:
         end = chunk.start + len(chunk.token_ids)
@@ -171,6 +185,44 @@ class KvOracle:
                 assert chunk.extras.num_prompt_tokens == len(record.prompt)
             output = history[len(record.prompt) :] if chunk.sampling.grammar is not None else None
             assert (chunk.extras.output if chunk.extras else None) == output
+
+    def _check_rows(self, plan: StepPlan) -> None:
+        """Slots have one user; a row in flight is neither written by a later plan nor read before its commit."""
+        if not self._num_slots:
+            assert all(chunk.state is None for chunk in plan.chunks)
+            return
+        uses = [chunk.state for chunk in plan.chunks]
+        slots = [use.slot for use in uses]
+        loads, saves = [use.load for use in uses if use.load is not None], [use.save for use in uses if use.save]
+        assert len(set(slots)) == len(slots)
+        assert len(set(saves)) == len(saves)
+        assert not set(loads) & set(saves), "a snapshot is read and written in one plan"
+        assert all(0 <= slot < self._num_slots for slot in slots)
+        assert all(self._num_slots <= row < len(self._rows) for row in (*loads, *saves))
+        for earlier in self._in_flight:
+            for chunk in earlier.plan.chunks:
+                assert chunk.state.save not in (*loads, *saves), "a snapshot is used before its commit"
+                assert chunk.state.load not in saves, "a snapshot that a plan in flight loads is overwritten"
+                mine = [own for own in plan.chunks if own.state.slot == chunk.state.slot]
+                assert all(own.request_id == chunk.request_id for own in mine), "a slot in flight changed hands"
+
+    def _take_in(self, chunk: Chunk, is_faulty: bool) -> None:
+        """Let the chunk's state take in its tokens."""
+        use = chunk.state
+        if use is None:
+            return
+        if is_faulty or chunk.token_ids[0] == FAILED:
+            self._rows[use.slot] = SPOILT
+        else:
+            if use.load is not None:
+                self._rows[use.slot] = self._rows[use.load]
+            elif not chunk.start:
+                self._rows[use.slot] = array("i")
+            cells = [cell for block in chunk.block_table for cell in self._kv[block]][: chunk.start]
+            assert self._rows[use.slot] == array("i", [cell[0] for cell in cells]), "a chunk goes on from another state"
+            self._rows[use.slot] = self._rows[use.slot] + chunk.token_ids
+        if use.save is not None:
+            self._rows[use.save] = self._rows[use.slot]
 
     def _num_drawn(self, request_id: str) -> int:
         """How many tokens plans in flight but the last will draw for a request."""

@@ -12,9 +12,12 @@ from torch import Tensor
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.ops import PagedRows
 from moeserve.model.decoder import Decoder, ForwardBatch, KvPools
+from moeserve.model.state_pool import StatePool, pools_by_layer, state_rows
+from moeserve.plan import Chunk, StateUse
 
 
-def make_pools(decoder: Decoder, num_slots: int) -> KvPools:
+def make_pools(decoder: Decoder, num_slots: int) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the pools of the layers with attention."""
     pools: list[tuple[Tensor, Tensor | None]] = []
     for layer in decoder.spec.kv_layers:
         keys = torch.zeros(layer.num_heads, num_slots, layer.key_dim, dtype=decoder.dtype)
@@ -24,7 +27,7 @@ def make_pools(decoder: Decoder, num_slots: int) -> KvPools:
 
 
 class PagedRunner:
-    """Holds pools and one scattered block table per request."""
+    """Holds pools, and per request one scattered block table and a state slot."""
 
     def __init__(self, decoder: Decoder, requests: Sequence[Sequence[int]], block_size: int = 4, seed: int = 0) -> None:
         self._decoder = decoder
@@ -34,7 +37,11 @@ class PagedRunner:
         blocks = list(range(sum(counts) + 3))
         random.Random(seed).shuffle(blocks)
         self._tables = [array("i", [blocks.pop() for _ in range(count)]) for count in counts]
-        self._pools = make_pools(decoder, (sum(counts) + 3) * block_size)
+        self._states: StatePool | None = None
+        if decoder.spec.state_layers:
+            self._states = StatePool(decoder.spec.state_layers, len(requests) + 1, decoder.dtype)
+        kv_layers = make_pools(decoder, (sum(counts) + 3) * block_size)
+        self._pools: KvPools = pools_by_layer(decoder.spec, kv_layers, self._states)
 
     def step(self, chunks: Sequence[tuple[int, int, int]], logit_rows: Sequence[int] | None = None) -> Tensor:
         """Compute tokens [start, end) of requests; chunks are (request, start, end). Logits of all or some rows."""
@@ -48,11 +55,25 @@ class PagedRunner:
             positions += range(start, end)
             slots += [table[p // self._block_size] * self._block_size + p % self._block_size for p in range(start, end)]
             spans.append(ChunkSpan(end - start, start, table[: -(-end // self._block_size)]))
+        planned = [
+            Chunk(
+                "",
+                array("i", range(end - start)),
+                start,
+                array("i"),
+                None,
+                state=StateUse(len(self._requests) - request),
+            )
+            for request, start, end in chunks
+        ]
+        if self._states is not None:
+            self._states.begin(planned)
         batch = ForwardBatch(
             torch.tensor(tokens),
             torch.tensor(positions),
             PagedRows(torch.tensor(slots), AttentionPlan(spans, self._block_size)),
             None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64),
+            states=None if self._states is None else state_rows(planned),
         )
         with torch.inference_mode():
             return self._decoder.forward(batch, self._pools)

@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 
 from moeserve.plan import FinishReason, Request, SamplingParams, StepPlan
+from moeserve.request_states import StatePolicy
 from moeserve.scheduler import RequestOutput, Scheduler
 from radix_cache import PrefixCache
 from tests.support.kv_oracle import KvOracle, Record, undisturbed
@@ -34,9 +35,15 @@ class Simulation:
         depth: int = 0,
         num_ranks: int = 1,
         run_ahead: bool = False,
+        states: StatePolicy | None = None,
+        num_snapshots: int = 0,
     ) -> None:
-        self.caches = [PrefixCache(num_blocks, block_size, caching=caching) for _ in range(num_ranks)]
-        self.oracles = [KvOracle(cache, VOCAB_SIZE, run_ahead=run_ahead) for cache in self.caches]
+        num_slots = 0 if states is None else states.num_slots
+        rows = None if states is None else range(num_slots, num_slots + num_snapshots)
+        self.caches = [
+            PrefixCache(num_blocks, block_size, caching=caching, snapshot_rows=rows) for _ in range(num_ranks)
+        ]
+        self.oracles = [KvOracle(cache, VOCAB_SIZE, run_ahead=run_ahead, num_slots=num_slots) for cache in self.caches]
         self.cache, self.oracle = self.caches[0], self.oracles[0]
         self.scheduler = Scheduler(
             self.caches,
@@ -46,6 +53,7 @@ class Simulation:
             max_model_len=max_model_len or num_blocks * block_size,
             policy=policy,
             run_ahead=run_ahead,
+            states=states,
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs

@@ -41,9 +41,32 @@ _MLA = {
     "topk_group": 2,
     "routed_scaling_factor": 1.3,
 }
+# Three value heads per key head, heads of which one part of the channels is rotated, and attention in two layers.
+_HYBRID = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 _NOAUX = {"n_routed_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "head_dim": 16}
 
-# Case name -> (class prefix, what differs from the base).
+# Case name -> (class prefix, what differs from the base). With `vision_config` the model reads images as well.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": None}),
     "llama-biases-llama3": (
@@ -163,6 +186,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         },
     ),
+    "qwen3_next": ("Qwen3Next", {**_HYBRID, "mlp_only_layers": [1], "attention_bias": True}),
+    "qwen3_next-recurrent-end": (
+        "Qwen3Next",
+        {
+            **_HYBRID,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"],
+            "linear_num_value_heads": 2,
+            "linear_value_head_dim": 20,
+            "linear_conv_kernel_dim": 3,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", _HYBRID),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**_HYBRID, "vision_config": _VISION}),
     "deepseek_v2": ("DeepseekV2", {**_MLA, "q_lora_rank": None, "topk_method": "group_limited_greedy"}),
     "deepseek_v2-greedy-low-rank": ("DeepseekV2", {**_MLA, "q_lora_rank": 24, "topk_method": "greedy"}),
     "deepseek_v3-yarn": (
@@ -180,17 +217,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def build(case: str) -> Any:
     """The transformers model of a case: random weights, norms and biases included, so that every field matters."""
     prefix, changes = CASES[case]
-    config = getattr(transformers, f"{prefix}Config")(**{**_BASE, **changes})
+    values = {**_BASE, **changes}
+    vision = values.pop("vision_config", None)
+    if vision is not None:
+        text = getattr(transformers, f"{prefix}TextConfig")(**values)
+        config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=vision)
+    else:
+        config = (getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config"))(
+            **values
+        )
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     torch.manual_seed(1)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    task = "CausalLM" if vision is None else "ConditionalGeneration"
+    model = getattr(transformers, f"{prefix}For{task}")(config).eval()
     with torch.no_grad():
         tensors = list(model.named_parameters())
         tensors += [pair for pair in model.named_buffers() if "correction_bias" in pair[0]]
         for name, tensor in tensors:
             if "norm" in name and tensor.dim() == 1 and "bias" not in name:
-                tensor.uniform_(0.5, 1.5)
+                # Of about one, or of about zero where the norm adds one to it.
+                tensor += torch.empty_like(tensor).uniform_(-0.5, 0.5)
             else:
                 tensor.normal_(0, 0.15)
     return model

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moeserve.config import ConfigError
-from moeserve.device import KvBudget, available_bytes, plan_kv
+from moeserve.device import KvBudget, StateDemand, available_bytes, plan_kv
 
 GIB = 2**30
+MIB = 2**20
 
 
-def plan(**changes: int | None) -> KvBudget:
-    values: dict[str, int | None] = {
+def plan(**changes: Any) -> KvBudget:
+    values: dict[str, Any] = {
         "block_bytes": 2**20,
         "block_size": 16,
         "available_bytes": 10 * GIB,
@@ -21,7 +23,7 @@ def plan(**changes: int | None) -> KvBudget:
         "model_max_len": 8192,
         "max_model_len": None,
     }
-    return plan_kv(**{**values, **changes})  # type: ignore[arg-type]
+    return plan_kv(**{**values, **changes})
 
 
 def test_by_default_the_pool_takes_half_of_the_rest_but_never_more_than_four_gib() -> None:
@@ -121,3 +123,38 @@ def test_no_limit_leaves_what_the_machine_has(machine: Path) -> None:
 def test_more_used_than_the_limit_leaves_nothing(machine: Path) -> None:
     write_group(machine / "cgroup/a", memory__max=100, memory__current=200)
     assert room(machine, "0::/a\n") == 0
+
+
+def test_without_recurrent_layers_no_memory_is_for_states() -> None:
+    assert (plan().num_state_slots, plan().num_snapshots) == (0, 0)
+
+
+def test_running_requests_get_a_state_slot_each_and_snapshots_a_quarter_of_the_kv_memory() -> None:
+    with_states = plan(states=StateDemand(64 * MIB, 8, None))
+    assert with_states == KvBudget(4096, 8192, num_state_slots=8, num_snapshots=16)
+    # 9728 MiB are free beside the reserve, of which 512 MiB are slots: half of the rest is KV.
+    assert plan(states=StateDemand(64 * MIB, 8, None), available_bytes=2 * GIB).num_blocks == (1536 - 512) // 2
+
+
+def test_states_of_running_requests_leave_half_of_the_memory_to_kv() -> None:
+    budget = plan(states=StateDemand(256 * MIB, 64, None), available_bytes=2 * GIB + 512 * MIB)
+    assert (budget.num_state_slots, budget.num_blocks) == (4, 512)
+    assert plan(states=StateDemand(900 * MIB, 64, None), available_bytes=2 * GIB).num_state_slots == 1
+
+
+def test_snapshots_take_what_they_are_told_to() -> None:
+    assert plan(states=StateDemand(64 * MIB, 8, 640 * MIB)).num_snapshots == 10
+    assert plan(states=StateDemand(64 * MIB, 8, 0)).num_snapshots == 0
+
+
+@pytest.mark.parametrize(
+    ("demand", "sentence"),
+    [
+        (StateDemand(20 * GIB, 8, None), "state of a request takes 20480 MiB; beside the weights only 9728 MiB"),
+        (StateDemand(64 * MIB, 8, 20 * GIB), "--state-cache-memory asks for 20480 MiB; .* only 5120 MiB are free"),
+        (StateDemand(64 * MIB, 8, MIB), "--state-cache-memory holds no snapshot: one takes 64 MiB"),
+    ],
+)
+def test_memory_for_states_that_cannot_be_had_is_refused_with_numbers(demand: StateDemand, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        plan(states=demand)

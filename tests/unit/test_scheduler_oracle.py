@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moeserve.plan import FinishReason, SamplingParams
+from moeserve.request_states import StatePolicy
 from tests.support.kv_oracle import Record
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
 
@@ -172,6 +173,8 @@ SETUP = st.fixed_dictionaries(
         "policy": st.sampled_from(["fcfs", "lpm"]),
         "depth": st.sampled_from([0, 1, 2]),
         "run_ahead": st.booleans(),
+        "states": st.sampled_from([None, StatePolicy(3, 1, 4), StatePolicy(4, 1, 1), StatePolicy(4, 4, 8)]),
+        "num_snapshots": st.sampled_from([0, 1, 2, 5, 40]),
     }
 )
 
@@ -224,7 +227,7 @@ class Script:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(SETUP, st.lists(ACTION, min_size=20, max_size=50), st.sets(st.integers(0, 30), max_size=2))
 def test_random_scripts_leave_every_output_and_every_block_right(
     setup: dict[str, object], actions: list[tuple[str, object]], faulty: set[int]

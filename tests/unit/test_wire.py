@@ -18,6 +18,7 @@ from moeserve.plan import (
     ChunkExtras,
     FinishReason,
     SamplingParams,
+    StateUse,
     StepPlan,
     TokenLogprobs,
 )
@@ -168,6 +169,7 @@ EXTRAS = st.builds(
     num_top_logprobs=st.integers(0, 20),
     output=st.none() | ARRAYS,
 )
+ROWS = st.integers(0, 2**31)
 CHUNKS = st.builds(
     Chunk,
     request_id=st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
@@ -177,6 +179,7 @@ CHUNKS = st.builds(
     sampling=st.none() | SAMPLING,
     extras=st.none() | EXTRAS,
     annotation=st.none() | st.binary(max_size=9),
+    state=st.none() | st.builds(StateUse, ROWS, st.none() | ROWS, st.none() | ROWS),
 )
 PLANS = st.builds(StepPlan, step=st.integers(0, 2**62), chunks=st.lists(CHUNKS, max_size=4), zeroed_blocks=ARRAYS)
 
@@ -196,6 +199,13 @@ def test_encoding_takes_a_copy() -> None:
     data = encode_plan(plan)
     block_table.append(6)
     assert decode_plan(data).chunks[0].block_table == array("i", [5])
+
+
+def test_plans_of_models_without_states_carry_nothing_for_them() -> None:
+    chunk = Chunk("r", array("i", [1]), 0, array("i", [5]), None)
+    assert len(msgpack.unpackb(encode_plan(StepPlan(1, [chunk])))) == 3
+    chunk.state = StateUse(0)
+    assert len(msgpack.unpackb(encode_plan(StepPlan(1, [chunk])))) == 4
 
 
 def test_an_annotation_beyond_its_bound_is_refused() -> None:
@@ -219,6 +229,7 @@ def test_an_annotation_beyond_its_bound_is_refused() -> None:
         msgpack.packb([1, [["r", b"", 0, b"", {"max_tokens": "x"}, None]], b""]),
         msgpack.packb([1, [], msgpack.ExtType(4, b"x")]),
         msgpack.packb([1, [], b""]) + b"\0",
+        msgpack.packb([1, [], b"", [[0, None, None]]]),
         b"\x91" * 5000,
     ],
 )

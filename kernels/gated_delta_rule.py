@@ -1,0 +1,112 @@
+"""The gated delta rule (https://arxiv.org/abs/2412.06464), token by token: CPU body and reference.
+
+Of a value head with the state S [K, V], a query q and a key k of unit length [K], and a value v [V]:
+
+    S <- exp(g) S;   S <- S + k (beta (v - S^T k))^T;   out = S^T q / sqrt(K)
+
+A form that takes many tokens at once needs fewer operations on a GPU, but its sums depend on where chunks begin. Token
+by token a request has the same bits in any chunking, so that one which resumes from a state goes on as if it had
+computed all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.activation import sigmoid
+from kernels.cpu.library import NativeKernels, native_kernels
+from kernels.cpu.panels import LANES
+from kernels.state_rows import StateRows
+
+_UNIT_EPS = 1e-6
+# Channels of a key that the compiled body takes.
+_MOST_KEYS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """Each of `num_keys` key heads serves equally many neighbouring value heads.
+
+    decay_rate, step_bias: [num_values] fp32. A token's decay is exp(decay_rate * softplus(step + step_bias)).
+    """
+
+    num_keys: int
+    num_values: int
+    key_dim: int
+    value_dim: int
+    decay_rate: Tensor
+    step_bias: Tensor
+
+
+def gated_delta_rule(qkv: Tensor, gates: Tensor, heads: DeltaHeads, states: Tensor, rows: StateRows) -> Tensor:
+    """Return the outputs [T, HV, V] of the tokens. Mutates the chunks' states.
+
+    qkv [T, 2 HK K + HV V]: queries, then keys, of any length, then values. gates [T, 2 HV]: the logits of beta, then
+    the steps of the decay. states [num_slots, HV, K, V] fp32.
+    """
+    kernels = native_kernels()
+    fits = heads.value_dim % LANES == 0 and heads.key_dim <= _MOST_KEYS
+    if kernels is None or qkv.device.type != "cpu" or qkv.dtype == torch.float64 or not fits:
+        return gated_delta_rule_reference(qkv, gates, heads, states, rows)
+    return _native_rule(kernels, qkv.float(), gates.float(), heads, states, rows).to(qkv.dtype)
+
+
+def _native_rule(
+    kernels: NativeKernels, qkv: Tensor, gates: Tensor, heads: DeltaHeads, states: Tensor, rows: StateRows
+) -> Tensor:
+    out = qkv.new_empty((qkv.shape[0], heads.num_values, heads.value_dim))
+    kernels.gated_delta_rule(
+        qkv.data_ptr(),
+        qkv.stride(0),
+        gates.data_ptr(),
+        gates.stride(0),
+        heads.decay_rate.data_ptr(),
+        heads.step_bias.data_ptr(),
+        states.data_ptr(),
+        states.stride(0),
+        rows.first_rows.data_ptr(),
+        rows.slots.data_ptr(),
+        len(rows.slots),
+        heads.num_keys,
+        heads.num_values,
+        heads.key_dim,
+        heads.value_dim,
+        out.data_ptr(),
+    )
+    return out
+
+
+def gated_delta_rule_reference(
+    qkv: Tensor, gates: Tensor, heads: DeltaHeads, states: Tensor, rows: StateRows
+) -> Tensor:
+    """`gated_delta_rule` by plain torch, one token at a time, in fp32 (fp64 for fp64 input)."""
+    wide = torch.promote_types(qkv.dtype, torch.float32)
+    group = heads.num_values // heads.num_keys
+    keys_width = heads.num_keys * heads.key_dim
+    out = qkv.new_empty((qkv.shape[0], heads.num_values, heads.value_dim))
+    strengths, steps = gates.to(wide).chunk(2, 1)
+    betas = sigmoid(strengths)
+    # Through fp64, as in `sigmoid`: rounded from there, bits do not depend on a token's place.
+    logs = heads.decay_rate.double() * F.softplus(steps.double() + heads.step_bias.double())
+    decays = logs.exp().to(wide)
+    for chunk, slot in rows:
+        state = states[slot].to(wide)
+        for row in range(chunk.start, chunk.stop):
+            flat = qkv[row].to(wide)
+            q, k, v = flat.split([keys_width, keys_width, heads.num_values * heads.value_dim])
+            query, key = (_unit(part.view(heads.num_keys, -1)).repeat_interleave(group, 0) for part in (q, k))
+            state = state * decays[row, :, None, None]
+            known = (state * key[:, :, None]).sum(1)
+            delta = (v.view(heads.num_values, -1) - known) * betas[row, :, None]
+            state = state + key[:, :, None] * delta[:, None, :]
+            out[row] = (state * (query * heads.key_dim**-0.5)[:, :, None]).sum(1)
+        states[slot] = state
+    return out
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _UNIT_EPS)

@@ -1,0 +1,54 @@
+"""Causal depthwise convolution over the last few tokens, as in front of the gated delta rule: CPU body and reference.
+
+On a CPU a token's result is the same bits in any batch and any chunking.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.activation import sigmoid
+from kernels.cpu.library import native_kernels
+from kernels.state_rows import StateRows
+
+
+def short_conv(x: Tensor, weight: Tensor, states: Tensor, rows: StateRows) -> Tensor:
+    """Convolve each channel of x [T, C] with weight [W, C], the newest token's last, then SiLU; return [T, C].
+
+    states [num_slots, W - 1, C]: the inputs before a chunk, zeros before the first token. Mutates the chunks' states,
+    which become the inputs before the next chunk.
+    """
+    kernels = native_kernels()
+    if kernels is None or x.device.type != "cpu" or not x.dtype == weight.dtype == states.dtype == torch.float32:
+        return short_conv_reference(x, weight, states, rows)
+    out = x.new_empty(x.shape)
+    kernels.short_conv(
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        weight.shape[0],
+        weight.shape[1],
+        states.data_ptr(),
+        states.stride(0),
+        rows.first_rows.data_ptr(),
+        rows.slots.data_ptr(),
+        len(rows.slots),
+        out.data_ptr(),
+    )
+    return out
+
+
+def short_conv_reference(x: Tensor, weight: Tensor, states: Tensor, rows: StateRows) -> Tensor:
+    """`short_conv` by plain torch, in fp32 (fp64 for fp64 input)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = torch.empty_like(x)
+    for chunk, slot in rows:
+        inputs = torch.cat([states[slot].to(x.dtype), x[chunk]])
+        num_rows = chunk.stop - chunk.start
+        total = torch.zeros((num_rows, x.shape[1]), dtype=wide, device=x.device)
+        for tap, factor in enumerate(weight.to(wide)):
+            total += inputs[tap : tap + num_rows].to(wide) * factor
+        out[chunk] = total * sigmoid(total)
+        states[slot] = inputs[num_rows:]
+    return out

@@ -1,0 +1,180 @@
+"""The recurrent states of one rank's requests: their slots, where snapshots are saved, and whom it pays to wait for.
+
+A state can be saved only where a chunk ends, so chunks are cut where a snapshot is wanted: at the last block boundary
+of a prompt, which an equal or longer prompt goes on from; where the prompt leaves what is cached already (a branching
+point: somebody else came this far and left no state, or will branch there); and at positions that the client marks.
+While it decodes, a request saves a snapshot now and then and gives up the one before, for the next turn of the talk.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from moeserve.plan import Chunk, Request, RequestState, StateUse
+from radix_cache import PrefixCache
+
+# A snapshot costs a copy and, in a prompt, a step that ends early: about as much as computing this many tokens.
+MIN_GAIN_TOKENS = 32
+# Between snapshots while decoding. A copy moves twice the state, 0.1 GB for the models in use, and a step at least
+# 1 GB of weights, so that copies take less than 1 % of it.
+DECODE_INTERVAL_TOKENS = 64
+
+# (start, known, marks, last, smallest gain) -> positions; see `wanted_positions`.
+ChoosePositions = Callable[[int, int, Iterable[int], int, int], list[int]]
+
+
+def wanted_positions(start: int, known: int, marks: Iterable[int], last: int, min_gain: int) -> list[int]:
+    """Return the positions at which to save while computing a request's known tokens, in order.
+
+    All are block boundaries: start, where the request begins to compute; known, where the cached KV of its tokens
+    ends; marks, of the client; last, the last boundary before its last token. Each position is at least `min_gain`
+    tokens behind the one before; of two that are closer the first stays, since it serves more prompts.
+    """
+    chosen = []
+    above = start
+    for position in sorted({known, last, *marks}):
+        if position <= last and position - above >= min_gain:
+            chosen.append(position)
+            above = position
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class StatePolicy:
+    """How many state slots each rank has, the first rows of its pool, and where requests save snapshots.
+
+    min_gain: a snapshot is saved if it spares an equal prompt at least so many tokens. decode_interval: tokens between
+    snapshots while decoding, at least a block.
+    """
+
+    num_slots: int
+    min_gain: int = MIN_GAIN_TOKENS
+    decode_interval: int = DECODE_INTERVAL_TOKENS
+    choose: ChoosePositions = wanted_positions
+
+
+class RequestStates:
+    """Gives requests their slots and their chunks a `StateUse`.
+
+    A slot belongs to a request as long as its lease. Whatever a plan in flight loads stays pinned, and what it saves
+    enters the tree with its commit.
+    """
+
+    def __init__(self, cache: PrefixCache, policy: StatePolicy) -> None:
+        self._cache = cache
+        self._block_size = cache.block_size
+        self._policy = policy
+        self._min_gain = max(1, policy.min_gain)
+        self._decode_interval = max(1, policy.decode_interval // cache.block_size) * cache.block_size
+        self._free = list(range(policy.num_slots - 1, -1, -1))
+
+    def enter(self, request: Request) -> None:
+        """Give a slot to a request that has a new lease, if one is free."""
+        if self._free:
+            request.state = RequestState(self._free.pop(), 0, [])
+            self.find_positions(request)
+
+    def leave(self, request: Request) -> None:
+        """Take back the slot of a request that no plan in flight names."""
+        if request.state is not None:
+            self._free.append(request.state.slot)
+            request.state = None
+
+    def find_positions(self, request: Request) -> None:
+        """Choose where the request saves, after its lease has found a prefix or more of it."""
+        lease, state, size = request.lease, request.state, self._block_size
+        assert lease is not None
+        assert state is not None
+        state.is_fresh = True
+        state.above = lease.num_published_tokens
+        if not self._cache.snapshots.num_rows:
+            return
+        marks = () if request.cache is None else (tokens // size * size for tokens, _ in request.cache.retentions)
+        last = (len(request.token_ids) - 1) // size * size
+        state.wanted = self._policy.choose(state.above, lease.num_known_tokens, marks, last, self._min_gain)
+
+    def cut(self, request: Request, count: int) -> int:
+        """Return how many of the request's next `count` tokens a chunk may have to end where a snapshot is wanted."""
+        state = request.state
+        assert state is not None
+        start = request.num_planned_tokens
+        return next((min(count, position - start) for position in state.wanted if position > start), count)
+
+    def use(self, request: Request, count: int) -> StateUse:
+        """Return what the chunk of the request's next `count` tokens, which is planned now, does with the state."""
+        lease, state = request.lease, request.state
+        assert lease is not None
+        assert state is not None
+        use = StateUse(state.slot)
+        if state.is_fresh:
+            use.load = self._cache.begin_load(lease)
+            state.is_fresh = False
+        end = request.num_planned_tokens + count
+        if self._is_wanted(request, state, end):
+            use.save = self._cache.take_snapshot(lease, end)
+            if use.save is not None:
+                state.saving.append(end)
+                state.above = end
+        while state.wanted and state.wanted[0] <= end:
+            del state.wanted[0]
+        return use
+
+    def commit(self, request: Request, chunk: Chunk, *, keep: bool) -> None:
+        """End the chunk's load, and put the saved snapshot into the tree unless the request failed or has ended.
+
+        To be called after the chunk's blocks were published.
+        """
+        lease, state, use = request.lease, request.state, chunk.state
+        assert lease is not None
+        assert state is not None
+        assert use is not None
+        if use.load is not None:
+            self._cache.end_load(lease)
+        if use.save is None:
+            return
+        position = state.saving.pop(0)
+        if not keep:
+            self._cache.drop_row(use.save)
+            return
+        snapshot = self._cache.keep_snapshot(lease, use.save, position)
+        if chunk.sampling is not None:
+            if state.rolling is not None and state.rolling is not snapshot:
+                self._cache.drop_unused(state.rolling)
+            state.rolling = snapshot
+
+    def want(self, request: Request, position: int) -> int:
+        """Let the request save a snapshot at `position`, a block boundary, unless it does so shortly before.
+
+        Return the last position up to there at which it will save, or is about to; 0 if there is none.
+        """
+        state = request.state
+        if state is None or not self._cache.snapshots.num_rows:
+            return 0
+        best = max((p for p in (*state.saving, *state.wanted) if p <= position), default=0)
+        if position > request.num_planned_tokens and position - max(best, state.above) >= self._min_gain:
+            insort(state.wanted, position)
+            return position
+        return best
+
+    def follows(self, request: Request, other: Request, num_common: int) -> bool:
+        """Return whether `request` should wait until `other`, which is ahead of it, has saved a snapshot for both.
+
+        num_common: the tokens that both begin with, in whole blocks. `other` will save a snapshot there.
+        """
+        start = request.num_planned_tokens
+        if other.num_planned_tokens <= start or num_common - start < self._min_gain:
+            return False
+        return self.want(other, num_common) - start >= self._min_gain
+
+    def check_idle(self) -> None:
+        """Raise AssertionError unless every slot is free and no snapshot is being written, as when nothing runs."""
+        num_held, num_written = self._policy.num_slots - len(self._free), self._cache.snapshots.num_written
+        if num_held or num_written:
+            raise AssertionError(f"idle, but {num_held} slots are held and {num_written} snapshots being written")
+
+    def _is_wanted(self, request: Request, state: RequestState, end: int) -> bool:
+        if end < len(request.token_ids):
+            return end in state.wanted
+        return end % self._decode_interval == 0 and end - state.above >= self._min_gain

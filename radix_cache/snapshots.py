@@ -1,0 +1,196 @@
+"""Snapshots of recurrent states at block boundaries of the tree, and which of them gives way to a new one.
+
+A hybrid model goes on from a prefix only where both its KV and its recurrent state are there. A snapshot is one state,
+a row of the rank's pool of states. Rows are a budget apart from blocks: all cost the same, so the worth of a snapshot
+is the number of blocks that a request would compute again without it, and how recently it was of use. The victim is
+chosen by GreedyDual (Young, 1994; with gains for costs as in Cherkasova's GDSF, 1998): worth is the gain added to an
+age when the snapshot is made or used, the least worth goes, and the age becomes what it was worth. So a snapshot that
+saves ten times as much stays about ten times as long, and none stays for ever.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from radix_cache.errors import require
+from radix_cache.nodes import NOT_QUEUED, Node, Snapshot
+
+_HEAP_SLACK = 64
+
+
+class SnapshotTable:
+    """The rows for snapshots: each one is free, being written, or a snapshot in the tree.
+
+    A snapshot leaves the tree when its row is wanted or when the block before its boundary goes. While it is pinned
+    neither happens: whoever pins it also holds a lease on its prefix. Gains and depths are in blocks.
+    """
+
+    __slots__ = (
+        "_age",
+        "_free",
+        "_next_entry",
+        "_queue",
+        "_written",
+        "num_cached",
+        "num_evicted",
+        "num_placed",
+        "num_used",
+        "rows",
+    )
+
+    def __init__(self, rows: range) -> None:
+        """rows: the numbers of the rows, none where states are not kept."""
+        self.rows = rows
+        self._free = list(reversed(rows))
+        self._written: set[int] = set()
+        # (worth, entry, snapshot) of those that are not pinned. An entry whose number is not the snapshot's is dead.
+        self._queue: list[tuple[int, int, Snapshot]] = []
+        self._next_entry = 0
+        self._age = 0
+        self.num_cached = 0
+        self.num_used = 0
+        self.num_placed = 0
+        self.num_evicted = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_written(self) -> int:
+        """Rows that were taken and neither placed nor given back."""
+        return len(self._written)
+
+    def take(self, gain: int) -> int | None:
+        """Return a row to write a snapshot to that will save `gain` blocks; None if all others are worth more."""
+        if not self._free:
+            victim = self._first()
+            if victim is None or victim.worth > self._age + gain:
+                return None
+            self._age = victim.worth
+            self.num_evicted += 1
+            self.remove(victim)
+        row = self._free.pop()
+        self._written.add(row)
+        return row
+
+    def give_back(self, row: int) -> None:
+        """Free a row that was taken. Raises KeyError if it was not."""
+        self._written.remove(row)
+        self._free.append(row)
+
+    def place(self, row: int, node: Node) -> Snapshot:
+        """Put the state in a taken row at the end of `node`, a run of blocks. An older one there stays instead."""
+        at = len(node.blocks)
+        if node.snapshots and node.snapshots[-1].offset == at:
+            self.give_back(row)
+            return node.snapshots[-1]
+        self._written.remove(row)
+        snapshot = Snapshot(row, node, at)
+        node.snapshots.append(snapshot)
+        self.num_cached += 1
+        self.num_placed += 1
+        snapshot.worth = self._age + gain_of(snapshot)
+        self._enqueue(snapshot)
+        return snapshot
+
+    def pin(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot in the tree until `unpin`."""
+        snapshot.pins += 1
+        snapshot.entry = NOT_QUEUED
+
+    def unpin(self, snapshot: Snapshot) -> None:
+        snapshot.pins -= 1
+        if not snapshot.pins:
+            self._enqueue(snapshot)
+
+    def note_use(self, snapshot: Snapshot) -> None:
+        """Count that a request goes on from a pinned snapshot, which is recent from now on."""
+        snapshot.uses += 1
+        self.num_used += 1
+        snapshot.worth = self._age + gain_of(snapshot)
+
+    def remove(self, snapshot: Snapshot) -> None:
+        """Take a snapshot that is not pinned out of the tree, and free its row."""
+        node = snapshot.node
+        assert node is not None
+        require(not snapshot.pins, f"snapshot {snapshot.row} leaves the tree while a request needs it")
+        node.snapshots.remove(snapshot)
+        snapshot.node = None
+        snapshot.entry = NOT_QUEUED
+        self.num_cached -= 1
+        self._free.append(snapshot.row)
+
+    def cut(self, node: Node, num_left: int) -> None:
+        """Remove the snapshots of a node behind its first `num_left` blocks, which alone stay."""
+        while node.snapshots and node.snapshots[-1].offset > num_left:
+            self.remove(node.snapshots[-1])
+
+    def queued_rows(self) -> list[int]:
+        """Return the rows of the snapshots in the queue. Raises InvariantError if dead entries pile up."""
+        require(len(self._queue) <= 2 * self.num_cached + _HEAP_SLACK, "the queue of snapshots outgrew them")
+        return [snapshot.row for _, entry, snapshot in self._queue if snapshot.entry == entry]
+
+    def unused_rows(self) -> list[int]:
+        """Return the rows that are no snapshots in the tree: free ones and those being written."""
+        return [*self._free, *self._written]
+
+    def _first(self) -> Snapshot | None:
+        while self._queue:
+            _, entry, snapshot = self._queue[0]
+            if snapshot.entry == entry:
+                return snapshot
+            heappop(self._queue)
+        return None
+
+    def _enqueue(self, snapshot: Snapshot) -> None:
+        self._next_entry += 1
+        snapshot.entry = self._next_entry
+        heappush(self._queue, (snapshot.worth, snapshot.entry, snapshot))
+        if len(self._queue) > 2 * self.num_cached + _HEAP_SLACK:
+            self._queue = [entry for entry in self._queue if entry[2].entry == entry[1]]
+            heapify(self._queue)
+
+
+def split_snapshots(node: Node, upper: Node) -> None:
+    """Give the new parent `upper` of `node`, which has its former first blocks, the snapshots at their ends."""
+    count = len(upper.blocks)
+    for snapshot in node.snapshots:
+        if snapshot.offset <= count:
+            snapshot.node = upper
+            upper.snapshots.append(snapshot)
+        else:
+            snapshot.offset -= count
+    del node.snapshots[: len(upper.snapshots)]
+
+
+def deepest_snapshot(node: Node | None, depth: int, limit: int) -> tuple[Snapshot | None, int]:
+    """Return the last snapshot within the first `limit` blocks of the prefix that ends with `node`, and its depth.
+
+    depth: of the end of `node`. (None, 0) without a snapshot.
+    """
+    while node is not None:
+        depth -= len(node.blocks)
+        for snapshot in reversed(node.snapshots):
+            if depth + snapshot.offset <= limit:
+                return snapshot, depth + snapshot.offset
+        node = node.parent
+    return None, 0
+
+
+def gain_of(snapshot: Snapshot) -> int:
+    """Count the blocks between a snapshot in the tree and the one before it in its prefix."""
+    node = snapshot.node
+    assert node is not None
+    place = node.snapshots.index(snapshot)
+    if place:
+        return snapshot.offset - node.snapshots[place - 1].offset
+    gain, above = snapshot.offset, node.parent
+    while above is not None and not above.snapshots:
+        gain += len(above.blocks)
+        above = above.parent
+    return gain if above is None else gain + len(above.blocks) - above.snapshots[-1].offset
