@@ -77,11 +77,21 @@ class CacheCommands:
         caches = self._caches
         retained, lost = sum(cache.num_retained for cache in caches), sum(cache.num_lost for cache in caches)
         pins = sum(cache.num_pins for cache in caches)
-        return {
+        samples: FeatureSamples = {
             "moeserve_kv_retained_blocks": [[retained]],
             "moeserve_kv_pinned_prefixes": [[pins]],
             "moeserve_kv_retained_evictions": [[lost]],
         }
+        tables = [cache.snapshots for cache in caches if cache.snapshots.num_rows]
+        if tables:
+            samples |= {
+                "moeserve_state_snapshots": [[sum(table.num_cached for table in tables)]],
+                "moeserve_state_snapshots_max": [[sum(table.num_rows for table in tables)]],
+                "moeserve_state_snapshots_saved": [[sum(table.num_placed for table in tables)]],
+                "moeserve_state_snapshots_used": [[sum(table.num_used for table in tables)]],
+                "moeserve_state_snapshots_evicted": [[sum(table.num_evicted for table in tables)]],
+            }
+        return samples
 
     def _list(self, arguments: ListArguments) -> dict[str, Any]:
         limit = min(max(1, arguments.limit), MAX_LISTED)

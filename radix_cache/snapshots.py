@@ -25,7 +25,18 @@ class SnapshotTable:
     neither happens: whoever pins it also holds a lease on its prefix. Gains and depths are in blocks.
     """
 
-    __slots__ = ("_age", "_free", "_next_entry", "_queue", "_written", "num_cached", "num_evicted", "num_used", "rows")
+    __slots__ = (
+        "_age",
+        "_free",
+        "_next_entry",
+        "_queue",
+        "_written",
+        "num_cached",
+        "num_evicted",
+        "num_placed",
+        "num_used",
+        "rows",
+    )
 
     def __init__(self, rows: range) -> None:
         """rows: the numbers of the rows, none where states are not kept."""
@@ -38,6 +49,7 @@ class SnapshotTable:
         self._age = 0
         self.num_cached = 0
         self.num_used = 0
+        self.num_placed = 0
         self.num_evicted = 0
 
     @property
@@ -81,6 +93,7 @@ class SnapshotTable:
         snapshot = Snapshot(row, node, at)
         node.snapshots.append(snapshot)
         self.num_cached += 1
+        self.num_placed += 1
         snapshot.worth = self._age + gain_of(snapshot)
         self._enqueue(snapshot)
         return snapshot

@@ -146,6 +146,19 @@ _FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily
         "Retained KV blocks that were evicted because no other block was left",
         (),
     ),
+    "moeserve_state_snapshots": (GaugeMetricFamily, "Snapshots of recurrent states that are cached", ()),
+    "moeserve_state_snapshots_max": (GaugeMetricFamily, "Snapshots of recurrent states that memory has room for", ()),
+    "moeserve_state_snapshots_saved": (CounterMetricFamily, "Snapshots of recurrent states that were saved", ()),
+    "moeserve_state_snapshots_used": (
+        CounterMetricFamily,
+        "Times that a request went on from a snapshot of recurrent states",
+        (),
+    ),
+    "moeserve_state_snapshots_evicted": (
+        CounterMetricFamily,
+        "Snapshots of recurrent states that gave way to others",
+        (),
+    ),
     "moeserve_expert_recorded_tokens": (CounterMetricFamily, "Tokens whose routing was recorded", ()),
     "moeserve_expert_balancedness": (
         GaugeMetricFamily,

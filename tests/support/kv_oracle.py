@@ -187,7 +187,7 @@ class KvOracle:
             assert (chunk.extras.output if chunk.extras else None) == output
 
     def _check_rows(self, plan: StepPlan) -> None:
-        """Slots have one user; a row in flight is not written by a later plan, nor read before its plan is committed."""
+        """Slots have one user; a row in flight is neither written by a later plan nor read before its commit."""
         if not self._num_slots:
             assert all(chunk.state is None for chunk in plan.chunks)
             return

@@ -50,6 +50,23 @@ def test_a_pin_goes_to_the_rank_that_has_the_prefix_and_ids_name_the_rank() -> N
     assert commands.samples()["moeserve_kv_retained_blocks"] == [[0]]
 
 
+def test_snapshots_are_counted_where_a_model_has_states() -> None:
+    assert not any("state" in name for name in CacheCommands([PrefixCache(32, SIZE)]).samples())
+    caches = [PrefixCache(32, SIZE, snapshot_rows=range(4, 6)) for _ in range(2)]
+    for tokens in ([1] * 12, [2] * 12, [3] * 12):
+        lease = caches[0].match(array("i", tokens))
+        caches[0].extend(lease, 2)
+        row = caches[0].take_snapshot(lease, 8)
+        caches[0].publish(lease, array("i", tokens), 8)
+        caches[0].keep_snapshot(lease, row, 8)
+        caches[0].release(lease)
+    lease = caches[0].match(array("i", [3] * 12))
+    assert caches[0].begin_load(lease) == row
+    names = ("", "_max", "_saved", "_used", "_evicted")
+    samples = CacheCommands(caches).samples()
+    assert [samples[f"moeserve_state_snapshots{name}"] for name in names] == [[[2]], [[4]], [[3]], [[1]], [[1]]]
+
+
 def test_a_pin_beyond_the_budget_says_how_much_is_free() -> None:
     cache = PrefixCache(32, SIZE)
     commands = CacheCommands([cache])
