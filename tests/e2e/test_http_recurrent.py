@@ -66,3 +66,15 @@ def test_tokens_are_those_of_transformers_beside_other_requests(running: Service
     with ThreadPoolExecutor(len(order)) as pool:
         answers = list(pool.map(lambda number: ask(running, PROMPTS[number])[0], order))
     assert answers == [expected[number] for number in order]
+
+
+@pytest.mark.long
+def test_ranks_keep_the_states_of_their_own_requests(
+    folder: Path, expected: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    order = [0, 3, 2, 1, 3, 0, 2, 1]
+    with service(folder, tmp_path_factory.mktemp("ranks"), "--expert-parallel-size", "2") as two:
+        for _ in range(2):
+            with ThreadPoolExecutor(len(order)) as pool:
+                answers = list(pool.map(lambda number: ask(two, PROMPTS[number])[0], order))
+            assert answers == [expected[number] for number in order]
