@@ -22,7 +22,8 @@ from kernels.cpu.library import NativeKernels, native_kernels
 from kernels.cpu.panels import LANES
 from kernels.state_rows import StateRows
 
-_UNIT_EPS = 1e-6
+# Added to the squared length of queries and keys.
+UNIT_EPS = 1e-6
 # Channels of a key that the compiled body takes.
 _MOST_KEYS = 512
 
@@ -109,4 +110,4 @@ def gated_delta_rule_reference(
 
 
 def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _UNIT_EPS)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + UNIT_EPS)

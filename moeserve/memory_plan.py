@@ -10,7 +10,7 @@ import torch
 
 from experts.placement import Placement
 from kernels.cpu.library import native_kernels
-from moeserve.config import ConfigError, ServeConfig
+from moeserve.config import ServeConfig, refuse_changed
 from moeserve.device import KvBudget, StateDemand, available_bytes, choose_device, cuda_absence, plan_kv
 from moeserve.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.experts.settings import plan_placement, read_statistics
@@ -84,13 +84,18 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
 
 
 def _state_demand(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> StateDemand | None:
-    """Return what the recurrent layers of a model ask of memory, None without such layers."""
+    """Return what the recurrent layers of a model ask of memory, None without such layers.
+
+    Raises ConfigError for a setting that is then without use.
+    """
     if not spec.state_layers:
-        if config.state_cache_memory is not None:
-            raise ConfigError(f"--state-cache-memory is for models with recurrent layers: {spec.model_type} has none.")
+        refuse_changed(config, ("state_cache_memory",), "a model with recurrent layers")
         return None
-    memory = config.state_cache_memory if config.enable_prefix_caching else 0
-    return StateDemand(state_row_bytes(spec.state_layers, dtype), config.max_num_seqs, memory)
+    row_bytes = state_row_bytes(spec.state_layers, dtype)
+    if not config.enable_prefix_caching:
+        refuse_changed(config, ("state_cache_memory",), "--enable-prefix-caching")
+        return StateDemand(row_bytes, config.max_num_seqs, 0)
+    return StateDemand(row_bytes, config.max_num_seqs, config.state_cache_memory)
 
 
 def plan_as_told(

@@ -20,7 +20,9 @@ from kernels.ops import PagedRows
 from moeserve.model.decoder import ForwardBatch
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import KVPool
+from moeserve.model.state_pool import StatePool, pools_by_layer, state_rows
 from moeserve.model.weights import load_decoder
+from moeserve.plan import Chunk, StateUse
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -117,7 +119,9 @@ class TextReader:
         spec, dtype = build_spec(load_config(folder)), torch.float32
         self._seen = _Seen()
         self.decoder = load_decoder(folder, spec, dtype=dtype, max_model_len=PIECE_TOKENS, observers=[self._seen])
-        self._pool = KVPool(spec.kv_layers, PIECE_TOKENS // _BLOCK_SIZE, _BLOCK_SIZE, dtype)
+        pool = KVPool(spec.kv_layers, PIECE_TOKENS // _BLOCK_SIZE, _BLOCK_SIZE, dtype)
+        self._states = StatePool(spec.state_layers, 1, dtype) if spec.state_layers else None
+        self._pools = pools_by_layer(spec, pool.layers, self._states)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     @property
@@ -131,7 +135,12 @@ class TextReader:
     @torch.inference_mode()
     def read(self, token_ids: list[int]) -> TextRead:
         """Compute all rows in all layers. token_ids: 1 to `PIECE_TOKENS`."""
-        logits = self.decoder.forward(_batch(token_ids), self._pool.layers)
+        batch = _batch(token_ids)
+        if self._states is not None:
+            piece = [Chunk("", array("i", token_ids), 0, array("i"), None, state=StateUse(0))]
+            self._states.begin(piece)
+            batch.states = state_rows(piece)
+        logits = self.decoder.forward(batch, self._pools)
         likelihood = (
             logits[:-1].float().log_softmax(-1).gather(1, torch.tensor(token_ids[1:], dtype=torch.int64)[:, None])
         )

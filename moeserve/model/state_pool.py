@@ -72,7 +72,7 @@ def state_rows(chunks: Sequence[Chunk]) -> StateRows:
         assert chunk.state is not None
         bounds.append(bounds[-1] + len(chunk.token_ids))
         slots.append(chunk.state.slot)
-    return StateRows(torch.tensor(bounds), torch.tensor(slots))
+    return StateRows(torch.tensor(bounds), torch.tensor(slots), max(len(chunk.token_ids) for chunk in chunks))
 
 
 def state_row_bytes(layers: Sequence[Sequence[StateShape]], dtype: torch.dtype) -> int:

@@ -41,6 +41,7 @@ def step_rows(chunks: Sequence[tuple[int, int]]) -> StateRows:
     return StateRows(
         torch.tensor([0, *accumulate(count for _, count in chunks)]),
         torch.tensor([SLOTS[request] for request, _ in chunks]),
+        max(count for _, count in chunks),
     )
 
 

@@ -1,7 +1,7 @@
 """The whole engine on tiny models with recurrent layers.
 
-Whatever cache, batch and preemption do, the tokens of a request and the bits of their log probabilities are those of the
-request computed alone.
+Whatever cache, batch and preemption do, the tokens of a request and the bits of their log probabilities are those of
+the request computed alone.
 """
 
 from __future__ import annotations

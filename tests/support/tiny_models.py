@@ -214,10 +214,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(case: str) -> Any:
-    """The transformers model of a case: random weights, norms and biases included, so that every field matters."""
+def build(case: str, **further: Any) -> Any:
+    """The transformers model of a case: random weights, norms and biases included, so that every field matters.
+
+    further: fields of the configuration.
+    """
     prefix, changes = CASES[case]
-    values = {**_BASE, **changes}
+    values = {**_BASE, **changes, **further}
     vision = values.pop("vision_config", None)
     if vision is not None:
         text = getattr(transformers, f"{prefix}TextConfig")(**values)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moeserve.model.families import build_spec, check_model_type, load_generation_defaults, supported_model_types
-from moeserve.model.spec import AttentionSpec, KvLayerSpec, MlaSpec, ModelError, QuantizationSpec, UnsupportedModel
+from moeserve.model.spec import (
+    AttentionSpec,
+    KvLayerSpec,
+    MlaSpec,
+    ModelError,
+    QuantizationSpec,
+    StateShape,
+    UnsupportedModel,
+)
 
 _MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
@@ -106,9 +115,9 @@ def test_quantisation_is_recognised_or_refused_by_name() -> None:
         build_spec({**_MIXTRAL, "quantization_config": {"quant_method": "gptq"}})
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "jamba", "mamba2"])
+@pytest.mark.parametrize("model_type", ["jamba", "mamba2"])
 def test_recurrent_types_are_refused_with_their_name_and_the_reason(model_type: str) -> None:
-    with pytest.raises(UnsupportedModel, match=f"'{model_type}' are not supported: their recurrent layers"):
+    with pytest.raises(UnsupportedModel, match=f"'{model_type}' are not supported: their kind of recurrent layers"):
         check_model_type(model_type)
 
 
@@ -156,8 +165,57 @@ def test_a_missing_value_is_named() -> None:
         build_spec(config)
 
 
-def test_eighteen_types_are_served() -> None:
-    assert len(supported_model_types()) == 18
+def test_twenty_one_types_are_served() -> None:
+    assert len(supported_model_types()) == 21
+
+
+_HYBRID: dict[str, Any] = {
+    **_MIXTRAL,
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
+
+
+def test_recurrent_layers_keep_states_in_place_of_keys_and_values() -> None:
+    spec = build_spec(_HYBRID)
+    assert spec.recurrent_layers == (True, False, True)
+    assert spec.kv_layers == (KvLayerSpec(2, 16, 16),)
+    states = (StateShape((3, 2 * 2 * 8 + 4 * 16), keep_fp32=False), StateShape((4, 8, 16), keep_fp32=True))
+    assert spec.state_layers == (states, states)
+    assert build_spec({**_HYBRID, "layer_types": ["full_attention"] * 3}).state_layers == ()
+
+
+def test_a_vision_language_model_is_the_text_model_inside_it() -> None:
+    text = {**_HYBRID, "model_type": "qwen3_5_moe_text"}
+    whole = build_spec({"model_type": "qwen3_5_moe", "text_config": text, "tie_word_embeddings": True})
+    assert whole == replace(build_spec(text), model_type="qwen3_5_moe", tie_embeddings=True)
+    with pytest.raises(ModelError, match="num_hidden_layers is 1000000000"):
+        build_spec({"model_type": "qwen3_5_moe", "text_config": {**text, "num_hidden_layers": 10**9}})
+    with pytest.raises(ModelError, match="text_config is a list: it must be an object"):
+        build_spec({"model_type": "qwen3_5_moe", "text_config": [text]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"linear_num_value_heads": 3}, "3 value heads cannot share 2 key heads"),
+        ({"hidden_act": "gelu"}, "delta nets with the activation 'gelu' are not supported"),
+        ({"layer_types": ["linear_attention"] * 3}, "without a layer of attention are not supported"),
+        ({"layer_types": ["linear_attention", "sparse", "full_attention"]}, "Layers of type 'sparse'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1: it must be from 2 to 64"),
+    ],
+)
+def test_recurrent_layers_that_are_not_computed_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        build_spec({**_HYBRID, **changes})
 
 
 def _nested(depth: int) -> Any:

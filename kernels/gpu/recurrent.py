@@ -1,0 +1,223 @@
+"""Triton bodies of recurrent layers: short convolution, gated delta rule and gated norm.
+
+A chunk whose slot is -1 pads a batch: it starts from zeros and leaves no state. Tokens are computed one by one on a
+state in fp32, so that a request has the same bits in any chunking and any batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.gated_delta_rule import UNIT_EPS, DeltaHeads
+from kernels.state_rows import StateRows
+
+_CHANNELS = 64
+_ROWS = 16
+# Value channels of a head that one program advances; their state [K, 32] stays in its registers.
+_VALUES = 32
+
+
+def short_conv(x: Tensor, weight: Tensor, states: Tensor, rows: StateRows) -> Tensor:
+    """See `kernels.short_conv.short_conv`."""
+    width, num_channels = weight.shape
+    out = torch.empty((len(x), num_channels), dtype=x.dtype, device=x.device)
+    if not len(x):
+        return out
+    num_chunks, parts = len(rows.slots), triton.cdiv(num_channels, _CHANNELS)
+    arguments = (x, states, rows.first_rows, rows.slots, x.stride(0), states.stride(0), num_channels)
+    _conv_kernel[(num_chunks, triton.cdiv(rows.max_rows, _ROWS), parts)](
+        *arguments, weight, out, WIDTH=width, ROWS=_ROWS, CHANNELS=_CHANNELS, num_warps=4
+    )
+    # Only now, because every program of a chunk reads its old state.
+    _conv_state_kernel[(num_chunks, parts)](
+        *arguments, WIDTH=width, PLACES=triton.next_power_of_2(width - 1), CHANNELS=_CHANNELS, num_warps=4
+    )
+    return out
+
+
+def gated_delta_rule(qkv: Tensor, gates: Tensor, heads: DeltaHeads, states: Tensor, rows: StateRows) -> Tensor:
+    """See `kernels.gated_delta_rule.gated_delta_rule`."""
+    out = torch.empty((len(qkv), heads.num_values, heads.value_dim), dtype=qkv.dtype, device=qkv.device)
+    if not len(qkv):
+        return out
+    values = min(_VALUES, triton.next_power_of_2(heads.value_dim))
+    _rule_kernel[(len(rows.slots), heads.num_values, triton.cdiv(heads.value_dim, values))](
+        qkv,
+        gates,
+        heads.decay_rate,
+        heads.step_bias,
+        states,
+        rows.first_rows,
+        rows.slots,
+        out,
+        qkv.stride(0),
+        gates.stride(0),
+        states.stride(0),
+        heads.key_dim**-0.5,
+        UNIT_EPS,
+        KEY_HEADS=heads.num_keys,
+        VALUE_HEADS=heads.num_values,
+        KEY_DIM=heads.key_dim,
+        VALUE_DIM=heads.value_dim,
+        KEYS=triton.next_power_of_2(heads.key_dim),
+        VALUES=values,
+        num_warps=4,
+    )
+    return out
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `kernels.norm.gated_norm`."""
+    num_rows, num_heads, width = x.shape
+    out = torch.empty((num_rows, num_heads * width), dtype=x.dtype, device=x.device)
+    if not num_rows:
+        return out
+    _gated_norm_kernel[(num_rows, num_heads)](
+        x, gate, weight, out, gate.stride(0), eps, WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=1
+    )
+    return out
+
+
+@triton.jit
+def _inputs(x, states, x_stride, first, slot, state_stride, num_channels, sources, channels, mask, WIDTH: tl.constexpr):
+    """The inputs of a chunk at rows `sources`, of which negative ones lie in its state. fp32."""
+    at_rows = x + (first + sources)[:, None] * x_stride + channels[None, :]
+    at_states = states + slot * state_stride + (sources + WIDTH - 1)[:, None] * num_channels + channels[None, :]
+    new = tl.load(at_rows, mask=mask & (sources >= 0)[:, None], other=0.0).to(tl.float32)
+    old = tl.load(at_states, mask=mask & (sources < 0)[:, None] & (slot >= 0), other=0.0).to(tl.float32)
+    return new + old
+
+
+@triton.jit
+def _conv_kernel(
+    x,
+    states,
+    first_rows,
+    slots,
+    x_stride: tl.int64,
+    state_stride: tl.int64,
+    num_channels: tl.int64,
+    weight,
+    out,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    first = tl.load(first_rows + chunk)
+    count = tl.load(first_rows + chunk + 1) - first
+    if tl.program_id(1) * ROWS >= count:
+        return
+    slot = tl.load(slots + chunk)
+    rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    channels = tl.program_id(2).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)
+    mask = (rows < count)[:, None] & (channels < num_channels)[None, :]
+    total = tl.zeros((ROWS, CHANNELS), dtype=tl.float32)
+    for tap in tl.static_range(WIDTH):
+        sources = rows - (WIDTH - 1) + tap
+        inputs = _inputs(x, states, x_stride, first, slot, state_stride, num_channels, sources, channels, mask, WIDTH)
+        factor = tl.load(weight + tap * num_channels + channels, mask=channels < num_channels, other=0.0)
+        total += inputs * factor.to(tl.float32)[None, :]
+    result = total / (1.0 + tl.exp(-total))
+    place = out + (first + rows)[:, None] * num_channels + channels[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _conv_state_kernel(
+    x,
+    states,
+    first_rows,
+    slots,
+    x_stride: tl.int64,
+    state_stride: tl.int64,
+    num_channels: tl.int64,
+    WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    slot = tl.load(slots + chunk)
+    if slot < 0:
+        return
+    first = tl.load(first_rows + chunk)
+    count = tl.load(first_rows + chunk + 1) - first
+    places = tl.arange(0, PLACES).to(tl.int64)
+    channels = tl.program_id(1).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)
+    mask = (places < WIDTH - 1)[:, None] & (channels < num_channels)[None, :]
+    sources = count - (WIDTH - 1) + places
+    inputs = _inputs(x, states, x_stride, first, slot, state_stride, num_channels, sources, channels, mask, WIDTH)
+    # The state moves within itself where the chunk is shorter: all of it is read before any is written.
+    tl.debug_barrier()
+    place = states + slot * state_stride + places[:, None] * num_channels + channels[None, :]
+    tl.store(place, inputs.to(states.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rule_kernel(
+    qkv,
+    gates,
+    decay_rate,
+    step_bias,
+    states,
+    first_rows,
+    slots,
+    out,
+    row_stride: tl.int64,
+    gate_stride: tl.int64,
+    state_stride: tl.int64,
+    scale,
+    eps,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + chunk)
+    first, end = tl.load(first_rows + chunk), tl.load(first_rows + chunk + 1)
+    keys = tl.arange(0, KEYS)
+    values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    of_key, of_value = keys < KEY_DIM, values < VALUE_DIM
+    mask = of_key[:, None] & of_value[None, :]
+    place = states + slot * state_stride + head * KEY_DIM * VALUE_DIM + keys[:, None] * VALUE_DIM + values[None, :]
+    state = tl.load(place, mask=mask & (slot >= 0), other=0.0)
+    rate, bias = tl.load(decay_rate + head), tl.load(step_bias + head)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    for row in range(first, end):
+        heads = qkv + row * row_stride
+        query = tl.load(heads + key_head * KEY_DIM + keys, mask=of_key, other=0.0).to(tl.float32)
+        key = tl.load(heads + (KEY_HEADS + key_head) * KEY_DIM + keys, mask=of_key, other=0.0).to(tl.float32)
+        value = tl.load(heads + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values, mask=of_value, other=0.0)
+        query *= scale / tl.sqrt(tl.sum(query * query, 0) + eps)
+        key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + eps)
+        strength = tl.load(gates + row * gate_stride + head).to(tl.float32)
+        step = tl.load(gates + row * gate_stride + VALUE_HEADS + head).to(tl.float32) + bias
+        beta = 1.0 / (1.0 + tl.exp(-strength))
+        softplus = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+        state *= tl.exp(rate * softplus)
+        known = tl.sum(state * key[:, None], 0)
+        state += key[:, None] * ((value.to(tl.float32) - known) * beta)[None, :]
+        result = tl.sum(state * query[:, None], 0)
+        target = out + (row * VALUE_HEADS + head) * VALUE_DIM + values
+        tl.store(target, result.to(out.dtype.element_ty), mask=of_value)
+    tl.store(place, state, mask=mask & (slot >= 0))
+
+
+@triton.jit
+def _gated_norm_kernel(x, gate, weight, out, gate_stride: tl.int64, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    place = (row * num_heads + head) * WIDTH + columns
+    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    opening = tl.load(gate + row * gate_stride + head * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / WIDTH + eps)
+    normed = values * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    result = normed * (opening / (1.0 + tl.exp(-opening)))
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=inside)
