@@ -124,6 +124,7 @@ class SnapshotTable:
         snapshot.entry = NOT_QUEUED
         self.num_cached -= 1
         self._free.append(snapshot.row)
+        self._bound_queue()
 
     def cut(self, node: Node, num_left: int) -> None:
         """Remove the snapshots of a node behind its first `num_left` blocks, which alone stay."""
@@ -151,6 +152,9 @@ class SnapshotTable:
         self._next_entry += 1
         snapshot.entry = self._next_entry
         heappush(self._queue, (snapshot.worth, snapshot.entry, snapshot))
+        self._bound_queue()
+
+    def _bound_queue(self) -> None:
         if len(self._queue) > 2 * self.num_cached + _HEAP_SLACK:
             self._queue = [entry for entry in self._queue if entry[2].entry == entry[1]]
             heapify(self._queue)
