@@ -126,6 +126,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     """The engine takes requests. `model_max_len` is the model's own limit; `max_model_len` may be clamped below it.
 
     `no_compiled_kernels` says in a sentence why torch computes on the CPU in place of compiled kernels, if it does.
+    `model` says in a line what the model is.
     """
 
     device: str
@@ -137,6 +138,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     max_model_len: int
     model_max_len: int | None = None
     no_compiled_kernels: str | None = None
+    model: str | None = None
 
 
 class Computing(msgspec.Struct, tag_field="event", tag="computing"):

@@ -26,7 +26,8 @@ _MEMINFO = Path("/proc/meminfo")
 # KV memory without a setting: this share of what is free beside weights and reserve, up to this many bytes.
 _KV_SHARE = 0.5
 _KV_MAX_BYTES = 4 * 2**30
-_RESERVE_BYTES = 512 * 2**20
+# Left free beside weights and KV.
+RESERVE_BYTES = 512 * 2**20
 
 
 def choose_device(config: ServeConfig, cuda_absence: Callable[[bool], str | None]) -> str:
@@ -186,7 +187,7 @@ def plan_kv(
     """
     if max_model_len is not None and max_model_len > model_max_len:
         raise ConfigError(f"--max-model-len {max_model_len} exceeds the model's {model_max_len} tokens.")
-    spendable = max(0, available_bytes - _RESERVE_BYTES)
+    spendable = max(0, available_bytes - RESERVE_BYTES)
     if kv_cache_memory is None:
         memory = min(int(spendable * _KV_SHARE), _KV_MAX_BYTES)
     elif kv_cache_memory > spendable:

@@ -49,6 +49,7 @@ ROOMS = {
     "moeserve": (
         "config",
         "device",
+        "machine",
         "plan",
         "grammar",
         "wire",
@@ -61,6 +62,7 @@ ROOMS = {
         "experts",
         "rank",
         "memory_plan",
+        "doctor",
         "gpu_body",
         "assemble",
         "cache_commands",

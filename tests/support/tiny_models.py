@@ -177,10 +177,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def config_of(case: str) -> Any:
+    """The transformers configuration of a case."""
+    prefix, changes = CASES[case]
+    return getattr(transformers, f"{prefix}Config")(**{**_BASE, **changes})
+
+
 def build(case: str) -> Any:
     """The transformers model of a case: random weights, norms and biases included, so that every field matters."""
-    prefix, changes = CASES[case]
-    config = getattr(transformers, f"{prefix}Config")(**{**_BASE, **changes})
+    prefix, config = CASES[case][0], config_of(case)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     torch.manual_seed(1)
