@@ -55,6 +55,7 @@ class LazyGroup(click.Group):
         "tune": ("launcher.cli:tune", "Measure the kernels of a model's experts on this GPU."),
         "curve-key": ("launcher.cli:curve_key", "Make the key that several nodes of one service share."),
         "experts": ("launcher.cli:experts", "Record, draw and replay where tokens meet their experts."),
+        "doctor": ("launcher.doctor:doctor", "Say what a model is, what fits into this machine, and with which flags."),
         "verify": ("launcher.verify:verify_command", "Compare a model folder with its recorded hashes."),
         "demo": ("launcher.cli:demo", "Build variants of the demo model."),
         "version": ("launcher.cli:version", "Print the versions of moeserve and of what it runs on."),

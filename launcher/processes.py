@@ -127,6 +127,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
 
     Of each rank's recurrent states there are `num_state_slots` for running requests and `num_snapshots` for prefixes.
     `no_compiled_kernels` says in a sentence why torch computes on the CPU in place of compiled kernels, if it does.
+    `model` says in a line what the model is.
     """
 
     device: str
@@ -141,6 +142,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     num_state_slots: int = 0
     num_snapshots: int = 0
     state_row_bytes: int = 0
+    model: str | None = None
 
 
 class Computing(msgspec.Struct, tag_field="event", tag="computing"):

@@ -46,6 +46,18 @@ def settings_options(command: _F) -> _F:
     return click.argument(_ARGUMENT, required=False)(command)
 
 
+def some_settings(*names: str) -> Callable[[_F], _F]:
+    """Return a decorator that adds the options of the named settings to a command; see `settings_options`."""
+
+    def add(command: _F) -> _F:
+        for setting in reversed(fields(ServeConfig)):
+            if setting.name in names:
+                command = _option(setting)(command)
+        return command
+
+    return add
+
+
 def _option(setting: Field[Any]) -> Callable[[_F], _F]:
     flag, kind, metadata = flag_name(setting), value_type(setting), setting.metadata
     text = f"{metadata['help']}{_default_note(setting)} [{environment_name(setting)}]"

@@ -26,11 +26,13 @@ _MEMINFO = Path("/proc/meminfo")
 # KV memory without a setting: this share of what is free beside weights and reserve, up to this many bytes.
 _KV_SHARE = 0.5
 _KV_MAX_BYTES = 4 * 2**30
-_RESERVE_BYTES = 512 * 2**20
+
 # Recurrent states: the slots of running requests take at most this share of the same rest, snapshots without a setting
 # this share of the KV memory.
 _SLOT_SHARE = 0.5
 _SNAPSHOT_SHARE = 0.25
+# Left free beside weights and KV.
+RESERVE_BYTES = 512 * 2**20
 
 
 def choose_device(config: ServeConfig, cuda_absence: Callable[[bool], str | None]) -> str:
@@ -238,7 +240,7 @@ def plan_kv(
     """
     if max_model_len is not None and max_model_len > model_max_len:
         raise ConfigError(f"--max-model-len {max_model_len} exceeds the model's {model_max_len} tokens.")
-    spendable = max(0, available_bytes - _RESERVE_BYTES)
+    spendable = max(0, available_bytes - RESERVE_BYTES)
     num_slots = 0
     if states is not None:
         num_slots = states.num_slots(spendable)

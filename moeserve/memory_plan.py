@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from moeserve.config import ServeConfig, refuse_changed
 from moeserve.device import KvBudget, StateDemand, available_bytes, choose_device, cuda_absence, plan_kv
 from moeserve.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.experts.settings import plan_placement, read_statistics
-from moeserve.model.checkpoint import OwnedExperts, plan_weights, read_index
+from moeserve.model.checkpoint import OwnedExperts, TensorInfo, plan_weights, read_index
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.spec import NO_GPU_FORM, DecoderSpec, ModelError, UnsupportedModel
@@ -41,8 +41,13 @@ class ModelPlan:
 
 def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[DecoderSpec, torch.dtype]:
     """What the model's configuration says, and the dtype to compute in."""
+    return build_spec(load_config(directory)), compute_dtype(config, device)
+
+
+def compute_dtype(config: ServeConfig, device: str) -> torch.dtype:
     default = torch.float32 if device == "cpu" else torch.bfloat16
-    return build_spec(load_config(directory)), default if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype: torch.dtype = default if config.dtype == "auto" else getattr(torch, config.dtype)
+    return dtype
 
 
 def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
@@ -52,35 +57,50 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     """
     device = choose_device(config, cuda_absence)
     spec, dtype = read_spec(directory, config, device)
-    num_ranks = config.expert_parallel_size
-    states = _state_demand(spec, dtype, config)
-    if device == "cuda" and states is not None:
+    if device == "cuda" and spec.state_layers:
         raise UnsupportedModel(NO_GPU_FORM.format(spec.model_type))
-    placement = plan_placement(directory, spec, config) if num_ranks > 1 else None
+    placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
     if device == "cuda":
         return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device)
     if placement is None and spec.moe is not None:
         # A file that cannot serve is refused, whether or not anything goes by it.
         read_statistics(directory, config)
-    residency = plan_residency(directory, spec, dtype, config, placement)
-    weights_bytes = _weights_bytes(directory, spec, dtype, num_ranks, placement, residency)
-    free = available_bytes()
-    if weights_bytes > free:
+    return plan_on_cpu(spec, dtype, read_index(directory), config, available_bytes(), placement)
+
+
+def plan_on_cpu(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    index: Mapping[str, TensorInfo],
+    config: ServeConfig,
+    free_bytes: int,
+    placement: Placement | None = None,
+) -> ModelPlan:
+    """Shares `free_bytes` of memory out to weights and KV. index: of the checkpoint.
+
+    Raises ConfigError or ModelError for what does not fit.
+    """
+    num_ranks = config.expert_parallel_size
+    residency = plan_residency(index, spec, dtype, config, placement)
+    num_bytes = weights_bytes(spec, dtype, index, _owned_by(spec, num_ranks, placement, residency))
+    if residency is not None:
+        num_bytes += num_ranks * residency.slots.num_bytes
+    if num_bytes > free_bytes:
         name = str(dtype).removeprefix("torch.")
         raise ModelError(
-            f"The weights take {weights_bytes / 2**30:.1f} GiB as {name}, but only {free / 2**30:.1f} GiB of "
+            f"The weights take {num_bytes / 2**30:.1f} GiB as {name}, but only {free_bytes / 2**30:.1f} GiB of "
             "memory are free."
         )
     kv = plan_kv(
         block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, dtype),
         block_size=config.block_size,
-        available_bytes=(free - weights_bytes) // num_ranks,
+        available_bytes=(free_bytes - num_bytes) // num_ranks,
         kv_cache_memory=config.kv_cache_memory,
         model_max_len=spec.max_position,
         max_model_len=config.max_model_len,
-        states=states,
+        states=_state_demand(spec, dtype, config),
     )
-    return ModelPlan(spec, dtype, kv, weights_bytes, placement, residency, device)
+    return ModelPlan(spec, dtype, kv, num_bytes, placement, residency)
 
 
 def _state_demand(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> StateDemand | None:
@@ -119,23 +139,31 @@ def no_experts(_: int) -> Sequence[int]:
     return ()
 
 
-def _weights_bytes(
-    directory: Path,
+def weights_bytes(
     spec: DecoderSpec,
     dtype: torch.dtype,
-    num_ranks: int,
-    placement: Placement | None,
-    residency: ResidencyPlan | None,
+    index: Mapping[str, TensorInfo],
+    owned_by: Sequence[OwnedExperts | None] = (None,),
 ) -> int:
-    """Of all ranks."""
-    owned: list[OwnedExperts | None] = [None]
+    """The bytes of the weights that ranks keep in memory on a CPU, together. Raises CheckpointError.
+
+    owned_by: for each rank the experts that it loads, None for all.
+    """
+    narrow = keeps_narrow(dtype)
+    return sum(plan_weights(spec, index, owned).loaded_num_bytes(dtype.itemsize, narrow=narrow) for owned in owned_by)
+
+
+def keeps_narrow(dtype: torch.dtype) -> bool:
+    """Whether a CPU that computes in ``dtype`` reads matrices of 16 bits as they are."""
+    return dtype == torch.float32 and native_kernels() is not None
+
+
+def _owned_by(
+    spec: DecoderSpec, num_ranks: int, placement: Placement | None, residency: ResidencyPlan | None
+) -> list[OwnedExperts | None]:
+    """What each rank loads with the model."""
     if residency is not None:
-        owned = [no_experts] * num_ranks
-    elif placement is not None:
-        owned = [owned_experts(spec, placement, rank) for rank in range(num_ranks)]
-    index = read_index(directory)
-    narrow = dtype == torch.float32 and native_kernels() is not None
-    loaded = sum(
-        plan_weights(spec, index, of_rank).loaded_num_bytes(dtype.itemsize, narrow=narrow) for of_rank in owned
-    )
-    return loaded if residency is None else loaded + num_ranks * residency.slots.num_bytes
+        return [no_experts] * num_ranks
+    if placement is None:
+        return [None]
+    return [owned_experts(spec, placement, rank) for rank in range(num_ranks)]

@@ -14,6 +14,7 @@ import zmq
 from experts.errors import ExpertStoreError
 from kernels.cpu.library import native_kernels_absence
 from moeserve.assemble import Report, build_scheduler, load_rank
+from moeserve.doctor import summary
 from moeserve.engine import Engine, EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.experts.observe import ExpertRecording, plan_recording, signature_merger
@@ -131,6 +132,7 @@ def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
         "state_row_bytes": model.state_row_bytes,
         "max_model_len": ready.max_model_len,
         "model_max_len": model.spec.max_position,
+        "model": summary(model.spec),
         "no_compiled_kernels": native_kernels_absence() if model.device == "cpu" else None,
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from kernels.packed_experts import ExpertLayout, SplitExperts
 from moeserve.config import ServeConfig
 from moeserve.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.experts.settings import measured_load
-from moeserve.model.expert_store import ensure_expert_store, layout_in_store
+from moeserve.model.checkpoint import TensorInfo
+from moeserve.model.expert_store import common_layout, ensure_expert_store, layout_in_store
 from moeserve.model.spec import DecoderSpec, ModelError
 
 
@@ -39,18 +40,22 @@ CpuResidentModel = ResidentModel[ResidentExperts]
 
 
 def plan_residency(
-    directory: Path, spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig, placement: Placement | None = None
+    index: Mapping[str, TensorInfo],
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    config: ServeConfig,
+    placement: Placement | None = None,
 ) -> ResidencyPlan | None:
     """Plan the slots that `--expert-memory` pays for on each rank; None without it or where a rank's experts all fit.
 
-    dtype: the dtype that the experts compute in. placement: None on a single rank. Raise ConfigError if a layer could
-    not hold the experts that one token may choose on a rank, and ModelError for a checkpoint whose experts cannot lie
-    in slots.
+    index: of the checkpoint. dtype: the dtype that the experts compute in. placement: None on a single rank. Raise
+    ConfigError if a layer could not hold the experts that one token may choose on a rank, and ModelError for a
+    checkpoint whose experts cannot lie in slots.
     """
     if config.expert_memory is None:
         return None
     moe, num_layers = experts_of(spec), len(spec.moe_layers)
-    layout = layout_in_store(directory, spec, dtype)
+    layout = common_layout(index, spec, dtype)
     held = [moe.num_experts if placement is None else placement.slots_per_rank(layer) for layer in range(num_layers)]
     slots = plan_slots(
         config.expert_memory, layout.num_bytes, held, moe.gate.top_k, several_ranks=placement is not None

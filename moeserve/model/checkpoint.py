@@ -31,6 +31,11 @@ _ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, 
 _ITEM_BITS |= {"U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4}
 
 
+def item_bits(dtype: str) -> int:
+    """Return the bits of one number of a dtype that safetensors names."""
+    return _ITEM_BITS[dtype]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One stored tensor. dtype: as safetensors names it (``F32``, ``BF16``, ``F8_E4M3``, ``U8``, ...)."""
@@ -59,6 +64,11 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
         raise CheckpointError(f"{directory} holds pickled weights only; moeserve reads safetensors.")
     raise CheckpointError(f"There are no weights in {directory}: neither {_SINGLE} nor {_INDEX}.")
+
+
+def has_weights(directory: Path) -> bool:
+    """Return whether there is any file of weights."""
+    return any(directory.glob("*.safetensors"))
 
 
 def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
@@ -125,6 +135,9 @@ _IGNORED = re.compile(r"rotary_emb\.|^(?:model\.)?(?:mtp[._]|visual\.)")
 # Of the decoder's tensors; the last where it is a part of a vision-language model.
 _PREFIXES = ("model.", "", "model.language_model.")
 _PLAIN_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))
+# Matrices stored so stay in bfloat16 where products in float32 read 16-bit weights as they are. FP8 numbers times their
+# scales are rounded to it, which is exact for scales that are powers of two.
+KEPT_IN_BFLOAT16 = frozenset(("BF16", "F8_E4M3"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +185,12 @@ class WeightPlan:
     def loaded_num_bytes(self, item_size: int, *, narrow: bool) -> int:
         """Return the bytes of the loaded weights at ``item_size`` bytes per number.
 
-        narrow: keep in 16 bits the matrices that the checkpoint holds in bfloat16 or MXFP4. Loading needs room for one
-        layer more. Tied embeddings count twice, because the output projection is packed.
+        narrow: keep in 16 bits the matrices that the checkpoint holds in bfloat16, FP8 or MXFP4. Loading needs room for
+        one layer more. Tied embeddings count twice, because the output projection is packed.
         """
-        total = sum(_loaded_bytes(tensor, item_size, narrow) for tensor in self.outer.values())
+        total = sum(loaded_bytes(tensor, item_size, narrow) for tensor in self.outer.values())
         for layer in self.layers:
-            total += sum(_loaded_bytes(tensor, item_size, narrow) for tensor in layer.tensors.values())
+            total += sum(loaded_bytes(tensor, item_size, narrow) for tensor in layer.tensors.values())
             if layer.experts is not None:
                 total += _loaded_expert_bytes(layer.experts, item_size, narrow)
         return total
@@ -220,8 +233,9 @@ def _bytes_to_read(outer: Iterable[StoredTensor], layers: Iterable[LayerPlan], s
     return total
 
 
-def _loaded_bytes(tensor: StoredTensor, item_size: int, narrow: bool) -> int:
-    stays = narrow and len(tensor.shape) > 1 and tensor.dtype == "BF16"
+def loaded_bytes(tensor: StoredTensor, item_size: int, narrow: bool) -> int:
+    """Return the bytes of a loaded tensor; see `WeightPlan.loaded_num_bytes`."""
+    stays = narrow and len(tensor.shape) > 1 and tensor.dtype in KEPT_IN_BFLOAT16
     return prod(tensor.shape) * (2 if stays else item_size)
 
 
@@ -234,7 +248,7 @@ def _loaded_expert_bytes(experts: ExpertsPlan, item_size: int, narrow: bool) -> 
             if key.endswith(".blocks"):  # Two numbers of four bits per byte.
                 count = 2 * prod(tensor.shape) * (2 if narrow else item_size)
             else:
-                count = _loaded_bytes(tensor, item_size, narrow)
+                count = loaded_bytes(tensor, item_size, narrow)
             # The first dimension of a tensor of all experts counts them.
             total += count if experts.storage == "split" else count * len(experts.owned) // tensor.shape[0]
     return total
@@ -264,10 +278,10 @@ class _Matcher:
     def match_experts(self, layer: int, owned: tuple[int, ...]) -> ExpertsPlan:
         spec = self._spec
         assert spec.moe is not None
-        mxfp4 = _mxfp4_expert_tensors(spec, layer)
+        mxfp4 = mxfp4_expert_tensors(spec, layer)
         if self._find(mxfp4["gate_up.blocks"]) is not None:
             return ExpertsPlan("mxfp4", owned, ({key: self._match_bytes(key, ref) for key, ref in mxfp4.items()},))
-        fused = _fused_expert_tensors(spec, layer)
+        fused = fused_expert_tensors(spec, layer)
         if self._find(fused["gate_up"]) is not None:
             return ExpertsPlan("fused", owned, (self.match(fused),))
         experts = [self.match(_split_expert_tensors(spec, layer, e)) for e in range(spec.moe.num_experts)]
@@ -490,7 +504,7 @@ def _split_expert_tensors(spec: DecoderSpec, layer: int, expert: int) -> Tensors
     }
 
 
-def _fused_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
+def fused_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
     """Return the tensors that hold all experts of a layer: ``gate_up`` [E, 2I, H] and ``down`` [E, H, I].
 
     Where the spec says so they are transposed with alternating gate and up channels: [E, H, 2I] and [E, I, H].
@@ -516,14 +530,14 @@ def _fused_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
     return tensors
 
 
-def _mxfp4_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
+def mxfp4_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
     """Return the fused layout in MXFP4: blocks of 32 four-bit values (16 bytes), with one exponent byte per block.
 
     ``gate_up.blocks`` [E, 2I, H/32, 16], ``gate_up.scales`` [E, 2I, H/32], and the same for ``down``.
     """
     moe = spec.moe
     assert moe is not None
-    fused = _fused_expert_tensors(spec, layer)
+    fused = fused_expert_tensors(spec, layer)
     tensors = {key: ref for key, ref in fused.items() if key.endswith(".bias")}
     shapes = {
         "gate_up": (2 * moe.intermediate_size, spec.hidden_size),

@@ -30,11 +30,15 @@ class ExpertStore:
 
 
 def layout_in_store(directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> ExpertLayout:
+    """See `common_layout`."""
+    return common_layout(read_index(directory), spec, dtype)
+
+
+def common_layout(index: Mapping[str, TensorInfo], spec: DecoderSpec, dtype: torch.dtype) -> ExpertLayout:
     """Return the layout of experts that compute in `dtype`. Raises ModelError if layers of the checkpoint differ."""
-    plans = expert_plans(plan_weights(spec, read_index(directory)))
-    shapes = {expert_shape(spec, plan, dtype) for plan in plans}
+    shapes = {expert_shape(spec, plan, dtype) for plan in expert_plans(plan_weights(spec, index))}
     if len(shapes) > 1:
-        raise ModelError(f"{directory} stores its experts in several precisions: --expert-memory needs a single one.")
+        raise ModelError("The checkpoint's experts are stored in several precisions: --expert-memory needs one.")
     return expert_layout(shapes.pop())
 
 

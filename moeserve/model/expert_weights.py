@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertPacking, ExpertShape
 from moeserve.model.checkpoint import (
+    KEPT_IN_BFLOAT16,
     ExpertsPlan,
     OwnedExperts,
     StoredTensor,
@@ -119,12 +120,15 @@ def expert_shape(spec: DecoderSpec, plan: ExpertsPlan, dtype: torch.dtype) -> Ex
 
 
 def _kept_dtype(plan: ExpertsPlan, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which weights stay: bfloat16 where it is exact and `dtype` is float32, else `dtype`."""
+    """Return the dtype in which weights stay: bfloat16 if `dtype` is float32 and the file has 16 bits or fewer."""
     # An MXFP4 number has one bit after the point, times a power of two.
-    exact = plan.storage == "mxfp4" or all(
-        tensor.dtype == "BF16" for tensors in plan.tensors for key, tensor in tensors.items() if "bias" not in key
+    narrow = plan.storage == "mxfp4" or all(
+        tensor.dtype in KEPT_IN_BFLOAT16
+        for tensors in plan.tensors
+        for key, tensor in tensors.items()
+        if "bias" not in key
     )
-    return torch.bfloat16 if exact and dtype == torch.float32 else dtype
+    return torch.bfloat16 if narrow and dtype == torch.float32 else dtype
 
 
 def _halves(rows: Tensor) -> Tensor:

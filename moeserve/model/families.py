@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,9 @@ def _check_frequencies(spec: DecoderSpec) -> None:
 
 
 def _check(spec: DecoderSpec) -> None:
+    moe = spec.moe
+    for part in (spec, spec.attention, moe, moe and moe.gate, moe and moe.shared):
+        _check_whole_numbers(spec.model_type, part)
     if spec.rope.rotary_dim % 2:
         raise ModelError(f"The rotary dimension {spec.rope.rotary_dim} is odd.")
     attention = spec.attention
@@ -126,15 +129,23 @@ def _check(spec: DecoderSpec) -> None:
         raise ModelError(f"{net.num_value_heads} value heads cannot share {net.num_key_heads} key heads.")
     if net is not None and spec.activation.kind != "silu":
         raise UnsupportedModel(f"Gated delta nets with the activation {spec.activation.kind!r} are not supported.")
-    if spec.moe is None:
+    if moe is None:
         return
-    gate, experts = spec.moe.gate, spec.moe.num_experts
+    gate, experts = moe.gate, moe.num_experts
     if not 1 <= gate.top_k <= experts:
         raise ModelError(f"{gate.top_k} experts per token cannot be chosen from {experts}.")
     if gate.num_groups < 1 or experts % gate.num_groups:
         raise ModelError(f"{experts} experts cannot be split into {gate.num_groups} equal groups.")
     if gate.top_groups * (experts // gate.num_groups) < gate.top_k:
         raise ModelError(f"The chosen groups hold fewer than {gate.top_k} experts.")
+
+
+def _check_whole_numbers(model_type: str, part: Any) -> None:
+    """Raise ModelError for a field of a spec that must be a whole number and is none; a part may be None."""
+    for known in () if part is None else fields(part):
+        value = getattr(part, known.name)
+        if known.type == "int" and type(value) is not int:
+            raise ModelError(f"The configuration gives this {model_type} model no {known.name}, but {value!r:.40}.")
 
 
 def _llama(c: Config) -> DecoderSpec:

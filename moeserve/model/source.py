@@ -62,6 +62,35 @@ def resolve_model(
     return check_folder(_download(model, revision=revision, offline=offline, cache_dir=cache_dir, report=report))
 
 
+def resolve_config(model: str, *, revision: str | None = None, offline: bool = False) -> Path:
+    """Return a folder that holds the `config.json` of `model`, a local folder or a model of the hub, and perhaps more.
+
+    Of a hub model nothing else is fetched. Raises ModelError.
+    """
+    if _is_path(model):
+        _refuse_revision(revision, f"the folder {model}")
+        path = _expanded(model)
+        if not path.is_dir():
+            raise ModelError(f"There is no folder {path}.")
+        if not (path / "config.json").exists():
+            raise ModelError(f"{path} has no config.json, so it is not a model folder.")
+        return path
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    cache = Path(constants.HF_HUB_CACHE)
+    with _as_model_errors(model, revision, cache):
+        try:
+            local = offline or constants.HF_HUB_OFFLINE
+            return Path(hf_hub_download(model, "config.json", revision=revision, local_files_only=local)).parent
+        except LocalEntryNotFoundError:
+            raise ModelError(
+                f"The config.json of model {model} is neither in the cache {cache} nor can the hub be asked for it."
+            ) from None
+        except EntryNotFoundError:
+            raise ModelError(f"Model {model} has no config.json, so it cannot be served.") from None
+
+
 def _is_path(model: str) -> bool:
     """Tell a path from a hub name, which has at most one slash and never starts like a path. What exists is a path."""
     return (

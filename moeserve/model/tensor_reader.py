@@ -103,10 +103,15 @@ class TensorReader:
         )
 
     def _copy(self, raw: Tensor, scale: Tensor | None, out: Tensor) -> None:
-        if scale is not None:
-            assert self._quantization is not None
-            raw = dequantise_fp8(raw, scale, self._quantization.block, out.dtype)
-        out.copy_(raw.view(out.shape))
+        if scale is None:
+            out.copy_(raw.view(out.shape))
+            return
+        assert self._quantization is not None
+        block = self._quantization.block
+        if out.shape == raw.shape:
+            expand_fp8(raw, scale, block, out)
+        else:
+            out.copy_(dequantise_fp8(raw, scale, block, out.dtype).view(out.shape))
 
     def _row(self, name: str, row: int) -> Tensor:
         return self._call(name, lambda file: file.get_slice(name)[row])
@@ -130,33 +135,45 @@ class TensorReader:
 
 
 def dequantise_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Expand FP8 weights: multiply every block of ``block`` = (rows, columns) numbers by its scale.
+    """Return expanded FP8 weights, [..., N, K] of ``dtype``. See `expand_fp8`."""
+    out = torch.empty(weight.shape, dtype=dtype)
+    expand_fp8(weight, scale, block, out)
+    return out
+
+
+def expand_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor) -> None:
+    """Fill ``out`` with FP8 weights, every block of ``block`` = (rows, columns) numbers multiplied by its scale.
 
     weight: [..., N, K] float8_e4m3fn; scale: [..., ceil(N / rows), ceil(K / columns)], fp32 or a power of two in
-    float8_e8m0fnu. Returns [..., N, K] of ``dtype``. Works a band of rows at a time, in fp32.
+    float8_e8m0fnu. out: [..., N, K]. Works a band of rows at a time, in fp32.
     """
     rows, columns = block
-    out = torch.empty(weight.shape, dtype=dtype)
     wide = scale.float().repeat_interleave(columns, dim=-1)[..., : weight.shape[-1]]
     for band in range(scale.shape[-2]):
         where = (..., slice(band * rows, (band + 1) * rows), slice(None))
-        out[where] = (weight[where].float() * wide[..., band : band + 1, :]).to(dtype)
-    return out
+        out[where] = weight[where].float().mul_(wide[..., band : band + 1, :])
 
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BIAS = 127
+# Expanding takes some 20 bytes per number for a while.
+_BAND_ROWS = 256
 
 
 def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Expand one matrix of MXFP4 (OCP Microscaling Formats 1.0): blocks of 32 four-bit floats with a shared exponent.
 
     blocks: [R, G, 16] uint8, two values per byte with the earlier in the low half; scales: [R, G] uint8 exponents.
-    Returns [R, 32 G] of ``dtype``; exact in bfloat16 and float32.
+    Returns [R, 32 G] of ``dtype``; exact in bfloat16 and float32. Works a band of rows at a time, in fp32.
     """
     values = torch.tensor(_MAGNITUDES + tuple(-value for value in _MAGNITUDES))
     codes = torch.arange(256)
     pairs = torch.stack([values[codes & 15], values[codes >> 4]], -1)
-    expanded = pairs[blocks.int()].flatten(-2)
-    expanded = torch.ldexp(expanded, (scales.int() - _EXPONENT_BIAS).unsqueeze(-1))
-    return expanded.flatten(-2).to(dtype)
+    num_rows, num_groups, num_bytes = blocks.shape
+    out = torch.empty((num_rows, num_groups * 2 * num_bytes), dtype=dtype)
+    for first in range(0, num_rows, _BAND_ROWS):
+        band = slice(first, first + _BAND_ROWS)
+        expanded = pairs[blocks[band].int()].flatten(-2)
+        exponents = scales[band].int().sub_(_EXPONENT_BIAS)
+        out[band] = torch.ldexp(expanded, exponents.unsqueeze(-1)).flatten(-2)
+    return out

@@ -17,7 +17,15 @@ from kernels.gated_delta_rule import DeltaHeads
 from kernels.linear import Linear
 from kernels.moe import moe_experts
 from kernels.ops import CpuOps, GatedBlock, NormWeights, Ops
-from moeserve.model.checkpoint import ExpertsPlan, LayerPlan, OwnedExperts, StoredTensor, plan_weights, read_index
+from moeserve.model.checkpoint import (
+    KEPT_IN_BFLOAT16,
+    ExpertsPlan,
+    LayerPlan,
+    OwnedExperts,
+    StoredTensor,
+    plan_weights,
+    read_index,
+)
 from moeserve.model.decoder import Decoder, DecoderLayer, GqaAttention, MlaAttention
 from moeserve.model.delta_net import GatedDeltaNet, by_part
 from moeserve.model.expert_weights import ExpertReader
@@ -27,7 +35,7 @@ from moeserve.model.tensor_reader import Progress, TensorReader
 DispatchOf = Callable[[int], Dispatch]
 Tensors = Mapping[str, StoredTensor]
 
-_NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
+_NARROW = {"BF16": torch.bfloat16, "F8_E4M3": torch.bfloat16, "F16": torch.float16}
 
 
 def dispatch_here(_layer: int) -> Dispatch:
@@ -241,8 +249,8 @@ class _Loader:
 
     def _kept_dtype(self, parts: Sequence[StoredTensor], dtype: torch.dtype) -> torch.dtype:
         """bfloat16 where products in float32 read such weights as they are, else ``dtype``."""
-        narrow = self._ops.keeps_narrow and dtype == torch.float32 and all(part.dtype == "BF16" for part in parts)
-        return torch.bfloat16 if narrow else dtype
+        narrow = self._ops.keeps_narrow and dtype == torch.float32
+        return torch.bfloat16 if narrow and all(part.dtype in KEPT_IN_BFLOAT16 for part in parts) else dtype
 
 
 def _gates_last(spec: AttentionSpec) -> Tensor:

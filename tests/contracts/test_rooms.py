@@ -49,6 +49,7 @@ ROOMS = {
     "moeserve": (
         "config",
         "device",
+        "machine",
         "plan",
         "grammar",
         "wire",
@@ -62,6 +63,7 @@ ROOMS = {
         "experts",
         "rank",
         "memory_plan",
+        "doctor",
         "gpu_body",
         "assemble",
         "cache_commands",

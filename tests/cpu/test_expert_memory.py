@@ -250,7 +250,7 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     save("llama", tmp_path)
     config = ServeConfig(expert_memory=1 << 30)
     with pytest.raises(ConfigError, match="--expert-memory: a llama model has no experts"):
-        moeserve.experts.memory.plan_residency(tmp_path, *read_spec(tmp_path, config), config)
+        moeserve.experts.memory.plan_residency({}, *read_spec(tmp_path, config), config)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lfru", "static", "affinity"])

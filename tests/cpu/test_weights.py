@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Activation
+from kernels.cpu.panels import pack_panels
 from kernels.moe import moe_experts, moe_experts_partial
 from kernels.packed_experts import PackedExperts
 from moeserve.model.checkpoint import layer_tensors, outer_tensors, plan_weights, read_index
@@ -20,6 +22,7 @@ from moeserve.model.spec import DecoderSpec, QuantizationSpec
 from moeserve.model.tensor_reader import dequantise_fp8, dequantise_mxfp4
 from moeserve.model.weights import load_decoder
 from tests.support.checkpoints import change_tensors, load, logits_of, reference_logits, spec_of
+from tests.support.fp8 import to_fp8
 from tests.support.tiny_models import save
 
 
@@ -100,27 +103,41 @@ def test_fp8_blocks_at_the_edges_have_their_own_scales() -> None:
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float8_e8m0fnu])
 def test_fp8_weights_load_like_their_expanded_values(scale_dtype: torch.dtype, tmp_path: Path) -> None:
+    save("deepseek_v3-yarn", tmp_path / "fp8")
+    shutil.copytree(tmp_path / "fp8", tmp_path / "expanded")
+    values = to_fp8(tmp_path / "fp8", (16, 24), scale_dtype)
+    change_tensors(tmp_path / "expanded", lambda tensors: tensors.update(values))
+    assert torch.equal(logits_of(load(tmp_path / "fp8")), logits_of(load(tmp_path / "expanded")))
+
+
+def test_fp8_weights_with_any_scales_load_as_transformers_expands_them(tmp_path: Path) -> None:
+    save("deepseek_v3-yarn", tmp_path / "fp8")
+    shutil.copytree(tmp_path / "fp8", tmp_path / "expanded")
+    values = to_fp8(tmp_path / "fp8", (16, 24), powers_of_two=False)
+    exact = {name: value.bfloat16().float() for name, value in values.items()}
+    assert any(not torch.equal(exact[name], values[name]) for name in values)
+    change_tensors(tmp_path / "expanded", lambda tensors: tensors.update(exact))
+    assert torch.equal(logits_of(load(tmp_path / "fp8")), logits_of(load(tmp_path / "expanded")))
+
+
+def test_fp8_weights_take_16_bits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save("deepseek_v3-yarn", tmp_path)
-    block = (16, 24)
-    compressed: dict[str, Tensor] = {}
+    names = to_fp8(tmp_path, (16, 24))
+    spec, index = spec_of(tmp_path), read_index(tmp_path)
+    plan = plan_weights(spec, index)
+    in_fp8 = sum(prod(index[name].shape) for name in names)
+    others = sum(prod(info.shape) for name, info in index.items() if name not in names and "scale_inv" not in name)
+    assert plan.loaded_num_bytes(4, narrow=True) == 2 * in_fp8 + 4 * others
+    packed: list[Tensor] = []
 
-    def quantise(tensors: dict[str, Tensor]) -> None:
-        for name in [name for name in tensors if "_proj" in name and name.endswith(".weight")]:
-            rows, columns = tensors[name].shape
-            shape = (-(-rows // block[0]), -(-columns // block[1]))
-            exponents = torch.randint(-3, 1, shape, generator=torch.Generator().manual_seed(rows))
-            scale = torch.exp2(exponents.float()).to(scale_dtype)
-            small = (tensors[name] * 4).to(torch.float8_e4m3fn)
-            compressed[name], compressed[f"{name}_scale_inv"] = small, scale
-            tensors[name] = dequantise_fp8(small, scale, block, torch.float32)
+    def pack(weight: Tensor) -> Tensor:
+        packed.append(weight)
+        return pack_panels(weight)
 
-    change_tensors(tmp_path, quantise)
-    expected = logits_of(load(tmp_path))
-    change_tensors(tmp_path, lambda tensors: tensors.update(compressed))
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block)}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert torch.equal(logits_of(load(tmp_path)), expected)
+    for module in ("kernels.cpu.panels", "kernels.cpu.experts"):
+        monkeypatch.setattr(f"{module}.pack_panels", pack)
+    load(tmp_path)
+    assert sum(weight.numel() for weight in packed if weight.dtype == torch.bfloat16) == in_fp8
 
 
 @pytest.mark.parametrize("original_format", [True, False])

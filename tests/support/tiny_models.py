@@ -214,25 +214,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(case: str, **further: Any) -> Any:
-    """The transformers model of a case: random weights, norms and biases included, so that every field matters.
-
-    further: fields of the configuration.
-    """
+def config_of(case: str, **further: Any) -> Any:
+    """The transformers configuration of a case. further: its fields."""
     prefix, changes = CASES[case]
     values = {**_BASE, **changes, **further}
     vision = values.pop("vision_config", None)
     if vision is not None:
         text = getattr(transformers, f"{prefix}TextConfig")(**values)
-        config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=vision)
-    else:
-        config = (getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config"))(
-            **values
-        )
+        return getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=vision)
+    return (getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config"))(**values)
+
+
+def build(case: str, **further: Any) -> Any:
+    """The transformers model of a case: random weights, norms and biases included, so that every field matters.
+
+    further: fields of the configuration.
+    """
+    prefix, config = CASES[case][0], config_of(case, **further)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     torch.manual_seed(1)
-    task = "CausalLM" if vision is None else "ConditionalGeneration"
+    task = "ConditionalGeneration" if hasattr(config, "text_config") else "CausalLM"
     model = getattr(transformers, f"{prefix}For{task}")(config).eval()
     with torch.no_grad():
         tensors = list(model.named_parameters())

@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import errors
 
 from moeserve.model import files, source
-from moeserve.model.source import resolve_model
+from moeserve.model.source import resolve_config, resolve_model
 from moeserve.model.spec import ModelError
 
 
@@ -355,3 +355,48 @@ def test_a_file_is_read_within_its_bound(folder: Path) -> None:
     os.mkfifo(folder / "y.jinja")
     with pytest.raises(ModelError, match="not a regular file"):
         files.read_file(folder / "y.jinja")
+
+
+# --- config.json alone -----------------------------------------------------------------------------------------------
+
+
+def test_of_a_hub_model_the_configuration_alone_can_be_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def download(*names: str, **options: Any) -> str:
+        calls.append((*names, options["revision"], options["local_files_only"]))
+        return str(folder / "config.json")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert resolve_config("owner/name", revision="v2") == folder
+    assert resolve_config("owner/name", offline=True) == folder
+    assert calls == [("owner/name", "config.json", "v2", False), ("owner/name", "config.json", None, True)]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (errors.LocalEntryNotFoundError("no"), "is neither in the cache"),
+        (http_error(errors.RemoteEntryNotFoundError, 404), "has no config.json"),
+        (http_error(errors.GatedRepoError, 403), "is gated"),
+        (errors.HFValidationError("no"), "neither a folder here nor a name on the hub"),
+    ],
+)
+def test_a_configuration_that_cannot_be_had_is_one_sentence(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(*_: str, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(ModelError, match=words):
+        resolve_config("owner/name")
+
+
+def test_a_folder_needs_no_weights_to_be_described(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_config(str(tmp_path)) == tmp_path
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match="so it is not a model folder"):
+        resolve_config(str(tmp_path))

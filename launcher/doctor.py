@@ -1,0 +1,187 @@
+"""`moeserve doctor`: what a model is, what of it fits into this machine, and what the machine is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from launcher.console import format_bytes
+from launcher.preflight import gpu_names, usable_cores
+from launcher.settings_options import some_settings
+from moeserve.config import ConfigError, ServeConfig, environment_name, load_config
+from moeserve.model.spec import ModelError
+
+if TYPE_CHECKING:
+    from moeserve.doctor import KnownModel, Setup
+    from moeserve.machine import Machine
+
+_SETTINGS = (
+    "revision",
+    "offline",
+    "dtype",
+    "expert_quantization",
+    "max_model_len",
+    "block_size",
+    "kv_cache_memory",
+    "kv_cache_dtype",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "expert_memory",
+)
+_ALWAYS_UNKNOWN = (
+    "What a prompt's tokens cost: they are bound by products, which were not measured.",
+    "How fast other programs let this machine be.",
+)
+_OF_A_GPU = "What the largest step takes on a GPU, known once the model is loaded: KV gets that much less."
+_OF_EXPERT_MEMORY = "How often tokens choose experts that are not in memory, and so how fast --expert-memory is."
+
+
+@click.command(name="doctor")
+@click.argument("model", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
+@some_settings(*_SETTINGS)
+def doctor(model: str | None, as_json: bool, **flags: Any) -> None:
+    """Say what MODEL is and what of it fits into this machine. Without MODEL, say what this machine is.
+
+    MODEL is a folder or a hub id; config.json is enough, weights are not needed and never downloaded. The options are
+    those of serve that memory depends on, from the environment too. Exit code 1 if MODEL cannot be served.
+    """
+    try:
+        settings = {environment_name(setting) for setting in fields(ServeConfig) if setting.name in _SETTINGS}
+        config = load_config(flags, {name: value for name, value in os.environ.items() if name in settings})
+        report = _report(model, config)
+    except ConfigError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(2)
+    except ModelError as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+    click.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
+
+
+def _report(model: str | None, config: ServeConfig) -> _Report:
+    from moeserve.machine import read_machine
+
+    if model is None:
+        return _Report(None, read_machine(usable_cores()), [])
+    # The model first: what is wrong with it is said at once.
+    from moeserve.doctor import examine, setups_of
+    from moeserve.model.source import resolve_config
+
+    known = examine(resolve_config(model, revision=config.revision, offline=config.offline))
+    machine = read_machine(usable_cores())
+    return _Report(known, machine, setups_of(known, machine, replace(config, revision=None, offline=False)))
+
+
+class _Report:
+    """What was found, as text or as JSON. model: None for the machine alone."""
+
+    def __init__(self, model: KnownModel | None, machine: Machine, setups: list[Setup]) -> None:
+        self._model, self._machine, self._setups = model, machine, setups
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the text says, in numbers; sizes in bytes."""
+        machine = asdict(self._machine)
+        if self._model is None:
+            return {"machine": machine, "unknown": self._unknown()}
+        from moeserve.doctor import kinds_of_layers, sizes_of
+
+        model = self._model
+        return {
+            "model": {
+                "type": model.spec.model_type,
+                "implementation": model.implementation,
+                "layers": [{"number": number, "with": kind} for number, kind in kinds_of_layers(model.spec)],
+                "parameters": asdict(model.parameters),
+                "max_model_len": model.spec.max_position,
+                "checkpoint": dict(model.stored),
+                "state_bytes_per_request": 0,
+                "sizes": [asdict(sizes) for sizes in sizes_of(model)],
+            },
+            "machine": machine,
+            "setups": [asdict(setup) for setup in self._setups],
+            "unknown": self._unknown(),
+        }
+
+    def lines(self) -> Iterator[str]:
+        if self._model is not None:
+            yield from _model_lines(self._model)
+            yield ""
+        yield from _machine_lines(self._machine)
+        for setup in self._setups:
+            yield from _setup_lines(setup)
+        yield ""
+        yield "Not known:"
+        yield from (f"  {sentence}" for sentence in self._unknown())
+
+    def _unknown(self) -> list[str]:
+        sentences = [] if self._model is None else list(self._model.assumptions)
+        if self._machine.bandwidth is None:
+            sentences.append("How fast memory is: too little is free to measure it.")
+        if gpu_names() and not self._machine.gpus:
+            sentences.append("What fits into the GPU: torch finds none that it can use.")
+        if any(setup.device == "cuda" for setup in self._setups):
+            sentences.append(_OF_A_GPU)
+        if any("--expert-memory" in setup.flags for setup in self._setups):
+            sentences.append(_OF_EXPERT_MEMORY)
+        return sentences + list(_ALWAYS_UNKNOWN)
+
+
+def _model_lines(model: KnownModel) -> Iterator[str]:
+    from moeserve.doctor import kinds_of_layers, said_parameters, sizes_of
+
+    spec = model.spec
+    yield f"{spec.model_type} ({model.implementation}), {said_parameters(model.parameters)}"
+    for place, (number, kind) in enumerate(kinds_of_layers(spec)):
+        yield f"  {'layers' if place == 0 else '':<11} {number} with {kind}"
+    yield f"  context     {spec.max_position:,} tokens"
+    stored = ", ".join(f"{format_bytes(num_bytes)} of {dtype}" for dtype, num_bytes in model.stored)
+    yield f"  checkpoint  {stored}"
+    yield "  state       none: a request keeps keys and values only"
+    yield ""
+    yield _row("numbers of", "weights", "KV of a token", f"KV of {spec.max_position:,} tokens")
+    for sizes in sizes_of(model):
+        of_context = format_bytes(sizes.kv_bytes * spec.max_position)
+        yield _row(sizes.name, format_bytes(sizes.weights_bytes), format_bytes(sizes.kv_bytes), of_context)
+
+
+def _row(name: str, weights: str, of_token: str, of_context: str) -> str:
+    return f"  {name:<11} {weights:>11} {of_token:>15} {of_context:>26}"
+
+
+def _machine_lines(machine: Machine) -> Iterator[str]:
+    sets = f" ({', '.join(machine.instruction_sets)})" if machine.instruction_sets else ""
+    yield f"This machine: {machine.cores} core{'' if machine.cores == 1 else 's'} of {machine.processor}{sets}"
+    speed = "" if machine.bandwidth is None else f", copied at {machine.bandwidth / 1e9:.1f} GB/s"
+    yield f"  memory      {format_bytes(machine.free_bytes)} free of {format_bytes(machine.memory_bytes)}{speed}"
+    for gpu in machine.gpus:
+        speed = "" if gpu.bandwidth is None else f", copied at {gpu.bandwidth / 1e9:.0f} GB/s"
+        obstacle = "" if gpu.obstacle is None else f"; cannot be used: {gpu.obstacle}"
+        yield (
+            f"  GPU         {gpu.name}, {format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}"
+            f"{speed}{obstacle}"
+        )
+    if not machine.gpus:
+        yield "  GPU         none"
+
+
+def _setup_lines(setup: Setup) -> Iterator[str]:
+    name = " ".join(("moeserve serve MODEL", *setup.flags))
+    yield ""
+    if setup.obstacle is not None:
+        yield f"  {name}: does not fit"
+        yield f"    {setup.obstacle}"
+        return
+    yield f"  {name}: fits"
+    few = "" if setup.resident_experts is None else f", {setup.resident_experts} experts of each layer at a time"
+    yield f"    weights   {format_bytes(setup.weights_bytes)}{few}"
+    tokens = f"{setup.kv_tokens:,} tokens, at most {setup.max_model_len:,} per request"
+    yield f"    KV        {format_bytes(setup.kv_bytes)} = {tokens}"
+    if setup.tokens_per_second is not None:
+        yield f"    speed     at most {setup.tokens_per_second:,.1f} tokens/s for one request, as memory is read"

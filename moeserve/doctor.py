@@ -1,0 +1,350 @@
+"""What a model is and what of it fits into a machine, from its configuration alone.
+
+Nothing here is a second opinion: kinds and sizes come from the `DecoderSpec`, memory from the functions that plan it at
+a start (`moeserve.memory_plan`, `moeserve.device`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+
+from experts.expert_file import round_to_page
+from moeserve.config import ConfigError, ServeConfig, flag_name
+from moeserve.device import RESERVE_BYTES, kv_memory, refuse_gpu_settings, share_kv
+from moeserve.machine import Gpu, Machine
+from moeserve.memory_plan import compute_dtype, keeps_narrow, no_experts, plan_on_cpu, weights_bytes
+from moeserve.model.checkpoint import TensorInfo, has_weights, loaded_bytes, plan_weights, read_index
+from moeserve.model.expert_store import common_layout
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.kv_pool import kv_block_bytes
+from moeserve.model.sizes import ParameterCount, count_parameters, expected_index, stored_dtype
+from moeserve.model.spec import CheckpointError, DecoderSpec, MlaSpec, ModelError
+
+# Bits of a number, by the forms that weights and KV can take.
+WIDTHS = {"float32": 32, "bfloat16": 16, "8 bits": 8, "4 bits": 4}
+# Of the memory that is free beside other weights and reserve, what `--expert-memory` is advised to take.
+_SHARE_FOR_EXPERTS = 0.75
+_GIB, _MIB = 2**30, 2**20
+_UNITS = ((_GIB, "GiB"), (_MIB, "MiB"), (1, ""))
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model as its folder describes it.
+
+    implementation: whose code computes it; all that is served is `native`. index: the tensors of the checkpoint, or of
+    the one that the configuration describes where there are no weights. stored: dtypes of the checkpoint by bytes, the
+    most first. assumptions: what is not known of the model, in sentences.
+    """
+
+    spec: DecoderSpec
+    implementation: str
+    parameters: ParameterCount
+    index: Mapping[str, TensorInfo]
+    stored: tuple[tuple[str, int], ...]
+    assumptions: tuple[str, ...]
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of a model whose numbers all had one width. kv_bytes: per token."""
+
+    name: str
+    weights_bytes: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One way to serve a model on a machine.
+
+    device: `cpu` or `cuda`. flags: of `moeserve serve`. obstacle: why it does not fit; then the numbers are 0.
+    resident_experts: how many of each layer are in memory at a time, None where all are. tokens_per_second: the most
+    that one request alone can get, because each token reads the active weights; None if it is not known.
+    """
+
+    device: str
+    flags: tuple[str, ...]
+    obstacle: str | None = None
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    kv_tokens: int = 0
+    max_model_len: int = 0
+    resident_experts: int | None = None
+    tokens_per_second: float | None = None
+
+
+def examine(folder: Path) -> KnownModel:
+    """Read a folder that holds config.json and perhaps weights. Raises ModelError, also for a type that is not served.
+
+    The place where another implementation of decoders plugs in: it would know types that `build_spec` refuses.
+    """
+    config = load_config(folder)
+    spec = build_spec(config)
+    assumptions = []
+    try:
+        index = read_index(folder)
+    except CheckpointError as error:
+        reason = f"{error} Sizes" if has_weights(folder) else "There are no weights: sizes"
+        assumptions.append(f"{reason} go by config.json.")
+        dtype = stored_dtype(config.get("dtype") or config.get("torch_dtype"))
+        if dtype is None:
+            assumptions.append("config.json names no dtype: bfloat16 is assumed.")
+        index = expected_index(spec, dtype or "BF16")
+    plan_weights(spec, index)
+    stored: Counter[str] = Counter()
+    for info in index.values():
+        stored[info.dtype] += info.num_bytes
+    return KnownModel(spec, "native", count_parameters(spec), index, tuple(stored.most_common()), tuple(assumptions))
+
+
+def kinds_of_layers(spec: DecoderSpec) -> list[tuple[int, str]]:
+    """Return (number of layers, kind) of mixers, then of feed-forward blocks, each the most frequent first."""
+    name = "latent attention" if isinstance(spec.attention, MlaSpec) else "attention"
+    kinds = Counter(name if window is None else f"{name} over {window:,} tokens" for window in spec.windows)
+    blocks: Counter[str] = Counter()
+    for sparse in spec.sparse_layers:
+        if not sparse or spec.moe is None:
+            blocks["a dense block"] += 1
+            continue
+        beside = " and a shared one" if spec.moe.shared is not None else ""
+        blocks[f"{spec.moe.num_experts} experts, {spec.moe.gate.top_k} per token{beside}"] += 1
+    return [(number, kind) for kind, number in (*kinds.most_common(), *blocks.most_common())]
+
+
+def summary(spec: DecoderSpec, implementation: str = "native") -> str:
+    """Say in one line what a model is, for the start of a service."""
+    layers = "; ".join(f"{number} layers with {kind}" for number, kind in kinds_of_layers(spec))
+    return f"{spec.model_type} ({implementation}), {said_parameters(count_parameters(spec))}; {layers}"
+
+
+def said_parameters(count: ParameterCount) -> str:
+    active = "" if count.active == count.total else f", {in_billions(count.active)} active per token"
+    return f"{in_billions(count.total)} parameters{active}"
+
+
+def in_billions(count: int) -> str:
+    """Return a number of parameters as people say it."""
+    for unit, name in ((10**9, " billion"), (10**6, " million")):
+        if count >= unit:
+            return f"{count / unit:.2f}{name}"
+    return f"{count:,}"
+
+
+def sizes_of(model: KnownModel) -> list[Sizes]:
+    """Return weights and KV by the usual formulas: numbers times their width. Scales of quantised weights add a little.
+
+    Keys and values have 8 bits at least.
+    """
+    numbers = kv_block_bytes(model.spec.kv_layers, 1, torch.uint8)
+    return [
+        Sizes(name, model.parameters.total * bits // 8, numbers * max(bits, 8) // 8) for name, bits in WIDTHS.items()
+    ]
+
+
+def setups_of(model: KnownModel, machine: Machine, config: ServeConfig) -> list[Setup]:
+    """Return how the model can be served here with the given settings, and why not.
+
+    While nothing fits, further flags are tried that take less memory; the last setup of a device that fits is the one
+    to use. config: its device is not looked at.
+    """
+    setups = list(_on_cpu(model, machine, replace(config, device="cpu")))
+    gpus = [gpu for gpu in machine.gpus if gpu.obstacle is None]
+    if gpus:
+        least = min(gpus, key=lambda gpu: gpu.free_bytes)
+        setups += _on_gpus(model, least, len(gpus), replace(config, device="cuda"))
+    return setups
+
+
+def _on_cpu(model: KnownModel, machine: Machine, config: ServeConfig) -> Iterator[Setup]:
+    spec, index = model.spec, model.index
+    setup = _cpu_setup(model, machine, config)
+    yield setup
+    wide = weights_bytes(spec, torch.float32, index)
+    if setup.obstacle is not None and config.dtype == "auto" and 2 * weights_bytes(spec, torch.bfloat16, index) <= wide:
+        setup = _cpu_setup(model, machine, replace(config, dtype="bfloat16"))
+        yield setup
+    if setup.obstacle is not None and spec.moe is not None and config.expert_memory is None:
+        dtype = compute_dtype(config, "cpu")
+        free = machine.free_bytes - RESERVE_BYTES - weights_bytes(spec, dtype, index, [no_experts])
+        try:
+            advised = _advised(free, spec, common_layout(index, spec, dtype).num_bytes)
+        except ModelError as error:
+            yield Setup("cpu", (), str(error))
+        else:
+            yield _cpu_setup(model, machine, replace(config, expert_memory=advised))
+
+
+def _cpu_setup(model: KnownModel, machine: Machine, config: ServeConfig) -> Setup:
+    spec, dtype, flags = model.spec, compute_dtype(config, "cpu"), _flags_of(config)
+    try:
+        refuse_gpu_settings(config, "--device cuda")
+        plan = plan_on_cpu(spec, dtype, model.index, config, machine.free_bytes)
+    except (ModelError, ConfigError) as error:
+        return Setup("cpu", flags, str(error))
+    resident = speed = None
+    if plan.residency is not None:
+        resident = min(plan.residency.slots.num_slots)
+    elif machine.bandwidth is not None:
+        others = weights_bytes(spec, dtype, model.index, [no_experts])
+        narrow = keeps_narrow(dtype)
+        speed = machine.bandwidth / _read_per_token(model, plan.weights_bytes - others, others, dtype, narrow=narrow)
+    return Setup(
+        "cpu",
+        flags,
+        None,
+        plan.weights_bytes,
+        plan.kv.num_blocks * kv_block_bytes(spec.kv_layers, config.block_size, dtype),
+        plan.kv.num_blocks * config.block_size,
+        plan.kv.max_model_len,
+        resident,
+        speed,
+    )
+
+
+def _read_per_token(model: KnownModel, experts: int, others: int, dtype: torch.dtype, *, narrow: bool) -> int:
+    """Return the bytes read for one token: the chosen experts, and all others but the embedding, of which it is a row.
+
+    experts, others: bytes of all experts and of the other weights, loaded to compute in `dtype`.
+    """
+    moe = model.spec.moe
+    chosen = 0 if moe is None else experts * moe.gate.top_k // moe.num_experts
+    embedding = plan_weights(model.spec, model.index, no_experts).outer["embedding"]
+    return chosen + others - loaded_bytes(embedding, dtype.itemsize, narrow)
+
+
+def _on_gpus(model: KnownModel, gpu: Gpu, num_gpus: int, config: ServeConfig) -> Iterator[Setup]:
+    """gpu: of all, the one with the least memory free."""
+    setup = _gpu_setup(model, gpu, config)
+    yield setup
+    moe = model.spec.moe
+    if setup.obstacle is None or moe is None or config.expert_memory is not None:
+        return
+    tried: list[ServeConfig] = []
+    if 1 < num_gpus <= moe.num_experts:
+        tried.append(replace(config, expert_parallel_size=num_gpus))
+    if config.expert_quantization == "none" and config.dtype != "float32":
+        tried += [replace(config, expert_quantization=form) for form in ("int8", "int4")]
+    for smaller in tried:
+        setup = _gpu_setup(model, gpu, smaller)
+        yield setup
+        if setup.obstacle is None:
+            return
+    dtype = compute_dtype(config, "cuda")
+    free = _free_on_gpu(gpu, _gpu_others(model, dtype), config)
+    advised = _advised(free, model.spec, _slot_bytes(model.spec, dtype, config))
+    yield _gpu_setup(model, gpu, replace(config, expert_memory=advised))
+
+
+def _gpu_setup(model: KnownModel, gpu: Gpu, config: ServeConfig) -> Setup:
+    """Plan the memory of one GPU, with equal shares of the experts on all ranks."""
+    spec, dtype, flags = model.spec, compute_dtype(config, "cuda"), _flags_of(config)
+    kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3" else dtype
+    block_bytes = kv_block_bytes(spec.kv_layers, config.block_size, kv_dtype)
+    others = _gpu_others(model, dtype)
+    try:
+        experts, resident = _experts_on_gpu(spec, dtype, config)
+    except ConfigError as error:
+        return Setup("cuda", flags, str(error))
+    memory = _free_on_gpu(gpu, others + experts, config)
+    if not memory:
+        usable = _free_on_gpu(gpu, 0, config)
+        reason = f"The weights take {(others + experts) / _GIB:.1f} GiB of a GPU; {usable / _GIB:.1f} GiB can be used."
+        return Setup("cuda", flags, reason)
+    try:
+        kv = share_kv(
+            min(memory, config.kv_cache_memory or memory),
+            block_bytes=block_bytes,
+            block_size=config.block_size,
+            model_max_len=spec.max_position,
+            max_model_len=config.max_model_len,
+        )
+    except ConfigError as error:
+        return Setup("cuda", flags, str(error))
+    speed = None
+    if resident is None and gpu.bandwidth is not None and config.expert_parallel_size == 1:
+        speed = gpu.bandwidth / _read_per_token(model, experts, others, dtype, narrow=False)
+    num_tokens = kv.num_blocks * config.block_size
+    kv_bytes = kv.num_blocks * block_bytes
+    return Setup("cuda", flags, None, others + experts, kv_bytes, num_tokens, kv.max_model_len, resident, speed)
+
+
+def _experts_on_gpu(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> tuple[int, int | None]:
+    """Return the bytes of experts on each GPU, and how many of a layer these are if they are not all.
+
+    Raises ConfigError for experts that cannot be kept so.
+    """
+    from moeserve.experts.gpu_memory import plan_gpu_residency  # Imported late: it loads Triton.
+    from moeserve.model.gpu_kernels import expert_storage
+
+    # A layout is made of empty experts, which are to take no memory.
+    with torch.device("meta"):
+        storage = expert_storage(spec, dtype, config.expert_quantization)
+        if config.expert_memory is not None:
+            residency = plan_gpu_residency(spec, dtype, config.expert_memory, storage)
+            if residency is not None:
+                return residency.slots.num_bytes, min(residency.slots.num_slots)
+    if spec.moe is None:
+        return 0, None
+    num_held = -(-spec.moe.num_experts // config.expert_parallel_size)
+    return _slot_bytes(spec, dtype, config) * num_held * len(spec.moe_layers), None
+
+
+def _slot_bytes(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> int:
+    """Return the bytes of one expert on a GPU. Raises ConfigError."""
+    from moeserve.experts.gpu_memory import slot_layout
+    from moeserve.model.gpu_kernels import expert_storage
+
+    with torch.device("meta"):
+        return slot_layout(spec, dtype, expert_storage(spec, dtype, config.expert_quantization)).num_bytes
+
+
+def _gpu_others(model: KnownModel, dtype: torch.dtype) -> int:
+    """Return the bytes on each GPU of all weights but the experts."""
+    return plan_weights(model.spec, model.index, no_experts).loaded_num_bytes(dtype.itemsize, narrow=False)
+
+
+def _free_on_gpu(gpu: Gpu, weights: int, config: ServeConfig) -> int:
+    """Return the bytes left beside weights, before what the largest step takes, which only loading tells."""
+    return kv_memory(
+        total_bytes=gpu.total_bytes,
+        free_bytes=gpu.free_bytes,
+        reserved_bytes=0,
+        peak_bytes=weights,
+        utilization=config.gpu_memory_utilization,
+        with_graphs=not config.enforce_eager,
+    )
+
+
+def _advised(num_bytes: int, spec: DecoderSpec, expert_bytes: int) -> int:
+    """Return a round number of bytes for `--expert-memory` out of `num_bytes` that are free for experts and KV.
+
+    It holds at least the experts of one token in each layer. expert_bytes: of one expert.
+    """
+    assert spec.moe is not None
+    least = spec.moe.gate.top_k * len(spec.moe_layers) * round_to_page(expert_bytes)
+    share = max(least, int(num_bytes * _SHARE_FOR_EXPERTS))
+    unit = _GIB if share >= 8 * _GIB else _MIB
+    return max(share // unit * unit, -(-least // _MIB) * _MIB)
+
+
+def _flags_of(config: ServeConfig) -> tuple[str, ...]:
+    """Return the flags that differ from the defaults, but that of the CPU, which is the default device."""
+    shown: list[str] = []
+    for setting in fields(ServeConfig):
+        value = getattr(config, setting.name)
+        if value == setting.default or (setting.name, value) == ("device", "cpu"):
+            continue
+        if setting.metadata.get("kind") == "size":
+            value = next(f"{value // unit}{name}" for unit, name in _UNITS if value % unit == 0)
+        shown += [flag_name(setting), str(value)]
+    return tuple(shown)

@@ -1,0 +1,136 @@
+"""The machine that a model would run on: cores, memory, GPUs, and how fast it reads memory."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moeserve.device import available_bytes, incapability
+
+if TYPE_CHECKING:
+    import torch
+
+_CPUINFO = Path("/proc/cpuinfo")
+_MEMINFO = Path("/proc/meminfo")
+# Instruction sets that decide how fast products are, as Linux names them, best first.
+_INSTRUCTION_SETS = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 BF16",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+    "sve": "SVE",
+    "asimd": "NEON",
+}
+# Of each of the two buffers that are copied: several times what caches hold.
+_COPIED_BYTES = 192 * 2**20
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """bandwidth: bytes per second, read plus written; None if it was not measured. obstacle: why it cannot serve."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    bandwidth: float | None = None
+    obstacle: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """cores: that this process may use. memory_bytes: of the machine. free_bytes: what this process can take now, after
+    the limits of its control groups. bandwidth: of main memory, bytes per second read plus written by a copy on all
+    cores; None if it was not measured."""
+
+    processor: str
+    cores: int
+    instruction_sets: tuple[str, ...]
+    memory_bytes: int
+    free_bytes: int
+    bandwidth: float | None = None
+    gpus: tuple[Gpu, ...] = ()
+
+
+def read_machine(cores: int, *, measure: bool = True) -> Machine:
+    """Look at this machine. measure: copy memory for a part of a second, where enough is free."""
+    processor, instruction_sets = read_processor()
+    free_bytes = available_bytes()
+    return Machine(
+        processor,
+        cores,
+        instruction_sets,
+        _total_memory(),
+        free_bytes,
+        _bandwidth_of_memory(cores) if measure and free_bytes > 4 * _COPIED_BYTES else None,
+        _find_gpus(measure=measure),
+    )
+
+
+def read_processor(cpuinfo: Path = _CPUINFO) -> tuple[str, tuple[str, ...]]:
+    """Return the processor's name and its instruction sets, best first."""
+    lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
+    said = {name.strip(): value.strip() for name, _, value in reversed(lines)}
+    flags = (said.get("flags") or said.get("Features") or "").split()
+    name = said.get("model name") or said.get("CPU implementer") or "unknown"
+    return name, tuple(shown for flag, shown in _INSTRUCTION_SETS.items() if flag in flags)
+
+
+def _total_memory(meminfo: Path = _MEMINFO) -> int:
+    line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal:"))
+    return int(line.split()[1]) * 1024
+
+
+def _bandwidth_of_memory(cores: int) -> float:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(cores)
+    try:
+        return _copied_per_second(torch.device("cpu"))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _copied_per_second(device: torch.device) -> float:
+    """Copy memory a few times; return the bytes read and written per second of the fastest copy."""
+    import torch
+
+    def finish() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    source = torch.ones(_COPIED_BYTES // 4, dtype=torch.float32, device=device)
+    target = torch.zeros_like(source)
+    seconds = []
+    for _ in range(_ROUNDS):
+        finish()
+        start = time.perf_counter()
+        target.copy_(source)
+        finish()
+        seconds.append(time.perf_counter() - start)
+    return 2 * _COPIED_BYTES / min(seconds)
+
+
+def _find_gpus(*, measure: bool) -> tuple[Gpu, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    gpus = []
+    for number in range(torch.cuda.device_count()):
+        device = torch.device("cuda", number)
+        free, total = torch.cuda.mem_get_info(device)
+        enough = measure and free > 4 * _COPIED_BYTES
+        gpus.append(
+            Gpu(
+                torch.cuda.get_device_name(device),
+                total,
+                free,
+                _copied_per_second(device) if enough else None,
+                incapability(torch.cuda.get_device_capability(device), needs_fp8=False),
+            )
+        )
+    return tuple(gpus)

@@ -1,0 +1,106 @@
+"""How large a model is by its configuration alone: its parameters, and the tensors that a checkpoint would hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from moeserve.model.checkpoint import (
+    TensorInfo,
+    TensorRef,
+    Tensors,
+    fused_expert_tensors,
+    item_bits,
+    layer_tensors,
+    mxfp4_expert_tensors,
+    outer_tensors,
+)
+from moeserve.model.spec import DecoderSpec, QuantizationSpec
+
+_STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+# Of quantised checkpoints, these projections stay as they were trained.
+_NEVER_QUANTISED = frozenset({"embedding", "lm_head", "moe_gate", "shared_gate"})
+_NOWHERE = Path("config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """total: all numbers of the checkpoint; tied embeddings count once. active: of them, those that compute one token:
+    all but the experts that its gates do not choose. experts: of all experts of all layers."""
+
+    total: int
+    active: int
+    experts: int
+
+
+def count_parameters(spec: DecoderSpec) -> ParameterCount:
+    outer = outer_tensors(spec)
+    if spec.tie_embeddings:
+        del outer["lm_head"]
+    others = _count(outer)
+    experts = chosen = 0
+    for layer in range(spec.num_layers):
+        others += _count(layer_tensors(spec, layer))
+        if spec.moe is not None and spec.sparse_layers[layer]:
+            of_layer = _count(fused_expert_tensors(spec, layer))
+            experts += of_layer
+            chosen += of_layer // spec.moe.num_experts * spec.moe.gate.top_k
+    return ParameterCount(others + experts, others + chosen, experts)
+
+
+def stored_dtype(named: object) -> str | None:
+    """Return how safetensors names the dtype that a configuration names; None if it names none that is plain."""
+    return _STORED.get(str(named).removeprefix("torch."))
+
+
+def expected_index(spec: DecoderSpec, dtype: str) -> dict[str, TensorInfo]:
+    """Return the tensors of a checkpoint of the model, by name, as `read_index` does; no file holds them.
+
+    dtype: of plain tensors, as safetensors names it. Experts are in one tensor per layer, which takes the same bytes as
+    single ones.
+    """
+    index = _infos(outer_tensors(spec), dtype, spec.quantization)
+    for layer in range(spec.num_layers):
+        index |= _infos(layer_tensors(spec, layer), dtype, spec.quantization)
+        if spec.moe is None or not spec.sparse_layers[layer]:
+            continue
+        if spec.quantization is not None and spec.quantization.kind == "mxfp4":
+            for key, ref in mxfp4_expert_tensors(spec, layer).items():
+                _add(index, ref, dtype if key.endswith(".bias") else "U8")
+        else:
+            index |= _infos(fused_expert_tensors(spec, layer), dtype, spec.quantization)
+    return index
+
+
+def checkpoint_bytes(index: Mapping[str, TensorInfo]) -> int:
+    return sum(info.num_bytes for info in index.values())
+
+
+def _count(tensors: Mapping[str, TensorRef]) -> int:
+    return sum(prod(ref.shape) for ref in tensors.values())
+
+
+def _infos(tensors: Tensors, dtype: str, quantization: QuantizationSpec | None) -> dict[str, TensorInfo]:
+    index: dict[str, TensorInfo] = {}
+    fp8 = quantization is not None and quantization.kind == "fp8"
+    for key, ref in tensors.items():
+        if not fp8 or len(ref.shape) < 2 or key in _NEVER_QUANTISED or key.endswith("bias"):
+            _add(index, ref, dtype)
+            continue
+        assert quantization is not None
+        _add(index, ref, "F8_E4M3")
+        *leading, rows, columns = ref.shape
+        blocks = (*leading, *_ceil_div((rows, columns), quantization.block))
+        _add(index, TensorRef((f"{ref.names[0]}_scale_inv",), blocks), "F32")
+    return index
+
+
+def _ceil_div(sizes: Iterable[int], parts: Iterable[int]) -> tuple[int, ...]:
+    return tuple(-(-size // part) for size, part in zip(sizes, parts, strict=True))
+
+
+def _add(index: dict[str, TensorInfo], ref: TensorRef, dtype: str) -> None:
+    num_bytes = prod(ref.shape) * item_bits(dtype) // 8
+    index[ref.names[0]] = TensorInfo(_NOWHERE, dtype, ref.shape, num_bytes)

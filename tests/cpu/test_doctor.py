@@ -1,0 +1,259 @@
+"""What `moeserve doctor` says agrees with transformers' own models, with real checkpoints and with the memory plan."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner, Result
+
+import launcher.doctor
+import moeserve.machine
+from launcher.cli import main
+from moeserve.config import ServeConfig
+from moeserve.doctor import examine, setups_of
+from moeserve.experts.gpu_memory import slot_layout
+from moeserve.machine import Gpu, Machine
+from moeserve.memory_plan import weights_bytes
+from moeserve.model.checkpoint import read_index
+from moeserve.model.gpu_kernels import expert_storage
+from moeserve.model.sizes import checkpoint_bytes, count_parameters, expected_index
+from moeserve.model.spec import ModelError
+from tests.support.checkpoints import spec_of
+from tests.support.fp8 import to_fp8
+from tests.support.tiny_models import CASES, config_of, save
+
+GIB = 2**30
+MACHINE = Machine("a processor", 4, ("AVX2",), 64 * GIB, 32 * GIB, 50e9)
+# Those of Qwen3-30B-A3B.
+QWEN3 = {
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "dtype": "bfloat16",
+}
+
+
+def folder_of(config: dict[str, Any], folder: Path) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def qwen3(tmp_path: Path) -> Path:
+    return folder_of(QWEN3, tmp_path)
+
+
+def ask(folder: Path | None, *options: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", *([] if folder is None else [str(folder)]), *options])
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moeserve.machine, "read_machine", lambda _: MACHINE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    config = config_of(case)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    named = [*model.named_parameters(), *(pair for pair in model.named_buffers() if "correction_bias" in pair[0])]
+    config.save_pretrained(tmp_path)
+    spec = spec_of(tmp_path)
+    count = count_parameters(spec)
+    assert count.total == sum(tensor.numel() for _, tensor in named)
+    experts = sum(tensor.numel() for name, tensor in named if ".experts." in name and "correction" not in name)
+    assert count.experts == experts
+    idle = 0 if spec.moe is None else experts - experts // spec.moe.num_experts * spec.moe.gate.top_k
+    assert count.active == count.total - idle
+
+
+@pytest.mark.parametrize("case", ["llama-biases-llama3", "qwen2_moe", "gpt_oss", "ernie4_5_moe", "deepseek_v3-yarn"])
+def test_without_weights_sizes_are_those_of_the_saved_model(case: str, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    spec, index = spec_of(tmp_path), read_index(tmp_path)
+    expected = expected_index(spec, "F32")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert weights_bytes(spec, dtype, expected) == weights_bytes(spec, dtype, index)
+    assert checkpoint_bytes(expected) == checkpoint_bytes(index)
+
+
+def test_without_weights_fp8_is_known_from_the_configuration(tmp_path: Path) -> None:
+    save("deepseek_v3-yarn", tmp_path)
+    to_fp8(tmp_path, (16, 24))
+    spec = spec_of(tmp_path)
+    expected, index = expected_index(spec, "F32"), read_index(tmp_path)
+    assert checkpoint_bytes(expected) == checkpoint_bytes(index)
+    assert weights_bytes(spec, torch.float32, expected) == weights_bytes(spec, torch.float32, index)
+
+
+def test_a_published_model_is_described_from_its_configuration_alone(qwen3: Path, machine: None) -> None:
+    said = ask(qwen3).stdout
+    assert "qwen3_moe (native), 30.53 billion parameters, 3.35 billion active per token" in said
+    assert "48 with 128 experts, 8 per token" in said
+    assert "56.9 GiB of BF16" in said
+    assert "There are no weights: sizes go by config.json." in said
+
+
+def test_json_says_the_same_in_bytes(qwen3: Path, machine: None) -> None:
+    found = json.loads(ask(qwen3, "--json").stdout)
+    model = found["model"]
+    assert model["parameters"] == {"total": 30532122624, "active": 3353032704, "experts": 28991029248}
+    sizes = {sizes["name"]: sizes for sizes in model["sizes"]}
+    assert sizes["bfloat16"] == {"name": "bfloat16", "weights_bytes": 2 * 30532122624, "kv_bytes": 48 * 2 * 4 * 128 * 2}
+    assert sizes["4 bits"]["kv_bytes"] == sizes["8 bits"]["kv_bytes"]
+    assert found["machine"]["free_bytes"] == 32 * GIB
+
+
+def test_what_does_not_fit_gets_an_expert_memory_that_does(qwen3: Path) -> None:
+    whole, few = setups_of(examine(qwen3), MACHINE, ServeConfig())
+    assert whole.obstacle is not None
+    assert "56.9 GiB" in whole.obstacle
+    assert few.obstacle is None
+    assert few.flags[0] == "--expert-memory"
+    assert few.resident_experts is not None
+    assert 8 < few.resident_experts < 128
+    assert few.weights_bytes + few.kv_bytes < 32 * GIB
+
+
+def test_what_fits_is_bounded_by_the_bytes_that_a_token_reads(qwen3: Path) -> None:
+    (setup,) = setups_of(examine(qwen3), replace(MACHINE, free_bytes=128 * GIB), ServeConfig())
+    assert (setup.flags, setup.obstacle) == ((), None)
+    embedding = 151936 * 2048
+    read = 2 * (3353032704 - embedding)
+    # Vectors take four bytes each.
+    assert setup.tokens_per_second == pytest.approx(50e9 / read, rel=1e-3)
+
+
+def test_a_gpu_gets_the_first_form_of_experts_that_fits(qwen3: Path) -> None:
+    gpu = Gpu("a GPU", 48 * GIB, 47 * GIB, 1e12)
+    setups = setups_of(examine(qwen3), replace(MACHINE, free_bytes=128 * GIB, gpus=(gpu,)), ServeConfig())
+    assert [setup.flags for setup in setups] == [
+        (),
+        ("--device", "cuda"),
+        ("--device", "cuda", "--expert-quantization", "int8"),
+    ]
+    assert setups[1].obstacle == "The weights take 56.9 GiB of a GPU; 41.7 GiB can be used."
+    assert setups[2].obstacle is None
+    small = replace(gpu, total_bytes=8 * GIB, free_bytes=8 * GIB)
+    last = setups_of(examine(qwen3), replace(MACHINE, gpus=(small,)), ServeConfig())[-1]
+    assert last.obstacle is None
+    assert "--expert-memory" in last.flags
+    assert last.resident_experts is not None
+    assert last.resident_experts >= 8
+
+
+def test_several_gpus_share_the_experts(qwen3: Path) -> None:
+    gpus = (Gpu("a GPU", 48 * GIB, 47 * GIB), Gpu("a GPU", 48 * GIB, 46 * GIB), Gpu("old", GIB, GIB, obstacle="old"))
+    setups = setups_of(examine(qwen3), replace(MACHINE, gpus=gpus), ServeConfig())
+    assert setups[-1].flags == ("--device", "cuda", "--expert-parallel-size", "2")
+    assert setups[-1].obstacle is None
+
+
+@pytest.mark.parametrize("form", ["none", "int8", "fp8", "int4"])
+def test_sizes_on_a_gpu_are_known_without_taking_memory(form: str, tmp_path: Path) -> None:
+    spec = spec_of(folder_of({**QWEN3, "hidden_size": 256}, tmp_path))
+    storage = expert_storage(spec, torch.bfloat16, form)
+    with torch.device("meta"):
+        found = slot_layout(spec, torch.bfloat16, storage).num_bytes
+    assert found == slot_layout(spec, torch.bfloat16, storage).num_bytes
+
+
+def test_without_a_model_the_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moeserve.machine, "_COPIED_BYTES", 2**20)
+    said = ask(None)
+    assert said.exit_code == 0
+    assert "This machine: " in said.stdout
+    found = json.loads(ask(None, "--json").stdout)["machine"]
+    assert found["cores"] == launcher.doctor.usable_cores()
+    assert 0 < found["free_bytes"] <= found["memory_bytes"]
+    assert found["bandwidth"] > 0
+
+
+def test_what_fits_nowhere_says_what_the_least_would_be(qwen3: Path) -> None:
+    setups = setups_of(examine(qwen3), replace(MACHINE, free_bytes=3 * GIB), ServeConfig())
+    assert setups[-1].flags == ("--expert-memory", "3456MiB")
+    assert setups[-1].obstacle is not None
+    assert "but only 3.0 GiB of memory are free" in setups[-1].obstacle
+
+
+def test_settings_of_a_gpu_do_not_fit_a_cpu(qwen3: Path, machine: None) -> None:
+    found = json.loads(ask(qwen3, "--kv-cache-dtype", "fp8_e4m3", "--json").stdout)
+    assert found["setups"][0]["obstacle"] == "--kv-cache-dtype fp8_e4m3 needs --device cuda."
+
+
+def test_a_setting_that_is_wrong_ends_as_in_serve(qwen3: Path, machine: None) -> None:
+    result = ask(qwen3, "--dtype", "int3")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: --dtype")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{", "is not valid JSON"),
+        ("[1]", "does not hold a JSON object"),
+        ('{"model_type": "never_heard_of"}', "'never_heard_of' are not supported"),
+        ('{"model_type": "mixtral", "hidden_size": 1e400}', "hidden_size"),
+        ('{"model_type": "mixtral", "num_local_experts": -4}', "num_local_experts"),
+        ('{"model_type": "mixtral", "num_hidden_layers": 100000000}', "num_hidden_layers"),
+        ('{"model_type": "mixtral", "a": ' + "[" * 5000 + "]" * 5000 + "}", "is not valid JSON"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_hostile_configuration_is_one_sentence(config: str, words: str, tmp_path: Path, machine: None) -> None:
+    (tmp_path / "config.json").write_text(config)
+    result = ask(tmp_path)
+    assert result.exit_code == 1
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert words in result.stderr
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+
+
+HOSTILE = (None, -1, 0, 7, 2**40, 1e308, "x", [None], {"a": {}})
+MORE = [pytest.param(case, marks=pytest.mark.long) for case in ("mixtral", "gpt_oss", "phimoe-longrope")]
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3-yarn", "ernie4_5_moe", *MORE])
+def test_any_value_of_any_key_gives_an_answer_or_one_sentence(case: str, tmp_path: Path) -> None:
+    whole = config_of(case).to_dict()
+    gpu = Gpu("a GPU", 80 * GIB, 79 * GIB, 1e12)
+    answers = 0
+    for key in whole:
+        for value in HOSTILE:
+            folder_of({**whole, key: value}, tmp_path)
+            with suppress(ModelError):
+                setups = setups_of(examine(tmp_path), replace(MACHINE, gpus=(gpu,)), ServeConfig())
+                answers += len(setups) > 1
+    assert answers > len(whole)
+
+
+def test_damaged_weights_are_named_and_sizes_go_by_the_configuration(tmp_path: Path, machine: None) -> None:
+    save("mixtral", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    assert "truncated or not a safetensors file. Sizes go by config.json." in ask(tmp_path).stdout
+
+
+def test_weights_that_do_not_fit_the_configuration_are_one_sentence(tmp_path: Path, machine: None) -> None:
+    save("mixtral", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 32}))
+    result = ask(tmp_path)
+    assert result.exit_code == 1
+    assert "but the configuration says" in result.stderr

@@ -1,0 +1,43 @@
+"""A service takes the memory that `moeserve doctor` says it will, and says at its start what the model is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from launcher.cli import main
+from launcher.console import format_bytes
+from tests.support.service import Service, service
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+
+
+def test_a_service_takes_what_the_doctor_says(tmp_path: Path) -> None:
+    model = write_tiny_checkpoint(tmp_path / "model")
+    (tmp_path / "bare").mkdir()
+    shutil.copy(model / "config.json", tmp_path / "bare")
+    options = ("--kv-cache-memory", "3MiB", "--json")
+    folders = (model, tmp_path / "bare")
+    answers = [json.loads(CliRunner().invoke(main, ["doctor", str(folder), *options]).stdout) for folder in folders]
+    (setup,), (without_weights,) = (answer["setups"] for answer in answers)
+    for found in (setup, without_weights):
+        assert found.pop("tokens_per_second") > 0
+    assert setup == without_weights
+    with service(model, tmp_path, "--kv-cache-memory", "3MiB") as running:
+        said = banner(running)
+    assert said["weights"] == format_bytes(setup["weights_bytes"])
+    assert said["KV"].startswith(f"{format_bytes(setup['kv_bytes'])} = {setup['kv_tokens']:,} tokens in ")
+    assert said["context"].startswith(f"{setup['max_model_len']:,} tokens")
+    assert said["model"].startswith("mixtral (native), ")
+
+
+def banner(running: Service) -> dict[str, str]:
+    """The lines that a service prints when it is ready, by their first words."""
+    said: dict[str, str] = {}
+    assert running.process.stdout is not None
+    while "context" not in said:
+        name, _, rest = running.process.stdout.readline().strip().partition(" ")
+        said[name] = rest.strip()
+    return said
