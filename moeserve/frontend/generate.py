@@ -21,7 +21,6 @@ from moeserve.frontend.cache_wishes import cache_wishes
 from moeserve.frontend.constraints import constraint_of, of_calls
 from moeserve.frontend.dialects import chat, completions, messages, messages_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
-from moeserve.frontend.engine_client import EngineGone, RequestGroup, RequestRejected
 from moeserve.frontend.http import (
     ApiError,
     EventStream,
@@ -35,6 +34,7 @@ from moeserve.frontend.http import (
 )
 from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.request_group import EngineGone, RequestGroup, RequestRejected
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
 from moeserve.frontend.workers import InlineBudget
