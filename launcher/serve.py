@@ -151,14 +151,15 @@ def _listeners(context: RunContext, base_url: str, progress: ProgressDisplay, er
         ready=ready,
         stopping=stopping,
         failed=failed,
+        notice=lambda sentence: say(errors, "Notice", sentence),
         state=lambda sentence: say(errors, "State", sentence),
         beating=pat_watchdog,
     )
 
 
 def say(console: Console, kind: str, sentence: str) -> None:
-    """Print an `Error`, a `Warning` or a `State`."""
-    colour = {"Error": "red", "Warning": "yellow"}.get(kind, "green")
+    """Print an `Error`, a `Warning`, a `Notice` or a `State`."""
+    colour = {"Error": "red", "Warning": "yellow", "Notice": "yellow"}.get(kind, "green")
     console.print(f"[bold {colour}]{kind}:[/] {escape(sentence)}", highlight=False)
 
 

@@ -1,7 +1,7 @@
-"""Starts the model process and the HTTP process, watches them, and ends them; exactly one life, no restarts.
+"""Starts the model process and the HTTP process, watches them, starts them again when they fail, and ends them.
 
 A signal, a child's end, a status or a hang is an event in one queue. Events are handled one after the other, so that no
-two reactions overlap. A reaction that acts later sets a timer, which signals a child.
+two reactions overlap. A reaction that acts later sets a timer, which signals a child or puts another event.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
-
-import zmq
-import zmq.asyncio
 
 from launcher.listener import reachable_address
 from launcher.processes import (
     Child,
-    Computing,
     Failed,
     Loading,
     Ready,
+    Status,
     child_environment,
     decode_status,
     default_threads,
 )
-from moeserve.frontend.engine_client import ProgressWatch
-from moeserve.wire import DecodeError, Heartbeat, RunContext, decode
+from launcher.restarts import RestartPolicy
+from launcher.watches import Vitals, wait_for_hang, wait_for_silence, wait_until_ok
+from moeserve.wire import EngineNews, RunContext, encode_news
 
 WORKER_MODULE = "launcher.worker"
 GROUP_MODULE = "launcher.rank_group"
 FRONTEND_MODULE = "launcher.frontend_main"
-_SECONDS_BETWEEN_HEARTBEAT_CHECKS = 0.25
-_SECONDS_BETWEEN_READY_CHECKS = 0.05
-_SECONDS_BETWEEN_BEATING = 1.0
-_NUM_CHILDREN = 2
+_WORKER, _FRONTEND = "model process", "HTTP process"
+# A model that is loaded again may take so many times as long as at first, and so many seconds in any case.
+_START_PATIENCE = 5.0
+_SHORTEST_START_LIMIT = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,16 +58,30 @@ class Grace:
 class Listeners:
     """Callbacks of the supervisor.
 
-    `failed` gets the one sentence that explains exit code 1, `state` one that SIGUSR1 asks for. `beating` is called
-    about once a second while both children make progress.
+    `failed` gets the one sentence that explains exit code 1, `notice` one for each end of a process that is started
+    again and one when it serves again, `state` one that SIGUSR1 asks for. `beating` is called about once a second while
+    both children make progress, or are being started again.
     """
 
     loading: Callable[[Loading], None]
     ready: Callable[[Ready], None]
     stopping: Callable[[], None]
     failed: Callable[[str], None]
+    notice: Callable[[str], None] = lambda _: None
     state: Callable[[str], None] = lambda _: None
     beating: Callable[[], None] = lambda: None
+
+
+@dataclass(eq=False)
+class _Life:
+    """One life of a child. `serves_since`: on the monotonic clock, None before. `why`: it was ended, or ended itself,
+    in a sentence. `tasks` end with it."""
+
+    child: Child
+    began: float
+    serves_since: float | None = None
+    why: str | None = None
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -77,31 +91,48 @@ class _Signal:
 
 @dataclass(frozen=True)
 class _Exited:
-    child: Child
+    life: _Life
+
+
+@dataclass(frozen=True)
+class _Said:
+    life: _Life
+    status: Status
 
 
 @dataclass(frozen=True)
 class _Serving:
-    """The HTTP process answers that it is ready."""
+    """The HTTP process answers."""
+
+    life: _Life
 
 
 @dataclass(frozen=True)
 class _Stuck:
-    child: Child
+    life: _Life
     sentence: str
 
 
-_Event = _Signal | _Exited | _Serving | _Stuck | Loading | Ready | Computing | Failed
+@dataclass(frozen=True)
+class _Due:
+    """A process is to be started again."""
+
+    name: str
+
+
+_Event = _Signal | _Exited | _Said | _Serving | _Stuck | _Due
 
 
 class Supervisor:
     """Supervises one service: a worker and a frontend, children of this process.
 
     With several ranks the worker is torchrun's agent (`launcher.rank_group`), and the ranks die with it, unless
-    `worker_module` names another module.
+    `worker_module` names another module. A worker that has served and ends is started again as the engine of the next
+    incarnation, which the frontend is told; a frontend that ends is started again on the same listener. Both end the
+    service after too many restarts (`RestartPolicy`), and at once where the ranks were not all started here.
 
-    `listener` is the listening socket; it is closed here once the frontend has it. The modules are the children's
-    entry points: `WORKER CONTEXT --status-fd N` and `FRONTEND CONTEXT --fd N --beat-fd M`.
+    `listener` is the listening socket; it is closed here at the end. The modules are the children's entry points:
+    `WORKER CONTEXT --status-fd N` and `FRONTEND CONTEXT --fd N --beat-fd M --news-fd L`.
 
     SIGTERM and SIGHUP drain, unless SIGHUP is ignored already (nohup); SIGINT and SIGQUIT stop at once, and so does a
     second signal; SIGUSR1 asks for the state.
@@ -124,146 +155,193 @@ class Supervisor:
         self._address = reachable_address(listener)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._children: list[Child] = []
+        self._lives: list[_Life] = []
+        self._due: set[str] = set()
+        max_restarts = 0 if context.meets_in_store else context.config.max_restarts
+        self._policies = {name: RestartPolicy(max_restarts) for name in (_WORKER, _FRONTEND)}
         self._ready: Ready | None = None
+        self._has_served = False
+        self._seconds_to_load = 0.0
+        self._engine_lost_at = 0.0
+        self._news: int | None = None
         # Set once, by the first event that ends the service; a failure on the way out overrides a clean 0.
         self._exit_code: int | None = None
-        self._why_stuck: str | None = None
-        self._why_failed: str | None = None
-        self._vitals = Vitals(listeners.beating)
+        self._vitals = Vitals(self._policies, listeners.beating)
 
     @property
     def worker_pid(self) -> int:
-        return self._worker.pid
+        return self._worker.child.pid
 
     @property
     def frontend_pid(self) -> int:
-        return self._frontend.pid
+        return self._frontend.child.pid
 
     async def run(self) -> int:
         """Serve until stopped and return the exit code. Both children are gone when it returns."""
         loop = asyncio.get_running_loop()
         for number in handled_signals():
             loop.add_signal_handler(number, self._events.put_nowait, _Signal(number))
-        context_file = str(self._context.save())
+        self._context.save()
         try:
-            self._worker = self._start_worker(context_file)
-            self._frontend = self._start_frontend(context_file)
-            while self._children:
+            self._worker = self._start_worker()
+            self._frontend = self._start_frontend()
+            while self._lives or self._due:
                 self._handle(await self._events.get())
         finally:
-            for child in self._children:
-                child.send_signal(signal.SIGKILL)
+            for life in self._lives:
+                life.child.send_signal(signal.SIGKILL)
             for task in self._tasks:
                 task.cancel()
+            self._listener.close()
         return self._exit_code or 0
 
-    def _start_worker(self, context_file: str) -> Child:
+    def _start_worker(self) -> _Life:
         reading, writing = os.pipe()
         config = self._context.config
         threads = config.threads or default_threads(config)
         try:
-            worker = Child(
-                "model process",
+            child = Child(
+                _WORKER,
                 self._worker_module,
-                [context_file, "--status-fd", str(writing)],
+                [str(self._context.file), "--status-fd", str(writing)],
                 environment=child_environment(os.environ, threads),
                 pass_fds=[writing],
             )
         finally:
             os.close(writing)
-        self._children.append(worker)
-        status = self._spawn(self._read_status(reading))
-        self._spawn(self._announce_exit(worker, after=status))
-        return worker
+        life = self._begin(child)
+        status = self._spawn(self._read_status(life, reading))
+        self._spawn(self._announce_exit(life, after=status))
+        return life
 
-    def _start_frontend(self, context_file: str) -> Child:
-        reading, writing = os.pipe()
+    def _start_frontend(self) -> _Life:
+        (beats, beat), (hearing, news) = os.pipe(), os.pipe()
+        if self._news is not None:
+            os.close(self._news)
+        self._news = news
+        os.set_blocking(news, False)
         try:
-            with self._listener as listener:
-                frontend = Child(
-                    "HTTP process",
-                    self._frontend_module,
-                    [context_file, "--fd", str(listener.fileno()), "--beat-fd", str(writing)],
-                    environment=child_environment(os.environ, 1),
-                    pass_fds=[listener.fileno(), writing],
-                )
+            child = Child(
+                _FRONTEND,
+                self._frontend_module,
+                [
+                    *(str(self._context.file), "--fd", str(self._listener.fileno())),
+                    *("--beat-fd", str(beat), "--news-fd", str(hearing)),
+                ],
+                environment=child_environment(os.environ, 1),
+                pass_fds=[self._listener.fileno(), beat, hearing],
+            )
         finally:
-            os.close(writing)
-        self._children.append(frontend)
-        self._spawn(self._await_frontend_hang(frontend, reading))
-        self._spawn(self._announce_exit(frontend))
-        return frontend
+            os.close(beat)
+            os.close(hearing)
+        life = self._begin(child)
+        life.tasks.append(self._spawn(self._await_frontend_hang(life, beats)))
+        self._spawn(self._announce_exit(life))
+        return life
+
+    def _begin(self, child: Child) -> _Life:
+        life = _Life(child, time.monotonic())
+        self._lives.append(life)
+        return life
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _announce_exit(self, child: Child, after: asyncio.Task[None] | None = None) -> None:
-        await child.ended
+    async def _announce_exit(self, life: _Life, after: asyncio.Task[None] | None = None) -> None:
+        await life.child.ended
         if after is not None:
             # Its last words, if any, are still in the pipe.
             await asyncio.wait({after}, timeout=0.5)
-        self._events.put_nowait(_Exited(child))
+        self._events.put_nowait(_Exited(life))
 
-    async def _read_status(self, descriptor: int) -> None:
+    async def _read_status(self, life: _Life, descriptor: int) -> None:
         reader = asyncio.StreamReader()
         with open(descriptor, "rb", buffering=0) as pipe:
             loop = asyncio.get_running_loop()
             await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
             while line := await reader.readline():
-                self._events.put_nowait(decode_status(line))
+                self._events.put_nowait(_Said(life, decode_status(line)))
 
-    async def _await_http(self) -> None:
+    async def _await_http(self, life: _Life, path: str) -> None:
         try:
-            await asyncio.wait_for(wait_until_ready(*self._address), self._grace.http_ready)
+            await asyncio.wait_for(wait_until_ok(*self._address, path), self._grace.http_ready)
         except TimeoutError:
             sentence = f"The HTTP process did not become ready within {self._grace.http_ready:.0f} s."
-            self._events.put_nowait(_Stuck(self._frontend, sentence))
+            self._events.put_nowait(_Stuck(life, sentence))
         else:
-            self._events.put_nowait(_Serving())
+            self._events.put_nowait(_Serving(life))
 
-    async def _await_hang(self) -> None:
+    async def _await_hang(self, life: _Life) -> None:
         context = self._context
         who, timeout = "The model process", context.config.engine_timeout
         if context.config.expert_parallel_size > 1:
             # The ranks themselves notice a hang of another rank in less time, so only a hang of rank 0 is left.
             who, timeout = "Rank 0", 0.7 * timeout
-        note_beat = partial(self._vitals.note, self._worker)
+        note_beat = partial(self._vitals.note, _WORKER)
         why = await wait_for_hang(context.heartbeat_address, context.incarnation, timeout, note_beat)
-        self._events.put_nowait(_Stuck(self._worker, f"{who} hung ({why}) and was ended."))
+        self._events.put_nowait(_Stuck(life, f"{who} hung ({why}) and was ended."))
 
-    async def _await_frontend_hang(self, frontend: Child, descriptor: int) -> None:
+    async def _await_frontend_hang(self, life: _Life, descriptor: int) -> None:
         timeout = self._context.config.engine_timeout
-        why = await wait_for_silence(descriptor, timeout, partial(self._vitals.note, frontend))
+        why = await wait_for_silence(descriptor, timeout, partial(self._vitals.note, _FRONTEND))
         if why is not None:
-            self._events.put_nowait(_Stuck(frontend, f"The HTTP process hung ({why}) and was ended."))
+            self._events.put_nowait(_Stuck(life, f"The HTTP process hung ({why}) and was ended."))
+
+    async def _await_start(self, life: _Life) -> None:
+        limit = max(_SHORTEST_START_LIMIT, _START_PATIENCE * self._seconds_to_load)
+        await asyncio.sleep(limit)
+        if life.serves_since is None:
+            sentence = f"The model process did not load its model again within {limit:.0f} s and was ended."
+            self._events.put_nowait(_Stuck(life, sentence))
 
     def _handle(self, event: _Event) -> None:
         match event:
-            case Loading():
-                self._tell.loading(event)
-            case Ready():
-                self._ready = event
-                self._spawn(self._await_http())
-                self._spawn(self._await_hang())
-            case Failed(message=message):
-                # The first failure is the cause of the next ones.
-                self._why_failed = self._why_failed or message
-                self._later(self._grace.at_once, self._worker, signal.SIGKILL)
-            case _Serving():
-                if self._ready is not None and self._exit_code is None:
+            case _Said(life=life, status=status):
+                self._on_status(life, status)
+            case _Serving(life=life):
+                life.serves_since = time.monotonic()
+                if self._ready is not None and self._exit_code is None and not self._has_served:
+                    self._has_served = True
                     self._tell.ready(self._ready)
             case _Signal(number=number):
                 self._on_signal(number)
-            case _Exited(child=child):
-                self._children.remove(child)
-                self._on_exit(child)
-            case _Stuck(child=child, sentence=sentence):
-                if self._why_failed is None:
-                    self._why_stuck = self._why_stuck or sentence
-                child.send_signal(signal.SIGKILL)
+            case _Exited(life=life):
+                self._lives.remove(life)
+                for task in life.tasks:
+                    task.cancel()
+                self._on_exit(life)
+            case _Stuck(life=life, sentence=sentence):
+                life.why = life.why or sentence
+                life.child.send_signal(signal.SIGKILL)
+            case _Due(name=name) if name in self._due:
+                self._due.remove(name)
+                self._restart(name)
+
+    def _on_status(self, life: _Life, status: Status) -> None:
+        match status:
+            case Loading() if self._ready is None:
+                self._tell.loading(status)
+            case Ready():
+                self._on_ready(life, status)
+            case Failed(message=message):
+                # The first failure is the cause of the next ones.
+                life.why = life.why or message
+                self._later(self._grace.at_once, life, signal.SIGKILL)
+
+    def _on_ready(self, life: _Life, status: Ready) -> None:
+        now = life.serves_since = time.monotonic()
+        life.tasks.append(self._spawn(self._await_hang(life)))
+        self._vitals.expect(_WORKER)
+        if self._ready is None:
+            self._ready = status
+            self._seconds_to_load = now - life.began
+            self._tell_frontend(EngineNews(self._context.incarnation, seconds=self._seconds_to_load))
+            self._spawn(self._await_http(self._frontend, "/ready"))
+        elif self._exit_code in (None, 0):
+            self._tell.notice(f"The model process serves again, {now - self._engine_lost_at:.1f} s after its end.")
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGUSR1:
@@ -276,38 +354,96 @@ class Supervisor:
             return
         if self._exit_code in (None, 0):
             self._exit_code = 128 + number
-        self._frontend.send_signal(signal.SIGTERM if drains else signal.SIGINT)
-        self._worker.send_signal(signal.SIGTERM)
-        for child in self._children:
-            self._later(self._grace.at_once, child, signal.SIGKILL)
+        self._due.clear()
+        self._frontend.child.send_signal(signal.SIGTERM if drains else signal.SIGINT)
+        self._worker.child.send_signal(signal.SIGTERM)
+        for life in self._lives:
+            self._later(self._grace.at_once, life, signal.SIGKILL)
 
     def _state(self) -> str:
         """Return one line about the service and its processes."""
         doing = "loading" if self._ready is None else "serving"
-        children = ", ".join(f"{child.name} {child.pid} {self._vitals.of(child)}" for child in self._children)
-        return f"{doing if self._exit_code is None else 'stopping'}; {children}"
+        lives = ", ".join(
+            f"{life.child.name} {life.child.pid} {self._vitals.of(life.child.name)}" for life in self._lives
+        )
+        return f"{doing if self._exit_code is None else 'stopping'}; {lives}"
 
     def _drain(self) -> None:
         """Let the frontend finish its streams; the worker ends after it."""
         self._exit_code = 0
-        self._frontend.send_signal(signal.SIGTERM)
+        self._listener.close()
+        if not self._frontend.child.running:
+            self._end_worker()
+            return
+        self._frontend.child.send_signal(signal.SIGTERM)
         limit = self._context.config.shutdown_timeout + self._grace.after_drain
         self._later(limit, self._frontend, signal.SIGKILL)
 
-    def _on_exit(self, child: Child) -> None:
-        if child is self._frontend:
-            if self._exit_code is None or (self._exit_code == 0 and self._why_stuck is not None):
-                self._fail(self._why_stuck or self._why_no_frontend() or f"The HTTP process {child.end()}.")
-            self._worker.send_signal(signal.SIGTERM)
-            # A worker that still loads has nothing to finish and does not look at its signals.
-            self._later(self._grace.after_drain if self._ready else 0.0, self._worker, signal.SIGKILL)
-        elif self._frontend.running:
+    def _on_exit(self, life: _Life) -> None:
+        if life is self._frontend:
+            self._on_frontend_exit(life)
+        elif (self._exit_code is None or self._frontend.child.running) and not self._starts_again(life):
             if self._exit_code in (None, 0):
-                self._fail(self._why_stuck or self._why_failed or f"The model process {child.end()}.")
-            # The frontend has seen it too and is telling its clients, if it can have any.
+                self._fail(life.why or f"The model process {life.child.end()}.")
+            # The frontend tells its clients, if it can have any.
+            self._tell_frontend(EngineNews(None, "the engine process ended"))
             patience = self._grace.telling if self._ready else 0.0
             self._later(patience, self._frontend, signal.SIGTERM)
             self._later(patience + self._grace.after_failure, self._frontend, signal.SIGKILL)
+
+    def _on_frontend_exit(self, life: _Life) -> None:
+        if self._exit_code is None and self._has_served and self._starts_again(life):
+            return
+        if self._exit_code is None or (self._exit_code == 0 and life.why is not None):
+            self._fail(life.why or self._why_no_frontend() or f"The HTTP process {life.child.end()}.")
+        self._end_worker()
+
+    def _end_worker(self) -> None:
+        """End the worker, which nobody needs any more."""
+        self._due.clear()
+        self._worker.child.send_signal(signal.SIGTERM)
+        # A worker that still loads has nothing to finish and does not look at its signals.
+        self._later(self._grace.after_drain if self._ready else 0.0, self._worker, signal.SIGKILL)
+
+    def _starts_again(self, life: _Life) -> bool:
+        """Return whether a process that ended is started again, and see to it."""
+        if self._ready is None or self._exit_code not in (None, 0):
+            return False
+        now, name = time.monotonic(), life.child.name
+        policy = self._policies[name]
+        delay = policy.next_delay(None if life.serves_since is None else now - life.serves_since)
+        if delay is None:
+            return False
+        if name == _WORKER and life.serves_since is not None:
+            self._engine_lost_at = now
+        self._vitals.excuse(name)
+        why = (life.why or f"The {name} {life.child.end()}.").removesuffix(".")
+        when = f" in {delay:g} s" if delay else ""
+        count = f"{policy.num_restarts} of at most {policy.max_restarts} in a row"
+        self._tell.notice(f"{why}; it is started again{when} ({count}).")
+        self._due.add(name)
+        asyncio.get_running_loop().call_later(delay, self._events.put_nowait, _Due(name))
+        return True
+
+    def _restart(self, name: str) -> None:
+        if name == _FRONTEND:
+            self._frontend = self._start_frontend()
+            self._tell_frontend(EngineNews(self._context.incarnation, seconds=self._seconds_to_load))
+            self._vitals.expect(_FRONTEND)
+            self._frontend.tasks.append(self._spawn(self._await_http(self._frontend, "/health")))
+            return
+        remove_files_of(self._context)
+        self._context = replace(self._context, incarnation=self._context.incarnation + 1)
+        self._context.save()
+        self._worker = self._start_worker()
+        self._worker.tasks.append(self._spawn(self._await_start(self._worker)))
+        self._tell_frontend(EngineNews(self._context.incarnation, seconds=self._seconds_to_load))
+
+    def _tell_frontend(self, news: EngineNews) -> None:
+        assert self._news is not None
+        # One that does not listen any more is about to be found out.
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._news, encode_news(news))
 
     def _why_no_frontend(self) -> str | None:
         """Return the sentence that a frontend leaves which cannot serve the model."""
@@ -318,131 +454,21 @@ class Supervisor:
 
     def _fail(self, sentence: str) -> None:
         self._exit_code = 1
+        self._due.clear()
+        self._listener.close()
         self._tell.failed(sentence)
 
-    def _later(self, delay: float, child: Child, number: signal.Signals) -> None:
-        asyncio.get_running_loop().call_later(delay, child.send_signal, number)
+    def _later(self, delay: float, life: _Life, number: signal.Signals) -> None:
+        asyncio.get_running_loop().call_later(delay, life.child.send_signal, number)
 
 
-class Vitals:
-    """When each child was last heard, and whether all are. `beating` is called once both children were heard anew."""
-
-    def __init__(self, beating: Callable[[], None]) -> None:
-        self._beating = beating
-        self._heard: dict[str, float] = {}
-        self._fresh: set[str] = set()
-        self._told = 0.0
-
-    def note(self, child: Child) -> None:
-        """Note that a child makes progress."""
-        now = time.monotonic()
-        self._heard[child.name] = now
-        self._fresh.add(child.name)
-        if len(self._fresh) == _NUM_CHILDREN and now - self._told >= _SECONDS_BETWEEN_BEATING:
-            self._told = now
-            self._fresh.clear()
-            self._beating()
-
-    def of(self, child: Child) -> str:
-        """Return when a child was last heard, as the end of a phrase."""
-        heard = self._heard.get(child.name)
-        return "not heard yet" if heard is None else f"heard {time.monotonic() - heard:.1f} s ago"
+def remove_files_of(context: RunContext) -> None:
+    """Remove sockets and other files of an engine that has ended, but its context, which a frontend may yet read."""
+    for path in Path(context.run_dir).glob(f"*.{context.incarnation}"):
+        path.unlink(missing_ok=True)
 
 
 def handled_signals() -> list[signal.Signals]:
     """Return the signals that the supervisor handles. A SIGHUP that nohup has had ignored stays so."""
     handled = [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1]
     return handled if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [*handled, signal.SIGHUP]
-
-
-class _Ticks(asyncio.Protocol):
-    """Counts the bytes that come through a pipe."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.first = asyncio.Event()
-        self.ended = False
-
-    def data_received(self, data: bytes) -> None:
-        self.count += len(data)
-        self.first.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.ended = True
-        self.first.set()
-
-
-async def wait_for_silence(descriptor: int, timeout: float, note: Callable[[], None]) -> str | None:
-    """Listen to the ticks of an event loop, bytes of a pipe; return why it counts as hung, once it does.
-
-    Return None when the pipe ends. The time counts from the first tick on: what comes before it has other limits.
-    note: called for ticks that came.
-    """
-    with open(descriptor, "rb", buffering=0) as pipe:
-        _, ticks = await asyncio.get_running_loop().connect_read_pipe(_Ticks, pipe)
-        await ticks.first.wait()
-        watch = ProgressWatch(timeout, time.monotonic())
-        seen = 0
-        while not ticks.ended:
-            if ticks.count != seen:
-                seen = ticks.count
-                watch.observe(Heartbeat(0, seen, False), time.monotonic())
-                note()
-            if verdict := watch.verdict(time.monotonic()):
-                return verdict
-            await asyncio.sleep(_SECONDS_BETWEEN_HEARTBEAT_CHECKS)
-    return None
-
-
-async def wait_for_hang(address: str, incarnation: int, timeout: float, note: Callable[[], None] = lambda: None) -> str:
-    """Listen to the heartbeats of the engine at `address`; return why it counts as hung, once it does.
-
-    timeout: seconds that an engine may take without a turn of its loop, or without a heartbeat. note: called for
-    heartbeats that came.
-    """
-    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heartbeats:
-        heartbeats.setsockopt(zmq.LINGER, 0)
-        heartbeats.setsockopt(zmq.RCVHWM, 100)
-        heartbeats.subscribe(b"")
-        heartbeats.connect(address)
-        watch = ProgressWatch(timeout, time.monotonic())
-        while (verdict := watch.verdict(time.monotonic())) is None:
-            await asyncio.sleep(_SECONDS_BETWEEN_HEARTBEAT_CHECKS)
-            if await _observe_all(heartbeats, incarnation, watch):
-                note()
-        return verdict
-
-
-async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, watch: ProgressWatch) -> bool:
-    """Return whether a heartbeat of this life came."""
-    heard = False
-    # Polling first, so that no receive is ever cancelled: a cancelled one may lose its message.
-    while await heartbeats.poll(0):
-        try:
-            life, heartbeat = decode(await heartbeats.recv(), Heartbeat)
-        except DecodeError:
-            continue
-        if life == incarnation:
-            watch.observe(heartbeat, time.monotonic())
-            heard = True
-    return heard
-
-
-async def wait_until_ready(host: str, port: int) -> None:
-    """Return once `GET /ready` answers 200. Never gives up: the caller sets the limit."""
-    while not await _is_ready(host, port):
-        await asyncio.sleep(_SECONDS_BETWEEN_READY_CHECKS)
-
-
-async def _is_ready(host: str, port: int) -> bool:
-    try:
-        reader, writer = await asyncio.open_connection(host, port)
-    except OSError:
-        return False
-    try:
-        writer.write(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        return b" 200 " in await reader.readline()
-    except OSError:
-        return False
-    finally:
-        writer.close()

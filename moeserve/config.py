@@ -277,6 +277,13 @@ class ServeConfig:
         group="Operation",
         minimum=1,
     )
+    max_restarts: int = setting(
+        5,
+        "How often in a row the model process or the HTTP process is started again after its end; 0 ends the service. "
+        "One that has served for a minute begins a new count. Always 0 with several nodes.",
+        group="Operation",
+        minimum=0,
+    )
     log_level: str = setting(
         "info",
         "Least severe log line printed.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import zmq
 from moeserve.cache_commands import CacheCommandError, CacheCommands
 from moeserve.experts.monitor import FILE_COMMANDS, ExpertCommandError, ExpertMonitor, file_failure
 from moeserve.file_writer import FileJob, FileWriter
-from moeserve.plan import CacheWish, FinishReason, Request
+from moeserve.plan import CacheWish, Request
 from moeserve.scheduler import NeverFitsError, QueueFullError, RequestOutput, Scheduler
 from moeserve.steps import Steps
 from moeserve.wire import (
@@ -85,7 +84,7 @@ class Engine:
         self._writer = FileWriter()
 
     def run(self, stop: threading.Event) -> None:
-        """Serve until `stop` is set; then every open request gets its terminal output."""
+        """Serve until `stop` is set. Open requests are then left to the frontends, which see this process end."""
         while not stop.is_set():
             self._turn += 1
             idle = self._scheduler.is_idle
@@ -108,10 +107,6 @@ class Engine:
                     self._send_stats()
         self._writer.wait(_LAST_WRITE_SECONDS)
         self._answer_writes()
-        for request_id in list(self._asked_by):
-            if ended := self._scheduler.abort(request_id):
-                stopped = replace(ended, finish_reason=FinishReason.ERROR, error="the engine was stopped")
-                self._send_outputs([stopped])
 
     def heartbeat(self) -> Heartbeat:
         """Return the state for the heartbeat thread: `turn` moves as long as the loop does, idle or not."""
@@ -178,12 +173,7 @@ class Engine:
     def _generate(self, sender: bytes, message: Generate) -> None:
         request_id = message.request_id
         try:
-            token_ids = unpack_token_ids(message.token_ids)
-            if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._ready.vocab_size:
-                raise ValueError("token ids are empty or out of vocabulary")
-            request = Request(request_id, token_ids, message.sampling, message.namespace, message.priority)
-            request.cache = _checked(message.cache)
-            self._scheduler.add(request)
+            self._scheduler.add(request := self._to_request(message))
         except QueueFullError as error:
             self._reject(sender, Rejected(request_id, "queue_full", str(error), self._stats.seconds_per_request()))
         except NeverFitsError as error:
@@ -194,6 +184,25 @@ class Engine:
             self._asked_by[request_id] = sender
             self._stats.count_arrival(request, time.monotonic())
             self._send(sender, Admitted(request_id))
+
+    def _to_request(self, message: Generate) -> Request:
+        """Return the scheduler's request. Raises DecodeError or ValueError."""
+        prompt, output = unpack_token_ids(message.token_ids), unpack_token_ids(message.output_token_ids)
+        for token_ids in (prompt, output):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._ready.vocab_size:
+                raise ValueError("token ids are out of vocabulary")
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        return Request(
+            message.request_id,
+            prompt,
+            message.sampling,
+            message.namespace,
+            message.priority,
+            num_prompt_logprobs=min(max(message.num_prompt_logprobs, 0), len(prompt)),
+            cache=_checked(message.cache),
+            earlier_output=output,
+        )
 
     def _reject(self, sender: bytes, rejected: Rejected) -> None:
         self._stats.count_rejection(rejected.code)

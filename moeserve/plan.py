@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from typing import Generic, Protocol, SupportsBytes, TypeVar
 
@@ -98,10 +98,13 @@ class Request:
     chunk or a preemption only changes that number. `num_scheduled_tokens` are in plans whose results have not come yet.
     `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
-    tokens that were reported, also over preemptions. `annotation` is the one of the cached prefix, until a chunk
-    carries it. `is_plain`: sampling depends on nothing but the logits. `cache` is None
-    for most requests; `miss` explains where the match of the prompt ended, until an output carries it. `state` is there
-    beside a lease where the model has recurrent states and a slot was free.
+    tokens that were reported, also over preemptions and lives of the engine. `annotation` is the one of the cached
+    prefix, until a chunk carries it. `is_plain`: sampling depends on nothing but the logits. `cache` is None for most
+    requests; `miss` explains where the match of the prompt ended, until an output carries it. `state` is there beside a
+    lease where the model has recurrent states and a slot was free.
+
+    `earlier_output`: tokens that an earlier life of the engine has sampled and reported. The request then goes on as
+    one that was preempted.
     """
 
     request_id: str
@@ -126,9 +129,13 @@ class Request:
     miss: Miss | None = None
     state: RequestState | None = None
     is_plain: bool = field(init=False)
+    earlier_output: InitVar[array[int] | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, earlier_output: array[int] | None) -> None:
         self.num_prompt_tokens = len(self.token_ids)
+        if earlier_output:
+            self.token_ids = self.token_ids + earlier_output
+            self.num_preemptions = 1
         sampling = self.sampling
         self.is_plain = not (sampling.needs_history or sampling.min_tokens or sampling.prompt_logprobs is not None)
 

@@ -106,6 +106,8 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id} is in use")
         if not request.num_prompt_tokens or request.sampling.max_tokens < 1:
             raise ValueError("a request needs at least one prompt token and one token to generate")
+        if request.num_output_tokens >= request.sampling.max_tokens:
+            raise ValueError("the request has all its tokens already")
         wanted = request.num_prompt_tokens + request.sampling.max_tokens
         if wanted > self._max_model_len:
             raise NeverFitsError(

@@ -110,7 +110,7 @@ def _refuse_extension(code: int, _data: bytes) -> None:
 
 # The messages between frontend and engine.
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -125,7 +125,11 @@ class Hello(Message):
 
 
 class Generate(Message):
-    """Run one sequence. `token_ids` is the prompt as int32 bytes; `namespace` separates cached prefixes of tenants."""
+    """Run one sequence. `token_ids` is the prompt as int32 bytes; `namespace` separates cached prefixes of tenants.
+
+    A request that another life of the engine has begun goes on: `output_token_ids` (int32 bytes) are its output so far,
+    and `num_prompt_logprobs` log probabilities of its prompt are known already.
+    """
 
     request_id: str
     token_ids: bytes
@@ -133,6 +137,8 @@ class Generate(Message):
     namespace: str = ""
     priority: int = 0
     cache: CacheWish | None = None
+    output_token_ids: bytes = b""
+    num_prompt_logprobs: int = 0
 
 
 class Finish(Message):
@@ -447,6 +453,27 @@ def _unpack_logprobs(wire: _WireLogprobs) -> TokenLogprobs:
     return TokenLogprobs(wire[0], tuple(wire[1]))
 
 
+class EngineNews(msgspec.Struct):
+    """What the supervisor tells a frontend, a line of JSON on a pipe: the incarnation of the engine's newest life.
+
+    None: there will be none any more, for this `reason`. `seconds`: how long a restart is likely to take.
+    """
+
+    incarnation: int | None
+    reason: str = ""
+    seconds: float = 0.0
+
+
+def encode_news(news: EngineNews) -> bytes:
+    """Return the line."""
+    return msgspec.json.encode(news) + b"\n"
+
+
+def decode_news(line: bytes) -> EngineNews:
+    """Return what `encode_news` made into a line. Raises msgspec.MsgspecError for another one."""
+    return msgspec.json.decode(line, type=EngineNews)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
     """One run of one service and the addresses of its sockets, as a file in its private run directory (mode 0700).
@@ -494,9 +521,13 @@ class RunContext:
         """The file that holds the sentence why the frontend could not start, if it could not."""
         return Path(self.run_dir) / "frontend.failure"
 
+    @property
+    def file(self) -> Path:
+        return Path(self.run_dir) / f"run.{self.incarnation}.json"
+
     def save(self) -> Path:
         """Write the file with mode 0600 and return its path."""
-        path = Path(self.run_dir) / f"run.{self.incarnation}.json"
+        path = self.file
         path.touch(mode=0o600)
         path.write_bytes(msgspec.json.encode(self))
         return path

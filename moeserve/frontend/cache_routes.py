@@ -17,10 +17,10 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.chat import ChatBody, read_cache, read_chat_prompt
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, Usage
-from moeserve.frontend.engine_client import EngineGone
 from moeserve.frontend.generate import Dialect
 from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid, read_body
 from moeserve.frontend.keys import ADMIN, Identity, cache_account, cache_namespace
+from moeserve.frontend.request_group import EngineGone
 from moeserve.frontend.routes import json_response
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer

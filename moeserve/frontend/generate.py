@@ -20,7 +20,6 @@ from moeserve.frontend.cache_report import asks_for_report
 from moeserve.frontend.constraints import constraint_of, of_calls
 from moeserve.frontend.dialects import chat, completions, messages, messages_answer
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, Formatter, GenerateRequest, ModelFacts
-from moeserve.frontend.engine_client import EngineGone, RequestGroup, RequestRejected
 from moeserve.frontend.http import (
     ApiError,
     EventStream,
@@ -34,6 +33,7 @@ from moeserve.frontend.http import (
 )
 from moeserve.frontend.keys import Identity, cache_namespace
 from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.request_group import EngineGone, RequestGroup, RequestRejected
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
 from moeserve.frontend.workers import InlineBudget

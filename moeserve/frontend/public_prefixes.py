@@ -18,8 +18,8 @@ from moeserve.config import ConfigError
 from moeserve.frontend.answer import check_length
 from moeserve.frontend.cache_routes import PUBLIC_FIELDS, PrefixBody, check_prefix, read_prefix
 from moeserve.frontend.dialects import fields
-from moeserve.frontend.engine_client import EngineGone, RequestRejected
 from moeserve.frontend.http import ApiError
+from moeserve.frontend.request_group import EngineGone, RequestRejected
 from moeserve.frontend.services import Services
 from moeserve.plan import FinishReason, SamplingParams
 from moeserve.wire import Generate, pack_token_ids
@@ -54,19 +54,24 @@ def load_public_prefixes(file: str | None) -> list[PrefixBody]:
 
 
 async def publish_prefixes(services: Services, prefixes: Sequence[PrefixBody]) -> None:
-    """Compute and pin the prefixes once the engine is ready. One that cannot be is logged, and the others follow."""
-    while services.not_ready_reason() is not None:
-        if services.engine.dead_reason is not None:
-            return
-        await asyncio.sleep(_POLL_S)
-    for number, prefix in enumerate(prefixes):
-        try:
-            num_tokens = await _publish(services, prefix)
-        except (ApiError, EngineGone, RequestRejected, RuntimeError) as error:
-            reason = error.message if isinstance(error, ApiError) else str(error)
-            log.error("public_prefix_failed", number=number, error=reason)
-        else:
-            log.info("public_prefix_ready", number=number, tokens=num_tokens)
+    """Compute and pin the prefixes once the engine is ready, and again in each of its lives.
+
+    One that cannot be is logged, and the others follow.
+    """
+    while services.engine.dead_reason is None:
+        if services.not_ready_reason() is not None:
+            await asyncio.sleep(_POLL_S)
+            continue
+        lost = services.engine.lost
+        for number, prefix in enumerate(prefixes):
+            try:
+                num_tokens = await _publish(services, prefix)
+            except (ApiError, EngineGone, RequestRejected, RuntimeError) as error:
+                reason = error.message if isinstance(error, ApiError) else str(error)
+                log.error("public_prefix_failed", number=number, error=reason)
+            else:
+                log.info("public_prefix_ready", number=number, tokens=num_tokens)
+        await lost.wait()
 
 
 async def _publish(services: Services, prefix: PrefixBody) -> int:

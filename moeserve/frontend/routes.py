@@ -16,9 +16,9 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields, messages
 from moeserve.frontend.dialects.chat import ChatBody, read_chat_prompt
 from moeserve.frontend.dialects.internal import ModelFacts
-from moeserve.frontend.engine_client import EngineGone
 from moeserve.frontend.http import ApiError, invalid, read_body, unknown_model
 from moeserve.frontend.metrics import CONTENT_TYPE
+from moeserve.frontend.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
 
 

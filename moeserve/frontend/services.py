@@ -14,12 +14,13 @@ from pathlib import Path
 from moeserve.frontend import limits
 from moeserve.frontend.answer import PromptText, decode_prompt
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
-from moeserve.frontend.engine_client import EngineClient, EngineGone, EngineSilent
+from moeserve.frontend.engine_client import EngineClient
 from moeserve.frontend.grammar_checker import GrammarChecker
 from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, unavailable
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape
+from moeserve.frontend.request_group import EngineGone, EngineSilent
 from moeserve.frontend.template_renderer import TemplateRenderer, check_model_texts
 from moeserve.frontend.templates import guard_prompt, read_sources
 from moeserve.frontend.text import TextTokenizer
@@ -46,8 +47,10 @@ class Services:
         template: TemplateRenderer | None,
         shape: OutputShape = PLAIN,
         num_dropped_lines: Callable[[], int] = lambda: 0,
+        news_fd: int | None = None,
     ) -> None:
-        """shape: how the model writes reasoning and calls. num_dropped_lines: of this process's logs, for a metric."""
+        """shape: how the model writes reasoning and calls. num_dropped_lines: of this process's logs, for a metric.
+        news_fd: see `EngineClient`."""
         self.run = run
         self.tokenizer = tokenizer
         self.template = template
@@ -55,7 +58,7 @@ class Services:
         self.metrics = Metrics(num_dropped_lines)
         self.live = LiveStats(self.metrics)
         self.grammars = GrammarChecker(Path(run.model_dir) / "tokenizer.json")
-        self.engine = EngineClient(run, on_stats=self._on_stats)
+        self.engine = EngineClient(run, self._on_stats, news_fd)
         # Apart, so that counting tokens holds up no generation.
         self.workers = Workers("generation", _THREADS, limits.MAX_WAITING_CHARS)
         self.token_workers = Workers("tokens", 1, limits.MAX_WAITING_CHARS)
@@ -67,14 +70,17 @@ class Services:
         self._facts: ModelFacts | None = None
 
     @classmethod
-    def load(cls, run: RunContext, num_dropped_lines: Callable[[], int] = lambda: 0) -> Services:
+    def load(
+        cls, run: RunContext, num_dropped_lines: Callable[[], int] = lambda: 0, news_fd: int | None = None
+    ) -> Services:
         """Read the checkpoint's tokenizer and template. Raises ModelError if they cannot be used."""
         folder = Path(run.model_dir)
         check_model_texts(folder)
         tokenizer = TextTokenizer.from_file(folder / "tokenizer.json")
         sources = read_sources(folder)
         shape = choose_shape(sources, _model_type(folder), run.config.tool_call_parser, run.config.reasoning_parser)
-        return cls(run, tokenizer, TemplateRenderer(folder) if sources else None, shape, num_dropped_lines)
+        template = TemplateRenderer(folder) if sources else None
+        return cls(run, tokenizer, template, shape, num_dropped_lines, news_fd)
 
     async def start(self) -> None:
         """Connect to the engine without waiting, and start the template's process, so that no conversation does."""
@@ -99,9 +105,10 @@ class Services:
         """Return why no generation would be admitted now, or None."""
         if self._draining:
             return "draining"
-        if self.engine.dead_reason is not None:
-            return self.engine.dead_reason
-        return None if self.engine.ready is not None else "the model is loading"
+        engine = self.engine
+        if engine.dead_reason is not None or engine.away_reason is not None:
+            return engine.dead_reason or engine.away_reason
+        return None if engine.ready is not None else "the model is loading"
 
     def check_serving(self) -> ModelFacts:
         """Return the model's facts. Raises ApiError (503) unless generations are admitted."""
@@ -109,10 +116,13 @@ class Services:
             raise unavailable("The server is shutting down", "draining", _RETRY_ELSEWHERE_S, close=True)
         if self.engine.dead_reason is not None:
             raise unavailable("The engine is not running", "engine_dead", _RETRY_ELSEWHERE_S)
+        # A short pause is waited for.
+        if self.engine.away_reason is not None and self.engine.restart_seconds > self.run.config.engine_timeout:
+            raise unavailable("The engine is being restarted", "engine_restarting", self.engine.restart_seconds)
         ready = self.engine.ready
         if ready is None:
             raise unavailable("The model is still loading", "loading", _RETRY_WHILE_LOADING_S)
-        if self._facts is None:
+        if self._facts is None or self._facts.max_model_len != ready.max_model_len:
             self._facts = ModelFacts(
                 names=self.run.served_model_names,
                 max_model_len=ready.max_model_len,

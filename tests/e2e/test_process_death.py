@@ -1,4 +1,4 @@
-"""What clients and operators see when a process of a real service dies, hangs or is told to stop."""
+"""What clients and operators see when a process of a real service dies, hangs or is told to stop, without restarts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with service(model, tmp_path_factory.mktemp("s"), "--engine-timeout", "2") as started:
+    with service(model, tmp_path_factory.mktemp("s"), "--engine-timeout", "2", "--max-restarts", "0") as started:
         yield started
 
 
 @pytest.fixture
 def executed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service whose interpreters are started as users start them."""
-    with service(model, tmp_path_factory.mktemp("s"), "--engine-timeout", "2", forked=False) as started:
+    settings = ("--engine-timeout", "2", "--max-restarts", "0")
+    with service(model, tmp_path_factory.mktemp("s"), *settings, forked=False) as started:
         yield started
 
 

@@ -248,6 +248,99 @@ def test_a_crash_names_the_exit_code(start):
     assert service.end() == 1
 
 
+def test_a_killed_worker_is_started_again_as_another_engine(start):
+    service = start(STANDIN_RESTARTS="1")
+    service.wait_for("frontend hears of engine 7")
+    service.wait_until_ready()
+    worker, frontend = service.pids
+    os.kill(worker, signal.SIGKILL)
+    said = service.wait_for("notice")
+    assert "was ended by SIGKILL (often: out of memory); it is started again (1 of at most 1 in a row)." in said
+    service.wait_for("frontend hears of engine 8")
+    said = service.wait_for("notice")
+    assert re.search(r"serves again, \d+\.\d s after its end", said)
+    new_worker, same_frontend = [int(word) for word in said.split()[-2:]]
+    assert new_worker != worker
+    assert same_frontend == frontend
+    [run_dir] = service.run_root.iterdir()
+    assert {path.name for path in run_dir.iterdir() if path.name.endswith(".7")} == set()
+    service.wait_for("beating")
+    os.kill(new_worker, signal.SIGSEGV)
+    assert "was ended by SIGSEGV" in service.wait_for("failed")
+    service.wait_for("frontend hears of engine None")
+    assert service.end() == 1
+    assert service.leaves_nothing()
+
+
+@pytest.mark.slow
+def test_a_hung_worker_is_started_again(start):
+    service = start(STANDIN_RESTARTS="1")
+    service.wait_until_ready()
+    os.kill(service.pids[0], signal.SIGSTOP)
+    assert "hung (no heartbeat for 1 s) and was ended; it is started again" in service.wait_for("notice")
+    assert "serves again" in service.wait_for("notice")
+    service.process.send_signal(signal.SIGTERM)
+    assert service.end() == 0
+    assert service.leaves_nothing()
+
+
+def test_a_worker_that_dies_during_a_drain_is_started_again_for_the_streams(start):
+    service = start(STANDIN_FRONTEND="has streams", STANDIN_RESTARTS="1")
+    service.wait_until_ready()
+    service.process.send_signal(signal.SIGTERM)
+    service.wait_for("frontend got a signal")
+    os.kill(service.pids[0], signal.SIGKILL)
+    service.wait_for("frontend hears of engine 8")
+    os.kill(service.pids[1], signal.SIGTERM)
+    assert service.end() == 0
+    assert service.leaves_nothing()
+
+
+def test_a_worker_that_crashes_again_and_again_ends_the_service(start):
+    service = start(STANDIN_WORKER="crashes", STANDIN_RESTARTS="2")
+    assert "(1 of at most 2 in a row)" in service.wait_for("notice")
+    assert service.wait_for("failed").endswith("ended with exit code 7.")
+    assert service.end() == 1
+    assert service.leaves_nothing()
+
+
+def test_a_killed_frontend_is_started_again_on_the_same_port(start):
+    service = start(STANDIN_RESTARTS="1")
+    service.wait_until_ready()
+    os.kill(service.pids[1], signal.SIGKILL)
+    assert "HTTP process was ended by SIGKILL" in service.wait_for("notice")
+    service.wait_for("beating")
+    service.wait_for("beating")
+    service.process.send_signal(signal.SIGUSR1)
+    [new] = re.findall(r"HTTP process (\d+) heard", service.wait_for("state"))
+    os.kill(int(new), signal.SIGKILL)
+    assert "HTTP process was ended by SIGKILL" in service.wait_for("failed")
+    assert service.end() == 1
+    assert service.leaves_nothing()
+
+
+def test_both_processes_that_die_at_once_are_started_again(start):
+    service = start(STANDIN_RESTARTS="1")
+    service.wait_until_ready()
+    for pid in service.pids:
+        os.kill(pid, signal.SIGKILL)
+    service.wait_for("notice")
+    service.wait_for("notice")
+    service.wait_for("beating")
+    service.wait_for("beating")
+    service.process.send_signal(signal.SIGTERM)
+    assert service.end() == 0
+    assert service.leaves_nothing()
+
+
+def test_a_signal_between_two_lives_ends_the_service(start):
+    service = start(STANDIN_WORKER="crashes", STANDIN_RESTARTS="1")
+    service.wait_for("notice")
+    service.process.send_signal(signal.SIGINT)
+    assert service.end() == 130
+    assert service.leaves_nothing()
+
+
 def test_sigterm_while_loading_does_not_wait_for_the_worker(start):
     service = start(STANDIN_WORKER="loads for ever")
     service.wait_for("loading 1 2")

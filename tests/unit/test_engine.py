@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -287,7 +288,24 @@ def test_the_prefix_cache_can_be_reset(served: Served) -> None:
     assert served.client.receive().error is not None
 
 
-def test_stopping_the_engine_ends_every_open_request(served: Served) -> None:
+def test_a_request_goes_on_behind_the_output_of_an_earlier_life(served: Served) -> None:
+    rest = generate("r", [10, 11], max_tokens=5)
+    served.client.send(msgspec.structs.replace(rest, output_token_ids=pack_token_ids([12, 13, 14])))
+    assert served.client.receive() == Admitted("r")
+    outputs = served.client.outputs_of("r")
+    assert [output.token_ids for output in outputs] == [[15], [16]]
+    assert (outputs[-1].finish_reason, outputs[-1].num_output_tokens) == (FinishReason.LENGTH, 5)
+    assert served.scheduler.counters.prompt_tokens == 0
+
+
+@pytest.mark.parametrize("output", [[1, 2, 3, 4, 5], [100], [-1]])
+def test_an_earlier_output_that_cannot_be_is_rejected(served: Served, output: list[int]) -> None:
+    rest = generate("r", [10, 11], max_tokens=5)
+    served.client.send(msgspec.structs.replace(rest, output_token_ids=pack_token_ids(output)))
+    assert served.client.receive().code == "invalid"
+
+
+def test_an_engine_that_is_stopped_says_no_more_about_open_requests(served: Served) -> None:
     served.executor.gate = threading.Semaphore(2)
     served.client.send(generate("r", [10], max_tokens=60))
     assert served.client.receive() == Admitted("r")
@@ -295,8 +313,12 @@ def test_stopping_the_engine_ends_every_open_request(served: Served) -> None:
         pass
     served.stop.set()
     served.executor.gate.release(10**6)
-    last = served.client.outputs_of("r")[-1]
-    assert last.finish_reason == FinishReason.ERROR
+    served.thread.join(10)
+    last: list[Output] = []
+    while served.client.socket.poll(0):
+        _, message = decode(served.client.socket.recv(), FromEngine)
+        last += message.outputs if isinstance(message, Outputs) else []
+    assert all(output.finish_reason is None for output in last)
 
 
 def test_an_idle_engine_goes_on_turning(served: Served) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from moeserve.frontend.engine_client import ProgressWatch
 from moeserve.frontend.http import ApiError, context_length_exceeded, unavailable
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.routes import ExpertRoutes
 from moeserve.frontend.services import Admission
-from moeserve.wire import Heartbeat, Stats
+from moeserve.wire import Stats
 
 
 class Clock:
@@ -56,39 +55,6 @@ def test_retry_after_follows_the_pace_of_requests_within_bounds() -> None:
             with admission.hold(1, 1):
                 pass
         assert admission.retry_after() == pytest.approx(expected)
-
-
-def beats(watch: ProgressWatch, times: list[float], *, turn: int, busy: bool) -> None:
-    for now in times:
-        watch.observe(Heartbeat(1, turn, busy), now)
-        assert watch.verdict(now) is None
-
-
-@pytest.mark.parametrize(("busy", "sentence"), [(True, "busy without progress"), (False, "idle without progress")])
-def test_an_engine_whose_loop_stands_still_is_hung_whether_it_is_busy_or_idle(busy: bool, sentence: str) -> None:
-    watch = ProgressWatch(10.0, 0.0)
-    beats(watch, [0, 3, 6, 9], turn=5, busy=busy)
-    watch.observe(Heartbeat(1, 5, busy), 11.0)
-    assert sentence in (watch.verdict(11.0) or "")
-
-
-def test_turns_of_the_loop_are_progress_enough() -> None:
-    watch = ProgressWatch(10.0, 0.0)
-    for now in range(0, 60, 3):
-        beats(watch, [float(now)], turn=now, busy=now % 2 == 0)
-
-
-def test_a_silent_engine_is_hung() -> None:
-    watch = ProgressWatch(10.0, 0.0)
-    assert [watch.verdict(now) for now in (3.0, 6.0, 9.0)] == [None] * 3
-    assert "no heartbeat" in (watch.verdict(11.0) or "")
-
-
-def test_a_frontend_that_was_held_up_itself_gives_the_engine_a_new_chance() -> None:
-    watch = ProgressWatch(10.0, 0.0)
-    assert watch.verdict(1.0) is None
-    assert watch.verdict(500.0) is None
-    assert watch.verdict(503.0) is None
 
 
 def test_an_error_has_openais_shape() -> None:

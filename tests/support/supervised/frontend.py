@@ -1,4 +1,5 @@
-"""Stands in for the HTTP process: answers `/ready`, and takes SIGTERM as STANDIN_FRONTEND says."""
+"""Stands in for the HTTP process: answers `/ready`, says what it hears of the engine, and takes SIGTERM as
+STANDIN_FRONTEND says."""
 
 import os
 import signal
@@ -8,7 +9,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-from moeserve.wire import load_run_context
+from moeserve.wire import decode_news, load_run_context
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -25,6 +26,12 @@ def tick(descriptor: int) -> None:
     while True:
         os.write(descriptor, b".")
         time.sleep(0.1)
+
+
+def hear(descriptor: int) -> None:
+    with open(descriptor, "rb", buffering=0) as pipe:
+        for line in pipe:
+            print("frontend hears of engine", decode_news(line).incarnation, flush=True)
 
 
 def main() -> None:
@@ -47,6 +54,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, on_signal)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     threading.Thread(target=tick, args=(beats,), daemon=True).start()
+    news = int(sys.argv[sys.argv.index("--news-fd") + 1])
+    threading.Thread(target=hear, args=(news,), daemon=True).start()
     terms.acquire()
     if manner == "has streams":
         terms.acquire()

@@ -18,7 +18,8 @@ def say(*words: object) -> None:
 
 
 def main() -> int:
-    config = ServeConfig(port=0, engine_timeout=1.0, shutdown_timeout=20.0)
+    max_restarts = int(os.environ.get("STANDIN_RESTARTS", "0"))
+    config = ServeConfig(port=0, engine_timeout=1.0, shutdown_timeout=20.0, max_restarts=max_restarts)
     listener = open_listener(config.host, config.port)
     with run_directory(os.environ) as directory:
         context = RunContext(
@@ -38,6 +39,7 @@ def main() -> int:
                 ready=lambda _: say("ready", supervisor.worker_pid, supervisor.frontend_pid),
                 stopping=lambda: say("stopping"),
                 failed=lambda sentence: say("failed", sentence),
+                notice=lambda sentence: say("notice", sentence, supervisor.worker_pid, supervisor.frontend_pid),
                 state=lambda sentence: say("state", sentence),
                 beating=lambda: say("beating"),
             ),

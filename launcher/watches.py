@@ -1,0 +1,185 @@
+"""How the supervisor sees that a process hangs: heartbeats of the engine, ticks of a frontend, answers over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+import zmq
+import zmq.asyncio
+
+from moeserve.wire import DecodeError, Heartbeat, decode
+
+_SECONDS_BETWEEN_HEARTBEAT_CHECKS = 0.25
+_SECONDS_BETWEEN_READY_CHECKS = 0.05
+_SECONDS_BETWEEN_BEATING = 1.0
+
+
+class ProgressWatch:
+    """Judges from heartbeats whether the engine makes progress. Times are seconds of the caller's monotonic clock.
+
+    An engine hangs when its loop does not turn, or when no heartbeat comes at all, for `timeout`.
+    """
+
+    def __init__(self, timeout: float, now: float) -> None:
+        self._timeout = timeout
+        self._last_beat = now
+        self._last_progress = now
+        self._turn: int | None = None
+        self._busy = False
+        self._last_check = now
+
+    def observe(self, heartbeat: Heartbeat, now: float) -> None:
+        """Note a heartbeat."""
+        self._last_beat = now
+        if heartbeat.turn != self._turn:
+            self._last_progress = now
+        self._turn, self._busy = heartbeat.turn, heartbeat.busy
+
+    def verdict(self, now: float) -> str | None:
+        """Return why the engine counts as hung, or None. To be called a few times per timeout.
+
+        If the caller itself was held up since its last check (the machine was suspended, say), the time begins anew:
+        heartbeats may still be unread.
+        """
+        late = now - self._last_check > self._timeout / 2
+        self._last_check = now
+        if late:
+            self._last_beat = self._last_progress = now
+        if now - self._last_beat > self._timeout:
+            return f"no heartbeat for {self._timeout:g} s"
+        if now - self._last_progress > self._timeout:
+            return f"{'busy' if self._busy else 'idle'} without progress for {self._timeout:g} s"
+        return None
+
+
+class _Ticks(asyncio.Protocol):
+    """Counts the bytes that come through a pipe."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = asyncio.Event()
+        self.ended = False
+
+    def data_received(self, data: bytes) -> None:
+        self.count += len(data)
+        self.first.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended = True
+        self.first.set()
+
+
+async def wait_for_silence(descriptor: int, timeout: float, note: Callable[[], None]) -> str | None:
+    """Listen to the ticks of an event loop, bytes of a pipe; return why it counts as hung, once it does.
+
+    Return None when the pipe ends. The time counts from the first tick on: what comes before it has other limits.
+    note: called for ticks that came.
+    """
+    with open(descriptor, "rb", buffering=0) as pipe:
+        _, ticks = await asyncio.get_running_loop().connect_read_pipe(_Ticks, pipe)
+        await ticks.first.wait()
+        watch = ProgressWatch(timeout, time.monotonic())
+        seen = 0
+        while not ticks.ended:
+            if ticks.count != seen:
+                seen = ticks.count
+                watch.observe(Heartbeat(0, seen, False), time.monotonic())
+                note()
+            if verdict := watch.verdict(time.monotonic()):
+                return verdict
+            await asyncio.sleep(_SECONDS_BETWEEN_HEARTBEAT_CHECKS)
+    return None
+
+
+async def wait_for_hang(address: str, incarnation: int, timeout: float, note: Callable[[], None] = lambda: None) -> str:
+    """Listen to the heartbeats of the engine at `address`; return why it counts as hung, once it does.
+
+    timeout: seconds that an engine may take without a turn of its loop, or without a heartbeat. note: called for
+    heartbeats that came.
+    """
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heartbeats:
+        heartbeats.setsockopt(zmq.LINGER, 0)
+        heartbeats.setsockopt(zmq.RCVHWM, 100)
+        heartbeats.subscribe(b"")
+        heartbeats.connect(address)
+        watch = ProgressWatch(timeout, time.monotonic())
+        while (verdict := watch.verdict(time.monotonic())) is None:
+            await asyncio.sleep(_SECONDS_BETWEEN_HEARTBEAT_CHECKS)
+            if await _observe_all(heartbeats, incarnation, watch):
+                note()
+        return verdict
+
+
+async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, watch: ProgressWatch) -> bool:
+    """Return whether a heartbeat of this life came."""
+    heard = False
+    # Polling first, so that no receive is ever cancelled: a cancelled one may lose its message.
+    while await heartbeats.poll(0):
+        try:
+            life, heartbeat = decode(await heartbeats.recv(), Heartbeat)
+        except DecodeError:
+            continue
+        if life == incarnation:
+            watch.observe(heartbeat, time.monotonic())
+            heard = True
+    return heard
+
+
+async def wait_until_ok(host: str, port: int, path: str) -> None:
+    """Return once `GET path` answers 200. Never gives up: the caller sets the limit."""
+    while not await _is_ok(host, port, path):
+        await asyncio.sleep(_SECONDS_BETWEEN_READY_CHECKS)
+
+
+async def _is_ok(host: str, port: int, path: str) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        return b" 200 " in await reader.readline()
+    except OSError:
+        return False
+    finally:
+        writer.close()
+
+
+class Vitals:
+    """When each of some processes was last heard, and whether all are.
+
+    `beating` is called once all of them were heard anew, not counting those that are excused.
+    """
+
+    def __init__(self, names: Iterable[str], beating: Callable[[], None]) -> None:
+        self._names = set(names)
+        self._beating = beating
+        self._heard: dict[str, float] = {}
+        self._fresh: set[str] = set()
+        self._excused: set[str] = set()
+        self._told = 0.0
+
+    def note(self, name: str) -> None:
+        """Note that a process makes progress."""
+        now = time.monotonic()
+        self._heard[name] = now
+        self._fresh.add(name)
+        if self._fresh | self._excused >= self._names and now - self._told >= _SECONDS_BETWEEN_BEATING:
+            self._told = now
+            self._fresh.clear()
+            self._beating()
+
+    def excuse(self, name: str) -> None:
+        """Expect nothing of a process that is being started again."""
+        self._excused.add(name)
+        self._heard.pop(name, None)
+
+    def expect(self, name: str) -> None:
+        self._excused.discard(name)
+
+    def of(self, name: str) -> str:
+        """Return when a process was last heard, as the end of a phrase."""
+        heard = self._heard.get(name)
+        return "not heard yet" if heard is None else f"heard {time.monotonic() - heard:.1f} s ago"

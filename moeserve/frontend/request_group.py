@@ -1,0 +1,216 @@
+"""The requests of one HTTP request, between the engine's client and the handler that writes the answer.
+
+A group outlives the engine: it keeps what a next life needs to go on where the last one ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from moeserve.plan import FinishReason
+from moeserve.wire import Admitted, Generate, Output, Rejected, pack_token_ids
+
+# A request that was there when so many lives of the engine ended may be what ended them.
+_MAX_DEATHS = 2
+
+
+class EngineGone(Exception):
+    """The engine does not answer any more; the message says why."""
+
+
+class EngineSilent(EngineGone):
+    """The engine has not answered in time; it may still live."""
+
+
+class RequestRejected(Exception):
+    """The engine did not admit a request."""
+
+    def __init__(self, rejected: Rejected) -> None:
+        super().__init__(rejected.reason)
+        self.rejected = rejected
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One request, and what has come of it: output tokens, and log probabilities of prompt tokens.
+
+    `kept_tokens` is set once the frontend has found a stop string.
+    """
+
+    generate: Generate
+    output_ids: array[int] = field(default_factory=lambda: array("i"))
+    num_prompt_logprobs: int = 0
+    kept_tokens: int | None = None
+
+    def note(self, output: Output) -> None:
+        self.output_ids.extend(output.token_ids)
+        if output.prompt_logprobs is not None:
+            self.num_prompt_logprobs += len(output.prompt_logprobs)
+
+    def rest(self) -> Generate:
+        """Return the message that makes another life of the engine go on with the request."""
+        return msgspec.structs.replace(
+            self.generate,
+            output_token_ids=pack_token_ids(self.output_ids),
+            num_prompt_logprobs=self.num_prompt_logprobs,
+        )
+
+
+class RequestGroup:
+    """The requests of one HTTP request and the queue of their outputs: filled by the client, read by one handler.
+
+    The queue is bounded by what its requests may produce. `num_deaths` counts the lives of the engine that ended while
+    it had the requests.
+    """
+
+    def __init__(self, generates: list[Generate], finish: Callable[[str, int], None], patience_s: float) -> None:
+        """patience_s: how long an engine that is there may take to admit the requests."""
+        self.num_deaths = 0
+        self._patience_s = patience_s
+        self._patience: asyncio.Timeout | None = None
+        self._finish = finish
+        self._ids = [generate.request_id for generate in generates]
+        self._sequences = [_Sequence(generate) for generate in generates]
+        self._index = {request_id: index for index, request_id in enumerate(self._ids)}
+        self._unanswered = set(self._ids)
+        self._open = set(self._ids)
+        self._queue: list[tuple[int, Output]] = []
+        self._failure: Exception | None = None
+        self._news = asyncio.Event()
+        self._until = math.inf  # when the handler's patience ends, on the loop's clock
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_with_engine = False
+
+    @property
+    def num_open(self) -> int:
+        """Requests without a terminal output."""
+        return len(self._open)
+
+    def take_to_engine(self) -> list[Generate]:
+        """Return the messages for an engine that has none of the requests: for each open one what is left of it."""
+        self._is_with_engine = True
+        self._set_patience()
+        messages = []
+        for request_id, sequence in zip(self._ids, self._sequences, strict=True):
+            if request_id not in self._open:
+                continue
+            if sequence.kept_tokens is not None:
+                # Its end is known: the engine was told so, and could only have confirmed it.
+                self.put(Output(request_id, [], FinishReason.STOP, num_output_tokens=sequence.kept_tokens))
+            else:
+                messages.append(sequence.rest())
+        return messages
+
+    def lose_engine(self) -> None:
+        """Note that the engine which had the requests is gone. Fail requests that have seen too many engines end."""
+        if not self._is_with_engine:
+            return
+        self._is_with_engine = False
+        self._set_patience()
+        self.num_deaths += 1
+        if self.num_deaths >= _MAX_DEATHS:
+            self.fail(EngineGone(f"the engine ended {self.num_deaths} times while it had this request"))
+
+    def answer(self, message: Admitted | Rejected) -> None:
+        """Note whether the engine admitted a request."""
+        if isinstance(message, Rejected):
+            self._open.discard(message.request_id)
+            if message.request_id in self._unanswered:
+                self.fail(RequestRejected(message))
+            else:
+                self.fail(EngineGone(f"the restarted engine cannot go on with it: {message.reason}"))
+        self._unanswered.discard(message.request_id)
+        self._news.set()
+
+    def put(self, output: Output) -> None:
+        """Queue an output; a terminal one closes its request."""
+        if output.request_id not in self._open:
+            return
+        if output.finish_reason is not None:
+            self._open.discard(output.request_id)
+        index = self._index[output.request_id]
+        self._sequences[index].note(output)
+        self._queue.append((index, output))
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the group with an error, unless it already has one. Queued outputs stay readable."""
+        if self._failure is None:
+            self._failure = error
+            self._news.set()
+
+    async def admitted(self) -> None:
+        """Wait until the engine has admitted every request. Time without an engine does not count.
+
+        Raises RequestRejected or EngineGone; EngineSilent if the engine takes too long.
+        """
+        try:
+            async with asyncio.timeout(None) as self._patience:
+                self._set_patience()
+                while self._unanswered and self._failure is None:
+                    await self._wait()
+        except TimeoutError:
+            raise EngineSilent(f"the engine has not taken the request within {self._patience_s:g} s") from None
+        finally:
+            self._patience = None
+        if self._failure is not None:
+            raise self._failure
+
+    async def next(self, patience_s: float | None = None) -> list[tuple[int, Output]]:
+        """Return all outputs since the last call, each with the index of its request.
+
+        If there are none, wait for one, for `patience_s` at most. Raises EngineGone when none will come.
+        """
+        loop = asyncio.get_running_loop()
+        if patience_s is None:
+            self._until = math.inf
+        else:
+            self._until = loop.time() + patience_s
+            if self._timer is None:
+                self._timer = loop.call_at(self._until, self._remind, loop)
+        while not self._queue:
+            if self._failure is not None:
+                raise self._failure
+            if loop.time() >= self._until:
+                return []
+            await self._wait()
+        batch, self._queue = self._queue, []
+        return batch
+
+    def finish(self, index: int, keep_tokens: int) -> None:
+        """End a request at a stop string; its terminal output follows. No effect on a request that has ended."""
+        if self._ids[index] in self._open:
+            self._sequences[index].kept_tokens = keep_tokens
+            self._finish(self._ids[index], keep_tokens)
+
+    def close(self) -> list[str]:
+        """Return the requests that the engine has and that still need an abort. Later outputs are dropped."""
+        left = [request_id for request_id in self._ids if request_id in self._open] if self._is_with_engine else []
+        self._open.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        return left
+
+    def _set_patience(self) -> None:
+        """Let the patience of `admitted` begin with an engine, and have no end without one."""
+        if self._patience is not None:
+            now = asyncio.get_running_loop().time()
+            self._patience.reschedule(now + self._patience_s if self._is_with_engine else None)
+
+    def _remind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake the handler when its patience ends. A timer outlasts many waits, since each new one costs CPU."""
+        self._timer = None
+        if loop.time() >= self._until:
+            self._news.set()
+        elif self._until < math.inf:
+            self._timer = loop.call_at(self._until, self._remind, loop)
+
+    async def _wait(self) -> None:
+        self._news.clear()
+        await self._news.wait()

@@ -1,0 +1,155 @@
+"""The model process dies, hangs or is told to end while requests are open: they go on in its next life as if nothing
+had happened. Every answer is compared with that of a run which nobody disturbed, event by event."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+
+from tests.support.crash_traffic import KINDS, UNSEEDED, Answered, Traffic, errors_in
+from tests.support.service import Service, children_of, is_alive, service, wait_until
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM)
+COMPARED = {name: kind for name, kind in KINDS.items() if name not in UNSEEDED}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    model = write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+    settings = ("--engine-timeout", "2", "--max-restarts", "1000", "--max-model-len", "4096")
+    with service(model, tmp_path_factory.mktemp("s"), *settings) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def undisturbed(running: Service) -> dict[str, Answered]:
+    answers = Traffic(str(running.http.base_url), COMPARED).start().wait()
+    assert {name: answer.status for name, answer in answers.items()} == dict.fromkeys(COMPARED, 200)
+    return answers
+
+
+def hit(running: Service, number: signal.Signals) -> int:
+    """Signal the model process and return its pid."""
+    worker = children_of(running.process.pid)["worker"]
+    os.kill(worker, number)
+    return worker
+
+
+def wait_until_served_by_another(running: Service, worker: int) -> None:
+    wait_until(lambda: not is_alive(worker) and is_ready(running))
+
+
+def is_ready(running: Service) -> bool:
+    try:
+        return running.http.get("/ready").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+def assert_nothing_is_left(running: Service) -> None:
+    """No block is leased, and of the engines that are gone there is neither a process nor a socket."""
+    wait_until(lambda: is_ready(running))
+    wait_until(lambda: 'moeserve_kv_blocks{state="leased"} 0.0' in running.http.get("/metrics").text)
+    assert len(children_of(running.process.pid)) == 2
+    [run_dir] = running.run_root.iterdir()
+    assert len(list(run_dir.glob("engine.*"))) == len(list(run_dir.glob("heartbeat.*"))) == 1
+
+
+def assert_same(answers: dict[str, Answered], undisturbed: dict[str, Answered]) -> None:
+    for name, answer in answers.items():
+        assert answer == undisturbed[name], name
+
+
+def test_open_requests_of_every_kind_go_on_after_a_crash(running: Service, undisturbed: dict[str, Answered]) -> None:
+    traffic = Traffic(str(running.http.base_url), COMPARED).start()
+    assert traffic.started.wait(20)
+    worker = hit(running, signal.SIGKILL)
+    assert_same(traffic.wait(), undisturbed)
+    assert not is_alive(worker)
+    assert_nothing_is_left(running)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_hang_and_an_orderly_end_are_pauses_too(
+    running: Service, undisturbed: dict[str, Answered], number: signal.Signals
+) -> None:
+    some = {name: COMPARED[name] for name in ("sampled stream", "tool call")}
+    traffic = Traffic(str(running.http.base_url), some).start()
+    assert traffic.started.wait(20)
+    hit(running, number)
+    assert_same(traffic.wait(), {name: undisturbed[name] for name in some})
+    assert_nothing_is_left(running)
+
+
+def test_requests_that_come_in_the_pause_wait_for_its_end(running: Service, undisturbed: dict[str, Answered]) -> None:
+    worker = hit(running, signal.SIGSEGV)
+    wait_until(lambda: not is_alive(worker))
+    assert running.http.get("/health").status_code == 200
+    some = {name: COMPARED[name] for name in ("greedy", "chat")}
+    assert_same(Traffic(str(running.http.base_url), some).start().wait(), {name: undisturbed[name] for name in some})
+
+
+def test_a_request_that_was_there_at_two_deaths_is_ended(running: Service) -> None:
+    events = running.stream(max_tokens=4000)
+    first = next(events)
+    wait_until_served_by_another(running, hit(running, signal.SIGKILL))
+    assert first["choices"]
+    for _ in range(20):
+        next(events)
+    hit(running, signal.SIGKILL)
+    last = list(events)[-1]
+    assert last["error"]["code"] == "engine_dead"
+    assert "2 times" in last["error"]["message"]
+    assert_nothing_is_left(running)
+
+
+def test_an_abort_in_the_pause_leaves_nothing_behind(running: Service) -> None:
+    events = running.stream(max_tokens=4000)
+    next(events)
+    worker = hit(running, signal.SIGKILL)
+    events.close()
+    wait_until_served_by_another(running, worker)
+    assert_nothing_is_left(running)
+
+
+def test_a_killed_frontend_is_started_again_and_the_engine_gives_its_requests_up(running: Service) -> None:
+    events = running.stream(max_tokens=4000)
+    next(events)
+    worker = children_of(running.process.pid)["worker"]
+    os.kill(children_of(running.process.pid)["frontend"], signal.SIGKILL)
+    with pytest.raises(Exception, match=r"peer closed|disconnected|reset"):
+        list(events)
+    wait_until(lambda: is_ready(running))
+    assert children_of(running.process.pid)["worker"] == worker
+    assert_nothing_is_left(running)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["idle", "start", "prefill", "decode"])
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_every_answer_is_the_same_or_one_error_whatever_kills_the_engine_when(
+    running: Service, undisturbed: dict[str, Answered], number: signal.Signals, moment: str
+) -> None:
+    for _ in range(3):
+        running.http.post("/reset_prefix_cache")
+        traffic = Traffic(str(running.http.base_url), COMPARED)
+        if moment == "idle":
+            wait_until_served_by_another(running, hit(running, number))
+            traffic.start()
+        elif moment == "start":
+            old = hit(running, signal.SIGKILL)
+            wait_until(lambda old=old: children_of(running.process.pid).get("worker", old) != old)
+            traffic.start()
+            hit(running, number)
+        else:
+            traffic.start()
+            assert moment == "prefill" or traffic.started.wait(20)
+            hit(running, number)
+        for name, answer in traffic.wait().items():
+            assert answer == undisturbed[name] or len(errors_in(answer)) == 1, name
+        assert_nothing_is_left(running)
