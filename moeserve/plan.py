@@ -18,6 +18,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    LATE = "late"  # it waited too long, and was dropped before it was computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,34 @@ class CacheWish:
     report: bool = False
 
 
+# Of background requests: behind every priority that a client may ask for.
+BACKGROUND_PRIORITY = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms on which a request waits and runs.
+
+    Requests of one `tenant` (the account of an API key) share what its `weight` is worth among the tenants that have
+    requests. `running` and `queue` are the shares of the running and of the waiting places that it gets at most.
+
+    `ttft_s` bounds the time to the first token and `tpot_s` the time per output token, None for the service's. A
+    `patient` request is neither refused nor dropped for the time it waits. A `background` one uses what others leave.
+    """
+
+    tenant: str = ""
+    weight: float = 1.0
+    running: float = 1.0
+    queue: float = 1.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    patient: bool = False
+    background: bool = False
+
+
+DEFAULT_TERMS = Terms()
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """One request inside the scheduler, which alone mutates it.
@@ -83,7 +112,9 @@ class Request:
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
     tokens that were reported, also over preemptions. `annotation` is the one of the cached prefix, until a chunk
     carries it. `is_plain`: sampling depends on nothing but the logits. `cache` is None
-    for most requests; `miss` explains where the match of the prompt ended, until an output carries it.
+    for most requests; `miss` explains where the match of the prompt ended, until an output carries it. `arrived_at` is
+    on the scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it is to give up its
+    place as soon as no plan in flight names it.
     """
 
     request_id: str
@@ -106,10 +137,14 @@ class Request:
     failed: bool = False
     cache: CacheWish | None = None
     miss: Miss | None = None
+    terms: Terms = DEFAULT_TERMS
+    arrived_at: float = 0.0
+    num_uncached_tokens: int = field(init=False)
+    yields: bool = False
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_uncached_tokens = len(self.token_ids)
         sampling = self.sampling
         self.is_plain = not (sampling.needs_history or sampling.min_tokens or sampling.prompt_logprobs is not None)
 
@@ -126,6 +161,11 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Whether log probabilities of prompt tokens are missing; the first token has none."""
         return self.sampling.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+
+    @property
+    def keeps_its_turn(self) -> bool:
+        """Whether no younger request of its tenant may go first: it has begun already, or is patient."""
+        return self.num_preemptions > 0 or self.terms.patient
 
     @property
     def queue_key(self) -> tuple[int, int]:
