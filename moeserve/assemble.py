@@ -41,6 +41,7 @@ from moeserve.model.spec import NO_NUMBERS, CheckpointError
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.token_masks import MaskSource
 from moeserve.model.weights import load_decoder
+from moeserve.pacing import service_slo
 from moeserve.plan import Chunk, SamplingParams, StepPlan
 from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, eos_token_ids
 from moeserve.ranks.together import GroupSteps, StepRows
@@ -436,5 +437,6 @@ def build_scheduler(
         policy=config.scheduling_policy,
         run_ahead=depth > 0,
         merge_annotations=merge_annotations,
+        slo=service_slo(config),
     )
     return scheduler, caches

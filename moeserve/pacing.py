@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from moeserve.config import ServeConfig, parse_limits
 from moeserve.cost_model import CostModel
 from moeserve.plan import Request
 
@@ -32,6 +33,12 @@ class Slo:
     ttft_s: float
     tpot_s: float | None = None
     burst_s: float = 0.0
+
+
+def service_slo(config: ServeConfig) -> Slo:
+    """Return what the settings aim at."""
+    limits = parse_limits(config.slo, ("ttft", "tpot"))
+    return Slo(limits["ttft"], limits.get("tpot"), config.max_queue_seconds)
 
 
 def allowance(ttft_s: float, prefill_s: float) -> float:
@@ -130,6 +137,10 @@ class Pace:
         self._step_s = 0.0
         self._request_tokens = 0.0
         self._output_tokens = 0.0
+
+    def tell_time(self, now: float) -> None:
+        """Set the time, which must not go back."""
+        self.now = now
 
     def count_step(self, rows: int, attended: float, seconds: float) -> None:
         """Learn from a step that was measured."""

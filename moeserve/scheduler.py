@@ -214,7 +214,7 @@ class Scheduler:
         No plan depends on it but where requests ask for retention, or are late.
         """
         self._now = now
-        self._pace.now = now
+        self._pace.tell_time(now)
         for memory in self._memories:
             memory.tell_time(now)
 

@@ -17,7 +17,9 @@ import msgpack
 import msgspec
 
 from moeserve.config import ServeConfig
+from moeserve.pacing import Load
 from moeserve.plan import (
+    DEFAULT_TERMS,
     MAX_ANNOTATION_BYTES,
     CacheWish,
     Chunk,
@@ -27,6 +29,7 @@ from moeserve.plan import (
     SamplingParams,
     StepPlan,
     StepResult,
+    Terms,
     TokenLogprobs,
 )
 from radix_cache import Miss
@@ -124,7 +127,10 @@ class Hello(Message):
 
 
 class Generate(Message):
-    """Run one sequence. `token_ids` is the prompt as int32 bytes; `namespace` separates cached prefixes of tenants."""
+    """Run one sequence. `token_ids` is the prompt as int32 bytes; `namespace` separates cached prefixes of tenants.
+
+    `arrived_at`: when the client's request came, in seconds of the machine's monotonic clock; None for now.
+    """
 
     request_id: str
     token_ids: bytes
@@ -132,6 +138,8 @@ class Generate(Message):
     namespace: str = ""
     priority: int = 0
     cache: CacheWish | None = None
+    terms: Terms = DEFAULT_TERMS
+    arrived_at: float | None = None
 
 
 class Finish(Message):
@@ -191,7 +199,8 @@ class Admitted(Message):
 
 
 class Rejected(Message):
-    """Terminal: the request never entered. `code`: `queue_full`, `context_length_exceeded`, `draining` or `invalid`."""
+    """Terminal: the request never entered. `code`: `queue_full`, `overloaded`, `context_length_exceeded`, `draining` or
+    `invalid`."""
 
     request_id: str
     code: str
@@ -247,6 +256,7 @@ class Stats(Message):
     step_seconds: float
     queue_seconds: list[float] = []
     features: FeatureSamples = {}
+    load: Load | None = None
 
 
 class ControlResult(Message):

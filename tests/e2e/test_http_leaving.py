@@ -57,8 +57,8 @@ def test_leaving_gives_the_places_back(server: Frontend) -> None:
     server.engine.received.clear()
     server.engine.script = admit_only
     for _ in range(3):
-        with connect(server, n=8):
-            ours = {generate.request_id for generate in server.engine.wait_for(Generate, 8)}
+        with connect(server, n=4):
+            ours = {generate.request_id for generate in server.engine.wait_for(Generate, 4)}
         # Aborts of requests before these may still arrive.
         while not ours <= {abort.request_id for abort in server.engine.of(Abort)}:
             server.engine.wait_for(Abort, len(server.engine.of(Abort)) + 1)
