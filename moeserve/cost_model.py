@@ -10,7 +10,8 @@ from math import sqrt
 
 # Knots of the curve: 1, 2, 4, ... rows.
 _NUM_KNOTS = 18
-_POSITIONS = 4096.0
+# Attended positions are counted in so many: then context and rows are learnt about equally fast.
+_POSITIONS = 131072.0
 _RATE = 0.2
 # A step that was held up (by the machine, a first compilation) counts as at most so many times what was expected.
 _MOST_TIMES_EXPECTED = 4.0

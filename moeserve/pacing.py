@@ -93,6 +93,11 @@ class Load:
     request_tokens: int
     tenants: dict[str, Backlog] = field(default_factory=dict)
 
+    @property
+    def request_s(self) -> float:
+        """The seconds between two requests that are begun, as long as there are some."""
+        return max(self.place_s, self.step_s * self.request_tokens / max(1, self.step_tokens))
+
     def wait_s(self, tenant: str, weight: float, num_new: int = 0) -> float:
         """Return how long a new request of a tenant will wait for its first step, behind `num_new` that are not in
         the backlog yet.

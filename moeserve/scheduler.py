@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from moeserve.fair_queue import Holdings, Tenants, WaitingQueue
+from moeserve.fair_queue import Holdings, Tenant, Tenants, WaitingQueue
 from moeserve.pacing import Backlog, Load, Pace, Slo
 from moeserve.plan import Chunk, ChunkExtras, ChunkResult, FinishReason, Request, StepPlan, StepResult, TokenLogprobs
 from moeserve.request_memory import AdmissionOutcome, MergeAnnotations, RankLoads, RequestMemory
@@ -239,7 +239,8 @@ class Scheduler:
             if not tenant.terms.background:
                 name = tenant.terms.tenant
                 backlogs[name] = Backlog(tenant.terms.weight, running[name], waiting[name], tokens[name])
-        return self._pace.load(backlogs, self._lacks_memory)
+        gives_way = any(request.terms.background for request in self._running)
+        return self._pace.load(backlogs, self._lacks_memory and not gives_way)
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
@@ -279,20 +280,22 @@ class Scheduler:
         is_full = len(self._running) >= self._max_num_seqs
         if not len(self._waiting) or not (is_full or self._lacks_memory):
             return
-        request = self._waiting.candidates()[0]
-        if is_full:
-            places = self._places()
-            if places.may_take(request, 1) and (victim := places.pop_victim()) is not None:
+        block_size = self._caches[0].block_size
+        places, blocks = self._places(), self._blocks()
+        nexts: dict[Tenant, Request] = {}
+        for request in self._waiting.candidates():
+            nexts.setdefault(self._tenants.of(request), request)
+        for request in nexts.values():
+            wanted = -(-len(request.token_ids) // block_size)
+            if is_full and places.may_take(request, 1) and (victim := places.pop_victim()) is not None:
                 self._take_from(victim)
-        elif self._lacks_memory:
-            self._make_memory(request)
+                return
+            if self._lacks_memory and blocks.may_take(request, wanted):
+                self._make_memory(blocks, wanted)
+                return
 
-    def _make_memory(self, request: Request) -> None:
-        """Preempt until the blocks of a rank suffice for the waiting request, or nobody has more than its share."""
-        blocks = self._blocks()
-        wanted = -(-len(request.token_ids) // self._caches[0].block_size)
-        if not blocks.may_take(request, wanted):
-            return
+    def _make_memory(self, blocks: Holdings, wanted: int) -> None:
+        """Preempt until a rank has the wanted blocks, or nobody has more than its share."""
         while (victim := blocks.pop_victim()) is not None:
             self._take_from(victim)
             if self._caches[victim.rank].num_available >= wanted:
@@ -351,20 +354,23 @@ class Scheduler:
     def _admit(self, draft: PlanDraft, before: Request | None = None) -> None:
         """Admit waiting requests while budget, places and memory for their whole prompts last.
 
+        Nobody of a tenant passes one that finds no memory. Other tenants do until they have had as much as it will.
         before: only those that go before this running prompt.
         """
         if not len(self._waiting) or draft.is_full or len(self._running) >= self._max_num_seqs:
             return
         loads = RankLoads(self._memories, self._running)
         num_followers = 0
-        self._lacks_memory = False
+        lacking: dict[Tenant, Request] = {}
         places = Counter(map(self._tenants.of, self._running))
         for request in self._waiting.candidates():
             if before is not None and not self._goes_before(request, before):
                 break
             tenant = self._tenants.of(request)
-            if places[tenant] >= max(1, int(tenant.terms.running * self._max_num_seqs)):
+            if tenant in lacking or places[tenant] >= max(1, int(tenant.terms.running * self._max_num_seqs)):
                 continue
+            if any(not _may_pass(tenant, request, *other) for other in lacking.items()):
+                break
             outcome = loads.place(request, self._scheduled_prompts(draft))
             if outcome is AdmissionOutcome.FOLLOWS:
                 num_followers += 1
@@ -372,8 +378,8 @@ class Scheduler:
                     break
                 continue
             if outcome is AdmissionOutcome.NO_ROOM:
-                self._lacks_memory = True
-                break
+                lacking[tenant] = request
+                continue
             places[tenant] += 1
             self._waiting.take(request)
             self._running.append(request)
@@ -383,6 +389,7 @@ class Scheduler:
             loads.add(request)
             if draft.is_full or len(self._running) >= self._max_num_seqs:
                 break
+        self._lacks_memory = bool(lacking)
         self._sort_running()
 
     def _scheduled_prompts(self, draft: PlanDraft) -> list[Request]:
@@ -494,6 +501,12 @@ class Scheduler:
         if request.cache is not None and not request.failed:
             memory.retain(request, request.cache)
         memory.detach(request, 0 if request.failed else len(request.token_ids))
+
+
+def _may_pass(tenant: Tenant, request: Request, other: Tenant, lacking: Request) -> bool:
+    """Return whether a tenant's request may run while one of another tenant, which comes first, lacks memory."""
+    cost = lacking.num_uncached_tokens / other.terms.weight
+    return request.priority <= lacking.priority and tenant.served < other.served + cost
 
 
 def _num_blocks(request: Request) -> int:

@@ -101,6 +101,8 @@ class Admission:
         self._held: Counter[tuple[str, bool]] = Counter()
         self._weights: dict[tuple[str, bool], float] = {}
         self._load: Load | None = None
+        # When the tenant's request that was refused last was told to come back.
+        self._promised: dict[str, float] = {}
         # (when, tenant) of choices that the engine may not have counted when it told its load.
         self._new: deque[tuple[float, str]] = deque(maxlen=_REMEMBERED)
 
@@ -202,7 +204,12 @@ class Admission:
         return self._load.wait_s(terms.tenant, terms.weight, num_new)
 
     def _retry_after_s(self, terms: Terms, wait_s: float | None = None) -> float:
-        """Return the predicted wait, 1 to 60 s, and up to half as much again: who is sent away together is not to
-        come back together."""
+        """Return when to come back, 1 to 60 s from now: after the predicted wait, and after those of the tenant that
+        were sent away before and will come back as well, one for each request that is served meanwhile. Up to a
+        quarter is added at random.
+        """
+        now, load = self._clock(), self._load
         wait_s = max(1.0, self._wait_s(terms) if wait_s is None else wait_s)
-        return min(wait_s * (1 + 0.5 * self._jitter()), _LONGEST_WAIT_S)
+        at = max(now + wait_s, self._promised.get(terms.tenant, 0.0) + (load.request_s if load is not None else 0.0))
+        self._promised[terms.tenant] = at = min(at, now + _LONGEST_WAIT_S)
+        return min((at - now) * (1 + 0.25 * self._jitter()), _LONGEST_WAIT_S)
