@@ -42,6 +42,7 @@ from moeserve.model.state_pool import StatePool, state_row_bytes
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.token_masks import MaskSource
 from moeserve.model.weights import load_decoder
+from moeserve.pacing import service_slo
 from moeserve.plan import Chunk, SamplingParams, StepPlan
 from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, eos_token_ids
 from moeserve.ranks.together import GroupSteps, StepRows
@@ -445,5 +446,6 @@ def build_scheduler(
         run_ahead=depth > 0,
         merge_annotations=merge_annotations,
         states=StatePolicy(num_slots) if num_slots else None,
+        slo=service_slo(config),
     )
     return scheduler, caches

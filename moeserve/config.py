@@ -39,6 +39,8 @@ TOOL_CALL_PARSERS = (
     "qwen3-coder",
 )
 REASONING_PARSERS = ("auto", "none", "harmony", "mistral", "think")
+_LIMIT = re.compile(r"([a-z0-9]+):([0-9]*\.?[0-9]+)(ms|s)")
+_SECONDS = {"ms": 1e-3, "s": 1.0}
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -49,7 +51,8 @@ class ConfigError(ValueError):
 def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
     """Return a dataclass field with its help text and heading.
 
-    `extra` may hold `choices`, `kind="size"` (bytes), `minimum`, `maximum`, `metavar` and `secret`.
+    `extra` may hold `choices`, `kind="size"` (bytes) or `kind="limits"` (see `parse_limits`), `minimum`, `maximum`,
+    `metavar` and `secret`.
     """
     metadata = {"help": help, "group": group, **extra}
     if isinstance(default, tuple):
@@ -197,6 +200,21 @@ class ServeConfig:
     )
     max_num_queued_reqs: int = setting(
         256, "Requests that may wait; one more is refused with 503.", group="Memory and scheduling", minimum=0
+    )
+    slo: str = setting(
+        "ttft:2s",
+        "Times that the service aims at, to the first token and per output token (ttft:2s,tpot:100ms): in a lasting "
+        "overload, requests that would begin later are refused, and prompts leave running streams their pace.",
+        group="Memory and scheduling",
+        kind="limits",
+        metavar="LIMITS",
+    )
+    max_queue_seconds: float = setting(
+        30.0,
+        "How long requests may wait while the queue has been empty within as many seconds; 0 holds every request to "
+        "--slo.",
+        group="Memory and scheduling",
+        minimum=0,
     )
     scheduling_policy: str = setting(
         "fcfs",
@@ -381,6 +399,12 @@ def _scalar(setting: Field[Any], given: Any, source: str) -> Any:
     except (TypeError, ValueError, OverflowError):
         shown = "the given value" if metadata.get("secret") else repr(given)
         raise ConfigError(f"{source}: {shown} is not {_NOUNS[value_type(setting)]}") from None
+    if metadata.get("kind") == "limits":
+        try:
+            if "ttft" not in parse_limits(str(value), ("ttft", "tpot")):
+                raise ValueError("ttft is missing")
+        except ValueError as error:
+            raise ConfigError(f"{source}: {error}") from None
     if "choices" in metadata and value not in metadata["choices"]:
         raise ConfigError(f"{source}: {value!r} is not one of {', '.join(metadata['choices'])}")
     if "minimum" in metadata and value < metadata["minimum"]:
@@ -398,6 +422,20 @@ def parse_size(text: str | int) -> int:
     if match is None or match[2] not in _UNITS:
         raise ConfigError(f"{text!r} is not a size such as 512MiB or 2GB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_limits(text: str, names: Sequence[str]) -> dict[str, float]:
+    """Return the seconds in `ttft:500ms,tpot:0.1s`, some of `names` and each above 0. Raises ValueError."""
+    limits: dict[str, float] = {}
+    for part in text.split(","):
+        match = _LIMIT.fullmatch(part.strip())
+        if match is None or match[1] not in names or not float(match[2]):
+            shown = ", ".join(f"{name}:500ms" for name in names)
+            raise ValueError(f"{part.strip()[:80]!r} is not like {shown}")
+        if match[1] in limits:
+            raise ValueError(f"{match[1]} is given twice")
+        limits[match[1]] = float(match[2]) * _SECONDS[match[3]]
+    return limits
 
 
 def _as_bool(given: Any) -> bool:

@@ -15,7 +15,7 @@ from moeserve.cache_commands import CacheCommandError, CacheCommands
 from moeserve.experts.monitor import FILE_COMMANDS, ExpertCommandError, ExpertMonitor, file_failure
 from moeserve.file_writer import FileJob, FileWriter
 from moeserve.plan import CacheWish, Request
-from moeserve.scheduler import NeverFitsError, QueueFullError, RequestOutput, Scheduler
+from moeserve.scheduler import NeverFitsError, QueueFullError, RequestOutput, Scheduler, TooLateError
 from moeserve.steps import Steps
 from moeserve.wire import (
     MAX_FRAME_BYTES,
@@ -51,7 +51,6 @@ _IDLE_POLL_SECONDS = 0.25
 _WRITING_POLL_SECONDS = 0.02
 _LAST_WRITE_SECONDS = 1.0
 _SECONDS_BETWEEN_STATS = 0.5
-_SMOOTHING = 0.1
 _MAX_RETENTION_SECONDS = 31 * 86400.0
 
 log = structlog.get_logger(__name__)
@@ -94,15 +93,19 @@ class Engine:
                 self._send_stats()
             poll = _WRITING_POLL_SECONDS if self._writer.is_busy else _IDLE_POLL_SECONDS
             for sender, message in self._socket.drain(poll if idle else 0.0):
+                self._scheduler.tell_time(time.monotonic())
                 self._handle(sender, message)
             self._answer_writes()
             started = time.monotonic()
             self._scheduler.tell_time(started)
+            self._send_outputs(self._scheduler.drop_late())
             outputs = self._steps.advance()
             if outputs is not None:
                 self._stats.count_started(self._scheduler.take_started(), started)
                 self._send_outputs(outputs)
-                self._stats.count_step(time.monotonic() - started)
+                seconds = time.monotonic() - started
+                self._stats.count_step(seconds)
+                self._scheduler.count_step(seconds)
                 if self._stats.due():
                     self._send_stats()
         self._writer.wait(_LAST_WRITE_SECONDS)
@@ -175,7 +178,9 @@ class Engine:
         try:
             self._scheduler.add(request := self._to_request(message))
         except QueueFullError as error:
-            self._reject(sender, Rejected(request_id, "queue_full", str(error), self._stats.seconds_per_request()))
+            self._reject(sender, Rejected(request_id, "queue_full", str(error), self._wait_s(request)))
+        except TooLateError as error:
+            self._reject(sender, Rejected(request_id, "overloaded", str(error), self._wait_s(request)))
         except NeverFitsError as error:
             self._reject(sender, Rejected(request_id, "context_length_exceeded", str(error)))
         except (DecodeError, ValueError) as error:
@@ -201,8 +206,14 @@ class Engine:
             message.priority,
             num_prompt_logprobs=min(max(message.num_prompt_logprobs, 0), len(prompt)),
             cache=_checked(message.cache),
+            terms=message.terms,
+            arrived_at=time.monotonic() if message.arrived_at is None else message.arrived_at,
             earlier_output=output,
         )
+
+    def _wait_s(self, request: Request) -> float:
+        """Return how long a request that is refused now would have waited, at least 1 s."""
+        return max(1.0, self._scheduler.load().wait_s(request.terms.tenant, request.terms.weight))
 
     def _reject(self, sender: bytes, rejected: Rejected) -> None:
         self._stats.count_rejection(rejected.code)
@@ -220,7 +231,7 @@ class Engine:
             of_frontend.setdefault(receiver, []).append(_to_message(output))
             if output.finish_reason is not None:
                 del self._asked_by[request_id]
-                self._stats.count_end(output.request, time.monotonic())
+                self._stats.count_end(output.request)
         for receiver, messages in of_frontend.items():
             self._send(receiver, Outputs(messages))
 
@@ -267,7 +278,7 @@ def _checked(wish: CacheWish | None) -> CacheWish | None:
 
 
 class EngineStats:
-    """Counters of the engine's loop, for metrics and `Retry-After`. Times are `time.monotonic` seconds."""
+    """Counters of the engine's loop, for metrics. Times are `time.monotonic` seconds."""
 
     def __init__(self, scheduler: Scheduler, caches: Sequence[PrefixCache]) -> None:
         self._scheduler = scheduler
@@ -277,8 +288,6 @@ class EngineStats:
         self._arrived: dict[str, float] = {}
         self._queue_seconds: list[float] = []
         self._last_sent = 0.0
-        self._last_end: float | None = None
-        self._end_interval = 1.0
 
     def count_arrival(self, request: Request, now: float) -> None:
         self._arrived[request.request_id] = now
@@ -287,21 +296,14 @@ class EngineStats:
         for request in requests:
             self._queue_seconds.append(now - self._arrived.pop(request.request_id, now))
 
-    def count_end(self, request: Request, now: float) -> None:
+    def count_end(self, request: Request) -> None:
         self._arrived.pop(request.request_id, None)
-        if self._last_end is not None:
-            self._end_interval += _SMOOTHING * (now - self._last_end - self._end_interval)
-        self._last_end = now
 
     def count_step(self, seconds: float) -> None:
         self._step_seconds += seconds
 
     def count_rejection(self, code: str) -> None:
         self._rejections[code] = self._rejections.get(code, 0) + 1
-
-    def seconds_per_request(self) -> float:
-        """Return how soon a place is likely to be free: the smoothed interval between ends of requests, at least 1."""
-        return max(1.0, self._end_interval)
 
     def due(self) -> bool:
         return time.monotonic() - self._last_sent >= _SECONDS_BETWEEN_STATS
@@ -328,6 +330,7 @@ class EngineStats:
             step_seconds=self._step_seconds,
             queue_seconds=queue_seconds,
             features=features,
+            load=self._scheduler.load(),
         )
 
 

@@ -18,6 +18,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    LATE = "late"  # it waited too long, and was dropped before it was computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,34 @@ class CacheWish:
     report: bool = False
 
 
+# Of background requests: behind every priority that a client may ask for.
+BACKGROUND_PRIORITY = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The terms on which a request waits and runs.
+
+    Requests of one `tenant` (the account of an API key) share what its `weight` is worth among the tenants that have
+    requests. `running` and `queue` are the shares of the running and of the waiting places that it gets at most.
+
+    `ttft_s` bounds the time to the first token and `tpot_s` the time per output token, None for the service's. A
+    `patient` request is neither refused nor dropped for the time it waits. A `background` one uses what others leave.
+    """
+
+    tenant: str = ""
+    weight: float = 1.0
+    running: float = 1.0
+    queue: float = 1.0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    patient: bool = False
+    background: bool = False
+
+
+DEFAULT_TERMS = Terms()
+
+
 @dataclass(eq=False, slots=True)
 class RequestState:
     """The recurrent state of a request that has a slot, as `moeserve.request_states` plans it.
@@ -101,7 +130,9 @@ class Request:
     tokens that were reported, also over preemptions and lives of the engine. `annotation` is the one of the cached
     prefix, until a chunk carries it. `is_plain`: sampling depends on nothing but the logits. `cache` is None for most
     requests; `miss` explains where the match of the prompt ended, until an output carries it. `state` is there beside a
-    lease where the model has recurrent states and a slot was free.
+    lease where the model has recurrent states and a slot was free. `arrived_at` is on the scheduler's clock;
+    `num_uncached_tokens` of the prompt were not cached then. `yields`: it is to give up its place as soon as no plan in
+    flight names it.
 
     `earlier_output`: tokens that an earlier life of the engine has sampled and reported. The request then goes on as
     one that was preempted.
@@ -128,11 +159,15 @@ class Request:
     cache: CacheWish | None = None
     miss: Miss | None = None
     state: RequestState | None = None
+    terms: Terms = DEFAULT_TERMS
+    arrived_at: float = 0.0
+    num_uncached_tokens: int = field(init=False)
+    yields: bool = False
     is_plain: bool = field(init=False)
     earlier_output: InitVar[array[int] | None] = None
 
     def __post_init__(self, earlier_output: array[int] | None) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_uncached_tokens = len(self.token_ids)
         if earlier_output:
             self.token_ids = self.token_ids + earlier_output
             self.num_preemptions = 1
@@ -152,6 +187,11 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """True if log probabilities of prompt tokens are missing; the first token has none."""
         return self.sampling.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt_tokens - 1
+
+    @property
+    def keeps_its_turn(self) -> bool:
+        """Whether no younger request of its tenant may go first: it has begun already, or is patient."""
+        return self.num_preemptions > 0 or self.terms.patient
 
     @property
     def queue_key(self) -> tuple[int, int]:

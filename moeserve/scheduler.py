@@ -8,11 +8,12 @@ budget. Prefix hits, chunked prefill, preemption and resuming are all that one i
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from moeserve.fair_queue import Holdings, Tenant, Tenants, WaitingQueue
+from moeserve.pacing import Backlog, Load, Pace, Slo
 from moeserve.plan import (
     Chunk,
     ChunkExtras,
@@ -28,8 +29,6 @@ from moeserve.request_memory import AdmissionOutcome, MergeAnnotations, RankLoad
 from moeserve.request_states import RequestStates, StatePolicy
 from radix_cache import Miss, PrefixCache
 
-_LPM_WINDOW = 64
-_LPM_MAX_OVERTAKERS = 32
 _MAX_FOLLOWERS_TRIED = 16
 
 
@@ -58,8 +57,9 @@ class Scheduler:
         run_ahead: bool = False,
         merge_annotations: MergeAnnotations | None = None,
         states: StatePolicy | None = None,
+        slo: Slo | None = None,
     ) -> None:
-        """states: None for models without recurrent states."""
+        """states: None for models without recurrent states. slo: None bounds no wait by time."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -70,12 +70,17 @@ class Scheduler:
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_model_len = max_model_len
         self._run_ahead = run_ahead
+        self._caches = caches
         self._memories = [
             RequestMemory(cache, merge_annotations, None if states is None else RequestStates(cache, states))
             for cache in caches
         ]
         self._requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue(policy, lambda request: max(memory.peek(request) for memory in self._memories))
+        self._tenants = Tenants()
+        self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs)
+        self._waiting = WaitingQueue(policy, self._num_cached, self._tenants, self._pace.is_late)
+        self._committed: PlanDraft | None = None
+        self._lacks_memory = False
         self._running: list[Request] = []
         self._in_flight: deque[PlanDraft] = deque()
         self._started: list[Request] = []
@@ -101,7 +106,7 @@ class Scheduler:
         return sum(self._memories[request.rank].num_empty_slots(request) for request in self._running)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises NeverFitsError, QueueFullError, or ValueError for an invalid request."""
+        """Queue a request. Raises NeverFitsError, QueueFullError, TooLateError; ValueError if invalid."""
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
         if not request.num_prompt_tokens or request.sampling.max_tokens < 1:
@@ -114,12 +119,20 @@ class Scheduler:
                 f"maximum context length is {self._max_model_len} tokens, but {wanted} were asked for: "
                 f"{request.num_prompt_tokens} in the prompt and {request.sampling.max_tokens} for the completion"
             )
-        if len(self._waiting) >= self._max_num_queued_reqs + max(0, self._max_num_seqs - len(self._running)):
-            raise QueueFullError(f"{len(self._waiting)} requests wait already")
+        self._check_queue(request)
+        self._check_wait(request)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.request_id] = request
+        self._tenants.enter(request)
         self._waiting.add(request)
+
+    def drop_late(self) -> list[RequestOutput]:
+        """End the requests that have waited as long as they may and were never begun."""
+        late = [
+            r for r in self._waiting if not r.keeps_its_turn and self._pace.now - r.arrived_at > self._pace.limit(r)
+        ]
+        return [self._end(request, FinishReason.LATE) for request in late]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request whose client left, in any state. Return None if the request is not known (any more)."""
@@ -146,9 +159,10 @@ class Scheduler:
         """
         draft = PlanDraft(self._step + 1, self._max_num_batched_tokens, len(self._memories))
         prompts: list[Request] = []
+        self._make_room()
         # Preemption removes requests from the list during this loop, but only behind the current one.
         for request in self._running:
-            if request.num_scheduled_tokens and not self._run_ahead:
+            if request.yields or (request.num_scheduled_tokens and not self._run_ahead):
                 continue
             num_pending = len(request.token_ids) - request.num_planned_tokens
             if num_pending > 1:
@@ -157,15 +171,17 @@ class Scheduler:
                 self._plan_chunk(request, 1, draft)
             elif num_pending == 0:
                 self._plan_unsampled(request, draft)
-        draft.end_decodes()
-        awaited = self._waiting.top_priority
-        urgent = [request for request in prompts if awaited is None or request.priority <= awaited]
-        patient = prompts[len(urgent) :]
+        draft.end_decodes(self._pace.prompt_tokens)
+        awaited = next(iter(self._waiting.candidates()), None) if prompts else None
+        prompts.sort(key=self._turn)
+        urgent = [request for request in prompts if awaited is None or not self._goes_before(awaited, request)]
+        patient = [request for request in prompts if request not in urgent]
         self._schedule_prompts(urgent, draft)
         if patient:
-            self._admit(draft, more_urgent_than=patient[0].priority)
+            self._admit(draft, before=patient[0])
             self._schedule_prompts(patient, draft)
         self._admit(draft)
+        self._pace.note_waiting(len(self._waiting))
         if not draft.requests:
             return None
         self._step += 1
@@ -180,7 +196,7 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0].plans is not plans:
             raise ValueError(f"step {plans[0].step} is not the oldest one in flight")
         rows = self._in_flight[0].rows(results)
-        draft = self._in_flight.popleft()
+        draft = self._committed = self._in_flight.popleft()
         for rank, blocks in draft.duplicates:
             self._memories[rank].free(blocks)
         outputs: list[RequestOutput] = []
@@ -214,15 +230,136 @@ class Scheduler:
         return outputs
 
     def tell_time(self, now: float) -> None:
-        """Set the time by which retained prefixes expire, in seconds; it must not go back. No plan depends on it
-        unless requests ask for retention."""
+        """Set the time by which retained prefixes expire and waits are measured, in seconds; it must not go back.
+
+        No plan depends on it but where requests ask for retention, or are late.
+        """
+        self._now = now
+        self._pace.tell_time(now)
         for memory in self._memories:
             memory.tell_time(now)
+
+    def count_step(self, seconds: float) -> None:
+        """Learn from the seconds that the step took which was committed last."""
+        if self._committed is not None:
+            self._pace.count_step(*self._committed.size, seconds)
+            self._committed = None
+
+    def load(self) -> Load:
+        """Return what a request that arrived now would find."""
+        running, waiting = Counter[str](), Counter[str]()
+        tokens = Counter[str]()
+        for request in self._running:
+            running[request.terms.tenant] += not request.terms.background
+        for request in self._waiting:
+            if not request.terms.background:
+                waiting[request.terms.tenant] += 1
+                tokens[request.terms.tenant] += request.num_uncached_tokens
+        backlogs = {}
+        for tenant in self._tenants.active:
+            if not tenant.terms.background:
+                name = tenant.terms.tenant
+                backlogs[name] = Backlog(tenant.terms.weight, running[name], waiting[name], tokens[name])
+        gives_way = any(request.terms.background for request in self._running)
+        return self._pace.load(backlogs, self._lacks_memory and not gives_way)
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
         for memory in self._memories:
             memory.check_idle()
+
+    def _num_cached(self, request: Request) -> int:
+        return max(memory.peek(request) for memory in self._memories)
+
+    def _check_queue(self, request: Request) -> None:
+        """Raise QueueFullError if no place is left: a tenant always finds its share of them."""
+        num_places = self._max_num_queued_reqs + max(0, self._max_num_seqs - len(self._running))
+        terms, is_full = request.terms, len(self._waiting) >= num_places
+        if not is_full and terms.queue >= 1:
+            return
+        num_own = sum(other.terms.tenant == terms.tenant for other in self._waiting)
+        allowed = min(terms.queue, self._tenants.share(terms) if is_full else 1.0)
+        if num_own >= allowed * num_places:
+            raise QueueFullError(f"{len(self._waiting)} requests wait already")
+
+    def _check_wait(self, request: Request) -> None:
+        """Raise TooLateError if the request would wait longer than it may."""
+        if not len(self._waiting) or not self._pace.is_bounded(request):
+            return
+        request.num_uncached_tokens = len(request.token_ids) - self._num_cached(request)
+        wait_s = self.load().wait_s(request.terms.tenant, request.terms.weight)
+        if self._pace.now - request.arrived_at + wait_s > self._pace.limit(request):
+            raise TooLateError(f"the request would wait {wait_s:.1f} s for its first step")
+
+    def _make_room(self) -> None:
+        """Preempt for the request that is next, where its tenant has less than its share and another one has more."""
+        for request in [r for r in self._running if r.yields and not r.num_scheduled_tokens]:
+            self._preempt(request)
+        if len(self._tenants.active) < 2:
+            return
+        self._sort_running()
+        is_full = len(self._running) >= self._max_num_seqs
+        if not len(self._waiting) or not (is_full or self._lacks_memory):
+            return
+        block_size = self._caches[0].block_size
+        places, blocks = self._places(), self._blocks()
+        nexts: dict[Tenant, Request] = {}
+        for request in self._waiting.candidates():
+            nexts.setdefault(self._tenants.of(request), request)
+        for request in nexts.values():
+            wanted = -(-len(request.token_ids) // block_size)
+            if is_full and places.may_take(request, 1) and (victim := places.pop_victim()) is not None:
+                self._take_from(victim)
+                return
+            if self._lacks_memory and blocks.may_take(request, wanted):
+                self._make_memory(blocks, wanted)
+                return
+
+    def _make_memory(self, blocks: Holdings, wanted: int) -> None:
+        """Preempt until a rank has the wanted blocks, or nobody has more than its share."""
+        while (victim := blocks.pop_victim()) is not None:
+            self._take_from(victim)
+            if self._caches[victim.rank].num_available >= wanted:
+                return
+
+    def _take_from(self, victim: Request) -> None:
+        """Preempt a running request now, or when no plan in flight names it any more."""
+        if victim.num_scheduled_tokens:
+            victim.yields = True
+        else:
+            self._preempt(victim)
+
+    def _places(self) -> Holdings:
+        return Holdings(self._tenants, self._running, lambda _: 1, self._max_num_seqs)
+
+    def _blocks(self) -> Holdings:
+        total = sum(cache.num_blocks for cache in self._caches)
+        return Holdings(self._tenants, self._running, _num_blocks, total)
+
+    def _sort_running(self) -> None:
+        """Bring running requests into the order of service. Tenants that hold more than their share come last, and so
+        are the first to lose memory."""
+        if len(self._tenants.active) < 2:
+            self._running.sort(key=lambda request: request.queue_key)
+            return
+        places, blocks = self._places(), self._blocks()
+        over = {
+            tenant
+            for tenant, request in {self._tenants.of(r): r for r in self._running}.items()
+            if places.is_over(request) or blocks.is_over(request)
+        }
+        self._running.sort(key=lambda r: (r.priority, self._tenants.of(r) in over, r.arrival))
+
+    def _turn(self, request: Request) -> tuple[int, float]:
+        """Return the order in which running prompts are computed, the lowest first."""
+        return request.priority, self._tenants.of(request).served
+
+    def _goes_before(self, waiting: Request, running: Request) -> bool:
+        """Return whether a waiting request is to be begun before a running prompt goes on."""
+        if waiting.priority != running.priority:
+            return waiting.priority < running.priority
+        mine, other = self._tenants.of(waiting), self._tenants.of(running)
+        return mine is not other and mine.served <= other.served
 
     def _schedule_prompts(self, prompts: list[Request], draft: PlanDraft) -> None:
         """Plan chunks of running requests that lack more than one token, in order."""
@@ -235,15 +372,26 @@ class Scheduler:
             if not self._memories[rank].awaits_any(request, self._scheduled_prompts(draft)):
                 self._plan_chunk(request, draft.budgets[rank], draft)
 
-    def _admit(self, draft: PlanDraft, more_urgent_than: int | None = None) -> None:
-        """Admit waiting requests while budget, places and memory for their whole prompts last."""
+    def _admit(self, draft: PlanDraft, before: Request | None = None) -> None:
+        """Admit waiting requests while budget, places and memory for their whole prompts last.
+
+        Nobody of a tenant passes one that finds no memory. Other tenants do until they have had as much as it will.
+        before: only those that go before this running prompt.
+        """
         if not len(self._waiting) or draft.is_full or len(self._running) >= self._max_num_seqs:
             return
         loads = RankLoads(self._memories, self._running)
         num_followers = 0
+        lacking: dict[Tenant, Request] = {}
+        places = Counter(map(self._tenants.of, self._running))
         candidates = self._waiting.candidates()
         for request in candidates:
-            if more_urgent_than is not None and request.priority >= more_urgent_than:
+            if before is not None and not self._goes_before(request, before):
+                break
+            tenant = self._tenants.of(request)
+            if tenant in lacking or places[tenant] >= max(1, int(tenant.terms.running * self._max_num_seqs)):
+                continue
+            if any(not _may_pass(tenant, request, *other) for other in lacking.items()):
                 break
             outcome = loads.place(request, self._scheduled_prompts(draft))
             if outcome is AdmissionOutcome.FOLLOWS:
@@ -252,7 +400,9 @@ class Scheduler:
                     break
                 continue
             if outcome is AdmissionOutcome.NO_ROOM:
-                break
+                lacking[tenant] = request
+                continue
+            places[tenant] += 1
             self._waiting.take(request)
             self._running.append(request)
             self._memories[request.rank].recall(request)
@@ -262,7 +412,8 @@ class Scheduler:
             loads.add(request)
             if draft.is_full or len(self._running) >= self._max_num_seqs:
                 break
-        self._running.sort(key=lambda request: request.queue_key)
+        self._lacks_memory = bool(lacking)
+        self._sort_running()
 
     def _scheduled_prompts(self, draft: PlanDraft) -> list[Request]:
         """Return the requests whose prompts are computed in this step or in one in flight."""
@@ -293,6 +444,7 @@ class Scheduler:
                 count = wanted
         draft.plans[rank].zeroed_blocks.extend(new)
         draft.add(request, count, memory.use_state(request, count))
+        self._tenants.charge(request, count)
 
     def _plan_unsampled(self, request: Request, draft: PlanDraft) -> None:
         """Plan the token that the plan before will sample for a request, if the request is sure to go on with it.
@@ -310,12 +462,14 @@ class Scheduler:
         if new is not None:
             draft.plans[request.rank].zeroed_blocks.extend(new)
             draft.add_unsampled(request, drawn_by, memory.use_state(request, 1))
+            self._tenants.charge(request, 1)
 
     def _preempt(self, request: Request) -> None:
         """Take a request's memory; it waits again and will compute, or find cached, all its tokens."""
         self._running.remove(request)
         self._memories[request.rank].detach(request)
         request.num_preemptions += 1
+        request.yields = False
         self.counters.preemptions += 1
         self._waiting.add(request)
 
@@ -324,6 +478,7 @@ class Scheduler:
         self._count_hits(request, request.num_computed_tokens)
         if not request.num_preemptions:
             self.counters.prompt_tokens += request.num_prompt_tokens
+            self._pace.count_start(request)
             self._started.append(request)
 
     def _count_hits(self, request: Request, num_tokens: int) -> None:
@@ -353,11 +508,13 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
         """Remove the request. Its blocks are released now, or with the commit of the plan that names it."""
         del self._requests[request.request_id]
+        self._tenants.leave(request)
         request.finished, request.failed = True, error is not None
         if request.lease is None:
             self._waiting.remove(request)
             return RequestOutput(request, finish_reason=reason, error=error)
         self._running.remove(request)
+        self._pace.count_end(request)
         self._release(request)
         return RequestOutput(request, finish_reason=reason, error=error)
 
@@ -369,6 +526,17 @@ class Scheduler:
         if request.cache is not None and not request.failed:
             memory.retain(request, request.cache)
         memory.detach(request, 0 if request.failed else len(request.token_ids))
+
+
+def _may_pass(tenant: Tenant, request: Request, other: Tenant, lacking: Request) -> bool:
+    """Return whether a tenant's request may run while one of another tenant, which comes first, lacks memory."""
+    cost = lacking.num_uncached_tokens / other.terms.weight
+    return request.priority <= lacking.priority and tenant.served < other.served + cost
+
+
+def _num_blocks(request: Request) -> int:
+    assert request.lease is not None
+    return len(request.lease.block_ids)
 
 
 def _append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> RequestOutput | None:
@@ -391,65 +559,6 @@ def _append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> Re
     elif request.num_output_tokens >= chunk.sampling.max_tokens:
         output.finish_reason = FinishReason.LENGTH
     return output
-
-
-class WaitingQueue:
-    """Waiting requests by (priority, arrival); a preempted one returns to the place of its arrival.
-
-    Policy `fcfs` tries them in that order. `lpm` tries those of the most urgent priority with the longest cached prefix
-    first, so that requests which share a prompt run while it is in memory; a request that was overtaken
-    `_LPM_MAX_OVERTAKERS` times goes first, so none starves.
-    """
-
-    def __init__(self, policy: str, matched_tokens: Callable[[Request], int]) -> None:
-        if policy not in ("fcfs", "lpm"):
-            raise ValueError(f"unknown scheduling policy {policy!r}")
-        self._policy = policy
-        self._matched_tokens = matched_tokens
-        self._requests: list[Request] = []
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    @property
-    def top_priority(self) -> int | None:
-        """The priority of the most urgent request, None if none waits."""
-        return self._requests[0].priority if self._requests else None
-
-    def add(self, request: Request) -> None:
-        insort(self._requests, request, key=_queue_key)
-
-    def remove(self, request: Request) -> None:
-        """Remove a request. Raises ValueError if it does not wait."""
-        index = bisect_left(self._requests, request.queue_key, key=_queue_key)
-        if index == len(self._requests) or self._requests[index] is not request:
-            raise ValueError(f"request {request.request_id} does not wait")
-        del self._requests[index]
-
-    def candidates(self) -> list[Request]:
-        """Return the requests to be tried, in order."""
-        if self._policy == "fcfs" or len(self._requests) < 2:
-            return list(self._requests)
-        window = [r for r in self._requests[:_LPM_WINDOW] if r.priority == self._requests[0].priority]
-        starving = [r for r in window if r.num_overtakers >= _LPM_MAX_OVERTAKERS]
-        others = [r for r in window if r.num_overtakers < _LPM_MAX_OVERTAKERS]
-        others.sort(key=self._matched_tokens, reverse=True)
-        return starving + others + self._requests[len(window) :]
-
-    def take(self, request: Request) -> None:
-        """Remove the request, counting it as an overtaker of the requests before it."""
-        self.remove(request)
-        for other in self._requests:
-            if other.queue_key >= request.queue_key:
-                break
-            other.num_overtakers += 1
-
-
-def _queue_key(request: Request) -> tuple[int, int]:
-    return request.queue_key
 
 
 class PlanDraft:
@@ -495,9 +604,21 @@ class PlanDraft:
         self.requests.append(request)
         self.budgets[request.rank] -= count
 
-    def end_decodes(self) -> None:
-        """Note that all requests from now on are prompts."""
+    @property
+    def size(self) -> tuple[int, float]:
+        """The rows of the busiest rank, and the positions that they attend to."""
+        sizes = []
+        for plan in self.plans:
+            attended = sum(len(c.token_ids) * (c.start + 0.5 * len(c.token_ids)) for c in plan.chunks)
+            sizes.append((plan.num_tokens, attended))
+        return max(sizes)
+
+    def end_decodes(self, prompt_tokens: Callable[[list[Request], int], int]) -> None:
+        """Note that all requests from now on are prompts, and how many tokens of them a rank may have beside its
+        decodes: `prompt_tokens` says it for the tokens that are left."""
         self.num_decodes = len(self.requests)
+        if self.requests:
+            self.budgets = [prompt_tokens(self.requests, budget) for budget in self.budgets]
 
     def add_unsampled(self, request: Request, drawn_by: int, state: StateUse | None) -> None:
         """Plan the token that sampled chunk number `drawn_by` of the plan before will give to a plain request."""
@@ -575,6 +696,10 @@ class SchedulerCounters:
 
 class QueueFullError(Exception):
     """The queue has no place for another request."""
+
+
+class TooLateError(Exception):
+    """The request would wait longer than it may."""
 
 
 class NeverFitsError(Exception):

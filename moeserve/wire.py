@@ -17,7 +17,9 @@ import msgpack
 import msgspec
 
 from moeserve.config import ServeConfig
+from moeserve.pacing import Load
 from moeserve.plan import (
+    DEFAULT_TERMS,
     MAX_ANNOTATION_BYTES,
     CacheWish,
     Chunk,
@@ -28,6 +30,7 @@ from moeserve.plan import (
     StateUse,
     StepPlan,
     StepResult,
+    Terms,
     TokenLogprobs,
 )
 from radix_cache import Miss
@@ -127,6 +130,8 @@ class Hello(Message):
 class Generate(Message):
     """Run one sequence. `token_ids` is the prompt as int32 bytes; `namespace` separates cached prefixes of tenants.
 
+    `arrived_at`: when the client's request came, in seconds of the machine's monotonic clock; None for now.
+
     A request that another life of the engine has begun goes on: `output_token_ids` (int32 bytes) are its output so far,
     and `num_prompt_logprobs` log probabilities of its prompt are known already.
     """
@@ -137,6 +142,8 @@ class Generate(Message):
     namespace: str = ""
     priority: int = 0
     cache: CacheWish | None = None
+    terms: Terms = DEFAULT_TERMS
+    arrived_at: float | None = None
     output_token_ids: bytes = b""
     num_prompt_logprobs: int = 0
 
@@ -198,7 +205,8 @@ class Admitted(Message):
 
 
 class Rejected(Message):
-    """Terminal: the request never entered. `code`: `queue_full`, `context_length_exceeded`, `draining` or `invalid`."""
+    """Terminal: the request never entered. `code`: `queue_full`, `overloaded`, `context_length_exceeded`, `draining` or
+    `invalid`."""
 
     request_id: str
     code: str
@@ -254,6 +262,7 @@ class Stats(Message):
     step_seconds: float
     queue_seconds: list[float] = []
     features: FeatureSamples = {}
+    load: Load | None = None
 
 
 class ControlResult(Message):

@@ -5,18 +5,17 @@ Torch-free, without a clock; all times in seconds.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from moeserve.config import parse_limits
+
 Metrics = dict[str, float]
 """Metric name (see `summarise`) to value; a metric that could not be measured is absent."""
 
 PERCENTILES = (50, 95, 99)
-_UNITS = {"ms": 1e-3, "s": 1.0}
-_LIMIT = re.compile(r"(ttft|tpot|e2e):([0-9]*\.?[0-9]+)(ms|s)")
 _LOWER_IS_BETTER = ("ttft_", "itl_", "tpot_", "e2e_")
 _HIGHER_IS_BETTER = ("tokens_per_s", "requests_per_s", "goodput_per_s")
 
@@ -137,15 +136,7 @@ class Slo:
     @classmethod
     def parse(cls, text: str) -> Slo:
         """Parse `ttft:500ms,tpot:100ms,e2e:5s`, or some of these. Raises ValueError."""
-        limits: dict[str, float] = {}
-        for part in text.split(","):
-            match = _LIMIT.fullmatch(part.strip())
-            if match is None:
-                raise ValueError(f"{part.strip()!r} is not like ttft:500ms, tpot:100ms or e2e:5s")
-            if match[1] in limits:
-                raise ValueError(f"{match[1]} is given twice")
-            limits[match[1]] = float(match[2]) * _UNITS[match[3]]
-        return cls(**limits)
+        return cls(**parse_limits(text, ("ttft", "tpot", "e2e")))
 
     def met(self, record: RequestRecord) -> bool:
         """Return whether the request met all objectives.

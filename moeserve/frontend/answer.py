@@ -12,11 +12,25 @@ from typing import Any
 
 from moeserve.frontend.cache_report import describe_miss
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Usage
-from moeserve.frontend.http import ApiError, context_length_exceeded, internal_error, invalid
+from moeserve.frontend.http import (
+    OVERLOADED,
+    ApiError,
+    context_length_exceeded,
+    internal_error,
+    invalid,
+)
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
 from moeserve.frontend.parsers.parser import OutputParser
 from moeserve.frontend.text import NO_IDS, IncrementalDetokenizer, StopMatcher, TextTokenizer
-from moeserve.plan import GRAMMAR_FAILED, CacheWish, FinishReason, TokenLogprobs
+from moeserve.plan import (
+    BACKGROUND_PRIORITY,
+    DEFAULT_TERMS,
+    GRAMMAR_FAILED,
+    CacheWish,
+    FinishReason,
+    Terms,
+    TokenLogprobs,
+)
 from moeserve.wire import Generate, Output, pack_token_ids
 
 _SEED_MASK = 2**63 - 1
@@ -33,11 +47,14 @@ def build_generates(
     seed: int,
     max_model_len: int,
     wishes: Sequence[CacheWish | None] | None = None,
+    terms: Terms = DEFAULT_TERMS,
+    arrived_at: float | None = None,
 ) -> list[Generate]:
     """Return one message per choice, in the order of the choices. Raises ApiError if a prompt does not fit.
 
-    wishes: of each prompt.
+    wishes: of each prompt. arrived_at: see `Generate`.
     """
+    priority = BACKGROUND_PRIORITY if terms.background else request.priority
     generates: list[Generate] = []
     for number, prompt in enumerate(prompts):
         wish = wishes[number] if wishes is not None else None
@@ -49,7 +66,7 @@ def build_generates(
         for sample in range(request.n):
             sampling = replace(request.sampling, max_tokens=max_tokens, seed=derive_seed(seed, sample))
             own_id = f"{request_id}-{len(generates)}"
-            generates.append(Generate(own_id, packed, sampling, namespace, request.priority, wish))
+            generates.append(Generate(own_id, packed, sampling, namespace, priority, wish, terms, arrived_at))
     return generates
 
 
@@ -171,7 +188,7 @@ class Answer:
 
     def take(self, choice: int, output: Output) -> list[Delta]:
         """Return the deltas of one output of a choice. Raises ApiError if the request failed."""
-        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LATE):
             raise _failure(output)
         self._note_cached(choice, output)
         if output.miss is not None and choice % self._n == 0:
@@ -239,6 +256,9 @@ def _mean_logprob(tokens: list[TokenText]) -> float:
 
 
 def _failure(output: Output) -> ApiError:
+    if output.finish_reason is FinishReason.LATE:
+        message = "The server was too busy to begin this answer in time"
+        return ApiError(503, message, type="server_unavailable", code=OVERLOADED)
     if output.finish_reason is FinishReason.ABORT:
         return internal_error("The server ended this request before it was complete")
     if output.error is not None and output.error.startswith(GRAMMAR_FAILED):

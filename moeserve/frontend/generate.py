@@ -15,12 +15,14 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
+from moeserve.frontend.admission import read_terms
 from moeserve.frontend.answer import Answer, build_generates, prompt_tail, shows_prompts
 from moeserve.frontend.cache_report import asks_for_report
 from moeserve.frontend.constraints import constraint_of, of_calls
 from moeserve.frontend.dialects import chat, completions, messages, messages_answer
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.http import (
+    OVERLOADED,
     ApiError,
     EventStream,
     context_length_exceeded,
@@ -37,7 +39,7 @@ from moeserve.frontend.request_group import EngineGone, RequestGroup, RequestRej
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
 from moeserve.frontend.workers import InlineBudget
-from moeserve.plan import CacheWish
+from moeserve.plan import CacheWish, FinishReason, Terms
 from moeserve.wire import Generate, Output, Rejected
 
 _MAX_HEADER_CHARS = 200
@@ -87,8 +89,9 @@ class GenerateRoute:
         if request.cache.report or asks_for_report(scope):
             # In a stream the report comes with the usage.
             request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
-        with services.admission.hold(request.num_choices, services.capacity):
-            await until_disconnect(receive, self._serve(scope, send, request, facts))
+        terms = read_terms(scope, services.run.secret, request, services.slo)
+        with services.admission.hold(request.num_choices, services.capacity, terms):
+            await until_disconnect(receive, self._serve(scope, send, request, facts, terms))
 
     async def _parse(self, body: bytes, facts: ModelFacts) -> GenerateRequest:
         if len(body) < limits.INLINE_BODY_BYTES or not self._dialect.off_loop:
@@ -103,7 +106,7 @@ class GenerateRoute:
         scope["state"]["log"]["dropped_tools"] = kinds
         return with_headers(send, [(b"x-moeserve-dropped-tools", kinds.encode())])
 
-    async def _serve(self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts) -> None:
+    async def _serve(self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts, terms: Terms) -> None:
         services, state = self._services, scope["state"]
         budget = InlineBudget(limits.INLINE_CHARS)
         prompts = [await services.encode(prompt, facts, budget) for prompt in request.prompts]
@@ -117,6 +120,8 @@ class GenerateRoute:
             seed=services.draw_seed() if request.seed is None else request.seed,
             max_model_len=facts.max_model_len,
             wishes=await cache_wishes(services, request, prompts, facts, state["identity"]),
+            terms=terms,
+            arrived_at=state["arrival"],
         )
         prompt_texts = await services.prompt_texts(prompts, budget) if shows_prompts(request) else ()
         answer = Answer(request, prompts, services.tokenizer, services.shape, prompt_texts)
@@ -129,10 +134,15 @@ class GenerateRoute:
                 group = await self._submit(stack, generates, facts)
                 if request.stream:
                     stream = EventStream(send)
-                    await _Streaming(group, answer, formatter, progress, stream).run()
+                    hold_back_s = services.admission.hold_back_s()
+                    await _Streaming(group, answer, formatter, progress, stream).run(hold_back_s)
                 else:
                     choices = await _whole(group, answer, progress)
                     await send_body(send, 200, await self._complete(formatter, choices, answer))
+        except ApiError as error:
+            if error.code == OVERLOADED and error.retry_after_s is None:
+                raise services.admission.late(terms) from None
+            raise
         finally:
             progress.end(answer, state["log"])
 
@@ -173,12 +183,14 @@ class GenerateRoute:
         return await self._services.workers.run(0, complete)
 
     def _rejection(self, rejected: Rejected, generates: list[Generate], facts: ModelFacts) -> ApiError:
-        retry_after_s = rejected.retry_after_s or self._services.admission.retry_after()
+        admission, terms, wait_s = self._services.admission, generates[0].terms, rejected.retry_after_s
         match rejected.code:
             case "queue_full":
-                return unavailable("The server's queue is full", "queue_full", retry_after_s)
+                return admission.full(terms, wait_s)
+            case "overloaded":
+                return admission.late(terms, wait_s)
             case "draining":
-                return unavailable("The server is shutting down", "draining", retry_after_s, close=True)
+                return unavailable("The server is shutting down", "draining", wait_s or 1.0, close=True)
             case "context_length_exceeded":
                 index = next(i for i, generate in enumerate(generates) if generate.request_id == rejected.request_id)
                 if "maximum context length is" in rejected.reason:
@@ -265,11 +277,21 @@ class _Streaming:
     progress: Progress
     stream: EventStream
 
-    async def run(self) -> None:
-        """Write events until every choice has ended, or until an error event."""
+    async def run(self, hold_back_s: float) -> None:
+        """Write events until every choice has ended, or until an error event.
+
+        The status waits for the first outputs up to `hold_back_s`. Raises ApiError, with nothing written, if the
+        request is dropped by then.
+        """
+        try:
+            first = await self.group.next(hold_back_s) if hold_back_s else []
+        except EngineGone:
+            first = []
+        if any(output.finish_reason is FinishReason.LATE for _, output in first):
+            _take(self.group, self.answer, first, self.progress)
         await self.stream.start()
         try:
-            await self._events()
+            await self._events(first)
         except EngineGone as error:
             await self._fail(unavailable(f"The answer broke off: {error}", "engine_dead"))
         except ApiError as error:
@@ -278,10 +300,12 @@ class _Streaming:
     async def _fail(self, error: ApiError) -> None:
         await self.stream.write(self.formatter.error(error), last=True)
 
-    async def _events(self) -> None:
+    async def _events(self, first: list[tuple[int, Output]]) -> None:
+        """Write the events of the outputs that are here already, and of all that follow."""
         started: set[int] = set()
         while self.answer.num_open:
-            batch = await self.group.next(limits.KEEP_ALIVE_S)
+            batch = first or await self.group.next(limits.KEEP_ALIVE_S)
+            first = []
             deltas = _take(self.group, self.answer, batch, self.progress)
             events = []
             usage = self.answer.usage

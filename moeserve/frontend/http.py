@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+# The code of refusals for the time that a request would wait.
+OVERLOADED = "overloaded"
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 _SLICE_BYTES = 64 * 1024

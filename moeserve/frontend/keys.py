@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -31,19 +33,49 @@ ROLE_OF_PATH = {
     "/v1/experts/statistics": ADMIN,
     "/v1/experts/trace": ADMIN,
 }
+# What a key's shares are shares of.
+_SHARED = {"retention": "KV blocks", "running": "running places", "queue": "places"}
+_RIGHT = re.compile(r"(.*\S)\s+(retention|weight|running|queue|priority)=(\S*)")
+_LEAST_WEIGHT = 0.001
 _GRANTS = {USER: {USER}, METRICS: {METRICS}, ADMIN: {USER, METRICS, ADMIN}}
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """A caller: the SHA-256 digest of its key (empty without keys) and the roles that the key grants.
+class Rights:
+    """What the key file grants a key.
 
-    `retention_share` of the KV blocks may be retained for the key, None for the service's setting.
+    `retention`: the share of the KV blocks that may be retained for it, None for the service's setting. `weight`: of
+    the key among all that have requests. `running` and `queue`: the shares of the places for running and for all
+    requests that it gets at most. `priority`: whether it may ask for an urgent one.
     """
+
+    retention: float | None = None
+    weight: float = 1.0
+    running: float = 1.0
+    queue: float = 1.0
+    priority: bool = False
+
+
+DEFAULT_RIGHTS = Rights()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A caller: the SHA-256 digest of its key (empty without keys) and the roles that the key grants."""
 
     digest: bytes
     grants: frozenset[str]
-    retention_share: float | None = None
+    rights: Rights = DEFAULT_RIGHTS
+
+    @property
+    def retention_share(self) -> float | None:
+        """The share of the KV blocks that may be retained for the key, None for the service's setting."""
+        return self.rights.retention
+
+    @property
+    def may_hurry(self) -> bool:
+        """Whether the key may ask for more than its turn: an urgent priority, or a pace that slows others down."""
+        return self.rights.priority or ADMIN in self.grants
 
 
 ANYONE = Identity(b"", frozenset(ROLES))
@@ -100,14 +132,15 @@ def _sent_key(scope: Scope) -> bytes | None:
 class KeyRing:
     """The keys of a server, as digests."""
 
-    def __init__(self, entries: Iterable[tuple[str, str]] = (), shares: Mapping[str, float] | None = None) -> None:
-        """entries: (role, key). shares: `Identity.retention_share` by key."""
-        own_shares = {hashlib.sha256(key.encode()).digest(): share for key, share in (shares or {}).items()}
+    def __init__(self, entries: Iterable[tuple[str, str]] = (), rights: Mapping[str, Rights] | None = None) -> None:
+        """entries: (role, key). rights: by key, where they are not the usual ones."""
+        own_rights = {hashlib.sha256(key.encode()).digest(): own for key, own in (rights or {}).items()}
         grants: dict[bytes, set[str]] = {}
         for role, key in entries:
             grants.setdefault(hashlib.sha256(key.encode()).digest(), set()).update(_GRANTS[role])
         self._identities = [
-            Identity(digest, frozenset(allowed), own_shares.get(digest)) for digest, allowed in grants.items()
+            Identity(digest, frozenset(allowed), own_rights.get(digest, DEFAULT_RIGHTS))
+            for digest, allowed in grants.items()
         ]
 
     def __bool__(self) -> bool:
@@ -126,38 +159,51 @@ class KeyRing:
 def load_keys(api_keys: Iterable[str], api_key_file: str | None) -> KeyRing:
     """Return the keys of the settings; `api_keys` have the role `user`. Raises ConfigError."""
     entries = [(USER, key) for key in api_keys]
-    shares: dict[str, float] = {}
+    rights: dict[str, Rights] = {}
     if api_key_file is not None:
         try:
             lines = Path(api_key_file).read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the key file {api_key_file}: {type(error).__name__}") from None
         stripped = (line.strip() for line in lines)
-        file_entries = [_entry(line, shares) for line in stripped if line and not line.startswith("#")]
+        file_entries = [_entry(line, rights) for line in stripped if line and not line.startswith("#")]
         if not file_entries:
             raise ConfigError(f"the key file {api_key_file} holds no key")
         entries += file_entries
     if any(not key for _, key in entries):
         raise ConfigError("an API key must not be empty")
-    return KeyRing(entries, shares)
+    return KeyRing(entries, rights)
 
 
-def _entry(line: str, shares: dict[str, float]) -> tuple[str, str]:
-    """Return the role and the key of a line, and put the key's `retention=SHARE` behind it into `shares`."""
-    rest, _, option = line.rpartition(" ")
-    has_share = bool(rest) and option.startswith("retention=")
-    line = rest.strip() if has_share else line
+def _entry(line: str, rights: dict[str, Rights]) -> tuple[str, str]:
+    """Return the role and the key of a line, and put the rights behind the key, like `weight=2`, into `rights`."""
+    granted: dict[str, Any] = {}
+    while match := _RIGHT.fullmatch(line):
+        line, name, value = match[1].strip(), match[2], match[3]
+        granted[name] = _right(name, value)
     role, colon, key = line.partition(":")
     entry = (role, key.strip()) if colon and role in ROLES else (USER, line)
-    if has_share:
-        try:
-            share = float(option.removeprefix("retention="))
-        except ValueError:
-            share = math.nan
-        if not 0 <= share <= 1:
-            raise ConfigError("`retention=` in the key file takes a share of the KV blocks, 0 to 1")
-        shares[entry[1]] = share
+    if granted:
+        rights[entry[1]] = Rights(**granted)
     return entry
+
+
+def _right(name: str, value: str) -> float | bool:
+    """Return the value of a right. Raises ConfigError."""
+    if name == "priority":
+        if value not in ("yes", "no"):
+            raise ConfigError("`priority=` in the key file is yes or no")
+        return value == "yes"
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if name == "weight":
+        if not _LEAST_WEIGHT <= number <= 1 / _LEAST_WEIGHT:
+            raise ConfigError(f"`weight=` in the key file takes a number, {_LEAST_WEIGHT:g} to {1 / _LEAST_WEIGHT:g}")
+    elif not 0 <= number <= 1:
+        raise ConfigError(f"`{name}=` in the key file takes a share of the {_SHARED[name]}, 0 to 1")
+    return number
 
 
 def cache_namespace(secret: str, identity: Identity, cache_salt: str) -> str:

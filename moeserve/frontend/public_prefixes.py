@@ -21,7 +21,7 @@ from moeserve.frontend.dialects import fields
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.request_group import EngineGone, RequestRejected
 from moeserve.frontend.services import Services
-from moeserve.plan import FinishReason, SamplingParams
+from moeserve.plan import FinishReason, SamplingParams, Terms
 from moeserve.wire import Generate, pack_token_ids
 from radix_cache import PUBLIC
 
@@ -81,7 +81,7 @@ async def _publish(services: Services, prefix: PrefixBody) -> int:
     check_length(len(token_ids), 1, facts.max_model_len)
     packed = pack_token_ids(token_ids)
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    generate = Generate(f"public-{secrets.token_hex(12)}", packed, sampling, PUBLIC)
+    generate = Generate(f"public-{secrets.token_hex(12)}", packed, sampling, PUBLIC, terms=Terms(patient=True))
     async with services.engine.submit([generate]) as group:
         await group.admitted()
         while group.num_open:

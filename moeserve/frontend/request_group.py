@@ -9,7 +9,7 @@ import asyncio
 import math
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -54,9 +54,10 @@ class _Sequence:
             self.num_prompt_logprobs += len(output.prompt_logprobs)
 
     def rest(self) -> Generate:
-        """Return the message that makes another life of the engine go on with the request."""
+        """Return the message that makes another life of the engine go on with the request, however long it waited."""
         return msgspec.structs.replace(
             self.generate,
+            terms=replace(self.generate.terms, patient=True),
             output_token_ids=pack_token_ids(self.output_ids),
             num_prompt_logprobs=self.num_prompt_logprobs,
         )
@@ -104,7 +105,7 @@ class RequestGroup:
                 # Its end is known: the engine was told so, and could only have confirmed it.
                 self.put(Output(request_id, [], FinishReason.STOP, num_output_tokens=sequence.kept_tokens))
             else:
-                messages.append(sequence.rest())
+                messages.append(sequence.rest() if self.num_deaths else sequence.generate)
         return messages
 
     def lose_engine(self) -> None:

@@ -1,17 +1,15 @@
-"""The services that the routes of one frontend share, and its admission of requests."""
+"""The services that the routes of one frontend share."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from moeserve.frontend import limits
+from moeserve.frontend.admission import Admission
 from moeserve.frontend.answer import PromptText, decode_prompt
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
 from moeserve.frontend.engine_client import EngineClient
@@ -26,13 +24,12 @@ from moeserve.frontend.templates import guard_prompt, read_sources
 from moeserve.frontend.text import TextTokenizer
 from moeserve.frontend.workers import InlineBudget, Workers
 from moeserve.model.files import read_json
+from moeserve.pacing import service_slo
 from moeserve.wire import RunContext, Stats
 
 _THREADS = 2
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
-_REMEMBERED_ENDS = 32
-_LONGEST_WAIT_S = 60.0
 # About as long as rendering a tool's schema takes.
 _CHARS_PER_TOOL = 2000
 
@@ -62,7 +59,8 @@ class Services:
         # Apart, so that counting tokens holds up no generation.
         self.workers = Workers("generation", _THREADS, limits.MAX_WAITING_CHARS)
         self.token_workers = Workers("tokens", 1, limits.MAX_WAITING_CHARS)
-        self.admission = Admission(time.monotonic, self.metrics.rejections)
+        self.slo = service_slo(run.config)
+        self.admission = Admission(self.metrics.rejections, random.random)
         self._draining = False
         self.created = int(time.time())
         self.fingerprint = f"fp_{run.model_hash[:12]}"
@@ -108,7 +106,7 @@ class Services:
         engine = self.engine
         if engine.dead_reason is not None or engine.away_reason is not None:
             return engine.dead_reason or engine.away_reason
-        return None if engine.ready is not None else "the model is loading"
+        return self.admission.overload() if engine.ready is not None else "the model is loading"
 
     def check_serving(self) -> ModelFacts:
         """Return the model's facts. Raises ApiError (503) unless generations are admitted."""
@@ -146,6 +144,8 @@ class Services:
     def _on_stats(self, stats: Stats) -> None:
         self.metrics.on_stats(stats)
         self.live.on_stats(stats)
+        if stats.load is not None:
+            self.admission.on_load(stats.load)
 
     async def encode(
         self,
@@ -223,43 +223,3 @@ def _model_type(folder: Path) -> str:
     path = folder / "config.json"
     config = read_json(path) if path.exists() else {}
     return str(config.get("model_type", ""))
-
-
-class Admission:
-    """Counts choices in flight, and refuses too many before any work is done for them.
-
-    `clock` gives seconds, monotonic. Refusals are counted in `rejections`.
-    """
-
-    def __init__(self, clock: Callable[[], float], rejections: Counter[str]) -> None:
-        self.in_flight = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
-        self._rejections = rejections
-        self._clock = clock
-        self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)
-
-    @contextmanager
-    def hold(self, num_choices: int, capacity: int) -> Iterator[None]:
-        """Hold places for the length of the block. Raises ApiError: 400 if they never fit, 503 if not now."""
-        if num_choices > capacity:
-            raise invalid(f"The request asks for {num_choices} choices; this server takes {capacity} at once", "n")
-        if self.in_flight + num_choices > capacity:
-            self._rejections["queue_full"] += 1
-            raise unavailable("The server's queue is full", "queue_full", self.retry_after())
-        self.in_flight += num_choices
-        self.idle.clear()
-        try:
-            yield
-        finally:
-            self.in_flight -= num_choices
-            if self.in_flight == 0:
-                self.idle.set()
-            self._ends.append(self._clock())
-
-    def retry_after(self) -> float:
-        """Return the seconds until a place is free at the pace of the latest requests, 1 to 60."""
-        if len(self._ends) < 2:
-            return 1.0
-        pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return min(max(pace, 1.0), _LONGEST_WAIT_S)

@@ -55,12 +55,12 @@ def test_a_complete_answer_is_not_aborted(server: Frontend) -> None:
 
 
 def test_leaving_gives_the_places_back(server: Frontend) -> None:
-    everything = {"model": "tiny", "prompt": "hi", "n": 8}
+    everything = {"model": "tiny", "prompt": "hi", "n": 4}
     for _ in range(3):
         server.engine.received.clear()
         server.engine.script = admit_only
-        with connect(server, n=8):
-            server.engine.wait_for(Generate, 8)
+        with connect(server, n=4):
+            server.engine.wait_for(Generate, 4)
         server.engine.script = say("ok")
         # The engine hears of the abort before the place is free.
         wait_until(lambda: server.http.post("/v1/completions", json=everything).status_code == 200)

@@ -145,7 +145,7 @@ def test_refusals_of_the_engine_have_that_shape_too(server: Frontend, stream: bo
     server.engine.script = reject("queue_full", "full", 6.5)
     response = post(server, stream=stream)
     assert error_of(response, 503)[0] == "overloaded_error"
-    assert response.headers["retry-after"] == "7"
+    assert 7 <= int(response.headers["retry-after"]) <= 10
     assert error_of(post(server, messages=[{"role": "user", "content": "x" * 600}]), 400)[1].startswith(
         "prompt is too long"
     )

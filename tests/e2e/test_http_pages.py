@@ -28,7 +28,7 @@ def bearer(key: str) -> dict[str, str]:
 
 def stats(**fields: Any) -> Stats:
     nothing = {name: 0 for name in Stats.__struct_fields__ if name not in ("queue_seconds", "features")}
-    return Stats(**{**nothing, "rejections": {}, "step_seconds": 0.0, **fields})
+    return Stats(**{**nothing, "rejections": {}, "step_seconds": 0.0, "load": None, **fields})
 
 
 def test_browsers_get_the_page_and_programs_the_index(server: Frontend) -> None:

@@ -380,7 +380,7 @@ def test_the_dashboard_says_that_a_key_lacks_the_role_and_takes_another(browser:
 
 def stats(**fields: Any) -> Stats:
     nothing = {name: 0 for name in Stats.__struct_fields__ if name not in ("queue_seconds", "features")}
-    return Stats(**{**nothing, "rejections": {}, "step_seconds": 0.0, **fields})
+    return Stats(**{**nothing, "rejections": {}, "step_seconds": 0.0, "load": None, **fields})
 
 
 def test_the_dashboard_shows_the_figures_as_they_come(browser: Browser, server: Frontend) -> None:

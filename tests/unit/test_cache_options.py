@@ -15,7 +15,7 @@ from moeserve.frontend.dialects.cache_options import read_cache_options
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.generate import cache_wishes
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.keys import ANYONE, Identity, cache_account, cache_namespace, load_keys
+from moeserve.frontend.keys import ANYONE, Identity, Rights, cache_account, cache_namespace, load_keys
 from moeserve.frontend.public_prefixes import load_public_prefixes
 from moeserve.frontend.services import Services
 from moeserve.plan import CacheWish, SamplingParams
@@ -112,7 +112,11 @@ def wishes_of(folder: Path, options: CacheOptions, prompt: ChatPrompt | list[int
     async def run() -> tuple[Any, list[int], list[int]]:
         ids = await services.encode(prompt, FACTS)
         head = await services.encode(ChatPrompt(MESSAGES[:1], add_generation_prompt=False), FACTS)
-        return await cache_wishes(services, request, [ids], FACTS, Identity(b"", frozenset(), 0.25)), ids, head
+        return (
+            await cache_wishes(services, request, [ids], FACTS, Identity(b"", frozenset(), Rights(retention=0.25))),
+            ids,
+            head,
+        )
 
     return asyncio.run(run())
 

@@ -12,7 +12,7 @@ from moeserve.wire import Stats
 
 def stats(**fields: Any) -> Stats:
     nothing = {name: 0 for name in Stats.__struct_fields__ if name not in ("queue_seconds", "features")}
-    return Stats(**{**nothing, "rejections": {}, "step_seconds": 0.0, **fields})
+    return Stats(**{**nothing, "rejections": {}, "step_seconds": 0.0, "load": None, **fields})
 
 
 class Clock:

@@ -1,10 +1,9 @@
-"""The small parts of the frontend: admission, hang detection, metrics, errors."""
+"""The small parts of the frontend: hang detection, metrics, errors."""
 
 import asyncio
 import json
 import subprocess
 import sys
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,47 +13,7 @@ from starlette.requests import Request
 from moeserve.frontend.http import ApiError, context_length_exceeded, unavailable
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.routes import ExpertRoutes
-from moeserve.frontend.services import Admission
 from moeserve.wire import Stats
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_admission_counts_choices_and_refuses_what_is_too_much_now() -> None:
-    rejections: Counter[str] = Counter()
-    admission = Admission(Clock(), rejections)
-    with admission.hold(3, 4):
-        assert not admission.idle.is_set()
-        with pytest.raises(ApiError) as caught, admission.hold(2, 4):
-            pytest.fail("there is no place")
-        assert (caught.value.status, caught.value.code, rejections) == (503, "queue_full", {"queue_full": 1})
-        with admission.hold(1, 4):
-            assert admission.in_flight == 4
-    assert (admission.in_flight, admission.idle.is_set()) == (0, True)
-
-
-def test_admission_refuses_for_good_what_never_fits() -> None:
-    with pytest.raises(ApiError) as caught, Admission(Clock(), Counter()).hold(5, 4):
-        pytest.fail("there is no place")
-    assert caught.value.status == 400
-
-
-def test_retry_after_follows_the_pace_of_requests_within_bounds() -> None:
-    clock = Clock()
-    admission = Admission(clock, Counter())
-    assert admission.retry_after() == 1.0
-    for pace, expected in ((0.1, 1.0), (8.0, 8.0), (500.0, 60.0)):
-        for _ in range(40):
-            clock.now += pace
-            with admission.hold(1, 1):
-                pass
-        assert admission.retry_after() == pytest.approx(expected)
 
 
 def test_an_error_has_openais_shape() -> None:
@@ -69,7 +28,15 @@ def test_metrics_show_the_engines_newest_counters() -> None:
     facts = dict.fromkeys(Stats.__struct_fields__, 0) | {"num_running": 2, "prefix_hit_tokens": 96, "blocks_cached": 5}
     metrics.rejections["queue_full"] += 1
     metrics.on_stats(
-        Stats(**{**facts, "rejections": {"queue_full": 2, "invalid": 1}, "queue_seconds": [0.25], "features": {}})
+        Stats(
+            **{
+                **facts,
+                "rejections": {"queue_full": 2, "invalid": 1},
+                "queue_seconds": [0.25],
+                "features": {},
+                "load": None,
+            }
+        )
     )
     text = metrics.render().decode()
     for line in (

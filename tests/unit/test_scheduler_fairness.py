@@ -7,8 +7,9 @@ from random import Random
 
 import pytest
 
+from moeserve.fair_queue import Tenants, WaitingQueue
 from moeserve.plan import FinishReason, Request, SamplingParams
-from moeserve.scheduler import NeverFitsError, QueueFullError, WaitingQueue
+from moeserve.scheduler import NeverFitsError, QueueFullError
 from tests.support.scheduler_simulation import Simulation
 
 SHARED = [(7 * i + 3) % 50 for i in range(40)]
@@ -249,12 +250,14 @@ def test_a_request_is_told_as_started_once() -> None:
 
 def make_queue(policy: str, priorities: list[int]) -> tuple[WaitingQueue, list[Request]]:
     """Requests that arrive in this order; the number of their prompt tokens is what `lpm` takes for cached."""
-    queue = WaitingQueue(policy, lambda request: request.num_prompt_tokens)
+    tenants = Tenants()
+    queue = WaitingQueue(policy, lambda request: request.num_prompt_tokens, tenants)
     requests = []
     for index, priority in enumerate(priorities):
         request = Request(
             f"{index}", array("i", [1] * (index + 1)), SamplingParams(1), priority=priority, arrival=index
         )
+        tenants.enter(request)
         queue.add(request)
         requests.append(request)
     return queue, requests

@@ -85,6 +85,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         continuous_usage=continuous_usage,
         echo=bool(chat.echo),
         priority=fields.read_priority(chat),
+        background=bool(chat.background),
         cache_salt=fields.read_cache_salt(chat.cache_salt),
         cache=read_cache(chat),
         tools=prompt.tools,

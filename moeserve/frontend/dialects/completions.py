@@ -50,6 +50,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         continuous_usage=continuous_usage,
         echo=echo,
         priority=fields.read_priority(completion),
+        background=bool(completion.background),
         cache_salt=fields.read_cache_salt(completion.cache_salt),
         cache=fields.read_cache(completion),
         best=best,

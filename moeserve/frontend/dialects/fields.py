@@ -96,6 +96,7 @@ class SamplingBody(FormatFields, kw_only=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     priority: int | None = None
+    background: bool | None = None
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None

@@ -150,6 +150,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         stop=fields.read_stop(asked.stop_sequences, "stop_sequences"),
         stream=bool(asked.stream),
         priority=fields.read_priority(asked),
+        background=bool(asked.background),
         cache_salt=fields.read_cache_salt(asked.cache_salt),
         cache=_cache(asked, breakpoints),
         tools=prompt.tools,

@@ -1,0 +1,90 @@
+"""How long a step takes, learnt from steps that were measured.
+
+A step is rows through the model, one per token, whether they decode or belong to prompts, and attention of each row to
+the positions before it. So its seconds are a curve over the number of rows, plus a slope times the attended positions.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+# Knots of the curve: 1, 2, 4, ... rows.
+_NUM_KNOTS = 18
+# Attended positions are counted in so many: then context and rows are learnt about equally fast.
+_POSITIONS = 131072.0
+_RATE = 0.2
+# A step that was held up (by the machine, a first compilation) counts as at most so many times what was expected.
+_MOST_TIMES_EXPECTED = 4.0
+_TRUSTED_FROM = 8
+
+
+class CostModel:
+    """Predicts the seconds of a step; `observe` follows measured ones by normalised least mean squares.
+
+    Between knots the curve is linear. Where nothing was measured yet it follows the square root of the rows from the
+    nearest knot that is known: weights are read once for all rows, experts more often the more rows there are.
+    """
+
+    def __init__(self) -> None:
+        self._knots: list[float | None] = [None] * _NUM_KNOTS
+        self._per_positions = 0.0
+        self._num_observed = 0
+
+    @property
+    def is_known(self) -> bool:
+        return self._num_observed > 0
+
+    def seconds(self, rows: int, attended: float) -> float:
+        """Return the expected seconds of a step of `rows` tokens that attend to `attended` positions in sum.
+
+        Nothing is expected before the first observation: 0.
+        """
+        low, share = _place(rows)
+        curve = (1 - share) * self._knot(low) + share * self._knot(low + 1)
+        return curve + self._per_positions * attended / _POSITIONS
+
+    def observe(self, rows: int, attended: float, seconds: float) -> None:
+        """Learn from a measured step of at least one row."""
+        expected = self.seconds(rows, attended)
+        if self._num_observed >= _TRUSTED_FROM:
+            seconds = min(seconds, _MOST_TIMES_EXPECTED * expected)
+        self._num_observed += 1
+        low, share = _place(rows)
+        nearest = low + (share >= 0.5)
+        if self._knots[nearest] is None:
+            apart = sqrt(2.0**nearest / rows)
+            self._knots[nearest] = max(0.0, seconds - self._per_positions * attended / _POSITIONS) * apart
+            return
+        inputs = (1 - share, share, attended / _POSITIONS)
+        step = _RATE * (seconds - expected) / sum(value * value for value in inputs)
+        for index, value in ((low, inputs[0]), (low + 1, inputs[1])):
+            if value > 0:
+                self._knots[index] = max(0.0, self._knot(index) + step * value)
+        self._per_positions = max(0.0, self._per_positions + step * inputs[2])
+
+    def rows_within(self, seconds: float, most: int, attended: float) -> int:
+        """Return how many rows, 0 to `most`, a step may have to take at most `seconds`."""
+        low, high = 0, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.seconds(middle, attended) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _knot(self, index: int) -> float:
+        known = self._knots[index]
+        if known is not None:
+            return known
+        others = [other for other, value in enumerate(self._knots) if value is not None]
+        if not others:
+            return 0.0
+        nearest = min(others, key=lambda other: (abs(other - index), other))
+        return (self._knots[nearest] or 0.0) * sqrt(2.0 ** (index - nearest))
+
+
+def _place(rows: int) -> tuple[int, float]:
+    """Return the knot at or below `rows`, and how far `rows` is from it to the next one, 0 to 1."""
+    low = min(max(1, rows).bit_length() - 1, _NUM_KNOTS - 2)
+    return low, min(1.0, max(1, rows) / 2**low - 1)

@@ -1,0 +1,233 @@
+"""Which request is next: by priority, then by what tenants have had, then by arrival.
+
+Tenants share the service in proportion to their weights, in tokens of prompts and outputs alike, as they are computed:
+the one that has had least, weight for weight, is next. So nobody has to guess how long an answer will be. This is fair
+queueing by virtual counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024), a deficit round
+robin in which the deficit is paid afterwards. With one tenant it is a plain queue.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from itertools import groupby
+from math import inf
+
+from moeserve.plan import Request, Terms
+
+_LPM_WINDOW = 64
+_LPM_MAX_OVERTAKERS = 32
+
+
+@dataclass(eq=False, slots=True)
+class Tenant:
+    """An account with its foreground, or its background, requests. `served`: tokens it has had, by its weight."""
+
+    terms: Terms
+    served: float = 0.0
+    num_open: int = 0
+
+
+class Tenants:
+    """The counters of all tenants that were ever seen: as many as there are API keys, at most twice."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[tuple[str, bool], Tenant] = {}
+        self._active: list[Tenant] = []
+        self._floor = 0.0
+
+    @property
+    def active(self) -> Sequence[Tenant]:
+        """The tenants with requests, waiting or running."""
+        return self._active
+
+    def of(self, request: Request) -> Tenant:
+        """Return the tenant of a request that has entered."""
+        return self._tenants[request.terms.tenant, request.terms.background]
+
+    def enter(self, request: Request) -> None:
+        """Count a new request. A tenant that had none begins level with the one that has had least: idleness earns
+        nothing. The terms of the newest request hold for its tenant."""
+        key = (request.terms.tenant, request.terms.background)
+        tenant = self._tenants.setdefault(key, Tenant(request.terms))
+        tenant.terms = request.terms
+        if not tenant.num_open:
+            self._raise_floor()
+            tenant.served = max(tenant.served, self._floor)
+            self._active.append(tenant)
+        tenant.num_open += 1
+
+    def leave(self, request: Request) -> None:
+        """Count a request's end."""
+        tenant = self.of(request)
+        tenant.num_open -= 1
+        if not tenant.num_open:
+            self._raise_floor()
+            self._active.remove(tenant)
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Count tokens that are computed for a request."""
+        tenant = self.of(request)
+        tenant.served += num_tokens / tenant.terms.weight
+
+    def share(self, terms: Terms) -> float:
+        """Return the part of a tenant in the weights of all that have requests in the foreground, its own included."""
+        others = (tenant.terms for tenant in self._active)
+        weights = sum(other.weight for other in others if other.tenant != terms.tenant and not other.background)
+        return terms.weight / (terms.weight + weights)
+
+    def _raise_floor(self) -> None:
+        if self._active:
+            self._floor = max(self._floor, min(tenant.served for tenant in self._active))
+
+
+class Holdings:
+    """What the tenants' running requests hold of something that is scarce: places, or blocks of memory.
+
+    It says who may have more and who has to give: no tenant gives below its share, and none takes beyond its own, so
+    nothing is taken back and forth. Background requests give first, and take from nobody.
+    """
+
+    def __init__(
+        self, tenants: Tenants, running: Sequence[Request], amount: Callable[[Request], int], total: int
+    ) -> None:
+        """running: the last ones give first. amount: what a request holds of `total`."""
+        self._tenants = tenants
+        self._left = list(running)
+        self._amount = amount
+        self._total = total
+        self._held: Counter[Tenant] = Counter()
+        for request in running:
+            self._held[tenants.of(request)] += amount(request)
+
+    def may_take(self, request: Request, amount: int) -> bool:
+        """Return whether a waiting request would stay within its tenant's share with that much."""
+        tenant = self._tenants.of(request)
+        fair = max(1.0, self._tenants.share(tenant.terms) * self._total)
+        return not tenant.terms.background and self._held[tenant] + amount <= fair
+
+    def is_over(self, request: Request) -> bool:
+        """Return whether a request's tenant holds more than its share."""
+        return self._excess(self._tenants.of(request)) > 0
+
+    def pop_victim(self) -> Request | None:
+        """Return the request that gives next, and count it out; None if nobody holds more than its share."""
+        most = max(self._held, key=self._excess, default=None)
+        if most is None or self._excess(most) <= 0:
+            return None
+        victim = next(r for r in reversed(self._left) if self._tenants.of(r) is most)
+        self._left.remove(victim)
+        self._held[most] -= self._amount(victim)
+        return victim
+
+    def _excess(self, tenant: Tenant) -> float:
+        """Return how many times its share the tenant holds, less one."""
+        if tenant.terms.background:
+            return inf if self._held[tenant] else 0.0
+        return self._held[tenant] / max(1.0, self._tenants.share(tenant.terms) * self._total) - 1
+
+
+class WaitingQueue:
+    """Waiting requests; a preempted one returns to the place of its arrival.
+
+    Among the requests of one priority and tenant, policy `fcfs` goes by arrival. `lpm` tries those of the most urgent
+    priority with the longest cached prefix first, so that requests which share a prompt run while it is in memory; a
+    request that was overtaken `_LPM_MAX_OVERTAKERS` times goes first, so none starves.
+
+    Where the oldest of them is late, which means that it can no longer have its first token in time, the newest is
+    next, after those that have begun already: serving in the order of arrival would make all of them late.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        matched_tokens: Callable[[Request], int],
+        tenants: Tenants,
+        is_late: Callable[[Request], bool] = lambda _: False,
+    ) -> None:
+        """matched_tokens: counts the tokens of a request that are cached. tenants: those of all its requests."""
+        if policy not in ("fcfs", "lpm"):
+            raise ValueError(f"unknown scheduling policy {policy!r}")
+        self._policy = policy
+        self._matched_tokens = matched_tokens
+        self._tenants = tenants
+        self._is_late = is_late
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def add(self, request: Request) -> None:
+        insort(self._requests, request, key=_queue_key)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request. Raises ValueError if it does not wait."""
+        index = bisect_left(self._requests, request.queue_key, key=_queue_key)
+        if index == len(self._requests) or self._requests[index] is not request:
+            raise ValueError(f"request {request.request_id} does not wait")
+        del self._requests[index]
+
+    def candidates(self) -> list[Request]:
+        """Return the requests to be tried, in order."""
+        found: list[Request] = []
+        for _, requests in groupby(self._requests, key=lambda request: request.priority):
+            lines: dict[Tenant, list[Request]] = {}
+            for request in requests:
+                lines.setdefault(self._tenants.of(request), []).append(request)
+            is_top = not found
+            found += _by_turns({tenant: self._line(line, is_top) for tenant, line in lines.items()})
+        return found
+
+    def take(self, request: Request) -> None:
+        """Remove the request, counting it as an overtaker of its tenant's requests before it."""
+        self.remove(request)
+        tenant = self._tenants.of(request)
+        for other in self._requests:
+            if other.queue_key >= request.queue_key:
+                break
+            other.num_overtakers += self._tenants.of(other) is tenant
+
+    def _line(self, requests: list[Request], is_top: bool) -> list[Request]:
+        """Return the order of a tenant's requests of one priority, which come in the order of arrival."""
+        if len(requests) < 2:
+            return requests
+        waiting = [request for request in requests if not request.keeps_its_turn]
+        if waiting and self._is_late(waiting[0]):
+            return [request for request in requests if request.keeps_its_turn] + waiting[::-1]
+        if self._policy == "fcfs" or not is_top:
+            return requests
+        window = requests[:_LPM_WINDOW]
+        starving = [r for r in window if r.num_overtakers >= _LPM_MAX_OVERTAKERS]
+        others = [r for r in window if r.num_overtakers < _LPM_MAX_OVERTAKERS]
+        others.sort(key=self._matched_tokens, reverse=True)
+        return starving + others + requests[len(window) :]
+
+
+def _by_turns(lines: dict[Tenant, list[Request]]) -> list[Request]:
+    """Merge the lines of tenants: the next request is of the one that will have had least by then."""
+    if len(lines) == 1:
+        return next(iter(lines.values()))
+    found: list[Request] = []
+    turns = [(tenant.served, line[0].arrival, tenant, 0) for tenant, line in lines.items()]
+    heapify(turns)
+    while turns:
+        served, _, tenant, place = turns[0]
+        line = lines[tenant]
+        request = line[place]
+        found.append(request)
+        if place + 1 == len(line):
+            heappop(turns)
+        else:
+            served += request.num_uncached_tokens / tenant.terms.weight
+            heapreplace(turns, (served, line[place + 1].arrival, tenant, place + 1))
+    return found
+
+
+def _queue_key(request: Request) -> tuple[int, int]:
+    return request.queue_key

@@ -1,0 +1,215 @@
+"""Admission: which requests a frontend takes in, on what terms, and what those that it refuses are told.
+
+Refusals wait for nobody: they follow from counts of this process and from the `Load` that the engine has told last. The
+engine decides again, by what it knows then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import inf
+
+from starlette.types import Scope
+
+from moeserve.config import parse_limits
+from moeserve.frontend import limits
+from moeserve.frontend.dialects.internal import GenerateRequest
+from moeserve.frontend.http import OVERLOADED, ApiError, invalid, unavailable
+from moeserve.frontend.keys import Identity, cache_account
+from moeserve.pacing import Load, Slo
+from moeserve.plan import Terms
+
+SLO_HEADER = b"x-moeserve-slo"
+_LONGEST_WAIT_S = 60.0
+_REMEMBERED = 1024
+# Choices of one request: a part of all places, but that many in any case if half of the places suffice.
+_SHARE_OF_CHOICES = 4
+_ALWAYS_CHOICES = 16
+
+
+def read_terms(scope: Scope, secret: str, request: GenerateRequest, slo: Slo) -> Terms:
+    """Return the terms of a request. Raises ApiError for what its key may not ask.
+
+    secret: of the namespaces of keys. slo: the service's.
+    """
+    identity: Identity = scope["state"]["identity"]
+    rights = identity.rights
+    if request.priority < 0 and not identity.may_hurry:
+        raise ApiError(
+            403,
+            "A `priority` below 0 needs a key that may ask for it: one with the role `admin`, or with `priority=yes` "
+            "in the key file",
+            type="permission_error",
+            param="priority",
+            code="insufficient_role",
+        )
+    if request.background and request.priority:
+        raise invalid("A request has either a `priority` or `background`", "background")
+    ttft_s, tpot_s = _asked_slo(scope, identity, slo)
+    return Terms(
+        tenant=cache_account(secret, identity),
+        weight=rights.weight,
+        running=rights.running,
+        queue=rights.queue,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+        patient=request.background,
+        background=request.background,
+    )
+
+
+def _asked_slo(scope: Scope, identity: Identity, slo: Slo) -> tuple[float | None, float | None]:
+    """Return the times to the first token and per output token that the header asks for. Raises ApiError."""
+    name = SLO_HEADER.decode()
+    value = next((value for key, value in scope["headers"] if key == SLO_HEADER), None)
+    if value is None:
+        return None, None
+    try:
+        asked = parse_limits(value.decode("latin-1"), ("ttft", "tpot"))
+    except ValueError as error:
+        raise invalid(f"`{name}`: {error}", name) from None
+    ttft_s, tpot_s = asked.get("ttft"), asked.get("tpot")
+    longest = max(slo.ttft_s, slo.burst_s)
+    if ttft_s is not None and ttft_s > longest:
+        raise invalid(f"`{name}`: ttft may be at most {longest:g}s on this server", name)
+    if tpot_s is not None and tpot_s < (slo.tpot_s or inf) and not identity.may_hurry:
+        least = f"at least {slo.tpot_s:g}s" if slo.tpot_s else "set only"
+        raise invalid(f"`{name}`: tpot may be {least} with this key", name)
+    return ttft_s, tpot_s
+
+
+class Admission:
+    """Counts choices in flight, and refuses too many, or what would wait too long, before any work is done for them.
+
+    `clock` gives seconds, monotonic and the same for the engine. Refusals are counted in `rejections`. `jitter` draws
+    from [0, 1).
+    """
+
+    def __init__(
+        self, rejections: Counter[str], jitter: Callable[[], float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.in_flight = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._rejections = rejections
+        self._jitter = jitter
+        self._clock = clock
+        self._held: Counter[tuple[str, bool]] = Counter()
+        self._weights: dict[tuple[str, bool], float] = {}
+        self._load: Load | None = None
+        # When the tenant's request that was refused last was told to come back.
+        self._promised: dict[str, float] = {}
+        # (when, tenant) of choices that the engine may not have counted when it told its load.
+        self._new: deque[tuple[float, str]] = deque(maxlen=_REMEMBERED)
+
+    def on_load(self, load: Load) -> None:
+        """Note what the engine says of its load."""
+        self._load = load
+        while self._new and self._new[0][0] <= load.at:
+            self._new.popleft()
+
+    @contextmanager
+    def hold(self, num_choices: int, capacity: int, terms: Terms) -> Iterator[None]:
+        """Hold places for the length of the block.
+
+        Raises ApiError: 400 if they never fit, 429 if the key has its part already, 503 if not now.
+        """
+        most = min(max(1, capacity // 2), max(_ALWAYS_CHOICES, capacity // _SHARE_OF_CHOICES))
+        if num_choices > most:
+            raise invalid(f"The request asks for {num_choices} choices; this server takes {most} in one request", "n")
+        key = (terms.tenant, terms.background)
+        self._check_places(num_choices, capacity, terms, key)
+        self._check_wait(terms)
+        self._held[key] += num_choices
+        self._weights[key] = terms.weight
+        self.in_flight += num_choices
+        self.idle.clear()
+        if not terms.background:
+            self._new.extend([(self._clock(), terms.tenant)] * num_choices)
+        try:
+            yield
+        finally:
+            self.in_flight -= num_choices
+            self._held[key] -= num_choices
+            if not self._held[key]:
+                del self._held[key], self._weights[key]
+            if self.in_flight == 0:
+                self.idle.set()
+
+    def late(self, terms: Terms, wait_s: float | None = None) -> ApiError:
+        """503 for a request that would wait too long, or did. wait_s: what the engine predicts, if it was asked."""
+        message = "The server is too busy to answer in time"
+        return unavailable(message, OVERLOADED, self._retry_after_s(terms, wait_s))
+
+    def full(self, terms: Terms, wait_s: float | None = None) -> ApiError:
+        """503 for a request that finds no place."""
+        return unavailable("The server's queue is full", "queue_full", self._retry_after_s(terms, wait_s))
+
+    def hold_back_s(self) -> float:
+        """Return how long an answer's status may wait for its first token, so that a refusal can still be one."""
+        load = self._load
+        if load is None or not any(backlog.waiting for backlog in load.tenants.values()):
+            return 0.0
+        return min(load.limit_s, limits.KEEP_ALIVE_S)
+
+    def overload(self) -> str | None:
+        """Return why a newcomer would be refused, None if it would not."""
+        load = self._load
+        if load is None:
+            return None
+        newcomer = Terms("" if "" in load.tenants else "newcomer")
+        wait_s = self._wait_s(newcomer)
+        return f"overloaded: requests would wait {wait_s:.0f} s" if wait_s > load.limit_s else None
+
+    def _check_places(self, num_choices: int, capacity: int, terms: Terms, key: tuple[str, bool]) -> None:
+        """Raise ApiError unless the tenant finds places: there are some, or it has less than its share of them.
+
+        Requests in the background have places of their own, as many.
+        """
+        own = self._held[key] + num_choices
+        if terms.queue < 1 and own > terms.queue * capacity:
+            self._rejections["key_queue_full"] += 1
+            raise ApiError(
+                429,
+                f"This key may have {int(terms.queue * capacity)} choices open at once",
+                type="rate_limit_error",
+                code="key_queue_full",
+                retry_after_s=self._retry_after_s(terms),
+            )
+        total = sum(held for (_, background), held in self._held.items() if background == terms.background)
+        if total + num_choices <= capacity:
+            return
+        weights = sum(weight for other, weight in self._weights.items() if other != key and other[1] == key[1])
+        if own > capacity * terms.weight / (terms.weight + weights):
+            self._rejections["queue_full"] += 1
+            raise self.full(terms)
+
+    def _check_wait(self, terms: Terms) -> None:
+        if self._load is None or terms.patient:
+            return
+        limit_s = self._load.limit_s if terms.ttft_s is None else terms.ttft_s
+        if self._wait_s(terms) > limit_s:
+            self._rejections[OVERLOADED] += 1
+            raise self.late(terms)
+
+    def _wait_s(self, terms: Terms) -> float:
+        """Return how long a new request would wait by what is known."""
+        if self._load is None:
+            return 0.0
+        num_new = sum(tenant == terms.tenant for _, tenant in self._new)
+        return self._load.wait_s(terms.tenant, terms.weight, num_new)
+
+    def _retry_after_s(self, terms: Terms, wait_s: float | None = None) -> float:
+        """Return when to come back, 1 to 60 s from now: after the predicted wait, and after those of the tenant that
+        were sent away before and will come back as well, one for each request that is served meanwhile. Up to a
+        quarter is added at random.
+        """
+        now, load = self._clock(), self._load
+        wait_s = max(1.0, self._wait_s(terms) if wait_s is None else wait_s)
+        at = max(now + wait_s, self._promised.get(terms.tenant, 0.0) + (load.request_s if load is not None else 0.0))
+        self._promised[terms.tenant] = at = min(at, now + _LONGEST_WAIT_S)
+        return min((at - now) * (1 + 0.25 * self._jitter()), _LONGEST_WAIT_S)

@@ -1,0 +1,222 @@
+"""How long requests may wait, and how long they are going to: the arithmetic of refusing early.
+
+The scheduler decides by it with what it knows; a frontend refuses by the `Load` that the engine has told last, so that
+a refusal waits for nobody. Pure: time is an argument, in seconds of a monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from moeserve.config import ServeConfig, parse_limits
+from moeserve.cost_model import CostModel
+from moeserve.plan import Request
+
+# However long its own prompt takes, a request may wait for this share of its time to the first token.
+_LEAST_SHARE = 0.25
+# Tokens of prompts that a step has at least room for, whatever the running streams are to get.
+_LEAST_PROMPT_TOKENS = 16
+_SMOOTHING = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What the service aims at: the time to the first token, and the time per output token (None: as it comes).
+
+    `burst_s`: how long requests may wait while the queue has been empty within the last `burst_s`. After that the wait
+    is bounded by `ttft_s`: a burst is served late, a lasting overload is refused. The idea is that of controlled delay
+    (Nichols and Jacobson, "Controlling Queue Delay", 2012; Maurer, "Fail at Scale", 2015).
+    """
+
+    ttft_s: float
+    tpot_s: float | None = None
+    burst_s: float = 0.0
+
+
+def service_slo(config: ServeConfig) -> Slo:
+    """Return what the settings aim at."""
+    limits = parse_limits(config.slo, ("ttft", "tpot"))
+    return Slo(limits["ttft"], limits.get("tpot"), config.max_queue_seconds)
+
+
+def allowance(ttft_s: float, prefill_s: float) -> float:
+    """Return how long a request may wait for its first step if its own prompt takes `prefill_s`."""
+    return max(ttft_s - prefill_s, _LEAST_SHARE * ttft_s)
+
+
+class Patience:
+    """Tells bursts from lasting overload: how long a request without terms of its own may wait."""
+
+    def __init__(self, slo: Slo) -> None:
+        self._slo = slo
+        self._empty_at: float | None = None
+
+    def note(self, now: float, num_waiting: int) -> None:
+        """Note how many requests wait; to be called now and then."""
+        if not num_waiting or self._empty_at is None:
+            self._empty_at = now
+
+    def limit(self, now: float, prefill_s: float) -> float:
+        """Return the longest wait of a request whose own prompt takes `prefill_s`."""
+        bound = allowance(self._slo.ttft_s, prefill_s)
+        is_burst = self._empty_at is None or now - self._empty_at < self._slo.burst_s
+        return max(bound, self._slo.burst_s) if is_burst else bound
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """The requests of one tenant: how many run and wait, and the uncached prompt tokens of the waiting ones."""
+
+    weight: float
+    running: int
+    waiting: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a request would find at time `at`.
+
+    `limit_s`: the longest wait of a typical request. A step takes `step_s` and has room for `step_tokens` tokens of
+    prompts. `places` requests run at once (fewer than allowed where memory is full), one ends every `place_s`.
+    `request_tokens`: uncached prompt tokens of a typical request.
+    """
+
+    at: float
+    limit_s: float
+    step_s: float
+    step_tokens: int
+    places: int
+    place_s: float
+    request_tokens: int
+    tenants: dict[str, Backlog] = field(default_factory=dict)
+
+    @property
+    def request_s(self) -> float:
+        """The seconds between two requests that are begun, as long as there are some."""
+        return max(self.place_s, self.step_s * self.request_tokens / max(1, self.step_tokens))
+
+    def wait_s(self, tenant: str, weight: float, num_new: int = 0) -> float:
+        """Return how long a new request of a tenant will wait for its first step, behind `num_new` that are not in
+        the backlog yet.
+
+        Tenants are served by weight. While one is given an amount, another one gets as much, weight for weight, as far
+        as it has work: the fluid model of fair queueing (Parekh and Gallager, 1993).
+        """
+        mine = self.tenants.get(tenant, Backlog(weight, 0, 0, 0))
+        waiting = mine.waiting + num_new
+        tokens = mine.tokens + num_new * self.request_tokens
+        all_waiting, all_tokens, weights = float(waiting), float(tokens), weight
+        num_running = mine.running
+        for name, other in self.tenants.items():
+            if name == tenant:
+                continue
+            ratio = other.weight / weight
+            all_waiting += min(other.waiting, waiting * ratio)
+            all_tokens += min(other.tokens, tokens * ratio)
+            weights += other.weight
+            num_running += other.running
+        for_prompts = self.step_s * all_tokens / max(1, self.step_tokens)
+        has_own_place = mine.running + waiting < self.places * weight / weights
+        missing = 0.0 if has_own_place else all_waiting + 1 - max(0, self.places - num_running)
+        return max(for_prompts, self.place_s * missing, 0.0)
+
+
+class Pace:
+    """Knows how fast requests are served, and from that how long each may wait. It decides nothing about memory.
+
+    `now` is the scheduler's time.
+    """
+
+    def __init__(self, slo: Slo | None, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        """slo: None bounds no wait by time."""
+        self.now = 0.0
+        self._slo = slo
+        self._patience = None if slo is None else Patience(slo)
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
+        self._cost = CostModel()
+        self._attended = 0.0
+        self._step_s = 0.0
+        self._request_tokens = 0.0
+        self._output_tokens = 0.0
+
+    def tell_time(self, now: float) -> None:
+        """Set the time, which must not go back."""
+        self.now = now
+
+    def count_step(self, rows: int, attended: float, seconds: float) -> None:
+        """Learn from a step that was measured."""
+        self._cost.observe(rows, attended, seconds)
+        self._attended += _SMOOTHING * (attended - self._attended)
+        self._step_s += _SMOOTHING * (self._cost.seconds(rows, attended) - self._step_s)
+
+    def count_start(self, request: Request) -> None:
+        """Learn from a request that left the queue."""
+        self._request_tokens += _SMOOTHING * (request.num_uncached_tokens - self._request_tokens)
+
+    def count_end(self, request: Request) -> None:
+        """Learn from a request that has run and ended."""
+        self._output_tokens += _SMOOTHING * (request.num_output_tokens - self._output_tokens)
+
+    def note_waiting(self, num_waiting: int) -> None:
+        """Note how many requests are left waiting by a step."""
+        if self._patience is not None:
+            self._patience.note(self.now, num_waiting)
+
+    def is_bounded(self, request: Request) -> bool:
+        """Return whether a request may be refused or dropped for the time it waits."""
+        return not request.terms.patient and (self._slo is not None or request.terms.ttft_s is not None)
+
+    def limit(self, request: Request) -> float:
+        """Return how long a request may wait for its first step."""
+        if not self.is_bounded(request):
+            return inf
+        prefill_s = self._prefill_s(request.num_uncached_tokens)
+        if request.terms.ttft_s is not None or self._patience is None:
+            return allowance(request.terms.ttft_s or inf, prefill_s)
+        return self._patience.limit(self.now, prefill_s)
+
+    def is_late(self, request: Request) -> bool:
+        """Return whether a waiting request can no longer have its first token in time."""
+        ttft_s = request.terms.ttft_s or (self._slo.ttft_s if self._slo is not None else inf)
+        return self.now - request.arrived_at > allowance(ttft_s, self._prefill_s(request.num_uncached_tokens))
+
+    def prompt_tokens(self, decodes: Sequence[Request], left: int) -> int:
+        """Return how many of the `left` tokens of a step prompts may have, so that `decodes` keep their pace."""
+        usual = None if self._slo is None else self._slo.tpot_s
+        limits = [r.terms.tpot_s or usual for r in decodes if not r.terms.background and (r.terms.tpot_s or usual)]
+        if not limits:
+            return left
+        tightest = min(limit for limit in limits if limit is not None)
+        rows = self._cost.rows_within(tightest, len(decodes) + left, self._attended)
+        return min(left, max(_LEAST_PROMPT_TOKENS, rows - len(decodes)))
+
+    def load(self, tenants: dict[str, Backlog], lacks_memory: bool) -> Load:
+        """Return what a new request would find. lacks_memory: whether no more requests fit than run now."""
+        num_running = sum(backlog.running for backlog in tenants.values())
+        places = max(1, num_running) if lacks_memory else self._max_num_seqs
+        return Load(
+            at=self.now,
+            limit_s=inf if self._patience is None else self._patience.limit(self.now, self._typical_prefill_s),
+            step_s=self._full_step_s,
+            step_tokens=max(_LEAST_PROMPT_TOKENS, self._max_num_batched_tokens - num_running),
+            places=places,
+            place_s=(self._output_tokens + 1) * self._step_s / places,
+            request_tokens=round(self._request_tokens),
+            tenants=tenants,
+        )
+
+    @property
+    def _full_step_s(self) -> float:
+        return self._cost.seconds(self._max_num_batched_tokens, self._attended)
+
+    @property
+    def _typical_prefill_s(self) -> float:
+        return self._prefill_s(round(self._request_tokens))
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        """Return the seconds of the steps that compute a prompt in a busy engine: whole ones."""
+        return self._full_step_s * -(-num_tokens // self._max_num_batched_tokens)

@@ -1,0 +1,194 @@
+"""A frontend's admission and an engine's scheduler on one scripted clock, under clients that come whether or not there
+is room: what a service does in overload, without a service."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from random import Random
+
+from moeserve.frontend.admission import Admission
+from moeserve.frontend.http import ApiError
+from moeserve.pacing import Slo
+from moeserve.plan import DEFAULT_TERMS, ChunkResult, Request, SamplingParams, StepPlan, StepResult, Terms
+from moeserve.scheduler import QueueFullError, Scheduler, TooLateError
+from radix_cache import PrefixCache
+
+# The service's default.
+USUAL = Slo(2.0, None, 30.0)
+_STATS_S = 0.5
+# Rows and milliseconds of a step: about those of the demo on two cores.
+_COSTS = ((0, 0), (1, 43), (4, 81), (16, 97), (64, 158), (512, 716))
+
+
+def step_seconds(plan: StepPlan) -> float:
+    rows = plan.num_tokens
+    place = max(1, bisect_left([knot for knot, _ in _COSTS], rows))
+    (low, from_ms), (high, to_ms) = _COSTS[place - 1], _COSTS[min(place, len(_COSTS) - 1)]
+    return (from_ms + (to_ms - from_ms) * (rows - low) / max(1, high - low)) / 1000
+
+
+@dataclass(slots=True)
+class Client:
+    """One request that is asked for at `at`, until it is answered. Times are seconds of the script's clock.
+
+    `leaves_s`: it hangs up if nothing has come by then. `tries`: how often it asks, coming back when it is told to.
+    """
+
+    name: str
+    at: float
+    terms: Terms = DEFAULT_TERMS
+    num_prompt_tokens: int = 90
+    num_output_tokens: int = 16
+    priority: int = 0
+    leaves_s: float | None = None
+    tries: int = 1
+    first_at: float | None = None
+    ended_at: float | None = None
+    asked_at: float = 0.0
+    refusals: list[float] = field(default_factory=list)
+    places: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first_at is None else self.first_at - self.asked_at
+
+    def met(self, ttft_s: float) -> bool:
+        return self.ttft is not None and self.ttft <= ttft_s
+
+
+def poisson(rate: float, seconds: float, seed: int, start: float = 0.0) -> list[float]:
+    """Return the times of random arrivals."""
+    random, now, times = Random(seed), start, []
+    while (now := now + random.expovariate(rate)) < start + seconds:
+        times.append(now)
+    return times
+
+
+class OverloadSimulation:
+    """Runs clients against one scheduler and one frontend."""
+
+    def __init__(self, *, slo: Slo | None = USUAL, max_num_seqs: int = 64, num_blocks: int = 2000) -> None:
+        self.scheduler = Scheduler(
+            [PrefixCache(num_blocks, 16)],
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=256,
+            max_num_queued_reqs=256,
+            max_model_len=16 * num_blocks,
+            slo=slo,
+        )
+        self._capacity = max_num_seqs + 256
+        self.now = 0.0
+        self._random = Random(7)
+        self.rejections: Counter[str] = Counter()
+        self.admission = Admission(self.rejections, self._random.random, lambda: self._clock)
+        self._clock = 0.0
+        self._events: list[tuple[float, int, str, Client]] = []
+        self._num_events = 0
+        self._inbox: list[Client] = []
+        self._open: dict[str, Client] = {}
+        self._told_at = -1.0
+        self.plans: list[StepPlan] = []
+
+    def run(self, clients: Iterable[Client]) -> None:
+        """Play all clients to their ends."""
+        for client in clients:
+            self._push(client.at, "ask", client)
+        while self._events or self._open or self._inbox:
+            self._arrive()
+            self._turn()
+
+    def _push(self, at: float, what: str, client: Client) -> None:
+        heappush(self._events, (at, self._num_events, what, client))
+        self._num_events += 1
+
+    def _arrive(self) -> None:
+        """Let everything happen at the frontend that happens until now."""
+        while self._events and self._events[0][0] <= self.now:
+            self._clock, _, what, client = heappop(self._events)
+            if what == "ask":
+                self._ask(client)
+            elif client.first_at is None and client.name in self._open:
+                self._end(client)
+                self.scheduler.abort(client.name)
+
+    def _ask(self, client: Client) -> None:
+        client.asked_at = self._clock
+        client.tries -= 1
+        try:
+            client.places.enter_context(self.admission.hold(1, self._capacity, client.terms))
+        except ApiError as error:
+            self._refused(client, error.retry_after_s or 0.0)
+            return
+        self._inbox.append(client)
+        self._open[client.name] = client
+        if client.leaves_s is not None:
+            self._push(self._clock + client.leaves_s, "leave", client)
+
+    def _refused(self, client: Client, retry_after_s: float) -> None:
+        client.refusals.append(retry_after_s)
+        if client.tries:
+            self._push(self._clock + retry_after_s, "ask", client)
+
+    def _turn(self) -> None:
+        """One turn of the engine's loop."""
+        scheduler = self.scheduler
+        scheduler.tell_time(self.now)
+        for client in self._inbox:
+            if client.name in self._open:
+                self._add(client)
+        self._inbox.clear()
+        for output in scheduler.drop_late():
+            client = self._open[output.request.request_id]
+            self._end(client)
+            self._clock = self.now
+            self._refused(client, self.admission.late(client.terms).retry_after_s or 0.0)
+        plans = scheduler.schedule()
+        if plans is None:
+            self._tell()
+            assert not self._open, "requests are open and nothing runs"
+            self.now = max(self.now, self._events[0][0]) if self._events else self.now
+            return
+        (plan,) = plans
+        self.plans.append(plan)
+        seconds = step_seconds(plan)
+        self.now += seconds
+        results = [ChunkResult(None if chunk.sampling is None else 5) for chunk in plan.chunks]
+        self._arrive()
+        for output in scheduler.commit(plans, [StepResult(plan.step, results)]):
+            client = self._open[output.request.request_id]
+            client.first_at = client.first_at or self.now
+            if output.finish_reason is not None:
+                self._end(client)
+        scheduler.count_step(seconds)
+        if self.now - self._told_at >= _STATS_S:
+            self._tell()
+
+    def _add(self, client: Client) -> None:
+        # Everybody has a prompt of his own.
+        random = Random(f"{client.name} {client.tries}")
+        prompt = array("i", (random.randrange(1000) for _ in range(client.num_prompt_tokens)))
+        sampling = SamplingParams(client.num_output_tokens)
+        request = Request(client.name, prompt, sampling, client.terms.tenant, client.priority)
+        request.terms, request.arrived_at = client.terms, client.asked_at
+        try:
+            self.scheduler.add(request)
+        except (QueueFullError, TooLateError):
+            self._end(client)
+            self._clock = self.now
+            wait_s = self.scheduler.load().wait_s(client.terms.tenant, client.terms.weight)
+            self._refused(client, self.admission.late(client.terms, max(1.0, wait_s)).retry_after_s or 0.0)
+
+    def _tell(self) -> None:
+        self._told_at = self.now
+        self.admission.on_load(self.scheduler.load())
+
+    def _end(self, client: Client) -> None:
+        del self._open[client.name]
+        client.ended_at = self.now
+        client.places.close()

@@ -1,0 +1,127 @@
+"""What a service does when more is asked than it can do: a scripted clock over the scheduler and the admission."""
+
+from __future__ import annotations
+
+from functools import cache
+from hashlib import sha256
+
+import pytest
+
+from moeserve.pacing import Slo
+from moeserve.plan import Terms
+from moeserve.wire import encode_plan
+from tests.support.overload_simulation import Client, OverloadSimulation, poisson
+
+TTFT_S = 2.0
+# What the scripted engine serves of these requests, per second.
+CAPACITY = 6.0
+SECONDS = 40.0
+A, B = Terms("a"), Terms("b")
+
+
+def clients(load: float, *, leaves_s: float | None = None, tries: int = 1) -> list[Client]:
+    return [
+        Client(f"c{number}", at, leaves_s=leaves_s, tries=tries)
+        for number, at in enumerate(poisson(load * CAPACITY, SECONDS, 1))
+    ]
+
+
+def num_good(asked: list[Client]) -> int:
+    return sum(client.met(TTFT_S) and client.asked_at < SECONDS for client in asked)
+
+
+@cache
+def good_at_capacity() -> int:
+    asked = clients(1.0)
+    OverloadSimulation().run(asked)
+    return num_good(asked)
+
+
+@pytest.mark.parametrize("kind", ["patient", "impatient", "retrying"])
+@pytest.mark.parametrize("load", [2.0, 4.0, 5.0])
+def test_goodput_in_overload_is_that_at_capacity(load: float, kind: str) -> None:
+    asked = clients(load, leaves_s=5.0 if kind == "impatient" else None, tries=20 if kind == "retrying" else 1)
+    simulation = OverloadSimulation()
+    simulation.run(asked)
+    assert num_good(asked) >= 0.95 * good_at_capacity()
+    simulation.scheduler.check_idle()
+
+
+def test_without_an_objective_the_same_load_is_a_collapse() -> None:
+    asked = clients(4.0, leaves_s=5.0)
+    OverloadSimulation(slo=None).run(asked)
+    assert num_good(asked) < 0.5 * good_at_capacity()
+
+
+def test_after_the_storm_waits_are_as_before_within_seconds() -> None:
+    storm = clients(5.0)
+    later = [Client(f"later {number}", at) for number, at in enumerate(poisson(3.0, 20, 2, SECONDS + 5))]
+    OverloadSimulation().run(storm + later)
+    assert all(client.met(TTFT_S) for client in later)
+
+
+def test_clients_that_come_back_as_told_are_all_answered_after_few_tries() -> None:
+    asked = clients(5.0, tries=20)
+    OverloadSimulation(slo=Slo(TTFT_S)).run(asked)
+    assert all(client.first_at is not None for client in asked)
+    assert sum(len(client.refusals) for client in asked) < 5 * len(asked)
+
+
+def test_a_burst_after_quiet_is_served_and_not_refused() -> None:
+    burst = [Client(f"c{number}", 1.0) for number in range(100)]
+    OverloadSimulation().run(burst)
+    assert all(client.first_at is not None and not client.refusals for client in burst)
+
+
+FLOODS = {
+    "400 connections": [(0.001 * number, 200, 64) for number in range(400)],
+    "long answers in every place": [(0.001 * number, 20, 700) for number in range(64)],
+    "giant prompts": [(2.0 * number, 6000, 100) for number in range(20)],
+    "prompts that fill the cache": [(1.0 * number, 1000, 50) for number in range(40)],
+}
+
+
+@pytest.mark.parametrize("num_blocks", [426, 2000])
+@pytest.mark.parametrize("flood", FLOODS)
+def test_another_key_is_served_at_once_under_a_flood(flood: str, num_blocks: int) -> None:
+    theirs = [Client(f"a{number}", at, A, prompt, out) for number, (at, prompt, out) in enumerate(FLOODS[flood])]
+    ours = [Client(f"b{number}", at, B, 40, 8) for number, at in enumerate(poisson(0.7, 35, 3, 2.0))]
+    simulation = OverloadSimulation(num_blocks=num_blocks)
+    simulation.run(theirs + ours)
+    assert all(client.met(TTFT_S) and not client.refusals for client in ours)
+    simulation.scheduler.check_idle()
+
+
+def test_background_requests_are_done_and_stand_in_nobodys_way() -> None:
+    background = Terms(patient=True, background=True)
+    later = [Client(f"back {number}", 0.0, background, 300, 200, 2**31) for number in range(100)]
+    soon = [Client(f"c{number}", at) for number, at in enumerate(poisson(3.0, 30, 4, 2.0))]
+    OverloadSimulation(num_blocks=800).run(later + soon)
+    assert all(client.met(TTFT_S) for client in soon)
+    assert all(client.first_at is not None for client in later)
+
+
+def test_weights_decide_what_two_floods_get() -> None:
+    heavy, light = Terms("a", weight=3.0), Terms("b")
+    floods = [
+        Client(f"{terms.tenant}{number}", at, terms, tries=1)
+        for terms, seed in ((heavy, 5), (light, 6))
+        for number, at in enumerate(poisson(3 * CAPACITY, SECONDS, seed))
+    ]
+    OverloadSimulation(slo=Slo(TTFT_S)).run(floods)
+    served = {name: sum(c.first_at is not None for c in floods if c.terms.tenant == name) for name in "ab"}
+    assert served["a"] / served["b"] == pytest.approx(3.0, rel=0.15)
+
+
+def test_two_runs_of_one_script_plan_the_same_bytes() -> None:
+    digests = []
+    for _ in range(2):
+        simulation = OverloadSimulation(num_blocks=426)
+        asked = [
+            Client(f"{terms.tenant}{number}", at, terms, 200, 30, tries=2)
+            for terms, seed in ((A, 1), (B, 2))
+            for number, at in enumerate(poisson(8.0, 10, seed))
+        ]
+        simulation.run(asked)
+        digests.append([sha256(encode_plan(plan)).hexdigest() for plan in simulation.plans])
+    assert digests[0] == digests[1]
