@@ -10,14 +10,14 @@ import torch
 
 from experts.placement import Placement
 from kernels.cpu.library import native_kernels
-from moeserve.config import ServeConfig
+from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget, available_bytes, choose_device, cuda_absence, plan_kv
 from moeserve.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, plan_weights, read_index
-from moeserve.model.families import build_spec, load_config
+from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes
-from moeserve.model.spec import DecoderSpec, ModelError
+from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ModelPlan:
     which part of the experts is in memory at a time, None where all are; a GPU decides that when it loads.
     """
 
-    spec: DecoderSpec
+    spec: ModelSpec
     dtype: torch.dtype
     kv: KvBudget
     weights_bytes: int
@@ -38,10 +38,24 @@ class ModelPlan:
     device: str = "cpu"
 
 
-def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[DecoderSpec, torch.dtype]:
+def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[ModelSpec, torch.dtype]:
     """What the model's configuration says, and the dtype to compute in."""
     default = torch.float32 if device == "cpu" else torch.bfloat16
-    return build_spec(load_config(directory)), default if config.dtype == "auto" else getattr(torch, config.dtype)
+    dtype = default if config.dtype == "auto" else getattr(torch, config.dtype)
+    return _read_spec(directory, config, device), dtype
+
+
+def _read_spec(directory: Path, config: ServeConfig, device: str) -> ModelSpec:
+    if is_native(read_model_type(directory), config.model_impl):
+        return build_spec(load_config(directory))
+    if device != "cpu":
+        raise ConfigError("A model on transformers' code is served on a CPU only so far: give --device cpu.")
+    if config.expert_parallel_size > 1 or config.expert_memory is not None:
+        given = "--expert-parallel-size" if config.expert_parallel_size > 1 else "--expert-memory"
+        raise ConfigError(f"{given} needs a model on our own code; this one is computed by transformers' code.")
+    from moeserve.model.hf.spec import read_transformers_spec  # Imported late: it loads transformers' modelling code.
+
+    return read_transformers_spec(directory)
 
 
 def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
@@ -58,7 +72,9 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     if placement is None and spec.moe is not None:
         # A file that cannot serve is refused, whether or not anything goes by it.
         read_statistics(directory, config)
-    residency = plan_residency(directory, spec, dtype, config, placement)
+    residency = None
+    if isinstance(spec, DecoderSpec):
+        residency = plan_residency(directory, spec, dtype, config, placement)
     weights_bytes = _weights_bytes(directory, spec, dtype, num_ranks, placement, residency)
     free = available_bytes()
     if weights_bytes > free:
@@ -84,11 +100,14 @@ def plan_as_told(
     """What rank 0 has planned, for another rank's own copy of the model. num_slots: see `residency_with`."""
     device = choose_device(config, cuda_absence)
     spec, dtype = read_spec(directory, config, device)
-    residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype)
+    residency = None
+    if num_slots is not None:
+        assert isinstance(spec, DecoderSpec)
+        residency = residency_with(num_slots, directory, spec, dtype)
     return ModelPlan(spec, dtype, kv, 0, placement, residency, device)
 
 
-def owned_experts(spec: DecoderSpec, placement: Placement, rank: int) -> OwnedExperts:
+def owned_experts(spec: ModelSpec, placement: Placement, rank: int) -> OwnedExperts:
     """The experts that a rank loads, by layer of the decoder."""
     placed_layer = {layer: number for number, layer in enumerate(spec.moe_layers)}
     return lambda layer: placement.experts_on(placed_layer[layer], rank)
@@ -101,20 +120,24 @@ def no_experts(_: int) -> Sequence[int]:
 
 def _weights_bytes(
     directory: Path,
-    spec: DecoderSpec,
+    spec: ModelSpec,
     dtype: torch.dtype,
     num_ranks: int,
     placement: Placement | None,
     residency: ResidencyPlan | None,
 ) -> int:
     """Of all ranks."""
+    narrow = dtype == torch.float32 and native_kernels() is not None
+    if not isinstance(spec, DecoderSpec):
+        from moeserve.model.hf.loading import weights_bytes
+
+        return weights_bytes(directory, spec, dtype, None, narrow=narrow)
     owned: list[OwnedExperts | None] = [None]
     if residency is not None:
         owned = [no_experts] * num_ranks
     elif placement is not None:
         owned = [owned_experts(spec, placement, rank) for rank in range(num_ranks)]
     index = read_index(directory)
-    narrow = dtype == torch.float32 and native_kernels() is not None
     loaded = sum(
         plan_weights(spec, index, of_rank).loaded_num_bytes(dtype.itemsize, narrow=narrow) for of_rank in owned
     )

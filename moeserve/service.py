@@ -18,7 +18,7 @@ from moeserve.engine import Engine, EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.experts.observe import ExpertRecording, plan_recording, signature_merger
 from moeserve.memory_plan import plan_model
-from moeserve.model.spec import DecoderSpec, ModelError
+from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.rank import Rank, ServedModel
 from moeserve.steps import Executor, LocalExecutor, RanksObserver, Steps
 from moeserve.wire import EngineReady, RunContext
@@ -133,7 +133,7 @@ def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
 
 
 def _monitor(
-    context: RunContext, spec: DecoderSpec, recording: ExpertRecording | None, sources: ExpertSources
+    context: RunContext, spec: ModelSpec, recording: ExpertRecording | None, sources: ExpertSources
 ) -> ExpertMonitor | None:
     if spec.moe is None:
         return None

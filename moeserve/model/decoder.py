@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from experts.observer import AnyObserver
 from kernels.linear import Linear
 from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormWeights, Ops, StepInputs
 from moeserve.model.rope import rope_frequencies
-from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, RopeSpec
+from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, ModelSpec, RopeSpec
 
 
 class GqaAttention:
@@ -169,6 +170,41 @@ class ForwardBatch:
     attention: AttentionContext
     logit_rows: Tensor | None = None
     num_valid: Tensor | None = None
+
+
+class StepDecoder(Protocol):
+    """A loaded model that computes steps: `Decoder`, or one on transformers' modelling code."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def experts(self) -> list[Experts]:
+        """See `Decoder.experts`."""
+
+    def gated_blocks(self) -> list[tuple[MoeLayer, Tensor]]:
+        """See `Decoder.gated_blocks`."""
+
+    def forward(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
+        """See `Decoder.forward`."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See `Decoder.logits`."""
+
+    def states(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
+        """See `Decoder.states`."""
+
+    def serve_others(self) -> Tensor:
+        """See `Decoder.serve_others`."""
 
 
 # Per layer: keys [KV, num_slots, Dk] and values [KV, num_slots, Dv], or None where values are a prefix of the keys.

@@ -10,7 +10,7 @@ import torch
 from experts.routing_tap import RoutingTap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.ops import PagedRows
-from moeserve.model.decoder import Decoder, ForwardBatch
+from moeserve.model.decoder import ForwardBatch, StepDecoder
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.sampler import sample_step
 from moeserve.model.spec import NO_NUMBERS, CheckpointError
@@ -25,7 +25,7 @@ class ModelRunner:
     """Owns a decoder and its KV memory. It keeps no state of requests: a plan says everything."""
 
     def __init__(
-        self, decoder: Decoder, kv_pool: KVPool, tap: RoutingTap | None = None, grammars: MaskSource | None = None
+        self, decoder: StepDecoder, kv_pool: KVPool, tap: RoutingTap | None = None, grammars: MaskSource | None = None
     ) -> None:
         """tap: observes the decoder's gates; results carry what it heard. grammars: without any, a request that has one
         fails."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from kernels.specs import Activation, GateSpec
 
@@ -49,6 +49,10 @@ class DecoderSpec:
     def moe_layers(self) -> tuple[int, ...]:
         """The indices of the sparse layers."""
         return tuple(layer for layer, sparse in enumerate(self.sparse_layers) if sparse)
+
+    @property
+    def last_layer_is_partial(self) -> bool:
+        return self.sparse_layers[-1]
 
     @property
     def kv_layers(self) -> tuple[KvLayerSpec, ...]:
@@ -177,6 +181,50 @@ class RopeSpec:
     long_factor: tuple[float, ...] = ()
     short_mscale: float | None = None
     long_mscale: float | None = None
+
+
+class ModelSpec(Protocol):
+    """What the service needs to know of a model, whichever code computes it.
+
+    moe_layers: the indices of the layers with experts. max_position: as in `DecoderSpec`. last_layer_is_partial: the
+    last layer has experts, and they see only the rows whose logits are wanted.
+    """
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def max_position(self) -> int: ...
+
+    @property
+    def moe(self) -> MoeSpec | None: ...
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def last_layer_is_partial(self) -> bool: ...
+
+    @property
+    def kv_layers(self) -> tuple[KvLayerSpec, ...]: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def quantization(self) -> QuantizationSpec | None: ...
 
 
 class ModelError(Exception):
