@@ -55,7 +55,13 @@ def _read_spec(directory: Path, config: ServeConfig, device: str) -> ModelSpec:
         raise ConfigError(f"{given} needs a model on our own code; this one is computed by transformers' code.")
     from moeserve.model.hf.spec import read_transformers_spec  # Imported late: it loads transformers' modelling code.
 
-    return read_transformers_spec(directory)
+    spec = read_transformers_spec(directory)
+    if spec.geometry.has_states:
+        raise ModelError(
+            f"Models of type {spec.model_type!r} are not served on transformers' code yet: their layers keep a state "
+            "per request."
+        )
+    return spec
 
 
 def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:

@@ -17,6 +17,7 @@ from experts.moe_layer import MoeLayer
 from experts.observer import AnyObserver
 from kernels.linear import Linear
 from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormWeights, Ops, StepInputs
+from kernels.state_rows import StateRows
 from moeserve.model.rope import rope_frequencies
 from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, ModelSpec, RopeSpec
 
@@ -162,7 +163,7 @@ class ForwardBatch:
 
     token_ids, positions: [T] int64. attention: for the operations of the decoder's device. logit_rows: [S] int64, the
     rows whose logits are wanted; None for all. num_valid: int32 scalar on the device, from which row on the batch is
-    padding; None for none.
+    padding; None for none. states: of the recurrent layers, None for a model without any.
     """
 
     token_ids: Tensor
@@ -170,6 +171,7 @@ class ForwardBatch:
     attention: AttentionContext
     logit_rows: Tensor | None = None
     num_valid: Tensor | None = None
+    states: StateRows | None = None
 
 
 class StepDecoder(Protocol):

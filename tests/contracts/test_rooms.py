@@ -90,6 +90,7 @@ FOREIGN_ATTRIBUTES = {
     "moeserve/model/demo_build.py": {"decoder", "pre_tokenizer"},
     "moeserve/model/hf/decoder.py": {"_attn_implementation_internal", "forward"},
     "moeserve/model/hf/geometry.py": {"forward"},
+    "moeserve/model/hf/mixers.py": {"_attn_implementation_internal", "forward"},
     "moeserve/model/hf/weights.py": {"collected_tensors"},
     "moeserve/ranks/meeting.py": {
         "curve_publickey",

@@ -28,46 +28,56 @@ _ATTRIBUTE = "moeserve_attention"
 class PagedAttention:
     """Computes the attention of one module over the pools of its layer."""
 
-    __slots__ = ("_has_sinks", "_keys", "_module", "_step", "_takes_kernel", "_values")
+    __slots__ = ("_has_sinks", "_memory", "_module", "_step", "_takes_kernel")
 
     def __init__(self, module: nn.Module, memory: LayerMemory, step: Step) -> None:
         self._module: Any = module
         self._step = step
-        self._keys, self._values = memory.pools["keys"], memory.pools.get("values")
+        self._memory = memory
         form = _form_of(type(module).__module__)
         self._has_sinks = form == "sinks"
-        self._takes_kernel = form is not None and self._values is not None and not hasattr(module, "expand_kv")
+        self._takes_kernel = form is not None and not hasattr(module, "expand_kv")
 
-    def __call__(self, query: Tensor, mask: RowMask, scale: float, options: dict[str, Any]) -> Tensor:
-        """query [1, H, T, D] -> [1, T, H, Dv]."""
-        kind = self._step.kind_of(mask)
-        if not (self._takes_kernel and kind.causal and options.get("position_bias") is None):
-            return self._lane_by_lane(query, mask, scale, options)
-        assert self._values is not None
-        pools = self._step.pools
+    def __call__(self, query: Tensor, key: Tensor, mask: RowMask, scale: float, options: dict[str, Any]) -> Tensor:
+        """query [1, H, T, D] -> [1, T, H, Dv]. key: of the step's rows, as a layer's cache returned it."""
+        step = self._step
+        kind = step.kind_of(mask)
+        # A layer may attend over the keys of another one.
+        _, memory = step.written.get(id(key), (key, self._memory))
+        keys, values = step.pools[memory.pools["keys"]], memory.pools.get("values")
+        if not (self._takes_kernel and kind.causal and values is not None and options.get("position_bias") is None):
+            return self._lane_by_lane(query, mask, scale, options, keys, None if values is None else step.pools[values])
         q = query[0].transpose(0, 1).contiguous()
         sinks: Any = self._module.sinks if self._has_sinks else None
         out = paged_attention(
             q,
-            pools[self._keys],
-            pools[self._values],
-            self._step.plan,
+            keys,
+            step.pools[values],
+            step.plan,
             scale=scale,
             window=kind.window,
             sinks=None if sinks is None else sinks.to(q.dtype),
         )
         return out[None]
 
-    def _lane_by_lane(self, query: Tensor, mask: RowMask, scale: float, options: dict[str, Any]) -> Tensor:
+    def _lane_by_lane(
+        self,
+        query: Tensor,
+        mask: RowMask,
+        scale: float,
+        options: dict[str, Any],
+        keys_pool: Tensor,
+        values_pool: Tensor | None,
+    ) -> Tensor:
         """The module's own function over each request's gathered keys and values."""
         eager = _eager_of(type(self._module).__module__)
-        pools, parts = self._step.pools, []
+        parts = []
         for lane in self._step.lanes:
-            keys = pools[self._keys].index_select(1, lane.slots)[None]
-            if self._values is None:
+            keys = keys_pool.index_select(1, lane.slots)[None]
+            if values_pool is None:
                 values = keys.new_empty((*keys.shape[:-1], 0))
             else:
-                values = pools[self._values].index_select(1, lane.slots)[None]
+                values = values_pool.index_select(1, lane.slots)[None]
             if hasattr(self._module, "expand_kv"):
                 keys, values = self._module.expand_kv(keys, values)
             own = query[:, :, lane.first : lane.last]
@@ -93,7 +103,7 @@ def _attend(
     """Transformers' attention interface; `key` and `value` are those of the step's rows, which the pools have."""
     options.pop("dropout", None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return getattr(module, _ATTRIBUTE)(query, attention_mask, scale, options), None
+    return getattr(module, _ATTRIBUTE)(query, key, attention_mask, scale, options), None
 
 
 AttentionInterface.register(PAGED, _attend)

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import _default_apply_gate
 
 from experts.moe_layer import Dispatch
 from experts.observer import AnyObserver
+from kernels.activation import Activation, glu
 from kernels.ops import Experts
-from kernels.specs import Activation, ActivationKind
-from moeserve.model.spec import UnsupportedModel
+from kernels.specs import ActivationKind
 
-_KINDS: dict[str, ActivationKind] = {
-    "SiLUActivation": "silu",
-    "SiLU": "silu",
-    "silu": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
-    "ReLU": "relu",
-}
+_TRIED_ROWS, _TRIED_WIDTH = 5, 16
 
 
 class ExpertLayer(nn.Module):
@@ -55,20 +46,31 @@ class ExpertLayer(nn.Module):
         self.forward(no_rows, no_rows.new_empty((0, top_k), dtype=torch.int64), no_rows.new_empty((0, top_k)))
 
 
-def activation_of(module: Any) -> Activation:
-    """Return the activation of a module of experts. Raises UnsupportedModel for one that our kernels do not compute."""
-    name = type(module).__name__
-    if not module.has_gate:
-        raise UnsupportedModel(f"{name} has no gate channels, which the expert kernels need.")
-    if module.has_post_expert_norm:
-        raise UnsupportedModel(f"{name} has a norm after each expert, which the expert kernels do not compute.")
-    if type(module)._apply_gate is _default_apply_gate:
-        function = module.act_fn
-        kind = _KINDS.get(getattr(function, "__name__", type(function).__name__))
-        if kind is not None:
-            return Activation(kind)
-        raise UnsupportedModel(f"{name} has the activation {type(function).__name__}, which is not supported.")
-    for alpha, limit in (("alpha", "limit"), ("swiglu_alpha", "swiglu_limit")):
-        if hasattr(module, alpha) and hasattr(module, limit):
-            return Activation("swigluoai", alpha=float(getattr(module, alpha)), limit=float(getattr(module, limit)))
-    raise UnsupportedModel(f"{name} has a gate of its own, which is not supported.")
+def activation_of(module: Any) -> Activation | None:
+    """Return the activation of an empty module of experts; None for experts that our kernels do not compute.
+
+    The module's own gate is tried on random rows against each activation of ours.
+    """
+    if not module.has_gate or module.has_post_expert_norm:
+        return None
+    gate_up = 3.0 * torch.randn((_TRIED_ROWS, 2 * _TRIED_WIDTH), generator=torch.Generator().manual_seed(0))
+    order = torch.arange(2 * _TRIED_WIDTH)
+    if not module.is_concatenated:  # Gate and up channels alternate.
+        order = order.view(2, -1).T.flatten()
+    try:
+        wanted = module._apply_gate(gate_up[:, order])
+    except Exception:  # A gate with weights of its own, which are not there yet.
+        return None
+    for activation in _candidates(module):
+        if torch.allclose(glu(gate_up.clone(), activation), wanted, rtol=1e-4, atol=1e-4):
+            return activation
+    return None
+
+
+def _candidates(module: Any) -> Iterator[Activation]:
+    kinds: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu")
+    for kind in kinds:
+        yield Activation(kind)
+    numbers = [value for value in vars(module).values() if type(value) in (int, float) and 0 < value < 1000]
+    for alpha, limit in itertools.product([1.0, *numbers], numbers):
+        yield Activation("swigluoai", alpha=float(alpha), limit=float(limit))

@@ -5,14 +5,17 @@ A layer keeps rows of tokens (keys, values, keys of an indexer), which are paged
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as meta_config
 from transformers.cache_utils import (
+    Cache,
     DummyLayer,
     DynamicCache,
     DynamicLayer,
@@ -27,6 +30,7 @@ from moeserve.model.spec import KvLayerSpec, UnsupportedModel
 _TOKEN_ROWS = {"keys": 2, "values": 2, "indexer_keys": 1, "idx_keys": 2}
 _STATE_KINDS = ("conv_states", "recurrent_states")
 _PROBE_TOKENS = 9
+_CACHE_ARGUMENTS = ("past_key_values", "cache_params", "past_key_value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +59,69 @@ class LayerMemory:
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """layers: by the number that transformers' cache gives them. kv_layers: the KV memory, which `LayerMemory.pools`
-    numbers."""
+    numbers. cache_class: of the cache that the model makes for itself."""
 
     layers: tuple[LayerMemory, ...]
     kv_layers: tuple[KvLayerSpec, ...]
+    cache_class: type[Cache]
+
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps more of a request than rows of tokens."""
+        return any(layer.states or layer.opaque for layer in self.layers)
+
+    def name_states(self, pools: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """Return the states of each layer by name. pools: all of them in order."""
+        remaining = iter(pools)
+        return [{state.name: next(remaining) for state in layer.states} for layer in self.layers]
+
+    @property
+    def has_opaque(self) -> bool:
+        return any(layer.opaque for layer in self.layers)
 
 
-def new_cache(config: Any) -> DynamicCache:
-    """Return the cache that transformers itself would generate with."""
-    return DynamicCache(config=config)
+def new_cache(cls: type[Cache], config: Any) -> Cache:
+    """Return an empty cache of the class that a model makes for itself."""
+    try:
+        return cls(config=config)  # type: ignore[call-arg]
+    except TypeError:
+        return cls()
+
+
+def find_geometry(code: ModellingCode) -> Geometry:
+    """Run a few tokens through the empty model and look at what its cache keeps.
+
+    A model that cannot be run so keeps everything in a form of its own.
+    """
+    try:
+        cache = run_empty(code)
+    except UnsupportedModel:
+        return Geometry((LayerMemory(opaque=True),) * code.config.num_hidden_layers, (), DynamicCache)
+    kv_layers: list[KvLayerSpec] = []
+    if type(cache) is DynamicCache:
+        layers = [_memory_of(layer, kv_layers) for layer in cache.layers]
+    else:
+        layers = [LayerMemory(opaque=True)] * code.config.num_hidden_layers
+    return Geometry(tuple(layers), tuple(kv_layers), type(cache))
 
 
 @torch.no_grad()
-def find_geometry(code: ModellingCode) -> Geometry:
-    """Run a few tokens through the empty model and look at what its cache keeps. Raises UnsupportedModel."""
-    cache = new_cache(code.config)
+def run_empty(code: ModellingCode) -> Any:
+    """Run a prompt and one more token through an empty model; return the cache. Raises UnsupportedModel."""
     positions = torch.arange(_PROBE_TOKENS, device="meta")[None]
     try:
-        with _experts_of_no_work(code.body):
-            code.body(input_ids=positions, position_ids=positions, past_key_values=cache, use_cache=True)
+        # torch's own module of settings gets `patch` when it is imported.
+        assume: Any = meta_config
+        with _no_work_without_tokens(code.body), assume.patch(meta_nonzero_assume_all_nonzero=True):
+            cache = code.body(input_ids=positions, position_ids=positions, use_cache=True).past_key_values
+            one = torch.full((1, 1), _PROBE_TOKENS, device="meta")
+            code.body(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True)
     except Exception as error:  # Modelling code raises anything.
         reason = " ".join(str(error).split())
         raise UnsupportedModel(
             f"Models of type {code.config.model_type!r} are not supported: a first forward fails with {reason}"
         ) from error
-    kv_layers: list[KvLayerSpec] = []
-    layers = tuple(_memory_of(layer, kv_layers) for layer in cache.layers)
-    return Geometry(layers, tuple(kv_layers))
+    return cache
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -90,16 +130,43 @@ def is_experts(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _experts_of_no_work(body: nn.Module) -> Iterator[None]:
-    """Experts answer with their input: on the meta device no row has chosen any."""
-    experts = [module for module in body.modules() if is_experts(module)]
-    for module in experts:
-        module.forward = lambda rows, ids, weights: torch.empty_like(rows)
+def _no_work_without_tokens(body: nn.Module) -> Iterator[None]:
+    """Let modules that mix no tokens answer with their input where the meta device cannot compute them.
+
+    Experts look for the rows that chose them, and on the meta device no row has chosen any.
+    """
+    changed = [module for module in body.modules() if not any(map(takes_cache, module.modules()))]
+    for module in changed:
+        module.forward = _Lenient(module)
     try:
         yield
     finally:
-        for module in experts:
+        for module in changed:
             del module.forward
+
+
+class _Lenient:
+    def __init__(self, module: nn.Module) -> None:
+        self._forward, self._is_experts = module.forward, is_experts(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_experts:
+            return torch.empty_like(args[0])
+        try:
+            return self._forward(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            rows = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            if rows is None or not rows.is_floating_point():
+                raise
+            return torch.empty_like(rows)
+
+
+def takes_cache(module: nn.Module) -> bool:
+    """Return whether a module mixes tokens: its forward takes a cache."""
+    if isinstance(module, nn.ModuleList):
+        return False
+    parameters = inspect.signature(type(module).forward).parameters
+    return any(name in parameters for name in _CACHE_ARGUMENTS)
 
 
 def _memory_of(layer: Any, kv_layers: list[KvLayerSpec]) -> LayerMemory:

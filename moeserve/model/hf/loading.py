@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import structlog
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from experts.moe_layer import Dispatch
 from experts.observer import AnyObserver
 from kernels.ops import CpuOps, Ops
 from moeserve.model.checkpoint import OwnedExperts
-from moeserve.model.hf.attention import attach
+from moeserve.model.hf.check import choose_ways
 from moeserve.model.hf.decoder import TransformersDecoder
-from moeserve.model.hf.experts import ExpertLayer, activation_of
-from moeserve.model.hf.geometry import is_experts
-from moeserve.model.hf.mixers import find_mixers
+from moeserve.model.hf.experts import ExpertLayer
+from moeserve.model.hf.geometry import is_experts, run_empty
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
 from moeserve.model.hf.modules import (
     NarrowEmbedding,
@@ -31,8 +32,10 @@ from moeserve.model.hf.modules import (
 from moeserve.model.hf.spec import TransformersSpec, experts_by_layer
 from moeserve.model.hf.step import Step
 from moeserve.model.hf.weights import ExpertParameters, WeightMap, convert, map_weights, num_loaded_bytes
-from moeserve.model.spec import CheckpointError, ModelError, ModelSpec
+from moeserve.model.spec import CheckpointError, ModelError, ModelSpec, UnsupportedModel
 from moeserve.model.tensor_reader import Progress, TensorReader
+
+log = structlog.get_logger(__name__)
 
 
 def weights_bytes(
@@ -77,15 +80,17 @@ def load_transformers_decoder(
             parameters = ExpertParameters(name, module, weights, reader, code, owned, dtype)
             packed = ops.pack_experts(parameters.shape, len(parameters.owned), parameters.read_matrices)
             dispatch = ops.compute_experts if dispatch_of is None else dispatch_of(layer)
-            replace_module(code.outer, name, ExpertLayer(packed, activation_of(module), dispatch, place, observers))
+            assert spec.moe is not None
+            layer_of_ours = ExpertLayer(packed, spec.moe.activation, dispatch, place, observers)
+            replace_module(code.outer, name, layer_of_ours)
         filler.fill()
     exchange_norms(code.body, dtype)
     _check_filled(code)
-    step = Step()
-    for number, mixer in find_mixers(code.body):
-        for module in mixer.modules():
-            attach(module, spec.geometry.layers[number], step)
-    return TransformersDecoder(spec, code, ops, step, max_model_len=max_model_len or spec.max_position, dtype=dtype)
+    longest = max_model_len or spec.max_position
+    decoder = TransformersDecoder(spec, code, ops, Step(), max_model_len=longest, dtype=dtype)
+    ways, (together, apart) = choose_ways(decoder), decoder.num_mixers
+    log.info("transformers_code", type=spec.model_type, mixers=str(ways), together=together, apart=apart)
+    return decoder
 
 
 def _names_of_experts(code: ModellingCode) -> dict[str, nn.Module]:
@@ -94,22 +99,40 @@ def _names_of_experts(code: ModellingCode) -> dict[str, nn.Module]:
     return {name: module for name, module in code.outer.named_modules() if id(module) in wanted and is_experts(module)}
 
 
+def exchange_projections(code: ModellingCode) -> dict[str, Projection]:
+    """Put shells in place of the plain projections of an empty model, but of those whose weights its code reads."""
+    linears = dict(replaceable_linears(code.outer))
+    shells = {name: Projection(linear) for name, linear in linears.items()}
+    for name, shell in shells.items():
+        replace_module(code.outer, name, shell)
+    try:
+        run_empty(code)
+    except UnsupportedModel:  # Nothing is known of what its code reads.
+        for name, linear in linears.items():
+            replace_module(code.outer, name, linear)
+        return {}
+    for name, shell in list(shells.items()):
+        if shell.is_read:
+            replace_module(code.outer, name, linears[name])
+            del shells[name]
+    return shells
+
+
 def _fill_buffers(code: ModellingCode) -> None:
-    """Compute the buffers that no checkpoint holds, frequencies of rotary embeddings above all."""
+    """Compute the buffers that a checkpoint need not hold, frequencies of rotary embeddings above all."""
     owners = {}
-    for name, buffer in code.outer.named_non_persistent_buffers():
-        owner = code.outer.get_submodule(name.rpartition(".")[0])
-        fresh = (
-            torch.full(buffer.shape, torch.nan, dtype=buffer.dtype)
-            if buffer.is_floating_point()
-            else torch.zeros(buffer.shape, dtype=buffer.dtype)
-        )
-        owner.register_buffer(name.rpartition(".")[2], fresh, persistent=False)
+    for name, buffer in list(code.outer.named_buffers()):
+        owner, own = code.outer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        fresh = torch.zeros(buffer.shape, dtype=buffer.dtype)
+        if fresh.is_floating_point():
+            fresh.fill_(torch.nan)
+        owner.register_buffer(own, fresh, persistent=own not in owner._non_persistent_buffers_set)
         owners[id(owner)] = owner
-    for model in (module for module in code.outer.modules() if hasattr(module, "_init_weights")):
-        for owner in owners.values():
-            if any(owner is module for module in model.modules()):
-                model._init_weights(owner)
+    models = [module for module in code.outer.modules() if isinstance(module, PreTrainedModel)]
+    for owner in owners.values():
+        # The innermost model knows its parts; models come before those inside them.
+        inner = next(model for model in reversed(models) if any(owner is module for module in model.modules()))
+        inner._init_weights(owner)
 
 
 def _check_filled(code: ModellingCode) -> None:
@@ -133,11 +156,8 @@ class _Filler:
         # Of projections that wait for all of their tensors: by the module's name, those that came.
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._projections: dict[str, tuple[Projection, frozenset[str]]] = {}
-        for name, linear in list(replaceable_linears(code.outer)):
-            shell = Projection(linear.in_features, linear.out_features)
-            needed = frozenset(("weight",) if linear.bias is None else ("weight", "bias"))
-            self._projections[name] = shell, needed
-            replace_module(code.outer, name, shell)
+        for name, shell in exchange_projections(code).items():
+            self._projections[name] = shell, frozenset(("weight", "bias") if shell.has_bias else ("weight",))
         strict = getattr(code.outer, "_keep_in_fp32_modules_strict", None) or ()
         self._in_fp32 = {*(getattr(code.outer, "_keep_in_fp32_modules", None) or ()), *strict}
 
@@ -180,7 +200,8 @@ class _Filler:
             return
         weight, bias = came["weight"], came.get("bias")
         kept = weight if self._keeps(weight) else weight.to(self._dtype)
-        shell.fill(self._ops.pack_linear(kept, None if bias is None else bias.to(self._dtype), self._dtype))
+        bias = None if bias is None else bias.to(self._dtype)
+        shell.fill(self._ops.pack_linear(kept, bias, self._dtype), self._dtype)
         del self._waiting[name]
 
     def _keeps(self, tensor: Tensor) -> bool:

@@ -22,6 +22,8 @@ from moeserve.model.files import read_json
 from moeserve.model.spec import ModelError, UnsupportedModel
 
 _META = torch.device("meta")
+# Bounds of Mamba's time steps.
+_MAY_BE_INFINITE = frozenset(("time_step_limit",))
 _MAPPINGS = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING")
 
 
@@ -29,10 +31,12 @@ _MAPPINGS = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING", "
 class ModellingCode:
     """A model on transformers' code.
 
-    outer: with the output projection. body: the text decoder in it. config: of the body, which its modules share.
+    outer: the whole model, whose parameters a checkpoint names. writer: the part of it that turns states into logits.
+    body: the text decoder in it. config: of the body, which its modules share.
     """
 
     outer: Any
+    writer: Any
     body: Any
     config: Any
 
@@ -42,19 +46,35 @@ def read_hf_config(directory: Path) -> Any:
     path = directory / "config.json"
     if not path.exists():
         raise ModelError(f"There is no config.json in {directory}.")
-    raw = read_json(path)
+    raw = _with_special_floats(read_json(path))
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(
             f"Models of type {model_type!r} are not supported: transformers {transformers.__version__} has none either."
         )
-    check_numbers(raw)
+    check_numbers(_without(raw, _MAY_BE_INFINITE))
     raw.pop("auto_map", None)
     try:
         return CONFIG_MAPPING[model_type].from_dict(raw)
     except Exception as error:  # Each configuration class has its own validators with their own exception types.
         reason = " ".join(str(error).split())
         raise ModelError(f"{path} is not a valid {model_type} configuration: {reason}") from error
+
+
+def _with_special_floats(value: Any) -> Any:
+    """Replace the objects by which transformers writes infinite numbers into JSON."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return {"Infinity": float("inf"), "-Infinity": float("-inf")}.get(value["__float__"], value)
+        return {name: _with_special_floats(part) for name, part in value.items()}
+    return [_with_special_floats(part) for part in value] if isinstance(value, list) else value
+
+
+def _without(value: Any, names: frozenset[str]) -> Any:
+    """Return a configuration without the entries of these names, at any depth."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without(part, names) for name, part in value.items() if name not in names}
 
 
 def empty_model(config: Any) -> ModellingCode:
@@ -68,11 +88,21 @@ def empty_model(config: Any) -> ModellingCode:
         reason = " ".join(str(error).split())
         raise ModelError(f"transformers cannot build this {config.model_type} model: {reason}") from error
     outer.requires_grad_(False)
-    body = outer.get_decoder()
-    if body is outer or outer.get_output_embeddings() is None:
+    writer, body = outer, outer.get_decoder()
+    while body.get_output_embeddings() is not None and (inner := _decoder_in(body)) is not None:
+        writer, body = body, inner
+    if body is writer or writer.get_output_embeddings() is None:
         raise UnsupportedModel(f"Models of type {config.model_type!r} are not supported: they have no text decoder.")
-    _drop_other_towers(outer, body)
-    return ModellingCode(outer, body, body.config)
+    _drop_other_towers(outer, body, writer.get_output_embeddings())
+    return ModellingCode(outer, writer, body, body.config)
+
+
+def _decoder_in(model: Any) -> Any:
+    """Return the text decoder in a model with an output projection, None if the model is one itself."""
+    inner = model.get_decoder()
+    if inner is model:
+        inner = getattr(model, "model", None)
+    return inner if isinstance(inner, transformers.PreTrainedModel) else None
 
 
 def _model_class(config: Any) -> Any:
@@ -99,18 +129,19 @@ def _generates_with(cls: Any, config: Any) -> bool:
     return isinstance(config, cls.config_class or ()) and cls.can_generate()
 
 
-def _drop_other_towers(outer: nn.Module, body: nn.Module) -> None:
+def _drop_other_towers(outer: nn.Module, body: nn.Module, head: nn.Module) -> None:
     """Remove what a text never passes: the modules beside the body on the way from `outer` to it, but the head."""
     parent = outer
     while parent is not body:
-        on_the_way = next((name for name, child in parent.named_children() if _contains(child, body)), None)
+        on_the_way = None
+        for name, child in list(parent.named_children()):
+            if _contains(child, body):
+                on_the_way = child
+            elif not _contains(child, head) and next(child.parameters(), None) is not None:
+                setattr(parent, name, None)
         if on_the_way is None:
             return
-        if parent is not outer:
-            for name, _ in list(parent.named_children()):
-                if name != on_the_way:
-                    setattr(parent, name, None)
-        parent = getattr(parent, on_the_way)
+        parent = on_the_way
 
 
 def _contains(module: nn.Module, wanted: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +20,33 @@ _TRIED_ROWS = 3
 
 
 class Projection(nn.Module):
-    """`nn.Linear` over a packed weight, which `fill` brings. It has no `weight` that modelling code could read."""
+    """`nn.Linear` over a packed weight, which `fill` brings.
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    It has no weight of its own: `is_read` tells whether modelling code has asked for it.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """linear: the one to stand in for, on the meta device."""
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.has_bias, self.is_read = linear.bias is not None, False
         self._packed: Linear | None = None
+        self._dtype = torch.get_default_dtype()
 
-    def fill(self, packed: Linear) -> None:
-        self._packed = packed
+    @property
+    def weight(self) -> Tensor:
+        """A tensor without data: its dtype and shape are what some code asks for."""
+        self.is_read = True
+        return torch.empty((self.out_features, self.in_features), dtype=self._dtype, device="meta")
+
+    @property
+    def bias(self) -> Tensor | None:
+        self.is_read = True
+        return torch.empty(self.out_features, dtype=self._dtype, device="meta") if self.has_bias else None
+
+    def fill(self, packed: Linear, dtype: torch.dtype) -> None:
+        """dtype: of its input."""
+        self._packed, self._dtype = packed, dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
@@ -53,12 +72,15 @@ class NarrowEmbedding(nn.Module):
 class Norm(nn.Module):
     """An RMS norm over the last dimension by our kernel."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def __init__(self, weight: Any, multiplier: Tensor, eps: float) -> None:
+        """multiplier: what a normalised row is multiplied by, which the weight may be or not."""
         super().__init__()
-        self._weight, self._eps = weight, eps
+        self._multiplier, self._eps = multiplier, eps
+        # Modelling code may read it.
+        self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.reshape(-1, x.shape[-1]), self._weight, self._eps).view(x.shape)
+        return rms_norm(x.reshape(-1, x.shape[-1]), self._multiplier, self._eps).view(x.shape)
 
 
 def replaceable_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -80,14 +102,14 @@ def exchange_norms(model: nn.Module, dtype: torch.dtype) -> None:
     for name, module in list(model.named_modules()):
         if not _may_be_norm(module) or dtype != torch.float32:
             continue
-        weight: Tensor = module.weight.detach()
+        weight: Any = module.weight
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if eps is None or weight.dim() != 1:
             continue
         rows = torch.randn((_TRIED_ROWS, len(weight)), generator=draw).to(dtype)
         wanted = module(rows)
         for candidate in (weight, 1.0 + weight):
-            ours = Norm(candidate.contiguous(), float(eps))
+            ours = Norm(weight, candidate.detach().contiguous(), float(eps))
             if torch.allclose(ours(rows), wanted, rtol=1e-5, atol=1e-6):
                 replace_module(model, name, ours)
                 break
@@ -97,4 +119,4 @@ def _may_be_norm(module: nn.Module) -> bool:
     if "RMSNorm" not in type(module).__name__ or not isinstance(getattr(module, "weight", None), Tensor):
         return False
     parameters = inspect.signature(module.forward).parameters
-    return len([p for p in parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]) == 1
+    return len(parameters) == 1

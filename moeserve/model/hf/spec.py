@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kernels.specs import Activation, GateSpec
+from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.geometry import Geometry, find_geometry, is_experts
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
 from moeserve.model.spec import KvLayerSpec, ModelError, MoeSpec, QuantizationSpec, UnsupportedModel
@@ -62,7 +64,7 @@ def describe(code: ModellingCode, config: Any) -> TransformersSpec:
         )
     return TransformersSpec(
         model_type=config.model_type,
-        vocab_size=code.outer.get_output_embeddings().out_features,
+        vocab_size=code.writer.get_output_embeddings().out_features,
         hidden_size=text.hidden_size,
         num_layers=text.num_hidden_layers,
         max_position=_max_position(text),
@@ -75,20 +77,23 @@ def describe(code: ModellingCode, config: Any) -> TransformersSpec:
 
 
 def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:
-    """Return the modules of experts behind transformers' interface, by their layers' numbers in the body."""
+    """Return the modules of experts that our kernels compute, by their layers' numbers in the body.
+
+    None are returned where layers have several modules of experts, or experts of another shape than other layers.
+    """
     found: dict[int, nn.Module] = {}
-    for number, layer in enumerate(code.body.layers):
+    layers = [module for module in code.body.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for number, layer in enumerate(layers):
         modules = [module for module in layer.modules() if is_experts(module)]
-        if len(modules) == 1:
+        if len(modules) > 1 or any(activation_of(module) is None for module in modules):
+            return {}
+        if modules:
             found[number] = modules[0]
-    return found
+    return found if len({module.down_proj.shape for module in found.values()}) == 1 else {}
 
 
 def _moe(text: Any, layers: Mapping[int, nn.Module]) -> MoeSpec | None:
     if not layers:
-        return None
-    shapes = {(module.num_experts, module.down_proj.shape) for module in layers.values()}
-    if len(shapes) > 1:
         return None
     experts: Any = next(iter(layers.values()))
     width = experts.down_proj.shape[1] if experts.is_transposed else experts.down_proj.shape[2]
@@ -96,7 +101,7 @@ def _moe(text: Any, layers: Mapping[int, nn.Module]) -> MoeSpec | None:
         num_experts=experts.down_proj.shape[0],
         intermediate_size=width,
         gate=GateSpec(_top_k(text)),
-        activation=Activation(),
+        activation=activation_of(experts) or Activation(),
         expert_bias=experts.has_bias,
     )
 

@@ -5,7 +5,7 @@ A lane is one request's chunk. Modelling code sees all lanes as one text of T to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface
 
 from kernels.attention_plan import AttentionPlan
+from moeserve.model.hf.geometry import LayerMemory
 
 # The name under which transformers finds our attention and masks.
 PAGED = "moeserve_paged"
@@ -51,24 +52,39 @@ class Step:
     """The step that a decoder computes now; its decoder fills it in and all parts of the model look here.
 
     slots: [T] int64, where the rows' tokens are kept. pools: the KV memory [heads, num_slots, dim], as
-    `LayerMemory.pools` numbers it. lanes: made when a layer first asks for them. window_of: what is known of masks.
+    `LayerMemory.pools` numbers it. state_pools: of each layer its states [num_rows, ...] by name. states: the row of
+    each request there. written: the layer that stored keys, by their identity. kinds: what is known of masks.
     """
 
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     plan: AttentionPlan = field(default_factory=lambda: AttentionPlan((), 1))
     pools: Sequence[Tensor] = ()
+    state_pools: Sequence[Mapping[str, Tensor]] = ()
     states: Sequence[int] = ()
+    written: dict[int, tuple[Tensor, LayerMemory]] = field(default_factory=dict)
     running: bool = False
     kinds: dict[object, MaskKind] = field(default_factory=dict)
     _lanes: list[Lane] | None = None
 
-    def begin(self, slots: Tensor, plan: AttentionPlan, pools: Sequence[Tensor], states: Sequence[int]) -> None:
-        self.slots, self.plan, self.pools, self.states = slots, plan, pools, states
+    def begin(
+        self,
+        slots: Tensor,
+        plan: AttentionPlan,
+        pools: Sequence[Tensor],
+        state_pools: Sequence[Mapping[str, Tensor]] = (),
+        states: Sequence[int] = (),
+    ) -> None:
+        self.slots, self.plan, self.pools, self.state_pools, self.states = slots, plan, pools, state_pools, states
         self._lanes, self.running = None, True
 
     def end(self) -> None:
         """Forget the step's tensors."""
-        self._lanes, self.running, self.pools = None, False, ()
+        self._lanes, self.running, self.pools, self.state_pools = None, False, (), ()
+        self.written.clear()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
 
     @property
     def lanes(self) -> list[Lane]:

@@ -1,0 +1,25 @@
+"""Which rows of a step belong to which recurrent state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """The chunks of a step: chunk c has the rows first_rows[c] ... first_rows[c + 1] - 1, its state lies in slots[c].
+
+    first_rows: [C + 1], slots: [C], int64. No two chunks share a slot. Every chunk has a row.
+    """
+
+    first_rows: Tensor
+    slots: Tensor
+
+    def __iter__(self) -> Iterator[tuple[slice, int]]:
+        """Yield the rows and the slot of each chunk."""
+        bounds = self.first_rows.tolist()
+        for first, end, slot in zip(bounds, bounds[1:], self.slots.tolist(), strict=False):
+            yield slice(first, end), slot
