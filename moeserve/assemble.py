@@ -31,13 +31,13 @@ from moeserve.experts.prefetch import find_fitted_gates, start_prefetching
 from moeserve.experts.resident_model import ResidentModel, experts_of, in_mib
 from moeserve.memory_plan import ModelPlan, no_experts, owned_experts
 from moeserve.model.checkpoint import OwnedExperts
-from moeserve.model.decoder import Decoder
+from moeserve.model.decoder import StepDecoder
 from moeserve.model.expert_weights import ExpertReader, Rereader
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.grammars import Grammars
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from moeserve.model.runner import ModelRunner
-from moeserve.model.spec import NO_NUMBERS, CheckpointError
+from moeserve.model.spec import NO_NUMBERS, CheckpointError, DecoderSpec, ModelSpec
 from moeserve.model.state_pool import StatePool, state_row_bytes
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.token_masks import MaskSource
@@ -96,10 +96,12 @@ class Body(Protocol):
     def note_loaded(self) -> None:
         """Measure the memory of the weights, which are loaded now."""
 
-    def meet(self, decoder: Decoder, group: Group) -> None:
+    def meet(self, decoder: StepDecoder, group: Group) -> None:
         """Prepare for the first exchange of rows between ranks."""
 
-    def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None, grammars: MaskSource) -> Prepared:
+    def prepare(
+        self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None, grammars: MaskSource
+    ) -> Prepared:
         """Allocate KV memory and get the device ready for any step.
 
         tap: observes the decoder's gates. grammars: enforces the grammars of requests.
@@ -128,10 +130,12 @@ class _CpuBody:
     def note_loaded(self) -> None:
         """Do nothing: the memory plan knows the size of the weights."""
 
-    def meet(self, decoder: Decoder, group: Group) -> None:
+    def meet(self, decoder: StepDecoder, group: Group) -> None:
         """Do nothing: no kernel is compiled at its first call."""
 
-    def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None, grammars: MaskSource) -> Prepared:
+    def prepare(
+        self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None, grammars: MaskSource
+    ) -> Prepared:
         plan, block_size = self._plan, self._config.block_size
         kv, layers = plan.kv, plan.spec.kv_layers
         pool, states = KVPool(layers, kv.num_blocks, block_size, plan.dtype), plan.spec.state_layers
@@ -175,7 +179,7 @@ def load_rank(
         observers.append(tap)
     group = None if collectives is None else _make_group(plan, body, collectives)
     dispatch_of = body.resident.dispatch_of if body.resident is not None else None
-    decoder = load_decoder(
+    decoder = _load_decoder(
         directory,
         spec,
         dtype=plan.dtype,
@@ -187,6 +191,15 @@ def load_rank(
         progress=_progress(plan, report),
     )
     return LoadedRank(directory, plan, config, body, decoder, observers, tap, group, owned)
+
+
+def _load_decoder(directory: Path, spec: ModelSpec, **options: Any) -> StepDecoder:
+    """Load a model by the code that its spec is for. See `moeserve.model.weights.load_decoder`."""
+    if isinstance(spec, DecoderSpec):
+        return load_decoder(directory, spec, **options)
+    from moeserve.model.hf.loading import load_transformers_decoder  # Imported late: it loads modelling code.
+
+    return load_transformers_decoder(directory, spec, **options)
 
 
 def _open_body(
@@ -204,6 +217,7 @@ def _open_body(
             log.warning("cpu_kernels_not_compiled", reason=absence, consequence="torch computes, several times slower")
         resident = None
         if plan.residency is not None:
+            assert isinstance(plan.spec, DecoderSpec)
             resident = open_experts(directory, plan.spec, plan.residency, config, report, observers)
             slots = resident.slots
             log.info(
@@ -216,6 +230,7 @@ def _open_body(
         return _CpuBody(plan, config, resident)
     from moeserve.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Imported late: it loads Triton.
 
+    assert isinstance(plan.spec, DecoderSpec)
     settings = gpu_settings(config)
     body = GpuBody(
         directory,
@@ -274,7 +289,7 @@ class LoadedRank:
         plan: ModelPlan,
         config: ServeConfig,
         body: Body,
-        decoder: Decoder,
+        decoder: StepDecoder,
         observers: list[AnyObserver],
         tap: RoutingTap | None,
         group: Group | None,
@@ -345,6 +360,7 @@ class LoadedRank:
     def _make_migrator(self, group: Group, owned: OwnedExperts) -> ExpertMigrator[Any]:
         """Make the migrator. owned: the experts that this rank holds before the first migration."""
         plan, body, experts = self._plan, self._body, self._decoder.experts
+        assert isinstance(plan.spec, DecoderSpec)
         reread = Rereader(self._directory, plan.spec, plan.dtype, owned, body.take_expert)
         return ExpertMigrator(
             group.experts, reread, lambda layer, slot, taken: body.install_expert(experts[layer], slot, taken)

@@ -80,6 +80,13 @@ class ServeConfig:
         group="Model",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    model_impl: str = setting(
+        "auto",
+        "Code that computes the model: our own (native), or transformers' over our memory, attention and experts; auto "
+        "is native where a type has it.",
+        group="Model",
+        choices=("auto", "native", "transformers"),
+    )
     expert_quantization: str = setting(
         "none",
         "How the weights of the experts are kept on a GPU, rounded while they are loaded: none is --dtype.",

@@ -25,7 +25,7 @@ from moeserve.experts.gpu_memory import (
 )
 from moeserve.experts.settings import measured_load
 from moeserve.model.checkpoint import OwnedExperts
-from moeserve.model.decoder import Decoder
+from moeserve.model.decoder import Decoder, StepDecoder
 from moeserve.model.expert_weights import ExpertReader
 from moeserve.model.gpu_kernels import expert_configs, expert_storage, kv_dtype_of, rows_at_once, triton_moe
 from moeserve.model.gpu_model import (
@@ -166,9 +166,10 @@ class GpuBody:
         forget_peak(self._device)
 
     @torch.inference_mode()
-    def meet(self, decoder: Decoder, group: Group) -> None:
+    def meet(self, decoder: StepDecoder, group: Group) -> None:
         """Compile the experts' kernels with long waits: ranks do not compile equally fast."""
         group.collectives.be_patient(_SECONDS_TO_COMPILE)
+        assert isinstance(decoder, Decoder)
         spec, configs, experts = self._spec, self._configs, decoder.experts[0]
         assert spec.moe is not None
         assert configs is not None
@@ -177,11 +178,14 @@ class GpuBody:
         max_rows = self._settings.max_num_batched_tokens
         launch_expert_variants(compute, experts, decoder, spec.moe, configs.variant, max_rows, ids)
 
-    def prepare(self, decoder: Decoder, tap: RoutingTap | None, group: Group | None, grammars: MaskSource) -> Prepared:
+    def prepare(
+        self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None, grammars: MaskSource
+    ) -> Prepared:
         """Compute the largest step, allocate the memory that is left for KV, and compile all kernels.
 
         All ranks allocate as much as the rank with the least memory left. Raise ConfigError if none is left.
         """
+        assert isinstance(decoder, Decoder)
         settings, peers = self._settings, None if group is None else group.steps
         compute_largest_step(decoder, settings, alone if peers is None else peers.begin_alike)
         memory, weights_bytes = settings.kv_cache_memory or free_for_kv(self._device, settings), self._weights_bytes

@@ -10,14 +10,14 @@ import torch
 
 from experts.placement import Placement
 from kernels.cpu.library import native_kernels
-from moeserve.config import ServeConfig, refuse_changed
+from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import KvBudget, StateDemand, available_bytes, choose_device, cuda_absence, plan_kv
 from moeserve.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, TensorInfo, plan_weights, read_index
-from moeserve.model.families import build_spec, load_config
+from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes
-from moeserve.model.spec import NO_GPU_FORM, DecoderSpec, ModelError, UnsupportedModel
+from moeserve.model.spec import NO_GPU_FORM, DecoderSpec, ModelError, ModelSpec, UnsupportedModel
 from moeserve.model.state_pool import state_row_bytes
 
 
@@ -30,7 +30,7 @@ class ModelPlan:
     which part of the experts is in memory at a time, None where all are; a GPU decides that when it loads.
     """
 
-    spec: DecoderSpec
+    spec: ModelSpec
     dtype: torch.dtype
     kv: KvBudget
     weights_bytes: int
@@ -39,15 +39,34 @@ class ModelPlan:
     device: str = "cpu"
 
 
-def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[DecoderSpec, torch.dtype]:
+def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[ModelSpec, torch.dtype]:
     """What the model's configuration says, and the dtype to compute in."""
-    return build_spec(load_config(directory)), compute_dtype(config, device)
+    return _read_spec(directory, config, device), compute_dtype(config, device)
 
 
 def compute_dtype(config: ServeConfig, device: str) -> torch.dtype:
     default = torch.float32 if device == "cpu" else torch.bfloat16
     dtype: torch.dtype = default if config.dtype == "auto" else getattr(torch, config.dtype)
     return dtype
+
+
+def _read_spec(directory: Path, config: ServeConfig, device: str) -> ModelSpec:
+    if is_native(read_model_type(directory), config.model_impl):
+        return build_spec(load_config(directory))
+    if device != "cpu":
+        raise ConfigError("A model on transformers' code is served on a CPU only so far: give --device cpu.")
+    if config.expert_parallel_size > 1 or config.expert_memory is not None:
+        given = "--expert-parallel-size" if config.expert_parallel_size > 1 else "--expert-memory"
+        raise ConfigError(f"{given} needs a model on our own code; this one is computed by transformers' code.")
+    from moeserve.model.hf.spec import read_transformers_spec  # Imported late: it loads transformers' modelling code.
+
+    spec = read_transformers_spec(directory)
+    if spec.geometry.has_opaque:
+        raise UnsupportedModel(
+            f"Models of type {spec.model_type!r} are not supported: transformers keeps what their layers remember of a "
+            "request in a form of its own, which cannot be paged."
+        )
+    return spec
 
 
 def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
@@ -65,7 +84,12 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     if placement is None and spec.moe is not None:
         # A file that cannot serve is refused, whether or not anything goes by it.
         read_statistics(directory, config)
-    return plan_on_cpu(spec, dtype, read_index(directory), config, available_bytes(), placement)
+    if isinstance(spec, DecoderSpec):
+        return plan_on_cpu(spec, dtype, read_index(directory), config, available_bytes(), placement)
+    from moeserve.model.hf.loading import weights_bytes as transformers_weights_bytes
+
+    num_bytes = transformers_weights_bytes(directory, spec, dtype, None, narrow=keeps_narrow(dtype))
+    return _share_memory(spec, dtype, num_bytes, config, available_bytes())
 
 
 def plan_on_cpu(
@@ -85,6 +109,19 @@ def plan_on_cpu(
     num_bytes = weights_bytes(spec, dtype, index, _owned_by(spec, num_ranks, placement, residency))
     if residency is not None:
         num_bytes += num_ranks * residency.slots.num_bytes
+    return _share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency)
+
+
+def _share_memory(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    num_bytes: int,
+    config: ServeConfig,
+    free_bytes: int,
+    placement: Placement | None = None,
+    residency: ResidencyPlan | None = None,
+) -> ModelPlan:
+    """Give what `num_bytes` of weights leave of `free_bytes` to keys, values and states."""
     if num_bytes > free_bytes:
         name = str(dtype).removeprefix("torch.")
         raise ModelError(
@@ -94,7 +131,7 @@ def plan_on_cpu(
     kv = plan_kv(
         block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, dtype),
         block_size=config.block_size,
-        available_bytes=(free_bytes - num_bytes) // num_ranks,
+        available_bytes=(free_bytes - num_bytes) // config.expert_parallel_size,
         kv_cache_memory=config.kv_cache_memory,
         model_max_len=spec.max_position,
         max_model_len=config.max_model_len,
@@ -103,7 +140,7 @@ def plan_on_cpu(
     return ModelPlan(spec, dtype, kv, num_bytes, placement, residency)
 
 
-def _state_demand(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> StateDemand | None:
+def _state_demand(spec: ModelSpec, dtype: torch.dtype, config: ServeConfig) -> StateDemand | None:
     """Return what the recurrent layers of a model ask of memory, None without such layers.
 
     Raises ConfigError for a setting that is then without use.
@@ -124,11 +161,14 @@ def plan_as_told(
     """What rank 0 has planned, for another rank's own copy of the model. num_slots: see `residency_with`."""
     device = choose_device(config, cuda_absence)
     spec, dtype = read_spec(directory, config, device)
-    residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype)
+    residency = None
+    if num_slots is not None:
+        assert isinstance(spec, DecoderSpec)
+        residency = residency_with(num_slots, directory, spec, dtype)
     return ModelPlan(spec, dtype, kv, 0, placement, residency, device)
 
 
-def owned_experts(spec: DecoderSpec, placement: Placement, rank: int) -> OwnedExperts:
+def owned_experts(spec: ModelSpec, placement: Placement, rank: int) -> OwnedExperts:
     """The experts that a rank loads, by layer of the decoder."""
     placed_layer = {layer: number for number, layer in enumerate(spec.moe_layers)}
     return lambda layer: placement.experts_on(placed_layer[layer], rank)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from experts.rebalance import ExpertMigrator
     from experts.residency import ExpertMemoryStats
     from moeserve.model.families import GenerationDefaults
-    from moeserve.model.spec import DecoderSpec
+    from moeserve.model.spec import ModelSpec
     from moeserve.ranks.together import GroupSteps, StepRows
 
 Observers = Sequence[StepObserver[StepPlan, StepResult]]
@@ -65,7 +65,7 @@ class ServedModel:
     """What the engine needs to know of a model. weights_bytes: of all ranks. kv_bytes: of this rank. state_row_bytes:
     of one recurrent state, 0 without recurrent layers."""
 
-    spec: DecoderSpec
+    spec: ModelSpec
     defaults: GenerationDefaults
     kv: KvBudget
     dtype: torch.dtype
@@ -79,7 +79,7 @@ class ServedModel:
         return eos_token_ids(self.defaults, self.spec)
 
 
-def eos_token_ids(defaults: GenerationDefaults, spec: DecoderSpec) -> list[int]:
+def eos_token_ids(defaults: GenerationDefaults, spec: ModelSpec) -> list[int]:
     """Return the ids of the generation config, else of the model, but none beyond the vocabulary."""
     named = defaults.eos_token_ids or spec.eos_token_ids
     return [token for token in named if 0 <= token < spec.vocab_size]

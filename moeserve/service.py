@@ -19,7 +19,7 @@ from moeserve.engine import Engine, EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.experts.observe import ExpertRecording, plan_recording, signature_merger
 from moeserve.memory_plan import plan_model
-from moeserve.model.spec import DecoderSpec, ModelError
+from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.rank import Rank, ServedModel
 from moeserve.steps import Executor, LocalExecutor, RanksObserver, Steps
 from moeserve.wire import EngineReady, RunContext
@@ -132,13 +132,13 @@ def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
         "state_row_bytes": model.state_row_bytes,
         "max_model_len": ready.max_model_len,
         "model_max_len": model.spec.max_position,
-        "model": summary(model.spec),
+        "model": summary(model.spec) if isinstance(model.spec, DecoderSpec) else None,
         "no_compiled_kernels": native_kernels_absence() if model.device == "cpu" else None,
     }
 
 
 def _monitor(
-    context: RunContext, spec: DecoderSpec, recording: ExpertRecording | None, sources: ExpertSources
+    context: RunContext, spec: ModelSpec, recording: ExpertRecording | None, sources: ExpertSources
 ) -> ExpertMonitor | None:
     if spec.moe is None:
         return None

@@ -23,7 +23,7 @@ from moeserve.experts.prefetch import find_fitted_gates, keep_fitted_gates
 from moeserve.llm import LLM, Completion
 from moeserve.memory_plan import read_spec
 from moeserve.model.expert_store import layout_in_store
-from moeserve.model.spec import ModelError
+from moeserve.model.spec import DecoderSpec, ModelError
 from moeserve.plan import SamplingParams
 
 _PROMPT_TOKENS = 24
@@ -148,7 +148,9 @@ def bandwidth_for(folder: Path, beta: float, num_tokens: int = 16) -> int:
 
 
 def slot_bytes(folder: Path) -> int:
-    return round_to_page(layout_in_store(folder, *read_spec(folder, ServeConfig())).num_bytes)
+    spec, dtype = read_spec(folder, ServeConfig())
+    assert isinstance(spec, DecoderSpec)
+    return round_to_page(layout_in_store(folder, spec, dtype).num_bytes)
 
 
 def _store_in_memory(settings: Sequence[Setting]) -> Path | None:

@@ -35,7 +35,7 @@ from experts.routing_files import (
 from experts.signatures import encode_signature, merge_signatures
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.experts.settings import goes_by_statistics, statistics_key
-from moeserve.model.spec import DecoderSpec
+from moeserve.model.spec import ModelSpec
 from moeserve.plan import Chunk, StepPlan, StepResult, wanted_logits
 from moeserve.request_memory import MergeAnnotations
 from moeserve.steps import RanksObserver
@@ -218,7 +218,7 @@ def _sampled_token(place: int, before: tuple[StepPlan, StepResult] | None) -> ar
     return array("i", [UNKNOWN_TOKEN if token_id is None else token_id])
 
 
-def plan_recording(config: ServeConfig, model_dir: Path, spec: DecoderSpec) -> RecordingPlan | None:
+def plan_recording(config: ServeConfig, model_dir: Path, spec: ModelSpec) -> RecordingPlan | None:
     """Plan the recording, beginning with the statistics in the file of `--expert-statistics` if it exists.
 
     Return None for a model without experts or if recording is off. Raise ConfigError for contradicting settings and for
@@ -256,18 +256,18 @@ def _read(path: Path, model_dir: Path, shape: RoutingShape) -> RoutingStatistics
     return statistics
 
 
-def routing_shape(spec: DecoderSpec) -> RoutingShape | None:
+def routing_shape(spec: ModelSpec) -> RoutingShape | None:
     """Return the shape of a step's routing; None for a model without experts."""
     if spec.moe is None or not spec.moe_layers:
         return None
-    return RoutingShape(len(spec.moe_layers), spec.moe.num_experts, spec.moe.gate.top_k, spec.sparse_layers[-1])
+    return RoutingShape(len(spec.moe_layers), spec.moe.num_experts, spec.moe.gate.top_k, spec.last_layer_is_partial)
 
 
 def _empty(shape: RoutingShape) -> RoutingStatistics:
     return RoutingStatistics(StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k))
 
 
-def signature_merger(spec: DecoderSpec) -> MergeAnnotations:
+def signature_merger(spec: ModelSpec) -> MergeAnnotations:
     """Return the function that merges the signatures along a prefix into one, for a model with experts."""
     assert spec.moe is not None
     num_layers, num_experts = len(spec.moe_layers), spec.moe.num_experts

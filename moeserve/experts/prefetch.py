@@ -33,7 +33,7 @@ from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_files import Tap
 from moeserve.config import ConfigError, cache_root
 from moeserve.experts.settings import statistics_key
-from moeserve.model.spec import DecoderSpec
+from moeserve.model.spec import ModelSpec
 
 
 class ResidentLayers(Protocol):
@@ -55,7 +55,8 @@ class ResidentLayers(Protocol):
 class GatedDecoder(Protocol):
     """A decoder that gives access to its gates."""
 
-    spec: DecoderSpec
+    @property
+    def spec(self) -> ModelSpec: ...
 
     def gated_blocks(self) -> Sequence[tuple[GatedBlock, Tensor]]:
         """Return the blocks with experts, each with the weight [H] of the norm before it."""
@@ -110,7 +111,7 @@ def _make_preview(decoder: GatedDecoder, fitted: FittedGates | None) -> GatePrev
     return GatePreview(blocks, norms, min(MAX_DISTANCE, len(blocks) - 1), Tap.EARLY, fitted)
 
 
-def _affinity_prefetcher(experts: ResidentLayers, model: DecoderSpec, share: RankShare | None) -> PrefetchObserver:
+def _affinity_prefetcher(experts: ResidentLayers, model: ModelSpec, share: RankShare | None) -> PrefetchObserver:
     assert model.moe is not None
     spec = StatisticsSpec(len(experts.layers), model.moe.num_experts, model.moe.gate.top_k, max_distance=AFFINITY_SPAN)
     learnt = LearntAffinity(RoutingStatistics(spec))

@@ -16,7 +16,7 @@ from experts.residency import EvictionPolicy, ResidencyControl, least_slots, mak
 from experts.slots import Slots
 from experts.tiers import ExpertTier
 from moeserve.config import ConfigError
-from moeserve.model.spec import DecoderSpec, MoeSpec
+from moeserve.model.spec import ModelSpec, MoeSpec
 
 # Computes one layer's experts through its slots.
 Layer = TypeVar("Layer")
@@ -53,7 +53,7 @@ def plan_slots(
     return None if num_slots is None else SlotPlan(num_slots, slot_bytes)
 
 
-def experts_of(spec: DecoderSpec) -> MoeSpec:
+def experts_of(spec: ModelSpec) -> MoeSpec:
     """Return the spec of the experts. Raise ConfigError for a model without experts."""
     if spec.moe is None:
         raise ConfigError(f"--expert-memory: a {spec.model_type} model has no experts.")
@@ -85,7 +85,7 @@ class ResidentModel(Generic[Layer]):
 
 
 def resident_model(
-    spec: DecoderSpec,
+    spec: ModelSpec,
     plan: SlotPlan,
     policy: str,
     load: Sequence[Sequence[float]] | None,

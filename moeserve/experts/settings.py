@@ -10,7 +10,7 @@ from experts.placement_search import LEARNT, choose_placement
 from experts.routing import RoutingStatistics
 from experts.routing_files import StatisticsError, load_statistics, model_key
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.model.spec import DecoderSpec
+from moeserve.model.spec import ModelSpec
 
 
 def check_expert_memory(config: ServeConfig) -> None:
@@ -21,7 +21,7 @@ def check_expert_memory(config: ServeConfig) -> None:
         raise ConfigError("--expert-policy affinity goes by what prefetching learns: use --expert-prefetch affinity.")
 
 
-def plan_placement(directory: Path, spec: DecoderSpec, config: ServeConfig) -> Placement:
+def plan_placement(directory: Path, spec: ModelSpec, config: ServeConfig) -> Placement:
     """Choose the placement on rank 0, before any rank loads. Raise ConfigError, one sentence, if there is none."""
     num_ranks = config.expert_parallel_size
     if spec.moe is None:

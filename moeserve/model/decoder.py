@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,8 @@ from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormW
 from kernels.state_rows import StateRows
 from moeserve.model.delta_net import GatedDeltaNet
 from moeserve.model.rope import rope_frequencies
-from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, RopeSpec
+from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, ModelSpec, RopeSpec
+from moeserve.model.state_pool import StatePool, pools_by_layer
 
 
 class GqaAttention:
@@ -179,6 +181,44 @@ class ForwardBatch:
     states: StateRows | None = None
 
 
+class StepDecoder(Protocol):
+    """A loaded model that computes steps: `Decoder`, or one on transformers' modelling code."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def experts(self) -> list[Experts]:
+        """See `Decoder.experts`."""
+
+    def gated_blocks(self) -> list[tuple[MoeLayer, Tensor]]:
+        """See `Decoder.gated_blocks`."""
+
+    def arrange_pools(self, kv_layers: KvPools, state_pool: StatePool | None) -> KvPools:
+        """Return the pools as `states` takes them, those of `spec.kv_layers` and the states of `spec.state_layers`."""
+
+    def forward(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
+        """See `Decoder.forward`."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See `Decoder.logits`."""
+
+    def states(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
+        """See `Decoder.states`."""
+
+    def serve_others(self) -> Tensor:
+        """See `Decoder.serve_others`."""
+
+
 # Per layer: keys [KV, num_slots, Dk] and values [KV, num_slots, Dv], or None where values are a prefix of the keys.
 # A recurrent layer has the states of its convolution and of its heads instead, see `GatedDeltaNet`.
 KvPools = Sequence[tuple[Tensor, Tensor | None]]
@@ -264,6 +304,10 @@ class Decoder:
     def gated_blocks(self) -> list[tuple[MoeLayer, Tensor]]:
         """The blocks with experts, and the weight [hidden] of the norm in front of each."""
         return [(layer.block, layer.post_norm.weight) for layer in self._layers if isinstance(layer.block, MoeLayer)]
+
+    def arrange_pools(self, kv_layers: KvPools, state_pool: StatePool | None) -> KvPools:
+        """See `StepDecoder.arrange_pools`."""
+        return pools_by_layer(self.spec, kv_layers, state_pool)
 
     def forward(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
         """Logits [S, vocab] of the wanted rows, in the model's dtype. See `states`."""

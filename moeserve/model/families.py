@@ -69,8 +69,21 @@ def load_config(directory: Path) -> dict[str, Any]:
     return {**config, "quantization_config": raw.get("quantization_config")}
 
 
+def read_model_type(directory: Path) -> object:
+    """Return what the folder's ``config.json`` gives as model_type. Raises ModelError for a missing or invalid file."""
+    path = directory / "config.json"
+    if not path.exists():
+        raise ModelError(f"There is no config.json in {directory}.")
+    return read_json(path).get("model_type")
+
+
 def supported_model_types() -> tuple[str, ...]:
     return tuple(sorted(_BUILDERS))
+
+
+def is_native(model_type: object, model_impl: str) -> bool:
+    """Return whether a type is computed by our own decoder. model_impl: `--model-impl`."""
+    return model_impl == "native" or (model_impl == "auto" and model_type in _BUILDERS)
 
 
 def check_model_type(model_type: object) -> str:

@@ -11,11 +11,11 @@ from torch import Tensor
 from experts.routing_tap import RoutingTap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.ops import PagedRows
-from moeserve.model.decoder import Decoder, ForwardBatch
+from moeserve.model.decoder import ForwardBatch, StepDecoder
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.sampler import sample_step
 from moeserve.model.spec import NO_NUMBERS, CheckpointError
-from moeserve.model.state_pool import StatePool, pools_by_layer, state_rows
+from moeserve.model.state_pool import StatePool, state_rows
 from moeserve.model.step_arrays import step_arrays
 from moeserve.model.token_masks import MaskSource, begin_masks
 from moeserve.plan import Chunk, ChunkResult, Computed, StateUse, StepPlan, StepResult, wanted_logits
@@ -28,7 +28,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: StepDecoder,
         kv_pool: KVPool,
         tap: RoutingTap | None = None,
         grammars: MaskSource | None = None,
@@ -39,7 +39,7 @@ class ModelRunner:
         self._decoder = decoder
         self._kv_pool = kv_pool
         self._state_pool = state_pool
-        self._pools = pools_by_layer(decoder.spec, kv_pool.layers, state_pool)
+        self._pools = decoder.arrange_pools(kv_pool.layers, state_pool)
         self._tap = tap
         self._grammars = grammars
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.ops import Ops
 from kernels.sampling import Draw
 from kernels.transfer import to_device, to_host
-from moeserve.model.decoder import Decoder
+from moeserve.model.decoder import StepDecoder
 from moeserve.model.token_masks import TokenMasks, forbid
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, TokenLogprobs
 
@@ -49,7 +49,7 @@ class SampledStep:
 
 
 def sample_step(
-    decoder: Decoder,
+    decoder: StepDecoder,
     chunks: Sequence[Chunk],
     places: Sequence[range],
     states: Tensor,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from kernels.specs import Activation, GateSpec
 
@@ -57,6 +57,10 @@ class DecoderSpec:
 
     def is_recurrent(self, layer: int) -> bool:
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
+
+    @property
+    def last_layer_is_partial(self) -> bool:
+        return self.sparse_layers[-1]
 
     @property
     def kv_layers(self) -> tuple[KvLayerSpec, ...]:
@@ -237,6 +241,53 @@ class RopeSpec:
     long_factor: tuple[float, ...] = ()
     short_mscale: float | None = None
     long_mscale: float | None = None
+
+
+class ModelSpec(Protocol):
+    """What the service needs to know of a model, whichever code computes it.
+
+    moe_layers: the indices of the layers with experts. max_position: as in `DecoderSpec`. last_layer_is_partial: the
+    last layer has experts, and they see only the rows whose logits are wanted.
+    """
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def max_position(self) -> int: ...
+
+    @property
+    def moe(self) -> MoeSpec | None: ...
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def last_layer_is_partial(self) -> bool: ...
+
+    @property
+    def kv_layers(self) -> tuple[KvLayerSpec, ...]: ...
+
+    @property
+    def state_layers(self) -> tuple[tuple[StateShape, ...], ...]: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def quantization(self) -> QuantizationSpec | None: ...
 
 
 class ModelError(Exception):

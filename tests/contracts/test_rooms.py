@@ -94,6 +94,10 @@ FOREIGN_ATTRIBUTES = {
     "launcher/torchrun_worker.py": {"environ"},
     "moeserve/frontend/app.py": {"redirect_slashes"},
     "moeserve/model/demo_build.py": {"decoder", "pre_tokenizer"},
+    "moeserve/model/hf/decoder.py": {"_attn_implementation_internal", "forward"},
+    "moeserve/model/hf/geometry.py": {"forward"},
+    "moeserve/model/hf/mixers.py": {"_attn_implementation_internal", "forward"},
+    "moeserve/model/hf/weights.py": {"collected_tensors"},
     "moeserve/ranks/meeting.py": {
         "curve_publickey",
         "curve_secretkey",

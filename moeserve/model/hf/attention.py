@@ -1,0 +1,135 @@
+"""Attention of a ragged step under transformers' attention modules, through its attention interface.
+
+The module has projected and rotated the rows; their keys and values are in the KV memory by now. What a module computes
+in the common way is computed by our paged kernel; any other form by the module's own function, one lane after another.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.llama import modeling_llama
+
+from kernels.attention import paged_attention
+from moeserve.model.hf.geometry import LayerMemory
+from moeserve.model.hf.step import PAGED, RowMask, Step
+
+_ATTRIBUTE = "moeserve_attention"
+
+
+class PagedAttention:
+    """Computes the attention of one module over the pools of its layer."""
+
+    __slots__ = ("_has_sinks", "_memory", "_module", "_step", "_takes_kernel")
+
+    def __init__(self, module: nn.Module, memory: LayerMemory, step: Step) -> None:
+        self._module: Any = module
+        self._step = step
+        self._memory = memory
+        form = _form_of(type(module).__module__)
+        self._has_sinks = form == "sinks"
+        self._takes_kernel = form is not None and not hasattr(module, "expand_kv")
+
+    def __call__(self, query: Tensor, key: Tensor, mask: RowMask, scale: float, options: dict[str, Any]) -> Tensor:
+        """query [1, H, T, D] -> [1, T, H, Dv]. key: of the step's rows, as a layer's cache returned it."""
+        step = self._step
+        kind = step.kind_of(mask)
+        # A layer may attend over the keys of another one.
+        _, memory = step.written.get(id(key), (key, self._memory))
+        keys, values = step.pools[memory.pools["keys"]], memory.pools.get("values")
+        if not (self._takes_kernel and kind.causal and values is not None and options.get("position_bias") is None):
+            return self._lane_by_lane(query, mask, scale, options, keys, None if values is None else step.pools[values])
+        q = query[0].transpose(0, 1).contiguous()
+        sinks: Any = self._module.sinks if self._has_sinks else None
+        out = paged_attention(
+            q,
+            keys,
+            step.pools[values],
+            step.plan,
+            scale=scale,
+            window=kind.window,
+            sinks=None if sinks is None else sinks.to(q.dtype),
+        )
+        return out[None]
+
+    def _lane_by_lane(
+        self,
+        query: Tensor,
+        mask: RowMask,
+        scale: float,
+        options: dict[str, Any],
+        keys_pool: Tensor,
+        values_pool: Tensor | None,
+    ) -> Tensor:
+        """The module's own function over each request's gathered keys and values."""
+        eager = _eager_of(type(self._module).__module__)
+        parts = []
+        for lane in self._step.lanes:
+            keys = keys_pool.index_select(1, lane.slots)[None]
+            if values_pool is None:
+                values = keys.new_empty((*keys.shape[:-1], 0))
+            else:
+                values = values_pool.index_select(1, lane.slots)[None]
+            if hasattr(self._module, "expand_kv"):
+                keys, values = self._module.expand_kv(keys, values)
+            own = query[:, :, lane.first : lane.last]
+            seen = mask.additive(lane, query.dtype)
+            parts.append(eager(self._module, own, keys, values, seen, scaling=scale, **options)[0])
+        return torch.cat(parts, 1)
+
+
+def attach(module: nn.Module, memory: LayerMemory, step: Step) -> None:
+    """Have the module's attention computed over the pools of its layer in the decoder's steps."""
+    setattr(module, _ATTRIBUTE, PagedAttention(module, memory, step))
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: RowMask,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface; `key` and `value` are those of the step's rows, which the pools have."""
+    options.pop("dropout", None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return getattr(module, _ATTRIBUTE)(query, key, attention_mask, scale, options), None
+
+
+AttentionInterface.register(PAGED, _attend)
+
+
+def _eager_of(module_name: str) -> Any:
+    return sys.modules[module_name].eager_attention_forward
+
+
+@cache
+def _form_of(module_name: str) -> str | None:
+    """Return `plain` or `sinks` if modules of this file attend in the way of llama or gpt-oss, else None.
+
+    transformers copies one function into the file of every model: what it is, is told by its text.
+    """
+    text = _text(module_name)
+    if text == _text(modeling_llama.__name__):
+        return "plain"
+    return "sinks" if text == _text(modeling_gpt_oss.__name__) else None
+
+
+def _text(module_name: str) -> str:
+    """Return the body of the file's attention function, without comments and annotations."""
+    try:
+        function = ast.parse(inspect.getsource(_eager_of(module_name))).body[0]
+    except (AttributeError, OSError, SyntaxError):
+        return ""
+    assert isinstance(function, ast.FunctionDef)
+    return "\n".join(ast.unparse(statement) for statement in function.body)

@@ -1,0 +1,161 @@
+"""The check at load: which ways of calling mixers give the numbers of the model's own forward.
+
+A few requests of some dozen tokens go through the loaded model, each by itself as transformers would generate, and then
+in steps of ours. Faults of modelling code show here, whichever type it is of.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.attention_plan import AttentionPlan, ChunkSpan
+from kernels.ops import PagedRows
+from kernels.state_rows import StateRows
+from moeserve.model.decoder import ForwardBatch
+from moeserve.model.hf.decoder import TransformersDecoder
+from moeserve.model.hf.mixers import ALL_WAYS, Ways
+from moeserve.model.kv_pool import KVPool
+from moeserve.model.spec import UnsupportedModel
+from moeserve.model.state_pool import StatePool
+
+_BLOCK_SIZE = 4
+# Of the prompts, and of what follows token by token.
+_PROMPTS, _MORE = (19, 7, 12), 3
+# (request, tokens) of each step: chunks of several sizes, lone tokens of a prompt, requests that join and leave.
+_ALONE_IN_CHUNKS = (((0, 8),), ((0, 1),), ((0, 10),), ((0, 1),), ((0, 1),), ((0, 1),))
+_ALONE_IN_ONE = (((0, 19),), ((0, 1),), ((0, 1),), ((0, 1),))
+_IN_A_BATCH = (
+    ((0, 5), (1, 7)),
+    ((1, 1), (0, 1), (2, 6)),
+    ((0, 9), (2, 6), (1, 1)),
+    ((2, 1), (1, 1), (0, 4)),
+    ((2, 1), (0, 1)),
+    ((0, 1), (2, 1)),
+    ((0, 1),),
+)
+_SCENES = (
+    (_ALONE_IN_ONE, "a prompt that is computed over paged memory"),
+    (_ALONE_IN_CHUNKS, "a prompt that is computed in several pieces"),
+    (_IN_A_BATCH, "a request that is computed beside others"),
+)
+# Largest difference, in parts of the spread of logits. Rounding in 16 bits also changes which experts are chosen.
+_TOLERANCES = {torch.float32: 2e-3, torch.float16: 0.2, torch.bfloat16: 0.4}
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Texts, and the logits [_MORE + 1, vocab] behind each one's prompt and further tokens."""
+
+    texts: Sequence[Sequence[int]]
+    wanted: Sequence[Tensor]
+
+
+@torch.inference_mode()
+def choose_ways(decoder: TransformersDecoder) -> Ways:
+    """Call the decoder's mixers in the cheapest ways that pass; return them.
+
+    Raises UnsupportedModel, whose sentence names what goes wrong, if none do.
+    """
+    case = _own_answers(decoder)
+    faults = []
+    for ways in ALL_WAYS:
+        if not decoder.can_use(ways):
+            continue
+        decoder.use(ways)
+        fault = _fault(decoder, case)
+        if fault is None:
+            return ways
+        faults.append(fault)
+    # Of the ways that got furthest the first.
+    _, scene, seen = max(faults, key=lambda fault: fault[0])
+    raise UnsupportedModel(
+        f"Models of type {decoder.spec.model_type!r} cannot be served: with transformers' code {scene} gets other "
+        f"numbers than one computed by itself in one piece ({seen})."
+    )
+
+
+def _own_answers(decoder: TransformersDecoder) -> _Case:
+    draw = torch.Generator().manual_seed(5)
+    vocab = decoder.spec.vocab_size
+    texts = [torch.randint(vocab // 8, vocab, (n + _MORE,), generator=draw).tolist() for n in _PROMPTS]
+    wanted = []
+    for text, count in zip(texts, _PROMPTS, strict=True):
+        pieces = [text[:count], *([token] for token in text[count:])]
+        wanted.append(decoder.logits(torch.cat([states[-1:] for states in decoder.own_states(pieces)])))
+    return _Case(texts, wanted)
+
+
+def _fault(decoder: TransformersDecoder, case: _Case) -> tuple[int, str, str] | None:
+    """Return the place of the first scene that fails, its name, and what was seen; None if all pass."""
+    for place, (steps, name) in enumerate(_SCENES):
+        try:
+            worst = max((found - wanted).abs().max().item() for found, wanted in _play(decoder, steps, case))
+        except Exception as error:  # Modelling code raises anything.
+            return place, name, " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        spread = max(wanted.float().std().item() for wanted in case.wanted)
+        if not worst <= _TOLERANCES[decoder.dtype] * max(spread, 1e-3):
+            return place, name, f"logits differ by {worst:.1e} where they spread over {spread:.1e}"
+    return None
+
+
+def _play(
+    decoder: TransformersDecoder, steps: Sequence[Sequence[tuple[int, int]]], case: _Case
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the logits that steps give behind prompts and further tokens, with those wanted."""
+    memory = _Memory(decoder, case.texts)
+    done = [0] * len(case.texts)
+    for step in steps:
+        chunks = [(request, done[request], done[request] + count) for request, count in step]
+        rows = decoder.logits(decoder.states(memory.batch(chunks), memory.pools))
+        for (request, _, end), row in zip(chunks, rows, strict=True):
+            done[request] = end
+            place = end - _PROMPTS[request]
+            if place >= 0:
+                yield row, case.wanted[request][place]
+
+
+class _Memory:
+    """Blocks in scattered order and a state slot for each text."""
+
+    def __init__(self, decoder: TransformersDecoder, texts: Sequence[Sequence[int]]) -> None:
+        self._texts = texts
+        counts = [-(-len(text) // _BLOCK_SIZE) for text in texts]
+        num_blocks = sum(counts) + 1
+        order = [(7 * place) % num_blocks for place in range(num_blocks)]
+        if len(set(order)) < num_blocks:
+            order = list(range(num_blocks))
+        self._tables = [array("i", [order.pop() for _ in range(count)]) for count in counts]
+        kv = KVPool(decoder.spec.kv_layers, num_blocks, _BLOCK_SIZE, decoder.dtype)
+        layers = decoder.spec.state_layers
+        states = StatePool(layers, len(texts) + 1, decoder.dtype) if layers else None
+        self.pools = decoder.arrange_pools(kv.layers, states)
+
+    def batch(self, chunks: Sequence[tuple[int, int, int]]) -> ForwardBatch:
+        """chunks: (request, first token, end). Logits are wanted of each one's last row."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        spans, bounds = [], [0]
+        for request, start, end in chunks:
+            table = self._tables[request]
+            tokens += self._texts[request][start:end]
+            positions += range(start, end)
+            slots += [table[p // _BLOCK_SIZE] * _BLOCK_SIZE + p % _BLOCK_SIZE for p in range(start, end)]
+            spans.append(ChunkSpan(end - start, start, table[: -(-end // _BLOCK_SIZE)]))
+            bounds.append(bounds[-1] + end - start)
+        return ForwardBatch(
+            torch.tensor(tokens),
+            torch.tensor(positions),
+            PagedRows(torch.tensor(slots), AttentionPlan(spans, _BLOCK_SIZE)),
+            torch.tensor([bound - 1 for bound in bounds[1:]]),
+            states=StateRows(
+                torch.tensor(bounds),
+                torch.tensor([request for request, _, _ in chunks]),
+                max(end - start for _, start, end in chunks),
+            ),
+        )

@@ -1,0 +1,162 @@
+"""A decoder on transformers' modelling code, behind the face of `moeserve.model.decoder.Decoder`.
+
+Modelling code computes one text of all rows of a step; what mixes tokens is computed per request, over the paged
+memory (`moeserve.model.hf.attention`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from experts.moe_layer import MoeLayer
+from kernels.ops import Experts, Ops
+from moeserve.model.decoder import ForwardBatch, KvPools
+from moeserve.model.hf.caches import step_cache
+from moeserve.model.hf.geometry import new_cache
+from moeserve.model.hf.mixers import Mixers, Ways
+from moeserve.model.hf.modelling import ModellingCode
+from moeserve.model.hf.spec import TransformersSpec
+from moeserve.model.hf.step import PAGED, Step
+from moeserve.model.state_pool import StatePool
+
+
+class TransformersDecoder:
+    """A loaded model. Holds weights only; whatever belongs to requests comes with each call.
+
+    step: what all parts of `code` see of the step.
+    """
+
+    def __init__(
+        self,
+        spec: TransformersSpec,
+        code: ModellingCode,
+        ops: Ops,
+        step: Step,
+        *,
+        max_model_len: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.spec, self.dtype, self.max_model_len = spec, dtype, max_model_len
+        self.ops, self.device = ops, ops.device
+        self._code, self._step = code, step
+        self._cache = step_cache(spec.geometry, step)
+        self._mixers = Mixers(code, spec.geometry, step)
+        self._mixers.use(Ways())
+        self._head = _Head(code)
+        # A body that could leave out rows must not.
+        takes = inspect.signature(code.body.forward).parameters
+        self._all_rows = {"logits_to_keep": None} if "logits_to_keep" in takes else {}
+
+    @property
+    def experts(self) -> list[Experts]:
+        """The local experts of each layer that has some."""
+        return []
+
+    def gated_blocks(self) -> list[tuple[MoeLayer, Tensor]]:
+        """Return nothing: gates are transformers' own, which cannot be asked ahead."""
+        return []
+
+    def forward(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
+        """Logits [S, vocab] of the wanted rows. See `states`."""
+        return self.logits(self.states(batch, kv_pools))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[S, hidden] -> [S, vocab]."""
+        return self._head(states)
+
+    def states(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
+        """[S, hidden] of the wanted rows behind the last norm. Like `Decoder.states`.
+
+        kv_pools: those of `spec.kv_layers`, then the states of all layers in order, [num_rows, ...] each.
+        """
+        pools = [keys for keys, _ in kv_pools]
+        num_kv = len(self.spec.kv_layers)
+        rows = [] if batch.states is None else batch.states.slots.tolist()
+        states = self.spec.geometry.name_states(pools[num_kv:])
+        self._step.begin(batch.attention.slots, batch.attention.plan, pools[:num_kv], states, rows)
+        self._code.config._attn_implementation_internal = PAGED
+        try:
+            out = self._code.body(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                **self._all_rows,
+            )
+        finally:
+            self._code.config._attn_implementation_internal = "eager"
+            self._step.end()
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden if batch.logit_rows is None else hidden.index_select(0, batch.logit_rows)
+
+    def own_states(self, pieces: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """Yield [t, hidden] of each piece of one text, as the model itself computes it with a cache of its own."""
+        cache, start = new_cache(self.spec.geometry.cache_class, self._code.config), 0
+        for piece in pieces:
+            positions = torch.arange(start, start + len(piece))[None]
+            out = self._code.body(
+                input_ids=torch.tensor([list(piece)]),
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                **self._all_rows,
+            )
+            start += len(piece)
+            yield out.last_hidden_state[0]
+
+    def can_use(self, ways: Ways) -> bool:
+        """Return whether some mixer of this model would be called otherwise than in cheaper ways."""
+        return not ways.singly or self.spec.geometry.has_states
+
+    def use(self, ways: Ways) -> None:
+        """Call the mixers in these ways from now on."""
+        self._mixers.use(ways)
+
+    def arrange_pools(self, kv_layers: KvPools, state_pool: StatePool | None) -> KvPools:
+        """Return the pools as `states` takes them."""
+        states = [] if state_pool is None else [state for layer in state_pool.layers for state in layer]
+        return [*kv_layers, *((state, None) for state in states)]
+
+    @property
+    def num_mixers(self) -> tuple[int, int]:
+        """How many mixers are called together, and how many apart."""
+        return self._mixers.num_together, self._mixers.num_apart
+
+    def serve_others(self) -> Tensor:
+        """A step in which this rank has no rows. Returns no rows."""
+        return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
+
+
+class _Head:
+    """From the last states to logits, as the outer model computes them: projection, scale, cap.
+
+    The outer model runs with a body that answers with given states.
+    """
+
+    def __init__(self, code: ModellingCode) -> None:
+        self._writer = code.writer
+        self._inner = code.writer.base_model if code.writer.base_model is not code.writer else code.body
+
+    def __call__(self, states: Tensor) -> Tensor:
+        answer = _States(last_hidden_state=states[None])
+        self._inner.forward = lambda *_, **__: answer
+        try:
+            out: Any = self._writer(input_ids=torch.zeros((1, len(states)), dtype=torch.int64), use_cache=False)
+        finally:
+            del self._inner.forward
+        logits: Tensor = out.logits[0]
+        return logits
+
+
+class _States(BaseModelOutputWithPast):
+    """The answer of a body that has nothing to say but its last states, whatever else the outer model looks at."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)

@@ -1,0 +1,76 @@
+"""The experts of one layer of transformers' modelling code, computed by ours; the gate stays in its code."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from experts.moe_layer import Dispatch
+from experts.observer import AnyObserver
+from kernels.activation import Activation, glu
+from kernels.ops import Experts
+from kernels.specs import ActivationKind
+
+_TRIED_ROWS, _TRIED_WIDTH = 5, 16
+
+
+class ExpertLayer(nn.Module):
+    """Stands where a module of experts was: dispatches rows to the experts that the model's own gate chose."""
+
+    def __init__(
+        self,
+        experts: Experts,
+        activation: Activation,
+        dispatch: Dispatch,
+        place: int,
+        observers: Sequence[AnyObserver],
+    ) -> None:
+        """place: of the layer among those with experts; observers hear it."""
+        super().__init__()
+        self.experts, self.activation = experts, activation
+        self._dispatch, self._place, self._observers = dispatch, place, observers
+
+    def forward(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """rows [T, H], ids [T, k], weights [T, k] -> [T, H]."""
+        ids, weights = ids.to(torch.int64), weights.float()
+        for observer in self._observers:
+            observer.chose(self._place, rows, ids, weights)
+        return self._dispatch(rows, ids, weights, self.experts, self.activation)
+
+    def serve_others(self, no_rows: Tensor, top_k: int) -> None:
+        """Have the experts compute what other ranks send while this one has nothing. no_rows: [0, H]."""
+        self.forward(no_rows, no_rows.new_empty((0, top_k), dtype=torch.int64), no_rows.new_empty((0, top_k)))
+
+
+def activation_of(module: Any) -> Activation | None:
+    """Return the activation of an empty module of experts; None for experts that our kernels do not compute.
+
+    The module's own gate is tried on random rows against each activation of ours.
+    """
+    if not module.has_gate or module.has_post_expert_norm:
+        return None
+    gate_up = 3.0 * torch.randn((_TRIED_ROWS, 2 * _TRIED_WIDTH), generator=torch.Generator().manual_seed(0))
+    order = torch.arange(2 * _TRIED_WIDTH)
+    if not module.is_concatenated:  # Gate and up channels alternate.
+        order = order.view(2, -1).T.flatten()
+    try:
+        wanted = module._apply_gate(gate_up[:, order])
+    except Exception:  # A gate with weights of its own, which are not there yet.
+        return None
+    for activation in _candidates(module):
+        if torch.allclose(glu(gate_up.clone(), activation), wanted, rtol=1e-4, atol=1e-4):
+            return activation
+    return None
+
+
+def _candidates(module: Any) -> Iterator[Activation]:
+    kinds: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu")
+    for kind in kinds:
+        yield Activation(kind)
+    numbers = [value for value in vars(module).values() if type(value) in (int, float) and 0 < value < 1000]
+    for alpha, limit in itertools.product([1.0, *numbers], numbers):
+        yield Activation("swigluoai", alpha=float(alpha), limit=float(limit))

@@ -1,0 +1,209 @@
+"""Loading a checkpoint into transformers' modelling code: built empty, leaf modules exchanged for ours, then filled.
+
+One conversion's tensors, or one expert, are in memory beside the model at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import structlog
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from experts.moe_layer import Dispatch
+from experts.observer import AnyObserver
+from kernels.ops import CpuOps, Ops
+from moeserve.model.checkpoint import OwnedExperts
+from moeserve.model.hf.check import choose_ways
+from moeserve.model.hf.decoder import TransformersDecoder
+from moeserve.model.hf.experts import ExpertLayer
+from moeserve.model.hf.geometry import is_experts, run_empty
+from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
+from moeserve.model.hf.modules import (
+    NarrowEmbedding,
+    Projection,
+    exchange_norms,
+    replace_module,
+    replaceable_linears,
+)
+from moeserve.model.hf.spec import TransformersSpec, experts_by_layer
+from moeserve.model.hf.step import Step
+from moeserve.model.hf.weights import ExpertParameters, WeightMap, convert, map_weights, num_loaded_bytes
+from moeserve.model.spec import CheckpointError, ModelError, ModelSpec, UnsupportedModel
+from moeserve.model.tensor_reader import Progress, TensorReader
+
+log = structlog.get_logger(__name__)
+
+
+def weights_bytes(
+    directory: Path, spec: ModelSpec, dtype: torch.dtype, owned_experts: OwnedExperts | None, *, narrow: bool
+) -> int:
+    """Return the bytes that the loaded weights will take, from the headers alone. Raises ModelError."""
+    code = empty_model(read_hf_config(directory))
+    names = _names_of_experts(code)
+    weights = map_weights(code, directory, list(names))
+    layers = {name: number for number, name in zip(spec.moe_layers, names, strict=False)}
+    owned = {
+        name: weights.shapes[f"{name}.down_proj"][0] if owned_experts is None else len(owned_experts(layers[name]))
+        for name in names
+    }
+    return num_loaded_bytes(weights, dtype.itemsize, narrow=narrow, num_owned=owned)
+
+
+def load_transformers_decoder(
+    directory: Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype = torch.float32,
+    ops: Ops | None = None,
+    max_model_len: int | None = None,
+    owned_experts: OwnedExperts | None = None,
+    dispatch_of: Callable[[int], Dispatch] | None = None,
+    observers: Sequence[AnyObserver] = (),
+    progress: Progress | None = None,
+) -> TransformersDecoder:
+    """Load the checkpoint in `directory` as `dtype`; see `moeserve.model.weights.load_decoder`. Raises ModelError."""
+    ops = ops or CpuOps()
+    assert isinstance(spec, TransformersSpec)
+    code = empty_model(read_hf_config(directory))
+    names = _names_of_experts(code)
+    weights = map_weights(code, directory, list(names))
+    _fill_buffers(code)
+    with weights.reader(progress) as reader:
+        filler = _Filler(code, weights, reader, ops, dtype)
+        for place, (name, layer) in enumerate(zip(names, spec.moe_layers, strict=False)):
+            module = names[name]
+            owned = None if owned_experts is None else owned_experts(layer)
+            parameters = ExpertParameters(name, module, weights, reader, code, owned, dtype)
+            packed = ops.pack_experts(parameters.shape, len(parameters.owned), parameters.read_matrices)
+            dispatch = ops.compute_experts if dispatch_of is None else dispatch_of(layer)
+            assert spec.moe is not None
+            layer_of_ours = ExpertLayer(packed, spec.moe.activation, dispatch, place, observers)
+            replace_module(code.outer, name, layer_of_ours)
+        filler.fill()
+    exchange_norms(code.body, dtype)
+    _check_filled(code)
+    longest = max_model_len or spec.max_position
+    decoder = TransformersDecoder(spec, code, ops, Step(), max_model_len=longest, dtype=dtype)
+    ways, (together, apart) = choose_ways(decoder), decoder.num_mixers
+    log.info("transformers_code", type=spec.model_type, mixers=str(ways), together=together, apart=apart)
+    return decoder
+
+
+def _names_of_experts(code: ModellingCode) -> dict[str, nn.Module]:
+    """Return the modules of experts by their names in the outer model, in the order of their layers."""
+    wanted = {id(module) for module in experts_by_layer(code).values()}
+    return {name: module for name, module in code.outer.named_modules() if id(module) in wanted and is_experts(module)}
+
+
+def exchange_projections(code: ModellingCode) -> dict[str, Projection]:
+    """Put shells in place of the plain projections of an empty model, but of those whose weights its code reads."""
+    linears = dict(replaceable_linears(code.outer))
+    shells = {name: Projection(linear) for name, linear in linears.items()}
+    for name, shell in shells.items():
+        replace_module(code.outer, name, shell)
+    try:
+        run_empty(code)
+    except UnsupportedModel:  # Nothing is known of what its code reads.
+        for name, linear in linears.items():
+            replace_module(code.outer, name, linear)
+        return {}
+    for name, shell in list(shells.items()):
+        if shell.is_read:
+            replace_module(code.outer, name, linears[name])
+            del shells[name]
+    return shells
+
+
+def _fill_buffers(code: ModellingCode) -> None:
+    """Compute the buffers that a checkpoint need not hold, frequencies of rotary embeddings above all."""
+    owners = {}
+    for name, buffer in list(code.outer.named_buffers()):
+        owner, own = code.outer.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        fresh = torch.zeros(buffer.shape, dtype=buffer.dtype)
+        if fresh.is_floating_point():
+            fresh.fill_(torch.nan)
+        owner.register_buffer(own, fresh, persistent=own not in owner._non_persistent_buffers_set)
+        owners[id(owner)] = owner
+    models = [module for module in code.outer.modules() if isinstance(module, PreTrainedModel)]
+    for owner in owners.values():
+        # The innermost model knows its parts; models come before those inside them.
+        inner = next(model for model in reversed(models) if any(owner is module for module in model.modules()))
+        inner._init_weights(owner)
+
+
+def _check_filled(code: ModellingCode) -> None:
+    tensors = [*code.outer.named_parameters(), *code.outer.named_buffers()]
+    left = [name for name, tensor in tensors if tensor.is_meta]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise CheckpointError(f"The checkpoint lacks the tensor {left[0]}{more}.")
+    for name, buffer in code.outer.named_buffers():
+        if buffer.is_floating_point() and buffer.isnan().any():
+            raise ModelError(f"transformers does not say how {name} of a {code.config.model_type} model is computed.")
+
+
+class _Filler:
+    """Reads all parameters outside experts into a model, and packs its projections."""
+
+    def __init__(
+        self, code: ModellingCode, weights: WeightMap, reader: TensorReader, ops: Ops, dtype: torch.dtype
+    ) -> None:
+        self._code, self._weights, self._reader, self._ops, self._dtype = code, weights, reader, ops, dtype
+        # Of projections that wait for all of their tensors: by the module's name, those that came.
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+        self._projections: dict[str, tuple[Projection, frozenset[str]]] = {}
+        for name, shell in exchange_projections(code).items():
+            self._projections[name] = shell, frozenset(("weight", "bias") if shell.has_bias else ("weight",))
+        strict = getattr(code.outer, "_keep_in_fp32_modules_strict", None) or ()
+        self._in_fp32 = {*(getattr(code.outer, "_keep_in_fp32_modules", None) or ()), *strict}
+
+    def fill(self) -> None:
+        tied: dict[str, list[str]] = {}
+        for name, other in self._weights.tied.items():
+            tied.setdefault(other, []).append(name)
+        for target in self._weights.sources:
+            for name, tensor in convert(self._weights, target, self._reader, self._code).items():
+                self._put(name, tensor)
+                for other in tied.get(name, ()):
+                    self._put(other, tensor)
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        shape = self._weights.shapes.get(name)
+        if shape is None:
+            return
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, but the configuration says {list(shape)}.")
+        module_name, _, own = name.rpartition(".")
+        if module_name in self._projections:
+            self._put_projection(module_name, own, tensor)
+            return
+        module = self._code.outer.get_submodule(module_name)
+        if type(module) is nn.Embedding and self._keeps(tensor):
+            replace_module(self._code.outer, module_name, NarrowEmbedding(tensor, self._dtype))
+            return
+        if tensor.is_floating_point():
+            tensor = tensor.to(torch.float32 if any(part in name for part in self._in_fp32) else self._dtype)
+        if own in module._buffers:
+            module.register_buffer(own, tensor)
+        else:
+            module.register_parameter(own, nn.Parameter(tensor, requires_grad=False))
+
+    def _put_projection(self, name: str, own: str, tensor: Tensor) -> None:
+        shell, needed = self._projections[name]
+        came = self._waiting.setdefault(name, {})
+        came[own] = tensor
+        if came.keys() < needed:
+            return
+        weight, bias = came["weight"], came.get("bias")
+        kept = weight if self._keeps(weight) else weight.to(self._dtype)
+        bias = None if bias is None else bias.to(self._dtype)
+        shell.fill(self._ops.pack_linear(kept, bias, self._dtype), self._dtype)
+        del self._waiting[name]
+
+    def _keeps(self, tensor: Tensor) -> bool:
+        """Whether products read this tensor as it is stored."""
+        return self._ops.keeps_narrow and self._dtype == torch.float32 and tensor.dtype == torch.bfloat16

@@ -1,0 +1,122 @@
+"""Leaf modules of transformers' modelling code, exchanged for ours: projections, embeddings and norms.
+
+A projection of ours gives a row the same bits in any batch and reads 16-bit weights as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kernels.linear import Linear
+from kernels.norm import rms_norm
+
+_TRIED_ROWS = 3
+
+
+class Projection(nn.Module):
+    """`nn.Linear` over a packed weight, which `fill` brings.
+
+    It has no weight of its own: `is_read` tells whether modelling code has asked for it.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """linear: the one to stand in for, on the meta device."""
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.has_bias, self.is_read = linear.bias is not None, False
+        self._packed: Linear | None = None
+        self._dtype = torch.get_default_dtype()
+
+    @property
+    def weight(self) -> Tensor:
+        """A tensor without data: its dtype and shape are what some code asks for."""
+        self.is_read = True
+        return torch.empty((self.out_features, self.in_features), dtype=self._dtype, device="meta")
+
+    @property
+    def bias(self) -> Tensor | None:
+        self.is_read = True
+        return torch.empty(self.out_features, dtype=self._dtype, device="meta") if self.has_bias else None
+
+    def fill(self, packed: Linear, dtype: torch.dtype) -> None:
+        """dtype: of its input."""
+        self._packed, self._dtype = packed, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if self._packed is None:  # On the meta device, where shapes alone are of interest.
+            return x.new_empty((*x.shape[:-1], self.out_features))
+        rows = x.reshape(-1, self.in_features)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        return self._packed(rows).view(*x.shape[:-1], self.out_features)
+
+
+class NarrowEmbedding(nn.Module):
+    """`nn.Embedding` whose table of 16-bit numbers is widened when rows are looked up."""
+
+    def __init__(self, table: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._table, self._dtype = table, dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return functional.embedding(ids, self._table).to(self._dtype)
+
+
+class Norm(nn.Module):
+    """An RMS norm over the last dimension by our kernel."""
+
+    def __init__(self, weight: Any, multiplier: Tensor, eps: float) -> None:
+        """multiplier: what a normalised row is multiplied by, which the weight may be or not."""
+        super().__init__()
+        self._multiplier, self._eps = multiplier, eps
+        # Modelling code may read it.
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x.reshape(-1, x.shape[-1]), self._multiplier, self._eps).view(x.shape)
+
+
+def replaceable_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the plain projections with their names; subclasses do more than a product."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            yield name, module
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
+
+
+@torch.no_grad()
+def exchange_norms(model: nn.Module, dtype: torch.dtype) -> None:
+    """Exchange every norm that is an RMS norm with a weight w or 1 + w, which its answer to random rows tells."""
+    draw = torch.Generator().manual_seed(0)
+    for name, module in list(model.named_modules()):
+        if not _may_be_norm(module) or dtype != torch.float32:
+            continue
+        weight: Any = module.weight
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if eps is None or weight.dim() != 1:
+            continue
+        rows = torch.randn((_TRIED_ROWS, len(weight)), generator=draw).to(dtype)
+        wanted = module(rows)
+        for candidate in (weight, 1.0 + weight):
+            ours = Norm(weight, candidate.detach().contiguous(), float(eps))
+            if torch.allclose(ours(rows), wanted, rtol=1e-5, atol=1e-6):
+                replace_module(model, name, ours)
+                break
+
+
+def _may_be_norm(module: nn.Module) -> bool:
+    if "RMSNorm" not in type(module).__name__ or not isinstance(getattr(module, "weight", None), Tensor):
+        return False
+    parameters = inspect.signature(module.forward).parameters
+    return len(parameters) == 1

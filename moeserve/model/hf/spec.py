@@ -1,0 +1,140 @@
+"""What the service needs to know of a model on transformers' code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from kernels.specs import Activation, GateSpec
+from moeserve.model.hf.experts import activation_of
+from moeserve.model.hf.geometry import Geometry, find_geometry, is_experts
+from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
+from moeserve.model.spec import KvLayerSpec, ModelError, MoeSpec, QuantizationSpec, StateShape, UnsupportedModel
+
+# Rotary embeddings that turn all tokens of a text otherwise once it is longer than the model was trained for.
+_SWITCHING_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersSpec:
+    """A model on transformers' code, as `moeserve.model.spec.ModelSpec` describes models.
+
+    geometry: what its layers keep of a request. max_position: the longest context, in tokens; of a rotary embedding
+    that changes with the length of the text it is the length up to which it does not.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_position: int
+    moe: MoeSpec | None
+    moe_layers: tuple[int, ...]
+    geometry: Geometry
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    quantization: QuantizationSpec | None = None
+
+    @property
+    def kv_layers(self) -> tuple[KvLayerSpec, ...]:
+        return self.geometry.kv_layers
+
+    @property
+    def state_layers(self) -> tuple[tuple[StateShape, ...], ...]:
+        """The states of each layer that has some, in the order of `Geometry.name_states`."""
+        layers = (layer.states for layer in self.geometry.layers if layer.states)
+        return tuple(tuple(StateShape(state.shape, state.keep_fp32) for state in states) for states in layers)
+
+    @property
+    def last_layer_is_partial(self) -> bool:
+        return False
+
+
+def read_transformers_spec(directory: Path) -> TransformersSpec:
+    """Read a model folder's configuration. Raises ModelError or UnsupportedModel."""
+    config = read_hf_config(directory)
+    return describe(empty_model(config), config)
+
+
+def describe(code: ModellingCode, config: Any) -> TransformersSpec:
+    """Describe an empty model. config: the folder's own, of which the body's may be a part."""
+    text, layers = code.config, experts_by_layer(code)
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModel(
+            f"Quantised weights of models of type {config.model_type!r} are not supported yet: use a 16-bit checkpoint."
+        )
+    return TransformersSpec(
+        model_type=config.model_type,
+        vocab_size=code.writer.get_output_embeddings().out_features,
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
+        max_position=_max_position(text),
+        moe=_moe(text, layers),
+        moe_layers=tuple(layers),
+        geometry=find_geometry(code),
+        eos_token_ids=_token_ids(text.eos_token_id if text.eos_token_id is not None else config.eos_token_id),
+        bos_token_id=text.bos_token_id if isinstance(text.bos_token_id, int) else None,
+    )
+
+
+def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:
+    """Return the modules of experts that our kernels compute, by their layers' numbers in the body.
+
+    None are returned where layers have several modules of experts, or experts of another shape than other layers.
+    """
+    found: dict[int, nn.Module] = {}
+    layers = [module for module in code.body.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for number, layer in enumerate(layers):
+        modules = [module for module in layer.modules() if is_experts(module)]
+        if len(modules) > 1 or any(activation_of(module) is None for module in modules):
+            return {}
+        if modules:
+            found[number] = modules[0]
+    return found if len({module.down_proj.shape for module in found.values()}) == 1 else {}
+
+
+def _moe(text: Any, layers: Mapping[int, nn.Module]) -> MoeSpec | None:
+    if not layers:
+        return None
+    experts: Any = next(iter(layers.values()))
+    width = experts.down_proj.shape[1] if experts.is_transposed else experts.down_proj.shape[2]
+    return MoeSpec(
+        num_experts=experts.down_proj.shape[0],
+        intermediate_size=width,
+        gate=GateSpec(_top_k(text)),
+        activation=activation_of(experts) or Activation(),
+        expert_bias=experts.has_bias,
+    )
+
+
+def _top_k(text: Any) -> int:
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"):
+        value = getattr(text, name, None)
+        if isinstance(value, Sequence):
+            value = max(value, default=None)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ModelError(
+        f"The configuration of this {text.model_type} model does not say how many experts a token chooses."
+    )
+
+
+def _max_position(text: Any) -> int:
+    longest: int = text.max_position_embeddings
+    parameters = getattr(text, "rope_parameters", None) or {}
+    tables = [parameters, *(table for table in parameters.values() if isinstance(table, dict))]
+    for table in tables:
+        if table.get("rope_type") in _SWITCHING_ROPE:
+            longest = min(longest, int(table.get("original_max_position_embeddings") or longest))
+    return longest
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

@@ -1,0 +1,178 @@
+"""The rows of the step that is being computed, as transformers' modelling code meets them: masks, slots, lanes.
+
+A lane is one request's chunk. Modelling code sees all lanes as one text of T tokens; whatever mixes tokens looks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import AttentionMaskInterface
+
+from kernels.attention_plan import AttentionPlan
+from moeserve.model.hf.geometry import LayerMemory
+
+# The name under which transformers finds our attention and masks.
+PAGED = "moeserve_paged"
+
+# Places around which a mask is tried out, so that its kind is known: the first ones, and those around its window.
+_NEAR = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Rows first..last - 1 of a step, which are its request's tokens from position `start` on.
+
+    slots: [start + count] int64, of all its tokens so far, those of this step included. state: its state slot. shared:
+    what layers of this request tell each other during the step.
+    """
+
+    first: int
+    last: int
+    start: int
+    slots: Tensor
+    state: int
+    shared: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return self.last - self.first
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(slots=True)
+class Step:
+    """The step that a decoder computes now; its decoder fills it in and all parts of the model look here.
+
+    slots: [T] int64, where the rows' tokens are kept. pools: the KV memory [heads, num_slots, dim], as
+    `LayerMemory.pools` numbers it. state_pools: of each layer its states [num_rows, ...] by name. states: the row of
+    each request there. written: the layer that stored keys, by their identity. kinds: what is known of masks.
+    """
+
+    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    plan: AttentionPlan = field(default_factory=lambda: AttentionPlan((), 1))
+    pools: Sequence[Tensor] = ()
+    state_pools: Sequence[Mapping[str, Tensor]] = ()
+    states: Sequence[int] = ()
+    written: dict[int, tuple[Tensor, LayerMemory]] = field(default_factory=dict)
+    running: bool = False
+    kinds: dict[object, MaskKind] = field(default_factory=dict)
+    _lanes: list[Lane] | None = None
+
+    def begin(
+        self,
+        slots: Tensor,
+        plan: AttentionPlan,
+        pools: Sequence[Tensor],
+        state_pools: Sequence[Mapping[str, Tensor]] = (),
+        states: Sequence[int] = (),
+    ) -> None:
+        self.slots, self.plan, self.pools, self.state_pools, self.states = slots, plan, pools, state_pools, states
+        self._lanes, self.running = None, True
+
+    def end(self) -> None:
+        """Forget the step's tensors."""
+        self._lanes, self.running, self.pools, self.state_pools = None, False, (), ()
+        self.written.clear()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
+    def lanes(self) -> list[Lane]:
+        if self._lanes is None:
+            self._lanes, first, size = [], 0, self.plan.block_size
+            offsets = torch.arange(size)
+            for number, chunk in enumerate(self.plan.chunks):
+                blocks = torch.frombuffer(chunk.block_ids, dtype=torch.int32).long()
+                slots = (blocks[:, None] * size + offsets).flatten()[: chunk.start + chunk.num_tokens]
+                state = self.states[number] if self.states else -1
+                self._lanes.append(Lane(first, first + chunk.num_tokens, chunk.start, slots, state))
+                first += chunk.num_tokens
+        return self._lanes
+
+    def kind_of(self, mask: RowMask) -> MaskKind:
+        key = _identity(mask.function, mask.local_size)
+        if key is None:
+            return MaskKind(None, causal=False)
+        if key not in self.kinds:
+            self.kinds[key] = _try_out(mask)
+        return self.kinds[key]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskKind:
+    """Whether a mask is causal with or without a window, as a kernel knows it; anything else is no kernel's."""
+
+    window: int | None
+    causal: bool = True
+
+
+class RowMask:
+    """Stands for the mask of a step on its way through modelling code.
+
+    function(batch, head, query, key) says by absolute positions of one request which keys a query sees.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], local_size: int | None) -> None:
+        self.function, self.local_size = function, local_size
+
+    def seen(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """[Q] and [K] int64 positions -> [1, 1, Q, K] bool."""
+        zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
+        seen: Tensor = self.function(zero, zero, queries[None, None, :, None], keys[None, None, None, :])
+        return seen.expand(1, 1, len(queries), len(keys))
+
+    def additive(self, lane: Lane, dtype: torch.dtype, first_key: int = 0) -> Tensor:
+        """[1, 1, rows of the lane, keys] to be added to scores. first_key: the position of the first key."""
+        seen = self.seen(torch.arange(lane.start, lane.end), torch.arange(first_key, lane.end))
+        return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def _make_mask(mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> RowMask:
+    """Transformers' mask interface."""
+    return RowMask(mask_function, local_size)
+
+
+AttentionMaskInterface.register(PAGED, _make_mask)
+
+
+def _try_out(mask: RowMask) -> MaskKind:
+    size = mask.local_size
+    places = set(range(_NEAR))
+    if size is not None:
+        places |= {place + offset for place in (size, 2 * size) for offset in range(-2, _NEAR) if place + offset >= 0}
+    positions = torch.tensor(sorted(places))
+    seen = mask.seen(positions, positions)[0, 0]
+    distance = positions[:, None] - positions[None, :]
+    for window in (None, size):
+        expected = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        if torch.equal(seen, expected):
+            return MaskKind(window)
+    return MaskKind(None, causal=False)
+
+
+def _identity(function: Any, local_size: int | None) -> object | None:
+    """Return a key that is equal for functions of the same code over the same numbers; None for one over tensors."""
+    parts: list[object] = [getattr(function, "__code__", None), local_size]
+    for cell in getattr(function, "__closure__", None) or ():
+        content = cell.cell_contents
+        for part in content if isinstance(content, tuple) else (content,):
+            if callable(part):
+                inner = _identity(part, None)
+                if inner is None:
+                    return None
+                parts.append(inner)
+            elif isinstance(part, int | None):
+                parts.append(part)
+            else:
+                return None
+    return tuple(parts)

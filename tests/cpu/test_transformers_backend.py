@@ -1,0 +1,52 @@
+"""Models on transformers' modelling code: the tokens of our own decoder, through the whole engine."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.llm import LLM
+from moeserve.memory_plan import plan_model
+from moeserve.plan import SamplingParams
+from tests.support.tiny_models import save
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=1)
+BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160, model_impl="transformers")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    draw = random.Random(3)
+    shared = [draw.randrange(1, 128) for _ in range(37)]
+    tails = [[draw.randrange(1, 128) for _ in range(count)] for count in (1, 9, 40)]
+    return [shared + tail for tail in tails] + tails
+
+
+@pytest.mark.parametrize("case", ["mixtral-window", "gpt_oss", "deepseek_v3-yarn"])
+def test_tokens_equal_those_of_our_own_code(case: str, prompts: list[list[int]], tmp_path: Path) -> None:
+    save(case, tmp_path)
+    native = LLM(tmp_path, replace(BASE, model_impl="native")).generate(prompts, GREEDY)
+    llm = LLM(tmp_path, replace(BASE, max_num_batched_tokens=24, max_num_seqs=4))
+    for _ in range(2):  # The second time from the prefix cache.
+        found = llm.generate(prompts, GREEDY)
+        assert [c.token_ids for c in found] == [c.token_ids for c in native]
+    assert found[-1].num_cached_tokens > 0
+    llm.scheduler.check_idle()
+
+
+def test_the_memory_stated_before_loading_is_that_of_our_own_code(tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    ours, theirs = (plan_model(tmp_path, replace(BASE, model_impl=impl)) for impl in ("native", "transformers"))
+    assert theirs.weights_bytes == ours.weights_bytes
+    assert theirs.kv == ours.kv
+
+
+@pytest.mark.parametrize("setting", [{"expert_parallel_size": 2}, {"expert_memory": 2**20}, {"device": "cuda"}])
+def test_what_transformers_code_does_not_do_yet_is_refused(setting: dict[str, object], tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    with pytest.raises(ConfigError):
+        plan_model(tmp_path, replace(BASE, **setting))  # type: ignore[arg-type]
