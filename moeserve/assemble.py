@@ -29,7 +29,7 @@ from moeserve.experts.memory import CpuResidentModel, open_experts
 from moeserve.experts.observe import PrefixSigner, SentCounter, routing_shape, signs_prefixes
 from moeserve.experts.prefetch import find_fitted_gates, start_prefetching
 from moeserve.experts.resident_model import ResidentModel, experts_of, in_mib
-from moeserve.memory_plan import ModelPlan, no_experts, owned_experts
+from moeserve.memory_plan import ModelPlan, no_experts, owned_experts, state_demand
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import Decoder
 from moeserve.model.expert_weights import ExpertReader, Rereader
@@ -215,7 +215,7 @@ def _open_body(
         return _CpuBody(plan, config, resident)
     from moeserve.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Imported late: it loads Triton.
 
-    settings = gpu_settings(config)
+    settings = gpu_settings(config, state_demand(plan.spec, plan.dtype, config))
     body = GpuBody(
         directory,
         plan.spec,

@@ -17,7 +17,7 @@ from moeserve.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, plan_weights, read_index
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import kv_block_bytes
-from moeserve.model.spec import NO_GPU_FORM, DecoderSpec, ModelError, UnsupportedModel
+from moeserve.model.spec import DecoderSpec, ModelError
 from moeserve.model.state_pool import state_row_bytes
 
 
@@ -53,9 +53,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     device = choose_device(config, cuda_absence)
     spec, dtype = read_spec(directory, config, device)
     num_ranks = config.expert_parallel_size
-    states = _state_demand(spec, dtype, config)
-    if device == "cuda" and states is not None:
-        raise UnsupportedModel(NO_GPU_FORM.format(spec.model_type))
+    states = state_demand(spec, dtype, config)
     placement = plan_placement(directory, spec, config) if num_ranks > 1 else None
     if device == "cuda":
         return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device)
@@ -83,7 +81,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     return ModelPlan(spec, dtype, kv, weights_bytes, placement, residency, device)
 
 
-def _state_demand(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> StateDemand | None:
+def state_demand(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> StateDemand | None:
     """Return what the recurrent layers of a model ask of memory, None without such layers.
 
     Raises ConfigError for a setting that is then without use.
