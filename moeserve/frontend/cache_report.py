@@ -18,6 +18,9 @@ _EXPLANATIONS = {
     MissReason.BYPASSED: "The cache was not asked: log probabilities of the prompt are computed, or caching is off.",
     MissReason.LAST_TOKEN: "All is cached but the end: the last token, or the block that it ends, is always computed.",
     MissReason.BLOCK_BOUNDARY: "All whole blocks are cached; the rest is less than a block.",
+    MissReason.NO_STATE: (
+        "Keys and values are cached up to token {known}, but no snapshot of the model's recurrent state is kept there."
+    ),
     MissReason.EVICTED: "The prefix was cached up to token {known} and was evicted to make room for others.",
     MissReason.OTHER_SALT: "Another cache_salt of this key has the prefix cached, up to token {known}.",
     MissReason.VOLATILE_HEAD: (
