@@ -394,7 +394,8 @@ class LoadedRank:
 def check_first_answer(runner: Runner, vocab_size: int, block_size: int, state: StateUse | None = None) -> None:
     """Compute a short fixed prompt in block 0, which nobody may hold yet; raise CheckpointError if that fails.
 
-    state: a slot that nobody holds, None for a model without recurrent states. On a CPU the warm-up looks at its own logits.
+    state: a slot that nobody holds, None for a model without recurrent states. On a CPU the warm-up looks at its own
+    logits.
     """
     prompt = array("i", (token % vocab_size for token in range(min(_PROMPT_TOKENS, block_size))))
     chunk = Chunk("", prompt, 0, array("i", [0]), SamplingParams(max_tokens=1, temperature=0.0), state=state)

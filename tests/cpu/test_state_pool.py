@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moeserve.assemble import check_first_answer
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import StateShape
@@ -81,6 +82,10 @@ def compute(runner: ModelRunner, *parts: tuple[int, int, int, StateUse]) -> list
         for first, start, end, state in parts
     ]
     return runner.launch(StepPlan(0, chunks)).result().chunks
+
+
+def test_the_first_answer_of_start_up_names_a_slot(runner: ModelRunner) -> None:
+    check_first_answer(runner, 128, BLOCK, StateUse(3))
 
 
 def test_a_request_that_resumes_from_a_snapshot_samples_with_the_same_bits(runner: ModelRunner) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moeserve.assemble import check_first_answer
 from moeserve.device import KvBudget, StateDemand
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gpu_model import GpuSettings, compute_largest_step, kv_blocks, make_runner
@@ -16,7 +15,7 @@ from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from moeserve.model.runner import ModelRunner
 from moeserve.model.state_pool import StatePool, state_row_bytes
 from moeserve.model.weights import load_decoder
-from moeserve.plan import Request, SamplingParams, StateUse
+from moeserve.plan import Request, SamplingParams
 from moeserve.rank import ObservedRunner
 from moeserve.request_states import StatePolicy
 from moeserve.scheduler import Scheduler
@@ -86,9 +85,7 @@ def test_both_loops_and_both_kinds_of_batches_give_the_tokens_of_the_cpu(model_d
         settings = GpuSettings(BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, MAX_LEN, None, 0.9, eager)
         compute_largest_step(decoder, settings)
         budget = KvBudget(NUM_BLOCKS, MAX_LEN, NUM_SLOTS, NUM_SNAPSHOTS)
-        runner = make_runner(decoder, budget, settings)
-        check_first_answer(runner, spec.vocab_size, BLOCK_SIZE, StateUse(0))
-        assert serve(runner, depth=depth) == expected
+        assert serve(make_runner(decoder, budget, settings), depth=depth) == expected
 
 
 def test_states_come_out_of_the_memory_for_kv(model_dir: Path) -> None:
