@@ -198,6 +198,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "qwen3_5_text": ("Qwen3_5", _HYBRID),
+    "qwen3_5": ("Qwen3_5", {**_HYBRID, "vision_config": _VISION, "tie_word_embeddings": True}),
     "qwen3_5_moe_text": ("Qwen3_5Moe", _HYBRID),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_HYBRID, "vision_config": _VISION}),
     "deepseek_v2": ("DeepseekV2", {**_MLA, "q_lora_rank": None, "topk_method": "group_limited_greedy"}),
@@ -223,8 +225,11 @@ def build(case: str, **further: Any) -> Any:
     values = {**_BASE, **changes, **further}
     vision = values.pop("vision_config", None)
     if vision is not None:
+        tied = values.pop("tie_word_embeddings", False)
         text = getattr(transformers, f"{prefix}TextConfig")(**values)
-        config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=vision)
+        config = getattr(transformers, f"{prefix}Config")(
+            text_config=text, vision_config=vision, tie_word_embeddings=tied
+        )
     else:
         config = (getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config"))(
             **values
