@@ -199,6 +199,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5_text": ("Qwen3_5", _HYBRID),
+    # Whether embeddings are tied, the outer configuration says.
     "qwen3_5": ("Qwen3_5", {**_HYBRID, "vision_config": _VISION, "tie_word_embeddings": True}),
     "qwen3_5_moe_text": ("Qwen3_5Moe", _HYBRID),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_HYBRID, "vision_config": _VISION}),
@@ -225,11 +226,8 @@ def build(case: str, **further: Any) -> Any:
     values = {**_BASE, **changes, **further}
     vision = values.pop("vision_config", None)
     if vision is not None:
-        tied = values.pop("tie_word_embeddings", False)
         text = getattr(transformers, f"{prefix}TextConfig")(**values)
-        config = getattr(transformers, f"{prefix}Config")(
-            text_config=text, vision_config=vision, tie_word_embeddings=tied
-        )
+        config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=vision)
     else:
         config = (getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config"))(
             **values
