@@ -169,13 +169,6 @@ class Ops(Protocol):
     def sigmoid(self, x: Tensor) -> Tensor:
         """Of x's dtype."""
 
-    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
-        """See `kernels.sampling.sample`."""
-
-
-class RecurrentOps(Ops, Protocol):
-    """`Ops` that compute recurrent layers as well."""
-
     def short_conv(self, x: Tensor, weight: Tensor, states: Tensor, rows: StateRows) -> Tensor:
         """See `kernels.short_conv.short_conv`. Mutates `states`."""
 
@@ -187,6 +180,9 @@ class RecurrentOps(Ops, Protocol):
     def gated_norm(self, x: Tensor, gate: Tensor, norm: NormWeights) -> Tensor:
         """See `kernels.norm.gated_norm`."""
 
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
+        """See `kernels.sampling.sample`."""
+
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
@@ -197,7 +193,7 @@ class PagedRows:
 
 
 class CpuOps:
-    """`RecurrentOps` on a CPU. A row's bits do not depend on the other rows of a step."""
+    """`Ops` on a CPU. A row's bits do not depend on the other rows of a step."""
 
     device = torch.device("cpu")
     keeps_narrow = True

@@ -29,7 +29,7 @@ from moeserve.experts.memory import CpuResidentModel, open_experts
 from moeserve.experts.observe import PrefixSigner, SentCounter, routing_shape, signs_prefixes
 from moeserve.experts.prefetch import find_fitted_gates, start_prefetching
 from moeserve.experts.resident_model import ResidentModel, experts_of, in_mib
-from moeserve.memory_plan import ModelPlan, no_experts, owned_experts
+from moeserve.memory_plan import ModelPlan, no_experts, owned_experts, state_demand
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import StepDecoder
 from moeserve.model.expert_weights import ExpertReader, Rereader
@@ -43,7 +43,7 @@ from moeserve.model.tensor_reader import Progress
 from moeserve.model.token_masks import MaskSource
 from moeserve.model.weights import load_decoder
 from moeserve.pacing import service_slo
-from moeserve.plan import Chunk, SamplingParams, StepPlan
+from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan
 from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, eos_token_ids
 from moeserve.ranks.together import GroupSteps, StepRows
 from moeserve.request_memory import MergeAnnotations
@@ -231,7 +231,7 @@ def _open_body(
     from moeserve.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Imported late: it loads Triton.
 
     assert isinstance(plan.spec, DecoderSpec)
-    settings = gpu_settings(config)
+    settings = gpu_settings(config, state_demand(plan.spec, plan.dtype, config))
     body = GpuBody(
         directory,
         plan.spec,
@@ -317,7 +317,8 @@ class LoadedRank:
         grammars = Grammars(self._directory / "tokenizer.json", plan.spec.vocab_size, eos)
         prepared = body.prepare(self._decoder, self._tap, group, grammars)
         if plan.device == "cuda" and group is None:
-            check_first_answer(prepared.runner, plan.spec.vocab_size, config.block_size)
+            state = StateUse(0) if plan.spec.state_layers else None
+            check_first_answer(prepared.runner, plan.spec.vocab_size, config.block_size, state)
         if defaults.left_out:
             log.warning("sampling_defaults_left_out", values=list(defaults.left_out), file="generation_config.json")
         prefetcher = self._start_prefetching()
@@ -407,13 +408,14 @@ class LoadedRank:
         return prefetching.asks
 
 
-def check_first_answer(runner: Runner, vocab_size: int, block_size: int) -> None:
+def check_first_answer(runner: Runner, vocab_size: int, block_size: int, state: StateUse | None = None) -> None:
     """Compute a short fixed prompt in block 0, which nobody may hold yet; raise CheckpointError if that fails.
 
-    On a CPU the warm-up looks at its own logits.
+    state: a slot that nobody holds, None for a model without recurrent states. On a CPU the warm-up looks at its own
+    logits.
     """
     prompt = array("i", (token % vocab_size for token in range(min(_PROMPT_TOKENS, block_size))))
-    chunk = Chunk("", prompt, 0, array("i", [0]), SamplingParams(max_tokens=1, temperature=0.0))
+    chunk = Chunk("", prompt, 0, array("i", [0]), SamplingParams(max_tokens=1, temperature=0.0), state=state)
     if runner.launch(StepPlan(0, [chunk])).result().chunks[0].error is not None:
         raise CheckpointError(NO_NUMBERS)
 

@@ -16,7 +16,7 @@ from kernels.gpu.moe import TritonMoe
 from kernels.gpu.moe_weights import GpuExperts
 from kernels.gpu.ops import GpuOps, store_expert
 from moeserve.config import ServeConfig
-from moeserve.device import available_bytes, step_budget
+from moeserve.device import StateDemand, available_bytes, step_budget
 from moeserve.experts.gpu_memory import (
     GpuExpertSettings,
     GpuResidentModel,
@@ -55,7 +55,7 @@ _SHARE_FOR_EXPERTS = 0.8
 _SECONDS_TO_COMPILE = 600.0
 
 
-def gpu_settings(config: ServeConfig) -> GpuSettings:
+def gpu_settings(config: ServeConfig, states: StateDemand | None) -> GpuSettings:
     return GpuSettings(
         config.block_size,
         config.max_num_seqs,
@@ -66,6 +66,7 @@ def gpu_settings(config: ServeConfig) -> GpuSettings:
         config.enforce_eager,
         kv_dtype=kv_dtype_of(config.kv_cache_dtype),
         expert_quantization=config.expert_quantization,
+        states=states,
     )
 
 
@@ -195,7 +196,8 @@ class GpuBody:
         runner = make_runner(decoder, kv, settings, self._configs, peers, tap, grammars)
         if group is not None:
             weights_bytes = group.collectives.add_up(weights_bytes)
-        return Prepared(runner, kv, kv_bytes, weights_bytes, runner.close)
+        row_bytes = 0 if settings.states is None else settings.states.row_bytes
+        return Prepared(runner, kv, kv_bytes, weights_bytes, runner.close, row_bytes)
 
 
 def in_pieces(moe: TritonMoe, max_rows: int) -> Compute[GpuExperts]:

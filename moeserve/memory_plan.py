@@ -17,7 +17,7 @@ from moeserve.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, TensorInfo, plan_weights, read_index
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes
-from moeserve.model.spec import NO_GPU_FORM, DecoderSpec, ModelError, ModelSpec, UnsupportedModel
+from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec, UnsupportedModel
 from moeserve.model.state_pool import state_row_bytes
 
 
@@ -76,8 +76,6 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     """
     device = choose_device(config, cuda_absence)
     spec, dtype = read_spec(directory, config, device)
-    if device == "cuda" and spec.state_layers:
-        raise UnsupportedModel(NO_GPU_FORM.format(spec.model_type))
     placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
     if device == "cuda":
         return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device)
@@ -135,12 +133,12 @@ def _share_memory(
         kv_cache_memory=config.kv_cache_memory,
         model_max_len=spec.max_position,
         max_model_len=config.max_model_len,
-        states=_state_demand(spec, dtype, config),
+        states=state_demand(spec, dtype, config),
     )
     return ModelPlan(spec, dtype, kv, num_bytes, placement, residency)
 
 
-def _state_demand(spec: ModelSpec, dtype: torch.dtype, config: ServeConfig) -> StateDemand | None:
+def state_demand(spec: ModelSpec, dtype: torch.dtype, config: ServeConfig) -> StateDemand | None:
     """Return what the recurrent layers of a model ask of memory, None without such layers.
 
     Raises ConfigError for a setting that is then without use.

@@ -108,7 +108,8 @@ class RequestState:
 
     `is_fresh`: no plan has used the slot yet, so the first one loads the lease's snapshot, if there is one. `wanted`
     are positions at which to save, in order, `saving` those of saves in flight; `above` is the last position behind
-    which the request found or saved a snapshot. `rolling` is the last one saved while decoding.
+    which the request found or saved a snapshot. `resumed` is the snapshot that it went on from, until it has saved one
+    itself, `rolling` the last one saved while decoding.
     """
 
     slot: int
@@ -116,6 +117,7 @@ class RequestState:
     wanted: list[int]
     saving: list[int] = field(default_factory=list)
     is_fresh: bool = True
+    resumed: Snapshot | None = None
     rolling: Snapshot | None = None
 
 

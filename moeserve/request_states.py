@@ -46,13 +46,15 @@ class StatePolicy:
     """How many state slots each rank has, the first rows of its pool, and where requests save snapshots.
 
     min_gain: a snapshot is saved if it spares an equal prompt at least so many tokens. decode_interval: tokens between
-    snapshots while decoding, at least a block.
+    snapshots while decoding, at least a block. foresees: whether a request also saves where others that wait, or are
+    behind it, will leave its prompt.
     """
 
     num_slots: int
     min_gain: int = MIN_GAIN_TOKENS
     decode_interval: int = DECODE_INTERVAL_TOKENS
     choose: ChoosePositions = wanted_positions
+    foresees: bool = True
 
 
 class RequestStates:
@@ -110,6 +112,7 @@ class RequestStates:
         use = StateUse(state.slot)
         if state.is_fresh:
             use.load = self._cache.begin_load(lease)
+            state.resumed = lease.snapshot
             state.is_fresh = False
         end = request.num_planned_tokens + count
         if self._is_wanted(request, state, end):
@@ -139,6 +142,9 @@ class RequestStates:
             self._cache.drop_row(use.save)
             return
         snapshot = self._cache.keep_snapshot(lease, use.save, position)
+        if state.resumed is not None and snapshot is not None:
+            self._cache.supersede(state.resumed)
+            state.resumed = None
         if chunk.sampling is not None:
             if state.rolling is not None and state.rolling is not snapshot:
                 self._cache.drop_unused(state.rolling)
@@ -153,7 +159,8 @@ class RequestStates:
         if state is None or not self._cache.snapshots.num_rows:
             return 0
         best = max((p for p in (*state.saving, *state.wanted) if p <= position), default=0)
-        if position > request.num_planned_tokens and position - max(best, state.above) >= self._min_gain:
+        is_ahead = self._policy.foresees and position > request.num_planned_tokens
+        if is_ahead and position - max(best, state.above) >= self._min_gain:
             insort(state.wanted, position)
             return position
         return best

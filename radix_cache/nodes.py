@@ -72,10 +72,11 @@ class Snapshot:
 
     The boundary is the end of block number `offset - 1` of `node`, which is None once the snapshot has left the tree.
     `pins` counts the requests that will go on from it, `uses` those that have. `worth` and `entry` place it in the
-    queue of victims.
+    queue of victims; the worth follows from `since`, the age when it was made or used last, and `is_superseded`, its
+    only user has saved one behind it (`SnapshotTable`).
     """
 
-    __slots__ = ("entry", "node", "offset", "pins", "row", "uses", "worth")
+    __slots__ = ("entry", "is_superseded", "node", "offset", "pins", "row", "since", "uses", "worth")
 
     def __init__(self, row: int, node: Node, offset: int) -> None:
         self.row = row
@@ -83,6 +84,8 @@ class Snapshot:
         self.offset = offset
         self.pins = 0
         self.uses = 0
+        self.since = 0
+        self.is_superseded = False
         self.worth = 0
         self.entry = NOT_QUEUED
 

@@ -314,6 +314,11 @@ class PrefixCache:
         """Free a row that `take_snapshot` returned. Raises KeyError if it did not."""
         self._tree.snapshots.give_back(row)
 
+    def supersede(self, snapshot: Snapshot) -> None:
+        """Let a snapshot be evicted soon: its only user has saved one behind it. Does nothing if it is gone."""
+        if snapshot.node is not None:
+            self._tree.snapshots.supersede(snapshot)
+
     def drop_unused(self, snapshot: Snapshot) -> None:
         """Remove a snapshot from the tree unless it is gone, pinned, or has been of use."""
         if snapshot.node is not None and not snapshot.pins and not snapshot.uses:

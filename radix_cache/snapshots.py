@@ -3,9 +3,10 @@
 A hybrid model goes on from a prefix only where both its KV and its recurrent state are there. A snapshot is one state,
 a row of the rank's pool of states. Rows are a budget apart from blocks: all cost the same, so the worth of a snapshot
 is the number of blocks that a request would compute again without it, and how recently it was of use. The victim is
-chosen by GreedyDual (Young, 1994; with gains for costs as in Cherkasova's GDSF, 1998): worth is the gain added to an
-age when the snapshot is made or used, the least worth goes, and the age becomes what it was worth. So a snapshot that
-saves ten times as much stays about ten times as long, and none stays for ever.
+chosen by GreedyDual (Young, 1994; with gains for costs as in Cherkasova's GDSF, 1998): worth is the gain added to the
+age at which the snapshot was made or used last, the least worth goes, and the age becomes what it was worth. So a
+snapshot that saves ten times as much stays about ten times as long, and none stays for ever. What a conversation has
+left behind is worth nothing.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class SnapshotTable:
         node.snapshots.append(snapshot)
         self.num_cached += 1
         self.num_placed += 1
-        snapshot.worth = self._age + gain_of(snapshot)
+        snapshot.since = self._age
         self._enqueue(snapshot)
         return snapshot
 
@@ -112,7 +113,27 @@ class SnapshotTable:
         """Count that a request goes on from a pinned snapshot, which is recent from now on."""
         snapshot.uses += 1
         self.num_used += 1
-        snapshot.worth = self._age + gain_of(snapshot)
+        snapshot.since = self._age
+        snapshot.is_superseded = False
+
+    def supersede(self, snapshot: Snapshot) -> None:
+        """Let a snapshot in the tree go early, with those before it: its only user has saved one behind it.
+
+        This holds up to the last place where prompts branch, whose snapshot may serve further ones, and not for
+        snapshots that several requests have used, nor in a retained run.
+        """
+        found: list[Snapshot] = []
+        node: Node | None = snapshot.node
+        offset = snapshot.offset
+        while node is not None and not node.keeps and (offset < len(node.blocks) or len(node.children) < 2):
+            found.extend(one for one in reversed(node.snapshots) if one.offset <= offset and one.uses < 2)
+            node = node.parent
+            offset = 0 if node is None else len(node.blocks)
+        # The shortest prefix goes first.
+        for one in reversed(found):
+            one.is_superseded = True
+            if not one.pins:
+                self._enqueue(one)
 
     def remove(self, snapshot: Snapshot) -> None:
         """Take a snapshot that is not pinned out of the tree, and free its row."""
@@ -141,16 +162,21 @@ class SnapshotTable:
         return [*self._free, *self._written]
 
     def _first(self) -> Snapshot | None:
+        """Return the least worth of the snapshots that may go, None without any."""
         while self._queue:
-            _, entry, snapshot = self._queue[0]
+            worth, entry, snapshot = self._queue[0]
             if snapshot.entry == entry:
-                return snapshot
+                if _worth(snapshot) <= worth:
+                    return snapshot
+                # The one before it is gone, so that it saves more than when it was queued.
+                self._enqueue(snapshot)
             heappop(self._queue)
         return None
 
     def _enqueue(self, snapshot: Snapshot) -> None:
         self._next_entry += 1
         snapshot.entry = self._next_entry
+        snapshot.worth = _worth(snapshot)
         heappush(self._queue, (snapshot.worth, snapshot.entry, snapshot))
         self._bound_queue()
 
@@ -158,6 +184,11 @@ class SnapshotTable:
         if len(self._queue) > 2 * self.num_cached + _HEAP_SLACK:
             self._queue = [entry for entry in self._queue if entry[2].entry == entry[1]]
             heapify(self._queue)
+
+
+def _worth(snapshot: Snapshot) -> int:
+    """Return the worth of a snapshot now. It grows when the one before it goes."""
+    return 0 if snapshot.is_superseded else snapshot.since + gain_of(snapshot)
 
 
 def split_snapshots(node: Node, upper: Node) -> None:

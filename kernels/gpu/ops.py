@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Activation, glu
+from kernels.gpu import recurrent
 from kernels.gpu.attention import ExtendRun, PagedContext, Partials, Scoring, paged_attention
 from kernels.gpu.attention_config import PrefillConfig
 from kernels.gpu.attention_kernels import SplitWork
@@ -62,6 +63,8 @@ class GpuOps:
 
     keeps_narrow = False
     wide_angles = True
+    short_conv = staticmethod(recurrent.short_conv)
+    gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
 
     def __init__(self, device: torch.device, storage: WeightStorage, moe: TritonMoe | None = None) -> None:
         self.device = device
@@ -107,6 +110,9 @@ class GpuOps:
         if norm.bias is None:
             return rms_norm(x, norm.weight, norm.eps, out)
         return layer_norm(x, norm.weight, norm.bias, norm.eps, out)
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: NormWeights) -> Tensor:
+        return recurrent.gated_norm(x, gate, norm.weight, norm.eps)
 
     def norm_of_sum(self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float) -> Tensor:
         if norm.bias is None:

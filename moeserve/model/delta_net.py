@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.gated_delta_rule import DeltaHeads
 from kernels.linear import Linear
-from kernels.ops import NormWeights, RecurrentOps, StepInputs
+from kernels.ops import NormWeights, Ops, StepInputs
 from moeserve.model.spec import DeltaNetSpec
 
 
@@ -26,7 +26,7 @@ class GatedDeltaNet:
     def __init__(
         self,
         spec: DeltaNetSpec,
-        ops: RecurrentOps,
+        ops: Ops,
         projections: Linear,
         out: Linear,
         *,

@@ -33,7 +33,7 @@ Config = Mapping[str, Any]
 # The layers of these types carry a state from token to token in ways that the decoder does not compute.
 _RECURRENT = frozenset((
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "qwen3_5", "recurrent_gemma", "rwkv", "zamba", "zamba2",
+    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "recurrent_gemma", "rwkv", "zamba", "zamba2",
 ))  # fmt: skip
 
 # transformers does not know these types, so it cannot fill in defaults: their configurations must be complete.
@@ -188,16 +188,20 @@ def _qwen_layers(c: Config) -> Callable[[int], bool]:
     return lambda index: (index + 1) % step == 0 and index not in dense
 
 
-def _qwen2_moe(c: Config) -> DecoderSpec:
-    spec = _with_attention(_with_windows(_base(c), c), qkv_bias=bool(c.get("qkv_bias", True)))
-    moe = MoeSpec(
+def _qwen_moe(c: Config, activation: Activation, renormalise: bool) -> MoeSpec:
+    """Return experts beside a shared one that a gate of its own scales."""
+    return MoeSpec(
         _num_experts(c),
         c["moe_intermediate_size"],
-        GateSpec(c["num_experts_per_tok"], renormalise=bool(c.get("norm_topk_prob"))),
-        spec.activation,
+        GateSpec(c["num_experts_per_tok"], renormalise=renormalise),
+        activation,
         shared=SharedExpertSpec(c["shared_expert_intermediate_size"], gated=True),
     )
-    return _with_experts(spec, moe, _qwen_layers(c))
+
+
+def _qwen2_moe(c: Config) -> DecoderSpec:
+    spec = _with_attention(_with_windows(_base(c), c), qkv_bias=bool(c.get("qkv_bias", True)))
+    return _with_experts(spec, _qwen_moe(c, spec.activation, bool(c.get("norm_topk_prob"))), _qwen_layers(c))
 
 
 def _qwen3_moe(c: Config) -> DecoderSpec:
@@ -309,18 +313,28 @@ def _deepseek_v3(c: Config) -> DecoderSpec:
 
 
 def _qwen3_next(c: Config) -> DecoderSpec:
-    return _hybrid(c, by_key_head=True, renormalise=bool(c.get("norm_topk_prob")))
+    spec = _hybrid(c, by_key_head=True)
+    return _with_experts(spec, _qwen_moe(c, spec.activation, bool(c.get("norm_topk_prob"))), _qwen_layers(c))
+
+
+def _qwen3_5_text(c: Config) -> DecoderSpec:
+    return _hybrid(c, by_key_head=False)
 
 
 def _qwen3_5_moe_text(c: Config) -> DecoderSpec:
-    # Every layer has experts.
-    return _hybrid({**c, "intermediate_size": c["moe_intermediate_size"]}, by_key_head=False, renormalise=True)
+    # No layer is without experts.
+    spec = _hybrid({**c, "intermediate_size": c["moe_intermediate_size"]}, by_key_head=False)
+    return _with_experts(spec, _qwen_moe(c, spec.activation, True))
 
 
-def _qwen3_5_moe(c: Config) -> DecoderSpec:
-    """Return the language model inside a vision-language model."""
-    text = {"tie_word_embeddings": c.get("tie_word_embeddings"), "quantization_config": c.get("quantization_config")}
-    return replace(_qwen3_5_moe_text({**c["text_config"], **text}), model_type=c["model_type"])
+def _inside(build: Callable[[Config], DecoderSpec]) -> Callable[[Config], DecoderSpec]:
+    """Return a function that builds the language model inside a vision-language model."""
+
+    def build_inner(c: Config) -> DecoderSpec:
+        outer = {name: c.get(name) for name in ("tie_word_embeddings", "quantization_config")}
+        return replace(build({**c["text_config"], **outer}), model_type=c["model_type"])
+
+    return build_inner
 
 
 def _moeserve_demo(c: Config) -> DecoderSpec:
@@ -357,7 +371,9 @@ _BUILDERS: dict[str, Callable[[Config], DecoderSpec]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "qwen3_next": _qwen3_next,
-    "qwen3_5_moe": _qwen3_5_moe,
+    "qwen3_5": _inside(_qwen3_5_text),
+    "qwen3_5_text": _qwen3_5_text,
+    "qwen3_5_moe": _inside(_qwen3_5_moe_text),
     "qwen3_5_moe_text": _qwen3_5_moe_text,
     "moeserve_demo": _moeserve_demo,
 }
@@ -425,8 +441,8 @@ def _mla(c: Config, *, interleaved: bool) -> DecoderSpec:
     )
 
 
-def _hybrid(c: Config, *, by_key_head: bool, renormalise: bool) -> DecoderSpec:
-    """Return a model of gated delta nets, with gated attention in some layers and experts beside a shared one."""
+def _hybrid(c: Config, *, by_key_head: bool) -> DecoderSpec:
+    """Return a dense model of gated delta nets, with gated attention in some layers."""
     spec = _base(c, rotary_dim=_partial_rotary_dim(c), zero_centred_norms=True)
     spec = _with_attention(_with_attention_bias(spec, c), qk_norm="head", gated=True)
     net = DeltaNetSpec(
@@ -446,16 +462,8 @@ def _hybrid(c: Config, *, by_key_head: bool, renormalise: bool) -> DecoderSpec:
         raise UnsupportedModel(f"Layers of type {min(unknown)!r} are not supported.")
     if "full_attention" not in types:
         raise UnsupportedModel("Models without a layer of attention are not supported.")
-    moe = MoeSpec(
-        _num_experts(c),
-        c["moe_intermediate_size"],
-        GateSpec(c["num_experts_per_tok"], renormalise=renormalise),
-        spec.activation,
-        shared=SharedExpertSpec(c["shared_expert_intermediate_size"], gated=True),
-    )
     recurrent = tuple(kind == "linear_attention" for kind in types)
-    spec = replace(spec, recurrent_layers=recurrent, delta_net=net if any(recurrent) else None)
-    return _with_experts(spec, moe, _qwen_layers(c))
+    return replace(spec, recurrent_layers=recurrent, delta_net=net if any(recurrent) else None)
 
 
 def _with_attention(spec: DecoderSpec, **fields: Any) -> DecoderSpec:

@@ -16,6 +16,7 @@ from kernels.gpu.attention import ExtendRun, Partials
 from kernels.gpu.attention_config import AttentionConfigs, AttentionShape, ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_kernels import SplitWork
 from kernels.gpu.ops import Sequences
+from kernels.state_rows import StateRows
 from kernels.transfer import to_device
 from moeserve.model.decoder import ForwardBatch
 from moeserve.model.gpu_kernels import attention_shape
@@ -135,12 +136,19 @@ class StepBatches:
         """
         device = self._limits.device
         every = len(logit_rows) == arrays.num_rows
+        sequences = self._sequences(arrays)
         return ForwardBatch(
             token_ids_of(arrays, drawn, device),
             to_device(arrays.positions, device),
-            self._sequences(arrays),
+            sequences,
             None if every else to_device(array("q", logit_rows), device),
+            states=self._states(arrays, sequences) if self._limits.spec.state_layers else None,
         )
+
+    def _states(self, arrays: StepArrays, sequences: Sequences) -> StateRows:
+        """Return the slots of the sequences' states. Sequences without any, as when starting up, advance none."""
+        slots = arrays.state_slots or array("q", [-1] * len(arrays.seq_lens))
+        return StateRows(sequences.query_starts, to_device(slots, self._limits.device), arrays.max_query_len)
 
     def _sequences(self, arrays: StepArrays) -> Sequences:
         device, num_decodes = self._limits.device, arrays.num_decodes
@@ -182,6 +190,7 @@ class DecodeTensors:
         self.slots = ints(max_seqs) - 1
         self.block_table = ints(max_seqs, limits.table_width, dtype=torch.int32)
         self.seq_lens = ints(max_seqs, dtype=torch.int32)
+        self.state_slots = ints(max_seqs) - 1
         self.query_starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=limits.device)
         self.num_valid = ints(dtype=torch.int32)
         self.partials = limits.partials(limits.works(max_seqs))
@@ -204,8 +213,13 @@ class DecodeBatch:
             self._works,
             tensors.partials,
         )
+        self._state_slots = tensors.state_slots[:size]
         self.batch = ForwardBatch(
-            tensors.token_ids[:size], tensors.positions[:size], self._sequences, num_valid=self._num_valid
+            tensors.token_ids[:size],
+            tensors.positions[:size],
+            self._sequences,
+            num_valid=self._num_valid,
+            states=StateRows(self._sequences.query_starts, self._state_slots, 1) if limits.spec.state_layers else None,
         )
 
     def load(self, arrays: StepArrays, drawn: Tensor | None) -> None:
@@ -214,6 +228,7 @@ class DecodeBatch:
         if count:
             self._load_rows(arrays, drawn)
         batch.positions[count:].zero_()
+        self._state_slots[len(arrays.state_slots) :].fill_(-1)
         sequences.slots[count:].fill_(-1)
         sequences.seq_lens[count:].zero_()
         self._num_valid.fill_(count)
@@ -225,6 +240,8 @@ class DecodeBatch:
         batch.positions[:count].copy_(to_device(arrays.positions, device))
         sequences.slots[:count].copy_(to_device(arrays.slots, device))
         sequences.seq_lens[:count].copy_(to_device(arrays.seq_lens, device))
+        if arrays.state_slots:
+            self._state_slots[:count].copy_(to_device(arrays.state_slots, device))
         width = max(len(table) for table in arrays.block_tables)
         sequences.block_table[:count, :width].copy_(block_table(arrays.block_tables, width, device))
 

@@ -5,13 +5,13 @@ Compute the largest step once, plan KV memory from what is left, compile all ker
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from experts.routing_tap import RoutingTap
 from kernels.gpu.moe_config import MoeConfigs
-from moeserve.device import KvBudget, kv_memory, share_kv
+from moeserve.device import KvBudget, StateDemand, kv_memory, share_kv
 from moeserve.model.decoder import Decoder
 from moeserve.model.gpu_batches import AttentionLimits, StepBatches
 from moeserve.model.gpu_kernels import attention_shape, tuned_attention
@@ -27,6 +27,7 @@ from moeserve.model.gpu_setup import (
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from moeserve.model.sampler import SCORED_AT_ONCE
 from moeserve.model.spec import DecoderSpec
+from moeserve.model.state_pool import StatePool, pools_by_layer
 from moeserve.model.step_arrays import StepShape, capture_sizes
 from moeserve.model.token_masks import MaskSource
 
@@ -36,7 +37,7 @@ class GpuSettings:
     """The service's settings for a GPU.
 
     kv_cache_memory: bytes, None for what is left. kv_dtype: of the KV blocks, None for the model's dtype.
-    expert_quantization: see `expert_storage`.
+    expert_quantization: see `expert_storage`. states: what recurrent layers ask of this memory, None without any.
     """
 
     block_size: int
@@ -48,10 +49,20 @@ class GpuSettings:
     enforce_eager: bool
     kv_dtype: torch.dtype | None = None
     expert_quantization: str = "none"
+    states: StateDemand | None = None
 
 
 def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memory: int) -> tuple[KvBudget, int]:
-    """Share `memory` bytes out into KV blocks. Return the blocks and their bytes. Raise ConfigError if too few fit."""
+    """Share `memory` bytes out into recurrent states, if there are any, and KV blocks.
+
+    Return the blocks and their bytes. Raise ConfigError if too few fit.
+    """
+    states, num_slots, num_snapshots = settings.states, 0, 0
+    if states is not None:
+        num_slots = states.num_slots(memory)
+        memory -= num_slots * states.row_bytes
+        num_snapshots = states.num_snapshots(memory, memory)
+        memory -= num_snapshots * states.row_bytes
     block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, settings.kv_dtype or dtype)
     kv = share_kv(
         memory,
@@ -60,6 +71,7 @@ def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memo
         model_max_len=spec.max_position,
         max_model_len=settings.max_model_len,
     )
+    kv = replace(kv, num_state_slots=num_slots, num_snapshots=num_snapshots)
     return kv, kv.num_blocks * block_bytes
 
 
@@ -81,6 +93,8 @@ def make_runner(
     spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
     kv_dtype = settings.kv_dtype or dtype
     pool = KVPool(spec.kv_layers, kv.num_blocks, size, kv_dtype, device)
+    state_pool = _state_pool(decoder, kv.num_state_rows)
+    pools = pools_by_layer(spec, pool.layers, state_pool)
     tuned = tuned_attention(attention_shape(spec, size, dtype, kv_dtype), device)
     limits = AttentionLimits(spec, size, kv.max_model_len, dtype, device, tuned, kv_dtype)
     batches = StepBatches(limits, settings.max_num_seqs)
@@ -88,15 +102,15 @@ def make_runner(
         steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, kv.max_model_len)
         variants = launch_variants(limits, configs, steps)
         begin_step = alone if peers is None else peers.begin_alike
-        launch_all_variants(decoder, pool.layers, batches, variants, settings.block_size, begin_step)
-    tapped = HeardDecoder(decoder, pool.layers, tap)
+        launch_all_variants(decoder, pools, batches, variants, settings.block_size, begin_step)
+    tapped = HeardDecoder(decoder, pools, tap)
     decode = None
     if not settings.enforce_eager:
         decode = DecodeSteps(tapped, limits, capture_sizes(settings.max_num_seqs), peers)
         if decoder.device.type == "cuda":
             decode.capture()
     wait = torch.cuda.Event.synchronize if peers is None else peers.wait_for
-    return GpuModelRunner(tapped, pool, batches, decode=decode, wait=wait, grammars=grammars)
+    return GpuModelRunner(tapped, pool, batches, decode=decode, wait=wait, grammars=grammars, state_pool=state_pool)
 
 
 @torch.inference_mode()
@@ -108,13 +122,20 @@ def compute_largest_step(decoder: Decoder, settings: GpuSettings, begin_step: Be
     dtype, device, kv_dtype = decoder.dtype, decoder.device, settings.kv_dtype or decoder.dtype
     limits = AttentionLimits(spec, size, decoder.max_model_len, dtype, device, kv_dtype=kv_dtype)
     pool = KVPool(spec.kv_layers, 1, size, kv_dtype, device)
+    pools = pools_by_layer(spec, pool.layers, _state_pool(decoder, 1))
     num_logits = min(max(settings.max_num_seqs, SCORED_AT_ONCE), length * count)
     shape = StepShape(0, (length,) * count, num_logits)
     batches = StepBatches(limits, settings.max_num_seqs)
-    logits = launch_blank_step(decoder, pool.layers, batches, shape, size, begin_step)
+    logits = launch_blank_step(decoder, pools, batches, shape, size, begin_step)
     # Penalties and log probabilities each make a copy of the logits in fp32.
     widened = logits.float()
     widened.clone().log_softmax(-1)
+
+
+def _state_pool(decoder: Decoder, num_rows: int) -> StatePool | None:
+    """Allocate rows for recurrent states; None for a decoder without."""
+    layers = decoder.spec.state_layers
+    return StatePool(layers, num_rows, decoder.dtype, decoder.device) if layers else None
 
 
 def allocated_bytes(device: torch.device) -> int:

@@ -25,6 +25,7 @@ from moeserve.model.decoder import Decoder, ForwardBatch, KvPools
 from moeserve.model.gpu_batches import AttentionLimits, DecodeBatch, DecodeTensors, StepBatches
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.sampler import SampledStep, sample_step
+from moeserve.model.state_pool import StatePool
 from moeserve.model.step_arrays import StepArrays, StepShape, padded_size, step_arrays
 from moeserve.model.token_masks import MaskSource, begin_masks
 from moeserve.plan import StepPlan, StepResult, wanted_logits
@@ -65,7 +66,10 @@ class LaunchedStep:
 
 
 class GpuModelRunner:
-    """Owns a decoder and its KV memory. It keeps no state of requests but the tokens that the last step sampled."""
+    """Owns a decoder, its KV memory and the memory of recurrent states.
+
+    What is in there only a plan says, but for the tokens that the last step sampled.
+    """
 
     def __init__(
         self,
@@ -76,13 +80,15 @@ class GpuModelRunner:
         decode: DecodeSteps | None,
         wait: Wait = torch.cuda.Event.synchronize,
         grammars: MaskSource | None = None,
+        state_pool: StatePool | None = None,
     ) -> None:
-        """computes: a decoder over `kv_pool`. decode: batches for decode steps; None launches every step's kernels
-        (`--enforce-eager`). wait: among several ranks, a wait with a time limit. grammars: without any, a request that
-        has a grammar fails.
+        """computes: a decoder over `kv_pool` and `state_pool`, which is None without recurrent layers. decode: batches
+        for decode steps; None launches every step's kernels (`--enforce-eager`). wait: among several ranks, a wait with
+        a time limit. grammars: without any, a request that has a grammar fails.
         """
         self._computes = computes
         self._kv_pool = kv_pool
+        self._state_pool = state_pool
         self._batches = batches
         self._decode = decode
         self._wait = wait
@@ -101,7 +107,11 @@ class GpuModelRunner:
         arrays = step_arrays(plan.chunks, self._kv_pool.block_size)
         logit_rows, places = wanted_logits(plan.chunks)
         scores_prompts = any(chunk.extras is not None and chunk.extras.prompt_targets for chunk in plan.chunks)
+        if self._state_pool is not None:
+            self._state_pool.begin(plan.chunks)
         computed = self._forward(arrays, logit_rows, with_logits=not scores_prompts)
+        if self._state_pool is not None:
+            self._state_pool.end(plan.chunks)
         routing = None if computed.routing is None else computed.routing.on_host()
         # The device computes the forward meanwhile.
         allowed = None if masks is None else masks.result()

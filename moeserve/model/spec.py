@@ -302,8 +302,6 @@ class CheckpointError(ModelError):
     """The weight files are missing, damaged or do not fit the configuration."""
 
 
-NO_GPU_FORM = "Models of type {!r} are served on a CPU only: their recurrent layers have no form for a GPU yet."
-
 # Of weights that load and still compute nothing.
 NO_NUMBERS = "The model's answer to a first prompt is not finite numbers: its weights are damaged."
 

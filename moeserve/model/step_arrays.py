@@ -76,7 +76,8 @@ class StepArrays:
 
     Per row: token_ids, positions, slots. sources: the place among the previous step's drawn tokens that holds the row's
     token, -1 where `token_ids` does; empty if no row has one. Per chunk: seq_lens (with the new tokens), query_starts
-    (one more), block_tables. The first `num_decodes` chunks have one token each.
+    (one more), block_tables; state_slots, empty for a model without recurrent states. The first `num_decodes` chunks
+    have one token each.
     """
 
     token_ids: array[int] = field(default_factory=_int64)
@@ -84,6 +85,7 @@ class StepArrays:
     slots: array[int] = field(default_factory=_int64)
     sources: array[int] = field(default_factory=_int64)
     seq_lens: array[int] = field(default_factory=_int32)
+    state_slots: array[int] = field(default_factory=_int64)
     query_starts: array[int] = field(default_factory=lambda: array("i", [0]))
     block_tables: list[array[int]] = field(default_factory=list)
     num_decodes: int = 0
@@ -116,6 +118,8 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
                 range(base + max(first, block * block_size), base + min(last, (block + 1) * block_size))
             )
         arrays.seq_lens.append(last)
+        if chunk.state is not None:
+            arrays.state_slots.append(chunk.state.slot)
         arrays.query_starts.append(arrays.num_rows)
         arrays.block_tables.append(table[: (last - 1) // block_size + 1])
         arrays.max_query_len = max(arrays.max_query_len, count)

@@ -29,7 +29,7 @@ from moeserve.model.checkpoint import (
 from moeserve.model.decoder import Decoder, DecoderLayer, GqaAttention, MlaAttention
 from moeserve.model.delta_net import GatedDeltaNet, by_part
 from moeserve.model.expert_weights import ExpertReader
-from moeserve.model.spec import NO_GPU_FORM, AttentionSpec, DecoderSpec, DeltaNetSpec, MlaSpec, UnsupportedModel
+from moeserve.model.spec import AttentionSpec, DecoderSpec, DeltaNetSpec, MlaSpec
 from moeserve.model.tensor_reader import Progress, TensorReader
 
 DispatchOf = Callable[[int], Dispatch]
@@ -137,9 +137,6 @@ class _Loader:
         return self._gqa(tensors, spec.attention, spec.windows[number])
 
     def _delta_net(self, tensors: Tensors, spec: DeltaNetSpec) -> GatedDeltaNet:
-        ops = self._ops
-        if not isinstance(ops, CpuOps):
-            raise UnsupportedModel(NO_GPU_FORM.format(self._spec.model_type))
         heads = DeltaHeads(
             spec.num_key_heads,
             spec.num_value_heads,
@@ -154,7 +151,7 @@ class _Loader:
             projections = self.linear(tensors, "qkv", "z", "b", "a")
         return GatedDeltaNet(
             spec,
-            ops,
+            self._ops,
             projections,
             self.linear(tensors, "out"),
             conv=self._tensor(tensors["conv"]).T.contiguous(),

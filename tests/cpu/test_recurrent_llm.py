@@ -28,7 +28,7 @@ BLOCK = 4
 BASE = ServeConfig(kv_cache_memory=2**21, block_size=BLOCK, max_model_len=160)
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "qwen3_5_moe"])
+@pytest.fixture(scope="module", params=["qwen3_next", pytest.param("qwen3_5_moe", marks=pytest.mark.long)])
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp(request.param)
     save(request.param, directory)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
+from moeserve.assemble import check_first_answer
+from moeserve.model.families import build_spec
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import StateShape
@@ -37,6 +40,14 @@ def test_states_are_views_of_one_row_of_bytes_with_their_own_dtypes() -> None:
     for number, (conv, matrix) in enumerate(pool.layers):
         assert bool((conv == number + 1).all())
         assert bool((matrix == -number - 1).all())
+
+
+@pytest.mark.parametrize(
+    ("config", "mebibytes"), [("Qwen3NextConfig", 73.6875), ("Qwen3_5MoeTextConfig", 61.40625)], ids=["80B", "35B"]
+)
+def test_a_state_of_a_published_model_takes_so_many_mebibytes(config: str, mebibytes: float) -> None:
+    spec = build_spec(getattr(transformers, config)().to_dict())
+    assert state_row_bytes(spec.state_layers, torch.bfloat16) == mebibytes * 2**20
 
 
 def test_a_chunk_starts_from_zeros_from_its_slot_or_from_a_snapshot_and_leaves_one() -> None:
@@ -81,6 +92,10 @@ def compute(runner: ModelRunner, *parts: tuple[int, int, int, StateUse]) -> list
         for first, start, end, state in parts
     ]
     return runner.launch(StepPlan(0, chunks)).result().chunks
+
+
+def test_the_first_answer_of_start_up_names_a_slot(runner: ModelRunner) -> None:
+    check_first_answer(runner, 128, BLOCK, StateUse(3))
 
 
 def test_a_request_that_resumes_from_a_snapshot_samples_with_the_same_bits(runner: ModelRunner) -> None:

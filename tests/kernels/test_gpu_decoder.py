@@ -12,20 +12,12 @@ from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.gpu_logits import MAX_LEN, MAX_TOKENS, difference, gpu_logits, two_requests
 from tests.support.tiny_models import CASES, save
 
-# Their recurrent layers have no form for a GPU.
-ON_CPU_ONLY = ("qwen3_next", "qwen3_5_moe")
 # Between them all kinds of attention, norms, rotation, gates and activations.
-FEW = ("qwen3_moe", "gpt_oss", "deepseek_v3-yarn", "olmoe")
+MARKS = dict.fromkeys(("qwen3_moe", "gpt_oss", "deepseek_v3-yarn", "olmoe"), ())
+MARKS |= {"qwen3_next-recurrent-end": pytest.mark.kernel_change}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        case if case in FEW else pytest.param(case, marks=pytest.mark.long)
-        for case in CASES
-        if not case.startswith(ON_CPU_ONLY)
-    ],
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, pytest.mark.long)) for case in CASES])
 def test_logits_equal_those_of_transformers(case: str, device: torch.device, tmp_path: Path) -> None:
     model = save(case, tmp_path)
     requests = two_requests()

@@ -23,6 +23,7 @@ MORE_CASES = (
     "qwen3_moe",
     "granitemoe",
     "mistral-window",
+    "qwen3_next",
 )
 
 

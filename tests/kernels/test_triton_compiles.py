@@ -14,6 +14,10 @@ def test_norms_rotation_and_sampling_compile_for_compute_capability_9_without_sp
     compiled("others")
 
 
+def test_recurrent_layers_compile_without_spilling():
+    assert len(compiled("recurrent")) == 4
+
+
 def test_attention_runs_long_rows_by_whole_warpgroups_and_short_ones_on_tensor_cores():
     lines = [line for line in compiled("attention") if "split_kernel" in line or "prefill_kernel" in line]
     assert len(lines) == 10

@@ -17,7 +17,7 @@ from kernels.state_rows import StateRows
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 # (slot, rows) of the chunks of a step; slot -1 pads.
-STEPS = (((2, 7), (-1, 1), (0, 1)), ((0, 2), (2, 1), (-1, 3)), ((2, 17),), ((0, 2), (2, 2)))
+STEPS = (((2, 7), (-1, 1), (0, 1)), ((0, 2), (2, 1), (-1, 3)), ((2, 9),), ((0, 2), (2, 2)))
 NUM_SLOTS = 4
 
 Body = Callable[[Tensor, Tensor, StateRows], Tensor]
@@ -92,7 +92,7 @@ def test_the_convolution_is_the_reference(channels: int, width: int, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", [(1, 2, 24, 40), (1, 1, 128, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2, 24, 40), (1, 1, 80, 16)], ids=str)
 def test_the_rule_is_the_reference(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
     key_heads, value_heads, key_dim, value_dim = shape
     rate, bias = -torch.rand(value_heads, device=device) * 3, torch.randn(value_heads, device=device)

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kernels.gated_delta_rule import DeltaHeads
 from kernels.gpu.attention import PagedContext, Partials, Scoring, prefill_attention, split_attention
 from kernels.gpu.attention_config import split_config
 from kernels.gpu.attention_kernels import SplitWork
@@ -20,9 +21,11 @@ from kernels.gpu.moe_config import Device, MoeShape, heuristic_config
 from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.gpu.norm import add_rms_norm, layer_norm, rms_norm
+from kernels.gpu.recurrent import gated_delta_rule, gated_norm, short_conv
 from kernels.gpu.rope_kv import norm_rope_write_kv
 from kernels.gpu.sampling import greedy, sample
 from kernels.specs import Activation, GateSpec
+from kernels.state_rows import StateRows
 
 Cases = Iterator[tuple[str, Callable[[], object]]]
 # Sizes of keys and values, query heads per KV head, block size, dtypes of queries and pools.
@@ -112,6 +115,20 @@ def others() -> Cases:
     yield "sample", lambda: sample(logits, ones, places, places)
     top_k = torch.ones(2, dtype=torch.int32)
     yield "sample filtered", lambda: sample(logits, ones, places, places, top_k=top_k, top_p=ones, min_p=ones)
+
+
+def recurrent() -> Cases:
+    """The recurrent layers of Qwen3-Next-80B-A3B, whose short and long states cover Qwen3.5 as well."""
+    heads = DeltaHeads(16, 32, 128, 128, torch.empty(32), torch.empty(32))
+    rows = StateRows(torch.tensor([0, 1, 9]), torch.tensor([0, 1]), 8)
+    projected = torch.empty(9, 8192 + 4096 + 64, dtype=BF16)
+    qkv, gate, gates = projected.split([8192, 4096, 64], 1)
+    weight, conv_states = torch.empty(4, 8192, dtype=BF16), torch.empty(2, 3, 8192, dtype=BF16)
+    yield "convolution", lambda: short_conv(qkv, weight, conv_states, rows)
+    states = torch.empty(2, 32, 128, 128)
+    yield "delta rule", lambda: gated_delta_rule(qkv, gates, heads, states, rows)
+    norm = torch.empty(128, dtype=BF16)
+    yield "gated norm", lambda: gated_norm(torch.empty(9, 32, 128, dtype=BF16), gate, norm, 1e-6)
 
 
 def benchmarked() -> Cases:

@@ -15,8 +15,9 @@ from moeserve.model.decoder import Decoder
 from moeserve.model.gpu_batches import AttentionLimits, StepBatches
 from moeserve.model.gpu_kernels import attention_shape
 from moeserve.model.kv_pool import KVPool
+from moeserve.model.state_pool import StatePool, pools_by_layer
 from moeserve.model.step_arrays import step_arrays
-from moeserve.plan import Chunk
+from moeserve.plan import Chunk, StateUse
 from tests.support.paged_runner import PagedRunner
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_TOKENS = 4, 16, 32, 16
@@ -44,16 +45,27 @@ def gpu_logits(decoder: Decoder, requests: Sequence[list[int]], kv_dtype: torch.
         for pool in pair:
             if pool is not None:
                 pool.copy_(torch.full(pool.shape, torch.nan))
+    states = None
+    if spec.state_layers:
+        states = StatePool(spec.state_layers, len(requests) + 1, dtype, device)
+        for layer in states.layers:
+            for state in layer:
+                state.fill_(torch.nan)
     blocks = list(range(NUM_BLOCKS))
     random.Random(0).shuffle(blocks)
     tables = [array("i", [blocks.pop() for _ in range(3)]) for _ in requests]
     found = [torch.full((len(tokens), spec.vocab_size), torch.nan) for tokens in requests]
     for step in STEPS:
-        chunks = [Chunk(str(r), array("i", requests[r][start:end]), start, tables[r], None) for r, start, end in step]
+        chunks = [
+            Chunk(str(r), array("i", requests[r][start:end]), start, tables[r], None, state=states and StateUse(r + 1))
+            for r, start, end in step
+        ]
         arrays = step_arrays(chunks, BLOCK_SIZE)
         with torch.inference_mode():
+            if states is not None:
+                states.begin(chunks)
             batch = batches.make(arrays, range(arrays.num_rows), None)
-            logits = decoder.forward(batch, pools.layers).float().cpu()
+            logits = decoder.forward(batch, pools_by_layer(spec, pools.layers, states)).float().cpu()
         row = 0
         for request, start, end in step:
             found[request][start:end] = logits[row : row + end - start]

@@ -36,6 +36,7 @@ from moeserve.model.gpu_runner import DecodeSteps, GpuModelRunner, HeardDecoder
 from moeserve.model.gpu_setup import StepLimits, blank_arrays, launch_all_variants, launch_variants
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.spec import DecoderSpec, silent
+from moeserve.model.state_pool import StatePool, pools_by_layer
 from moeserve.model.step_arrays import StepShape, capture_sizes
 from moeserve.plan import Chunk, ChunkExtras, SamplingParams, StepPlan
 from tests.support.caught_launches import launches_go_to
@@ -180,13 +181,15 @@ def keys_of(
         storage=storage,
     )
     pool = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, CPU)
+    states = StatePool(spec.state_layers, 1, dtype, CPU) if spec.state_layers else None
+    pools = pools_by_layer(spec, pool.layers, states)
     limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, dtype, CPU, kv_dtype=kv_dtype)
     batches = StepBatches(limits, MAX_SEQS)
     variants = launch_variants(limits, configs, StepLimits(MAX_TOKENS, MAX_SEQS, MAX_LEN))
-    heard = HeardDecoder(decoder, pool.layers)
+    heard = HeardDecoder(decoder, pools)
     decode = None if eager else DecodeSteps(heard, limits, capture_sizes(MAX_SEQS))
     with gates_at_random(), launch_keys() as started:
-        launch_all_variants(decoder, pool.layers, batches, variants, BLOCK_SIZE)
+        launch_all_variants(decoder, pools, batches, variants, BLOCK_SIZE)
         for size in capture_sizes(MAX_SEQS) if decode is not None else ():
             decode.run(blank_arrays(StepShape(size, (), size), BLOCK_SIZE, spec.vocab_size), None, size)
     runner = GpuModelRunner(heard, pool, batches, decode=decode)

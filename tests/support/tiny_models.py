@@ -198,6 +198,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "qwen3_5_text": ("Qwen3_5", _HYBRID),
+    "qwen3_5": ("Qwen3_5", {**_HYBRID, "vision_config": _VISION}),
     "qwen3_5_moe_text": ("Qwen3_5Moe", _HYBRID),
     "qwen3_5_moe": ("Qwen3_5Moe", {**_HYBRID, "vision_config": _VISION}),
     "deepseek_v2": ("DeepseekV2", {**_MLA, "q_lora_rank": None, "topk_method": "group_limited_greedy"}),

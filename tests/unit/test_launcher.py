@@ -10,6 +10,7 @@ import tempfile
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -51,6 +52,14 @@ def test_the_banner_says_where_how_and_with_what():
     assert "1.0 GiB = 16,000 tokens in 1,000 blocks" in text
     assert "4,096 tokens per request (the model allows 8,192)" in text
     assert "NVIDIA H200 found, not used" in text
+
+
+def test_the_banner_tells_of_recurrent_states_where_there_are_some():
+    with_states = msgspec.structs.replace(READY, num_state_slots=8, num_snapshots=16, state_row_bytes=64 * 2**20)
+    line = "states   1.5 GiB = 8 requests at once and 16 snapshots of prefixes, 64.0 MiB each"
+    for ready, said in ((READY, False), (with_states, True)):
+        text = ready_banner(ready, url="http://x", model="demo", needs_key=False, gpus=[])
+        assert (line in text) == said
 
 
 def test_the_banner_asks_for_the_key_without_showing_one():

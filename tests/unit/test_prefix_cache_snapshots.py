@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 import pytest
 
-from radix_cache import PUBLIC, Lease, MissReason, PrefixCache
+from radix_cache import PUBLIC, Lease, MissReason, PrefixCache, Snapshot
 from radix_cache.errors import InvariantError
 
 SIZE = 4
@@ -155,6 +155,40 @@ def test_a_row_whose_boundary_was_not_published_is_free_again() -> None:
         cache.drop_row(row)
 
 
+def test_what_a_conversation_has_left_behind_goes_first_but_not_where_prompts_branch() -> None:
+    cache = stateful(3)
+    prefill(cache, TALK[:20], [16])
+    prefill(cache, [*TALK[:16], *[1] * 16], [28])
+    ids = array("i", [*TALK[:16], *[1] * 12, *[2] * 12])
+    lease = cache.match(ids)
+    assert cache.begin_load(lease) is not None
+    resumed = lease.snapshot
+    assert resumed is not None
+    cache.end_load(lease)
+    cache.extend(lease, 3)
+    row = cache.take_snapshot(lease, 36)
+    assert row is not None
+    cache.free(cache.publish(lease, ids, 40))
+    cache.drop_row(row)
+    cache.supersede(resumed)
+    cache.release(lease)
+    assert [snapshot.is_superseded for snapshot in walk(cache).values()].count(True) == 0
+    # Another prompt may branch there too, so only a place that one prompt alone passes is left behind.
+    before = prefill(cache, [*[3] * 20], [16])
+    assert before == 0
+    talk = array("i", [*[3] * 16, *[4] * 16])
+    lease = cache.match(talk)
+    resumed = lease.snapshot
+    assert resumed is not None
+    cache.begin_load(lease)
+    cache.end_load(lease)
+    cache.supersede(resumed)
+    cache.release(lease)
+    assert resumed.is_superseded
+    prefill(cache, [5] * 8, [4])
+    assert resumed.node is None
+
+
 def test_a_snapshot_of_no_use_can_be_given_up_but_not_one_that_was_used() -> None:
     cache = stateful(2)
     ids = array("i", TALK[:20])
@@ -219,7 +253,7 @@ def test_a_lost_row_is_found() -> None:
         cache.check_counts()
 
 
-def walk(cache: PrefixCache) -> dict[tuple[str, tuple[int, ...]], object]:
+def walk(cache: PrefixCache) -> dict[tuple[str, tuple[int, ...]], Snapshot]:
     """The snapshots of the tree by namespace and prefix."""
     tree, found = cache._tree, {}
     nodes = list(tree.roots.values())
@@ -235,8 +269,10 @@ def walk(cache: PrefixCache) -> dict[tuple[str, tuple[int, ...]], object]:
 @dataclass
 class Kept:
     row: int
+    since: int = 0
     worth: int = 0
     entry: int = 0
+    superseded: bool = False
     pins: int = 0
     uses: int = 0
 
@@ -248,7 +284,7 @@ class Running:
     tokens: array[int]
     num_computed: int
     pinned: tuple[str, tuple[int, ...]] | None
-    saving: list[tuple[int, int]] = field(default_factory=list)
+    resumed: Snapshot | None = None
 
 
 class World:
@@ -278,9 +314,51 @@ class World:
         count = len(prefix) // self.size
         return count - self.depth(namespace, array("i", prefix), count - 1)
 
+    def worth(self, key: tuple[str, tuple[int, ...]]) -> int:
+        return 0 if self.kept[key].superseded else self.kept[key].since + self.gain(key)
+
     def queue(self, key: tuple[str, tuple[int, ...]]) -> None:
         self.entry += 1
         self.kept[key].entry = self.entry
+        self.kept[key].worth = self.worth(key)
+
+    def first_victim(self) -> tuple[str, tuple[int, ...]] | None:
+        while victims := [key for key, kept in self.kept.items() if not kept.pins]:
+            victim = min(victims, key=lambda key: (self.kept[key].worth, self.kept[key].entry))
+            if self.worth(victim) <= self.kept[victim].worth:
+                return victim
+            self.queue(victim)
+        return None
+
+    def supersede(self, one: Running, resumed: Snapshot) -> None:
+        """From the snapshot that a request went on from up to where prompts branch."""
+        key = next((key for key, snapshot in walk(self.cache).items() if snapshot is resumed), None)
+        self.cache.supersede(resumed)
+        if key is None:
+            return
+        namespace, prefix = key
+        left = []
+        for end in range(len(prefix), 0, -self.size):
+            if len(self.continuations(namespace, prefix[:end])) > 1:
+                break
+            kept = self.kept.get((namespace, prefix[:end]))
+            if kept is not None and kept.uses < 2:
+                left.append((namespace, prefix[:end]))
+        for left_key in reversed(left):
+            self.kept[left_key].superseded = True
+            if not self.kept[left_key].pins:
+                self.queue(left_key)
+
+    def continuations(self, namespace: str, prefix: tuple[int, ...]) -> set[tuple[int, ...]]:
+        """The blocks that follow a prefix in the tree."""
+        tree, found = self.cache._tree, set()
+        nodes = [tree.roots[namespace]]
+        for node in nodes:
+            nodes += node.children.values()
+            whole = tuple(array("i", tree.prefix(node)))
+            if len(whole) > len(prefix) and whole[: len(prefix)] == prefix:
+                found.add(whole[len(prefix) : len(prefix) + self.size])
+        return found
 
     def unpin(self, one: Running) -> None:
         if one.pinned is not None:
@@ -334,8 +412,9 @@ class World:
         if one.pinned is not None:
             kept = self.kept[one.pinned]
             assert self.cache.begin_load(one.lease) == kept.row
+            one.resumed = one.lease.snapshot
             kept.uses += 1
-            kept.worth = self.age + self.gain(one.pinned)
+            kept.since, kept.superseded = self.age, False
             self.num_hits += 1
         self.cache.end_load(one.lease)
         self.unpin(one)
@@ -359,8 +438,7 @@ class World:
         gain = end // self.size - self.depth(one.namespace, one.tokens, first)
         row = self.cache.take_snapshot(one.lease, end)
         if not self.free:
-            victims = [key for key, kept in self.kept.items() if not kept.pins]
-            victim = min(victims, key=lambda key: (self.kept[key].worth, self.kept[key].entry), default=None)
+            victim = self.first_victim()
             if victim is None or self.kept[victim].worth > self.age + gain:
                 assert row is None
                 self.num_refused += 1
@@ -379,10 +457,12 @@ class World:
         if key in self.kept:
             self.free.add(row)
         else:
-            self.kept[key] = Kept(row)
-            self.kept[key].worth = self.age + self.gain(key)
+            self.kept[key] = Kept(row, self.age)
             self.queue(key)
         assert snapshot.row == self.kept[key].row
+        if one.resumed is not None:
+            self.supersede(one, one.resumed)
+            one.resumed = None
 
     def release(self, one: Running, keep: int | None) -> None:
         self.running.remove(one)
@@ -392,8 +472,8 @@ class World:
 
     def check(self) -> None:
         self.cache.check_invariants()
-        found = {key: (s.row, s.worth, s.pins, s.uses) for key, s in walk(self.cache).items()}
-        assert found == {key: (k.row, k.worth, k.pins, k.uses) for key, k in self.kept.items()}
+        found = {key: (s.row, s.worth, s.pins, s.uses, s.is_superseded) for key, s in walk(self.cache).items()}
+        assert found == {key: (k.row, k.worth, k.pins, k.uses, k.superseded) for key, k in self.kept.items()}
         assert self.cache.snapshots.num_free == len(self.free)
 
 

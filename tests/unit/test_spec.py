@@ -165,8 +165,8 @@ def test_a_missing_value_is_named() -> None:
         build_spec(config)
 
 
-def test_twenty_one_types_are_served() -> None:
-    assert len(supported_model_types()) == 21
+def test_twenty_three_types_are_served() -> None:
+    assert len(supported_model_types()) == 23
 
 
 _HYBRID: dict[str, Any] = {
