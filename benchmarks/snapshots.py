@@ -24,7 +24,13 @@ from zlib import crc32
 
 from moeserve.bench.workloads import Shape, agents
 from moeserve.plan import Chunk, ChunkResult, Request, SamplingParams, StepResult
-from moeserve.request_states import DECODE_INTERVAL_TOKENS, MIN_GAIN_TOKENS, ChoosePositions, StatePolicy
+from moeserve.request_states import (
+    DECODE_INTERVAL_TOKENS,
+    MIN_GAIN_TOKENS,
+    PROMPT_INTERVAL_TOKENS,
+    ChoosePositions,
+    StatePolicy,
+)
 from moeserve.request_states import wanted_positions as end_and_branching
 from moeserve.scheduler import Scheduler
 from radix_cache import PrefixCache
@@ -109,13 +115,16 @@ def policies(load: Load) -> dict[str, StatePolicy | None]:
     # The answers of a trace are not in it.
     interval = DECODE_INTERVAL_TOKENS if load.unit == 1 else 2**30
 
-    def keep(choose: ChoosePositions, *, foresees: bool = False) -> StatePolicy:
-        return StatePolicy(_NUM_SLOTS, gain, interval, choose, foresees)
+    def keep(choose: ChoosePositions, *, foresees: bool = False, prompt_interval: int = 2**30) -> StatePolicy:
+        return StatePolicy(_NUM_SLOTS, gain, interval, prompt_interval, choose, foresees)
 
     return {
         "no states needed": None,
+        "the service's": keep(
+            end_and_branching, foresees=True, prompt_interval=max(1, PROMPT_INTERVAL_TOKENS // load.unit)
+        ),
         "end and branching": keep(end_and_branching, foresees=True),
-        "the same without foresight": keep(end_and_branching),
+        "end and branching without foresight": keep(end_and_branching),
         "only the last": keep(only_the_last),
         "every 8192 tokens and the last": keep(every(8192 // load.unit)),
         "every block": keep(every(load.block_size)),
