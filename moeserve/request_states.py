@@ -2,8 +2,8 @@
 
 A state can be saved only where a chunk ends, so chunks are cut where a snapshot is wanted: at the last block boundary
 of a prompt, which an equal or longer prompt goes on from; where the prompt leaves what is cached already (a branching
-point: somebody else came this far and left no state, or will branch there); at positions that the client marks; and
-now and then in a very long prompt.
+point: somebody else came this far and left no state, or will branch there); at borders that the frontend or the client
+marks; and now and then in a very long prompt.
 While it decodes, a request saves a snapshot now and then and gives up the one before, for the next turn of the talk.
 """
 
@@ -103,7 +103,8 @@ class RequestStates:
         last = (len(request.token_ids) - 1) // size * size
         marks = list(range(0, last, self._prompt_interval))
         if request.cache is not None:
-            marks += [num_tokens // size * size for num_tokens, _ in request.cache.retentions]
+            retained = (num_tokens for num_tokens, _ in request.cache.retentions)
+            marks += [num_tokens // size * size for num_tokens in (*request.cache.borders, *retained)]
         state.wanted = self._policy.choose(state.above, lease.num_known_tokens, marks, last, self._min_gain)
 
     def cut(self, request: Request, count: int) -> int:

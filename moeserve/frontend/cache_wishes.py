@@ -20,9 +20,9 @@ async def cache_wishes(
     facts: ModelFacts,
     identity: Identity,
 ) -> list[CacheWish] | None:
-    """Return the wish of each prompt (token ids); None, at no cost, where the request asks nothing of the cache."""
+    """Return the wish of each prompt (token ids); None, at no cost, where nothing is asked of the cache."""
     options = request.cache
-    if options.seconds is None and not options.breakpoints and not options.report:
+    if options.seconds is None and not options.breakpoints and not options.report and not facts.keeps_states:
         return None
     wishes = []
     for prompt, token_ids in zip(request.prompts, prompts, strict=True):
@@ -31,8 +31,35 @@ async def cache_wishes(
             for num_messages, seconds in options.breakpoints[-limits.MAX_CACHE_BREAKPOINTS :]:
                 retentions.append((await _prefix_length(services, prompt, num_messages, token_ids, facts), seconds))
         kept = tuple((num_tokens, seconds) for num_tokens, seconds in retentions if num_tokens)
-        wishes.append(CacheWish(kept, identity.retention_share, options.report))
+        borders: tuple[int, ...] = ()
+        if facts.keeps_states and isinstance(prompt, ChatPrompt):
+            borders = await _borders(services, prompt, token_ids, facts)
+        wishes.append(CacheWish(kept, identity.retention_share, options.report, borders))
     return wishes
+
+
+async def _borders(services: Services, prompt: ChatPrompt, token_ids: list[int], facts: ModelFacts) -> tuple[int, ...]:
+    """Return the tokens before which tools and system messages end, and before which the answer's head begins.
+
+    Other conversations begin with the same system messages. The next turn of this one may have another head before the
+    answer: many templates leave out reasoning that was opened there.
+    """
+    borders = []
+    num_first = next(
+        (index for index, one in enumerate(prompt.messages) if one["role"] not in ("system", "developer")), 0
+    )
+    if num_first or prompt.tools:
+        borders.append(await _prefix_length(services, prompt, num_first, token_ids, facts))
+    if prompt.add_generation_prompt:
+        short = replace(prompt, messages=[{"role": "user", "content": "."}], tools=(), continue_final=False)
+        try:
+            whole = await services.encode(short, facts)
+            head = whole[len(await services.encode(replace(short, add_generation_prompt=False), facts)) :]
+        except ApiError:
+            head = []
+        if head and token_ids[-len(head) :] == head:
+            borders.append(len(token_ids) - len(head))
+    return tuple(border for border in borders if border)
 
 
 async def _prefix_length(

@@ -97,10 +97,11 @@ def test_a_long_prompt_leaves_snapshots_on_its_way() -> None:
     simulation.check_all_done()
 
 
-def test_a_marked_position_serves_a_prompt_that_goes_on_otherwise() -> None:
+@pytest.mark.parametrize("wish", [CacheWish(retentions=((30, 60.0),)), CacheWish(borders=(30, 10**9, -8))])
+def test_a_marked_position_serves_a_prompt_that_goes_on_otherwise(wish: CacheWish) -> None:
     simulation = simulate()
     request = Request("a", array("i", SHARED[:60]), SamplingParams(max_tokens=2))
-    request.cache = CacheWish(retentions=((30, 60.0),))
+    request.cache = wish
     simulation.scheduler.add(request)
     simulation.records["a"] = Record(request, SHARED[:60], request.sampling, array("i", SHARED[:60]))
     simulation.run()
