@@ -3,8 +3,8 @@
     python -m benchmarks.snapshots [--trace mooncake_trace.jsonl]
 
 The scheduler and the prefix cache are the service's; nothing is computed, so these are counts that any machine gives.
-Each policy gets the same memory. A quarter of it is for snapshots, each as large as the KV of `--state` tokens, the
-rest for KV; a model that needs no states has all of it for KV, and its reuse is what can be reused.
+Each policy gets the same memory: `--memory` for KV and `--share` of that for snapshots, each as large as the KV of
+`--state` tokens. A model that needs no states has all of it for KV, and its reuse is what can be reused.
 
 Without a trace: the agents of `moeserve bench serve --workload agents`, one token per word. A trace has `input_length`
 and `hash_ids`, one id for each 512 tokens with all before them; its requests come one after the other.
@@ -24,7 +24,13 @@ from zlib import crc32
 
 from moeserve.bench.workloads import Shape, agents
 from moeserve.plan import Chunk, ChunkResult, Request, SamplingParams, StepResult
-from moeserve.request_states import DECODE_INTERVAL_TOKENS, MIN_GAIN_TOKENS, ChoosePositions, StatePolicy
+from moeserve.request_states import (
+    DECODE_INTERVAL_TOKENS,
+    MIN_GAIN_TOKENS,
+    PROMPT_INTERVAL_TOKENS,
+    ChoosePositions,
+    StatePolicy,
+)
 from moeserve.request_states import wanted_positions as end_and_branching
 from moeserve.scheduler import Scheduler
 from radix_cache import PrefixCache
@@ -105,15 +111,20 @@ def every(size: int) -> ChoosePositions:
 
 def policies(load: Load) -> dict[str, StatePolicy | None]:
     """Return by name where snapshots are kept; None where none are needed."""
-    gain, interval = max(1, MIN_GAIN_TOKENS // load.unit), max(1, DECODE_INTERVAL_TOKENS // load.unit)
+    gain = max(1, MIN_GAIN_TOKENS // load.unit)
+    # The answers of a trace are not in it.
+    interval = DECODE_INTERVAL_TOKENS if load.unit == 1 else 2**30
 
-    def keep(choose: ChoosePositions, *, foresees: bool = False) -> StatePolicy:
-        return StatePolicy(_NUM_SLOTS, gain, interval, choose, foresees)
+    def keep(choose: ChoosePositions, *, foresees: bool = False, prompt_interval: int = 2**30) -> StatePolicy:
+        return StatePolicy(_NUM_SLOTS, gain, interval, prompt_interval, choose, foresees)
 
     return {
         "no states needed": None,
+        "the service's": keep(
+            end_and_branching, foresees=True, prompt_interval=max(1, PROMPT_INTERVAL_TOKENS // load.unit)
+        ),
         "end and branching": keep(end_and_branching, foresees=True),
-        "the same without foresight": keep(end_and_branching),
+        "end and branching without foresight": keep(end_and_branching),
         "only the last": keep(only_the_last),
         "every 8192 tokens and the last": keep(every(8192 // load.unit)),
         "every block": keep(every(load.block_size)),
@@ -179,20 +190,20 @@ def _draw(chunk: Chunk) -> int:
     return crc32(f"{chunk.request_id} {chunk.start}".encode()) >> 1
 
 
-def report(load: Load, memory: int, state: int) -> list[str]:
+def report(load: Load, memory: int, state: int, share: float) -> list[str]:
     """Return the lines of a table: policies, what they reuse of what can be reused, and their snapshots.
 
-    memory, state: in tokens of KV.
+    memory, state: in tokens of KV. share: of the memory, for snapshots beside it.
     """
-    num_snapshots = memory // 4 // state
+    num_snapshots = int(memory * share) // state
     lines = [
-        f"{memory} tokens of memory, {num_snapshots} snapshots of {state} tokens",
+        f"{memory} tokens of KV, {num_snapshots} snapshots of {state} tokens",
         "| snapshots at | prompt tokens reused | of what can be reused | saved | used | evicted |",
         "|---|---|---|---|---|---|",
     ]
     best = 0
     for name, policy in policies(load).items():
-        service = Service(memory if policy is None else memory - memory // 4, num_snapshots, load, policy)
+        service = Service(int(memory * (1 + share)) if policy is None else memory, num_snapshots, load, policy)
         service.serve(load)
         best = best or service.num_cached
         table, share = service.cache.snapshots, service.num_cached / service.num_prompt
@@ -210,13 +221,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=Shape().num_turns)
     parser.add_argument("--memory", type=float, nargs="+", default=[209_715], help="in tokens of KV")
     parser.add_argument("--state", type=int, default=_STATE_TOKENS, help="size of a snapshot in tokens of KV")
+    parser.add_argument("--share", type=float, default=0.25, help="of the memory for KV, for snapshots")
     options = parser.parse_args(arguments)
     if options.trace is None:
         load = agents_load(Shape(num_agents=options.agents, num_turns=options.turns))
     else:
         load = trace_load(options.trace, options.requests)
     for memory in options.memory:
-        print("\n".join(report(load, int(memory), options.state)), flush=True)
+        print("\n".join(report(load, int(memory), options.state, options.share)), flush=True)
 
 
 if __name__ == "__main__":

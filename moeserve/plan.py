@@ -67,11 +67,13 @@ class CacheWish:
 
     `retentions`: (prompt tokens, seconds) of prefixes to be retained once the request has ended. `share` of the KV
     blocks that its account may retain, None for the service's setting. `report`: explain where the match ended.
+    `borders`: prompt tokens behind which other prompts are likely to go on otherwise, for models with recurrent states.
     """
 
     retentions: tuple[tuple[int, float], ...] = ()
     share: float | None = None
     report: bool = False
+    borders: tuple[int, ...] = ()
 
 
 # Of background requests: behind every priority that a client may ask for.

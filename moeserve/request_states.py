@@ -2,7 +2,8 @@
 
 A state can be saved only where a chunk ends, so chunks are cut where a snapshot is wanted: at the last block boundary
 of a prompt, which an equal or longer prompt goes on from; where the prompt leaves what is cached already (a branching
-point: somebody else came this far and left no state, or will branch there); and at positions that the client marks.
+point: somebody else came this far and left no state, or will branch there); at borders that the frontend or the client
+marks; and now and then in a very long prompt.
 While it decodes, a request saves a snapshot now and then and gives up the one before, for the next turn of the talk.
 """
 
@@ -21,6 +22,10 @@ MIN_GAIN_TOKENS = 32
 # 1 GB of weights, so that copies take less than 1 % of it.
 DECODE_INTERVAL_TOKENS = 64
 
+# Between snapshots within a prompt, for prompts that leave it where none was kept. On the Mooncake trace 8192 and 32768
+# tokens serve less (`benchmarks.snapshots`).
+PROMPT_INTERVAL_TOKENS = 16384
+
 # (start, known, marks, last, smallest gain) -> positions; see `wanted_positions`.
 ChoosePositions = Callable[[int, int, Iterable[int], int, int], list[int]]
 
@@ -29,7 +34,7 @@ def wanted_positions(start: int, known: int, marks: Iterable[int], last: int, mi
     """Return the positions at which to save while computing a request's known tokens, in order.
 
     All are block boundaries: start, where the request begins to compute; known, where the cached KV of its tokens
-    ends; marks, of the client; last, the last boundary before its last token. Each position is at least `min_gain`
+    ends; marks, further ones; last, the last boundary before its last token. Each position is at least `min_gain`
     tokens behind the one before; of two that are closer the first stays, since it serves more prompts.
     """
     chosen = []
@@ -46,13 +51,14 @@ class StatePolicy:
     """How many state slots each rank has, the first rows of its pool, and where requests save snapshots.
 
     min_gain: a snapshot is saved if it spares an equal prompt at least so many tokens. decode_interval: tokens between
-    snapshots while decoding, at least a block. foresees: whether a request also saves where others that wait, or are
-    behind it, will leave its prompt.
+    snapshots while decoding, at least a block. prompt_interval: the same within a prompt. foresees: whether a request
+    also saves where others that wait, or are behind it, will leave its prompt.
     """
 
     num_slots: int
     min_gain: int = MIN_GAIN_TOKENS
     decode_interval: int = DECODE_INTERVAL_TOKENS
+    prompt_interval: int = PROMPT_INTERVAL_TOKENS
     choose: ChoosePositions = wanted_positions
     foresees: bool = True
 
@@ -70,6 +76,7 @@ class RequestStates:
         self._policy = policy
         self._min_gain = max(1, policy.min_gain)
         self._decode_interval = max(1, policy.decode_interval // cache.block_size) * cache.block_size
+        self._prompt_interval = max(1, policy.prompt_interval // cache.block_size) * cache.block_size
         self._free = list(range(policy.num_slots - 1, -1, -1))
 
     def enter(self, request: Request) -> None:
@@ -93,8 +100,11 @@ class RequestStates:
         state.above = lease.num_published_tokens
         if not self._cache.snapshots.num_rows:
             return
-        marks = () if request.cache is None else (tokens // size * size for tokens, _ in request.cache.retentions)
         last = (len(request.token_ids) - 1) // size * size
+        marks = list(range(0, last, self._prompt_interval))
+        if request.cache is not None:
+            retained = (num_tokens for num_tokens, _ in request.cache.retentions)
+            marks += [num_tokens // size * size for num_tokens in (*request.cache.borders, *retained)]
         state.wanted = self._policy.choose(state.above, lease.num_known_tokens, marks, last, self._min_gain)
 
     def cut(self, request: Request, count: int) -> int:

@@ -78,7 +78,7 @@ def serve(
     if rank.prefetcher is not None and config.enable_prefix_caching:
         merge = signature_merger(model.spec)
     scheduler, caches = build_scheduler(config, model.kv, model.device, depth=rank.depth, merge_annotations=merge)
-    ready = _ready(context, model)
+    ready = _ready(context, model, keeps_states=caches[0].snapshots.num_rows > 0)
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)
     steps = Steps(scheduler, executor, rank.depth, observers)
@@ -96,7 +96,7 @@ def serve(
         sockets.term()
 
 
-def _ready(context: RunContext, model: ServedModel) -> EngineReady:
+def _ready(context: RunContext, model: ServedModel, *, keeps_states: bool) -> EngineReady:
     config = context.config
     num_ranks = config.expert_parallel_size
     return EngineReady(
@@ -115,6 +115,7 @@ def _ready(context: RunContext, model: ServedModel) -> EngineReady:
         weights_bytes=model.weights_bytes,
         kv_bytes=num_ranks * model.kv_bytes,
         num_experts=0 if model.spec.moe is None else model.spec.moe.num_experts,
+        keeps_states=keeps_states,
     )
 
 

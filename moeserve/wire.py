@@ -173,7 +173,7 @@ class Control(Message):
 
 
 class EngineReady(Message):
-    """The answer to `Hello`, once the model is loaded."""
+    """The answer to `Hello`, once the model is loaded. keeps_states: prefixes need snapshots of recurrent states."""
 
     pid: int
     model_hash: str
@@ -190,6 +190,7 @@ class EngineReady(Message):
     weights_bytes: int
     kv_bytes: int
     num_experts: int = 0
+    keeps_states: bool = False
 
 
 class Refused(Message):

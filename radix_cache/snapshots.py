@@ -6,7 +6,8 @@ is the number of blocks that a request would compute again without it, and how r
 chosen by GreedyDual (Young, 1994; with gains for costs as in Cherkasova's GDSF, 1998): worth is the gain added to the
 age at which the snapshot was made or used last, the least worth goes, and the age becomes what it was worth. So a
 snapshot that saves ten times as much stays about ten times as long, and none stays for ever. What a conversation has
-left behind is worth nothing.
+left behind is worth nothing, and what a client retains counts several times; it still gives way in the end, so that
+retentions cannot take all rows for ever.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from radix_cache.errors import require
 from radix_cache.nodes import NOT_QUEUED, Node, Snapshot
 
 _HEAP_SLACK = 64
+# A snapshot under a prefix that a client retains stays about this many times as long.
+_RETAINED_WEIGHT = 8
 
 
 class SnapshotTable:
@@ -168,7 +171,7 @@ class SnapshotTable:
             if snapshot.entry == entry:
                 if _worth(snapshot) <= worth:
                     return snapshot
-                # The one before it is gone, so that it saves more than when it was queued.
+                # It is worth more than when it was queued.
                 self._enqueue(snapshot)
             heappop(self._queue)
         return None
@@ -187,7 +190,11 @@ class SnapshotTable:
 
 
 def _worth(snapshot: Snapshot) -> int:
-    """Return the worth of a snapshot now. It grows when the one before it goes."""
+    """Return the worth of a snapshot now. It grows when the one before it goes, or when its prefix is retained."""
+    node = snapshot.node
+    assert node is not None
+    if node.keeps:
+        return snapshot.since + _RETAINED_WEIGHT * gain_of(snapshot)
     return 0 if snapshot.is_superseded else snapshot.since + gain_of(snapshot)
 
 

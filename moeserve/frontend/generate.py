@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,9 +18,10 @@ from moeserve.frontend import limits
 from moeserve.frontend.admission import read_terms
 from moeserve.frontend.answer import Answer, build_generates, prompt_tail, shows_prompts
 from moeserve.frontend.cache_report import asks_for_report
+from moeserve.frontend.cache_wishes import cache_wishes
 from moeserve.frontend.constraints import constraint_of, of_calls
 from moeserve.frontend.dialects import chat, completions, messages, messages_answer
-from moeserve.frontend.dialects.internal import ChatPrompt, Delta, Formatter, GenerateRequest, ModelFacts
+from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.http import (
     OVERLOADED,
     ApiError,
@@ -33,13 +34,13 @@ from moeserve.frontend.http import (
     until_disconnect,
     with_headers,
 )
-from moeserve.frontend.keys import Identity, cache_namespace
+from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.request_group import EngineGone, RequestGroup, RequestRejected
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
 from moeserve.frontend.workers import InlineBudget
-from moeserve.plan import CacheWish, FinishReason, Terms
+from moeserve.plan import FinishReason, Terms
 from moeserve.wire import Generate, Output, Rejected
 
 _MAX_HEADER_CHARS = 200
@@ -199,47 +200,6 @@ class GenerateRoute:
                 return context_length_exceeded(facts.max_model_len, tokens, generates[index].sampling.max_tokens)
             case _:
                 return invalid(rejected.reason[:500])
-
-
-async def cache_wishes(
-    services: Services,
-    request: GenerateRequest,
-    prompts: Sequence[list[int]],
-    facts: ModelFacts,
-    identity: Identity,
-) -> list[CacheWish] | None:
-    """Return the wish of each prompt (token ids); None, at no cost, where the request asks nothing of the cache."""
-    options = request.cache
-    if options.seconds is None and not options.breakpoints and not options.report:
-        return None
-    wishes = []
-    for prompt, token_ids in zip(request.prompts, prompts, strict=True):
-        retentions = [] if options.seconds is None else [(len(token_ids), options.seconds)]
-        if isinstance(prompt, ChatPrompt):
-            for num_messages, seconds in options.breakpoints[-limits.MAX_CACHE_BREAKPOINTS :]:
-                retentions.append((await _prefix_length(services, prompt, num_messages, token_ids, facts), seconds))
-        kept = tuple((num_tokens, seconds) for num_tokens, seconds in retentions if num_tokens)
-        wishes.append(CacheWish(kept, identity.retention_share, options.report))
-    return wishes
-
-
-async def _prefix_length(
-    services: Services, prompt: ChatPrompt, num_messages: int, token_ids: list[int], facts: ModelFacts
-) -> int:
-    """Count the tokens of the prompt that its tools and first messages determine.
-
-    They are what the prompt has in common with these messages rendered alone: a template may write the end of a
-    conversation in another way than its middle. Templates that refuse them alone leave no prefix to retain.
-    """
-    if num_messages >= len(prompt.messages):
-        return len(token_ids)
-    head = replace(prompt, messages=prompt.messages[:num_messages], add_generation_prompt=False)
-    try:
-        alone = await services.encode(head, facts)
-    except ApiError:
-        return 0
-    limit = min(len(alone), len(token_ids))
-    return next((index for index in range(limit) if alone[index] != token_ids[index]), limit)
 
 
 async def _whole(group: RequestGroup, answer: Answer, progress: Progress) -> list[Delta]:

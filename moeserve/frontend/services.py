@@ -128,6 +128,7 @@ class Services:
                 eos_token_ids=tuple(ready.eos_token_ids),
                 default_sampling=ready.default_sampling,
                 max_logprobs=self.run.config.max_logprobs,
+                keeps_states=ready.keeps_states,
             )
         return self._facts
 

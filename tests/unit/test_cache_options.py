@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 
 from moeserve.config import ConfigError
 from moeserve.frontend.cache_routes import parse_warm
+from moeserve.frontend.cache_wishes import cache_wishes
 from moeserve.frontend.dialects.cache_options import read_cache_options
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
-from moeserve.frontend.generate import cache_wishes
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import ANYONE, Identity, Rights, cache_account, cache_namespace, load_keys
 from moeserve.frontend.public_prefixes import load_public_prefixes
@@ -102,7 +103,9 @@ MESSAGES = [
 ]
 
 
-def wishes_of(folder: Path, options: CacheOptions, prompt: ChatPrompt | list[int]) -> tuple[Any, list[int], list[int]]:
+def wishes_of(
+    folder: Path, options: CacheOptions, prompt: ChatPrompt | list[int], facts: ModelFacts = FACTS
+) -> tuple[Any, list[int], list[int]]:
     """Return the wishes, the prompt's token ids, and those of the first message alone."""
     services = Services.load(run_context(folder))
     request = GenerateRequest(
@@ -112,11 +115,8 @@ def wishes_of(folder: Path, options: CacheOptions, prompt: ChatPrompt | list[int
     async def run() -> tuple[Any, list[int], list[int]]:
         ids = await services.encode(prompt, FACTS)
         head = await services.encode(ChatPrompt(MESSAGES[:1], add_generation_prompt=False), FACTS)
-        return (
-            await cache_wishes(services, request, [ids], FACTS, Identity(b"", frozenset(), Rights(retention=0.25))),
-            ids,
-            head,
-        )
+        identity = Identity(b"", frozenset(), Rights(retention=0.25))
+        return await cache_wishes(services, request, [ids], facts, identity), ids, head
 
     return asyncio.run(run())
 
@@ -137,6 +137,22 @@ def test_of_many_breakpoints_the_last_four_count(tmp_path: Path) -> None:
 def test_a_request_that_asks_nothing_of_the_cache_has_no_wish(tmp_path: Path) -> None:
     assert wishes_of(tmp_path, CacheOptions(), [1, 2, 3])[0] is None
     assert wishes_of(tmp_path, CacheOptions(report=True), [1, 2, 3])[0] == [CacheWish((), 0.25, True)]
+
+
+def test_models_with_states_are_told_where_messages_end(tmp_path: Path) -> None:
+    facts = replace(FACTS, keeps_states=True)
+    (wish,), ids, head = wishes_of(tmp_path, CacheOptions(), ChatPrompt(MESSAGES), facts)
+    services = Services.load(run_context(tmp_path))
+    talk = asyncio.run(services.encode(ChatPrompt(MESSAGES, add_generation_prompt=False), FACTS))
+    assert ids[: len(talk)] == talk != ids
+    assert wish == CacheWish((), 0.25, False, (len(head), len(talk)))
+
+
+def test_prompts_without_messages_or_a_head_of_the_answer_have_no_border(tmp_path: Path) -> None:
+    facts = replace(FACTS, keeps_states=True)
+    assert wishes_of(tmp_path, CacheOptions(), [1, 2, 3], facts)[0] == [CacheWish((), 0.25)]
+    continued = ChatPrompt(MESSAGES[1:3], add_generation_prompt=False, continue_final=True)
+    assert wishes_of(tmp_path, CacheOptions(), continued, facts)[0] == [CacheWish((), 0.25)]
 
 
 PREFIXES = ({"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"})

@@ -118,6 +118,22 @@ def test_age_ends_even_the_most_valuable_snapshot() -> None:
     assert prefill(cache, TALK[:40], []) == 0
 
 
+def test_a_snapshot_of_a_retained_prefix_stays_longer_but_not_for_ever() -> None:
+    def others_until_gone(pin: bool) -> int:
+        cache = stateful(2, num_blocks=400)
+        prefill(cache, TALK[:20], [16])
+        if pin:
+            assert cache.pin(array("i", TALK[:16])) == 16
+        for number in range(100):
+            if cache.peek(array("i", TALK[:20])) == 0:
+                return number
+            prefill(cache, [number] * 20, [16])
+        raise AssertionError("it stayed for ever")
+
+    assert others_until_gone(pin=False) == 2
+    assert 6 < others_until_gone(pin=True) < 30
+
+
 def test_a_snapshot_goes_with_the_block_before_it() -> None:
     cache = stateful(4, num_blocks=6)
     prefill(cache, TALK[:24], [12, 20])

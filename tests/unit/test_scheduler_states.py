@@ -88,10 +88,20 @@ def test_the_next_turn_goes_on_from_the_answer(depth: int, run_ahead: bool) -> N
     simulation.check_all_done()
 
 
-def test_a_marked_position_serves_a_prompt_that_goes_on_otherwise() -> None:
+def test_a_long_prompt_leaves_snapshots_on_its_way() -> None:
+    simulation = simulate(states=StatePolicy(8, 4, 16, 32), budget=20)
+    ask(simulation, "long", SHARED)
+    saved = [c.start + len(c.token_ids) for p in simulation.plans for c in p.chunks if c.state.save is not None]
+    assert saved == [32, 64, 96]
+    assert ask(simulation, "other", [*SHARED[:70], *[1] * 9]).request.num_cached_tokens == 64
+    simulation.check_all_done()
+
+
+@pytest.mark.parametrize("wish", [CacheWish(retentions=((30, 60.0),)), CacheWish(borders=(30, 10**9, -8))])
+def test_a_marked_position_serves_a_prompt_that_goes_on_otherwise(wish: CacheWish) -> None:
     simulation = simulate()
     request = Request("a", array("i", SHARED[:60]), SamplingParams(max_tokens=2))
-    request.cache = CacheWish(retentions=((30, 60.0),))
+    request.cache = wish
     simulation.scheduler.add(request)
     simulation.records["a"] = Record(request, SHARED[:60], request.sampling, array("i", SHARED[:60]))
     simulation.run()

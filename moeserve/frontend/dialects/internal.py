@@ -11,7 +11,10 @@ from moeserve.plan import SamplingParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The facts about the model that reading a request needs. `default_sampling` holds the checkpoint's defaults."""
+    """The facts about the model that reading a request needs. `default_sampling` holds the checkpoint's defaults.
+
+    keeps_states: prompts are resumed from snapshots of recurrent states.
+    """
 
     names: tuple[str, ...]
     max_model_len: int
@@ -19,6 +22,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float]
     max_logprobs: int
+    keeps_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
