@@ -410,10 +410,11 @@ def build_scheduler(
     *,
     depth: int = 0,
     merge_annotations: MergeAnnotations | None = None,
+    rope_switch: int | None = None,
 ) -> tuple[Scheduler, list[PrefixCache]]:
     """Return the scheduler and its caches, one per rank. Raise ConfigError for limits that contradict each other.
 
-    depth: see `moeserve.steps.Steps`.
+    depth: see `moeserve.steps.Steps`. rope_switch: see `moeserve.model.rope`.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
@@ -436,5 +437,6 @@ def build_scheduler(
         policy=config.scheduling_policy,
         run_ahead=depth > 0,
         merge_annotations=merge_annotations,
+        rope_switch=rope_switch,
     )
     return scheduler, caches

@@ -12,6 +12,7 @@ from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
 from moeserve.experts.observe import signature_merger
 from moeserve.memory_plan import plan_model
+from moeserve.model.rope import rope_switch
 from moeserve.plan import FinishReason, Request, SamplingParams, TokenLogprobs
 from moeserve.steps import LocalExecutor, Steps
 
@@ -47,7 +48,9 @@ class LLM:
         self.spec = rank.model.spec
         self.experts = rank.memory
         merge = None if rank.prefetcher is None else signature_merger(self.spec)
-        self.scheduler, _ = build_scheduler(config, rank.model.kv, merge_annotations=merge)
+        kv = rank.model.kv
+        switch = rope_switch(self.spec.rope, kv.max_model_len)
+        self.scheduler, _ = build_scheduler(config, kv, merge_annotations=merge, rope_switch=switch)
         self.steps = Steps(self.scheduler, LocalExecutor(rank.runner), rank.depth)
         self._count = 0
 

@@ -82,7 +82,7 @@ class Request:
     `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
     tokens that were reported, also over preemptions. `annotation` is the one of the cached prefix, until a chunk
-    carries it. `is_plain`: sampling depends on nothing but the logits. `cache` is None
+    carries it. `first_angle`: see `Chunk`. `is_plain`: sampling depends on nothing but the logits. `cache` is None
     for most requests; `miss` explains where the match of the prompt ended, until an output carries it.
     """
 
@@ -100,6 +100,7 @@ class Request:
     num_overtakers: int = 0
     num_prompt_logprobs: int = 0
     rank: int = 0
+    first_angle: int = 0
     lease: Lease | None = None
     annotation: bytes | None = None
     finished: bool = False
@@ -151,6 +152,9 @@ class Chunk:
 
     `annotation`: opaque bytes from earlier `ChunkResult.annotation`s, kept with the cached tokens before `start`; at
     most MAX_ANNOTATION_BYTES, only in the first chunk after the request's admission.
+
+    `first_angle`: the row of position 0 in the table of rotary angles; not 0 for a request that has outgrown the
+    context up to which its model rotates otherwise (`moeserve.model.rope`).
     """
 
     request_id: str
@@ -161,6 +165,7 @@ class Chunk:
     extras: ChunkExtras | None = None
     drawn_by: int | None = None
     annotation: bytes | None = None
+    first_angle: int = 0
 
     @property
     def num_logit_rows(self) -> int:

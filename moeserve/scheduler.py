@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from moeserve.plan import Chunk, ChunkExtras, ChunkResult, FinishReason, Request, StepPlan, StepResult, TokenLogprobs
 from moeserve.request_memory import AdmissionOutcome, MergeAnnotations, RankLoads, RequestMemory
-from radix_cache import Miss, PrefixCache
+from radix_cache import APART, Miss, PrefixCache
 
 _LPM_WINDOW = 64
 _LPM_MAX_OVERTAKERS = 32
@@ -46,7 +46,9 @@ class Scheduler:
         policy: str = "fcfs",
         run_ahead: bool = False,
         merge_annotations: MergeAnnotations | None = None,
+        rope_switch: int | None = None,
     ) -> None:
+        """rope_switch: the tokens beyond which all keys of a request are rotated otherwise (`moeserve.model.rope`)."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -57,6 +59,7 @@ class Scheduler:
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_model_len = max_model_len
         self._run_ahead = run_ahead
+        self._rope_switch = rope_switch
         self._memories = [RequestMemory(cache, merge_annotations) for cache in caches]
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue(policy, lambda request: max(memory.peek(request) for memory in self._memories))
@@ -101,6 +104,8 @@ class Scheduler:
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.request_id] = request
+        if self._outgrows(request):
+            self._extend(request)
         self._waiting.add(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -126,6 +131,9 @@ class Scheduler:
 
         A rank with nothing to do gets an empty plan. Mutates the requests that it schedules.
         """
+        for request in [request for request in self._running if self._outgrows(request)]:
+            self._preempt(request)
+            self._extend(request)
         draft = PlanDraft(self._step + 1, self._max_num_batched_tokens, len(self._memories))
         prompts: list[Request] = []
         # Preemption removes requests from the list during this loop, but only behind the current one.
@@ -277,6 +285,8 @@ class Scheduler:
         """
         if not request.is_plain or request.num_output_tokens + 1 >= request.sampling.max_tokens:
             return
+        if request.num_planned_tokens == self._rope_switch and not request.first_angle:
+            return
         drawn_by = self._in_flight[-1].sampled_place(request)
         if drawn_by is None or draft.budgets[request.rank] <= 0:
             return
@@ -284,6 +294,16 @@ class Scheduler:
         if new is not None:
             draft.plans[request.rank].zeroed_blocks.extend(new)
             draft.add_unsampled(request, drawn_by)
+
+    def _outgrows(self, request: Request) -> bool:
+        """Return whether the request's next token needs all its keys rotated otherwise than they are."""
+        switch = self._rope_switch
+        return switch is not None and len(request.token_ids) > switch and not request.first_angle
+
+    def _extend(self, request: Request) -> None:
+        """Have a waiting request rotated by the angles of extended contexts, whose KV is cached apart."""
+        assert self._rope_switch is not None
+        request.first_angle, request.namespace = self._rope_switch, request.namespace + APART
 
     def _preempt(self, request: Request) -> None:
         """Take a request's memory; it waits again and will compute, or find cached, all its tokens."""
@@ -464,6 +484,7 @@ class PlanDraft:
         extras = None if request.is_plain else _chunk_extras(request, start, end)
         chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
         chunk.annotation, request.annotation = request.annotation, None
+        chunk.first_angle = request.first_angle
         self.plans[request.rank].chunks.append(chunk)
         self.requests.append(request)
         self.budgets[request.rank] -= count
@@ -479,6 +500,7 @@ class PlanDraft:
         start = request.num_planned_tokens
         request.num_scheduled_tokens += 1
         chunk = Chunk(request.request_id, array("i", [0]), start, lease.block_ids, request.sampling, None, drawn_by)
+        chunk.first_angle = request.first_angle
         self.plans[request.rank].chunks.append(chunk)
         self.requests.append(request)
         self.budgets[request.rank] -= 1

@@ -19,6 +19,7 @@ from moeserve.engine import Engine, EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.experts.observe import ExpertRecording, plan_recording, signature_merger
 from moeserve.memory_plan import plan_model
+from moeserve.model.rope import rope_switch
 from moeserve.model.spec import DecoderSpec, ModelError
 from moeserve.rank import Rank, ServedModel
 from moeserve.steps import Executor, LocalExecutor, RanksObserver, Steps
@@ -77,7 +78,14 @@ def serve(
     merge = None
     if rank.prefetcher is not None and config.enable_prefix_caching:
         merge = signature_merger(model.spec)
-    scheduler, caches = build_scheduler(config, model.kv, model.device, depth=rank.depth, merge_annotations=merge)
+    scheduler, caches = build_scheduler(
+        config,
+        model.kv,
+        model.device,
+        depth=rank.depth,
+        merge_annotations=merge,
+        rope_switch=rope_switch(model.spec.rope, model.kv.max_model_len),
+    )
     ready = _ready(context, model)
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)

@@ -294,6 +294,7 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
     extras: _WireExtras | None
     drawn_by: int | None
     annotation: Annotated[bytes, msgspec.Meta(max_length=MAX_ANNOTATION_BYTES)] | None
+    first_angle: int
 
 
 class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
@@ -325,6 +326,7 @@ def _pack_chunk(chunk: Chunk) -> _WireChunk:
         None if extras is None else _pack_extras(extras),
         chunk.drawn_by,
         chunk.annotation,
+        chunk.first_angle,
     )
 
 
@@ -338,6 +340,7 @@ def _unpack_chunk(wire: _WireChunk) -> Chunk:
         None if wire.extras is None else _unpack_extras(wire.extras),
         wire.drawn_by,
         wire.annotation,
+        wire.first_angle,
     )
 
 

@@ -34,6 +34,7 @@ class Simulation:
         depth: int = 0,
         num_ranks: int = 1,
         run_ahead: bool = False,
+        rope_switch: int | None = None,
     ) -> None:
         self.caches = [PrefixCache(num_blocks, block_size, caching=caching) for _ in range(num_ranks)]
         self.oracles = [KvOracle(cache, VOCAB_SIZE, run_ahead=run_ahead) for cache in self.caches]
@@ -46,6 +47,7 @@ class Simulation:
             max_model_len=max_model_len or num_blocks * block_size,
             policy=policy,
             run_ahead=run_ahead,
+            rope_switch=rope_switch,
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs
@@ -131,8 +133,11 @@ class Simulation:
         planned = {chunk.request_id for chunk in chunks}
         assert len(planned) == len(chunks)
         for record in ready:
-            if record.request.request_id not in planned and record.request.lease is not None:
-                assert self.caches[record.request.rank].num_available == 0, "a decode was left out"
+            request = record.request
+            # One that has outgrown its context is a prompt again.
+            is_decode = request.lease is not None and len(record.history) - request.num_computed_tokens == 1
+            if request.request_id not in planned and is_decode:
+                assert self.caches[request.rank].num_available == 0, "a decode was left out"
         self.plans += plans
         for rank, plan in enumerate(plans):
             records = [self.records[chunk.request_id] for chunk in plan.chunks]
