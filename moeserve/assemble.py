@@ -435,10 +435,11 @@ def build_scheduler(
     *,
     depth: int = 0,
     merge_annotations: MergeAnnotations | None = None,
+    rope_switch: int | None = None,
 ) -> tuple[Scheduler, list[PrefixCache]]:
     """Return the scheduler and its caches, one per rank. Raise ConfigError for limits that contradict each other.
 
-    depth: see `moeserve.steps.Steps`.
+    depth: see `moeserve.steps.Steps`. rope_switch: see `moeserve.model.rope`.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
@@ -465,5 +466,6 @@ def build_scheduler(
         merge_annotations=merge_annotations,
         states=StatePolicy(num_slots) if num_slots else None,
         slo=service_slo(config),
+        rope_switch=rope_switch,
     )
     return scheduler, caches

@@ -47,7 +47,8 @@ class LLM:
         self.spec = rank.model.spec
         self.experts = rank.memory
         merge = None if rank.prefetcher is None else signature_merger(self.spec)
-        self.scheduler, _ = build_scheduler(config, rank.model.kv, merge_annotations=merge)
+        model = rank.model
+        self.scheduler, _ = build_scheduler(config, model.kv, merge_annotations=merge, rope_switch=model.rope_switch)
         self.steps = Steps(self.scheduler, LocalExecutor(rank.runner), rank.depth)
         self._count = 0
 

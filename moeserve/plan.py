@@ -132,11 +132,11 @@ class Request:
     `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
     tokens that were reported, also over preemptions and lives of the engine. `annotation` is the one of the cached
-    prefix, until a chunk carries it. `is_plain`: sampling depends on nothing but the logits. `cache` is None for most
-    requests; `miss` explains where the match of the prompt ended, until an output carries it. `state` is there beside a
-    lease where the model has recurrent states and a slot was free. `arrived_at` is on the scheduler's clock;
-    `num_uncached_tokens` of the prompt were not cached then. `yields`: it is to give up its place as soon as no plan in
-    flight names it.
+    prefix, until a chunk carries it. `first_angle`: see `Chunk`. `is_plain`: sampling depends on nothing but the
+    logits. `cache` is None for most requests; `miss` explains where the match of the prompt ended, until an output
+    carries it. `state` is there beside a lease where the model has recurrent states and a slot was free. `arrived_at`
+    is on the scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it is to give up
+    its place as soon as no plan in flight names it.
 
     `earlier_output`: tokens that an earlier life of the engine has sampled and reported. The request then goes on as
     one that was preempted.
@@ -156,6 +156,7 @@ class Request:
     num_overtakers: int = 0
     num_prompt_logprobs: int = 0
     rank: int = 0
+    first_angle: int = 0
     lease: Lease | None = None
     annotation: bytes | None = None
     finished: bool = False
@@ -238,6 +239,9 @@ class Chunk:
     `annotation`: opaque bytes from earlier `ChunkResult.annotation`s, kept with the cached tokens before `start`; at
     most MAX_ANNOTATION_BYTES, only in the first chunk after the request's admission.
 
+    `first_angle`: the row of position 0 in the table of rotary angles; not 0 for a request that has outgrown the
+    context up to which its model rotates otherwise (`moeserve.model.rope`).
+
     `state` is None for models without recurrent states.
     """
 
@@ -250,6 +254,7 @@ class Chunk:
     drawn_by: int | None = None
     annotation: bytes | None = None
     state: StateUse | None = None
+    first_angle: int = 0
 
     @property
     def num_logit_rows(self) -> int:

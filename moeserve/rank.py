@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from experts.observer import StepObserver
 from moeserve.device import KvBudget
+from moeserve.model.rope import rope_switch
+from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Pending, StepPlan, StepResult
 from moeserve.steps import Runner
 
@@ -77,6 +79,11 @@ class ServedModel:
     @property
     def eos_token_ids(self) -> list[int]:
         return eos_token_ids(self.defaults, self.spec)
+
+    @property
+    def rope_switch(self) -> int | None:
+        """See `moeserve.model.rope.rope_switch`. A model on transformers' code ends before its angles change."""
+        return rope_switch(self.spec.rope, self.kv.max_model_len) if isinstance(self.spec, DecoderSpec) else None
 
 
 def eos_token_ids(defaults: GenerationDefaults, spec: ModelSpec) -> list[int]:

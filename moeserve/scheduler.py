@@ -27,7 +27,7 @@ from moeserve.plan import (
 )
 from moeserve.request_memory import AdmissionOutcome, MergeAnnotations, RankLoads, RequestMemory
 from moeserve.request_states import RequestStates, StatePolicy
-from radix_cache import Miss, PrefixCache
+from radix_cache import APART, Miss, PrefixCache
 
 _MAX_FOLLOWERS_TRIED = 16
 
@@ -58,8 +58,10 @@ class Scheduler:
         merge_annotations: MergeAnnotations | None = None,
         states: StatePolicy | None = None,
         slo: Slo | None = None,
+        rope_switch: int | None = None,
     ) -> None:
-        """states: None for models without recurrent states. slo: None bounds no wait by time."""
+        """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the tokens
+        beyond which all keys of a request are rotated otherwise (`moeserve.model.rope`)."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -75,6 +77,7 @@ class Scheduler:
             RequestMemory(cache, merge_annotations, None if states is None else RequestStates(cache, states))
             for cache in caches
         ]
+        self._rope_switch = rope_switch
         self._requests: dict[str, Request] = {}
         self._tenants = Tenants()
         self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs)
@@ -125,6 +128,8 @@ class Scheduler:
         self._num_arrivals += 1
         self._requests[request.request_id] = request
         self._tenants.enter(request)
+        if self._outgrows(request):
+            self._extend(request)
         self._waiting.add(request)
 
     def drop_late(self) -> list[RequestOutput]:
@@ -157,6 +162,9 @@ class Scheduler:
 
         A rank with nothing to do gets an empty plan. Mutates the requests that it schedules.
         """
+        for request in [request for request in self._running if self._outgrows(request)]:
+            self._preempt(request)
+            self._extend(request)
         draft = PlanDraft(self._step + 1, self._max_num_batched_tokens, len(self._memories))
         prompts: list[Request] = []
         self._make_room()
@@ -454,6 +462,8 @@ class Scheduler:
         """
         if not request.is_plain or request.num_output_tokens + 1 >= request.sampling.max_tokens:
             return
+        if request.num_planned_tokens == self._rope_switch and not request.first_angle:
+            return
         drawn_by = self._in_flight[-1].sampled_place(request)
         if drawn_by is None or draft.budgets[request.rank] <= 0:
             return
@@ -463,6 +473,16 @@ class Scheduler:
             draft.plans[request.rank].zeroed_blocks.extend(new)
             draft.add_unsampled(request, drawn_by, memory.use_state(request, 1))
             self._tenants.charge(request, 1)
+
+    def _outgrows(self, request: Request) -> bool:
+        """Return whether the request's next token needs all its keys rotated otherwise than they are."""
+        switch = self._rope_switch
+        return switch is not None and len(request.token_ids) > switch and not request.first_angle
+
+    def _extend(self, request: Request) -> None:
+        """Have a waiting request rotated by the angles of extended contexts, whose KV is cached apart."""
+        assert self._rope_switch is not None
+        request.first_angle, request.namespace = self._rope_switch, request.namespace + APART
 
     def _preempt(self, request: Request) -> None:
         """Take a request's memory; it waits again and will compute, or find cached, all its tokens."""
@@ -600,6 +620,7 @@ class PlanDraft:
         chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
         chunk.annotation, request.annotation = request.annotation, None
         chunk.state = state
+        chunk.first_angle = request.first_angle
         self.plans[request.rank].chunks.append(chunk)
         self.requests.append(request)
         self.budgets[request.rank] -= count
@@ -628,6 +649,7 @@ class PlanDraft:
         request.num_scheduled_tokens += 1
         chunk = Chunk(request.request_id, array("i", [0]), start, lease.block_ids, request.sampling, None, drawn_by)
         chunk.state = state
+        chunk.first_angle = request.first_angle
         self.plans[request.rank].chunks.append(chunk)
         self.requests.append(request)
         self.budgets[request.rank] -= 1

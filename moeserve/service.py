@@ -77,7 +77,14 @@ def serve(
     merge = None
     if rank.prefetcher is not None and config.enable_prefix_caching:
         merge = signature_merger(model.spec)
-    scheduler, caches = build_scheduler(config, model.kv, model.device, depth=rank.depth, merge_annotations=merge)
+    scheduler, caches = build_scheduler(
+        config,
+        model.kv,
+        model.device,
+        depth=rank.depth,
+        merge_annotations=merge,
+        rope_switch=model.rope_switch,
+    )
     ready = _ready(context, model, keeps_states=caches[0].snapshots.num_rows > 0)
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)

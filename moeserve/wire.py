@@ -311,6 +311,7 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
     extras: _WireExtras | None
     drawn_by: int | None
     annotation: Annotated[bytes, msgspec.Meta(max_length=MAX_ANNOTATION_BYTES)] | None
+    first_angle: int
 
 
 # The slot, the snapshot to load and the snapshot to save of a chunk's `StateUse`.
@@ -356,6 +357,7 @@ def _pack_chunk(chunk: Chunk) -> _WireChunk:
         None if extras is None else _pack_extras(extras),
         chunk.drawn_by,
         chunk.annotation,
+        chunk.first_angle,
     )
 
 
@@ -369,6 +371,7 @@ def _unpack_chunk(wire: _WireChunk) -> Chunk:
         None if wire.extras is None else _unpack_extras(wire.extras),
         wire.drawn_by,
         wire.annotation,
+        wire.first_angle,
     )
 
 

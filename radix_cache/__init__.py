@@ -3,11 +3,12 @@
 from radix_cache.errors import BudgetError, InvariantError, LeaseError
 from radix_cache.listing import CachedPrefix
 from radix_cache.misses import Miss, MissReason
-from radix_cache.nodes import PUBLIC, Lease, Snapshot
+from radix_cache.nodes import APART, PUBLIC, Lease, Snapshot
 from radix_cache.prefix_cache import PrefixCache
 from radix_cache.retention import account_of
 
 __all__ = [
+    "APART",
     "PUBLIC",
     "BudgetError",
     "CachedPrefix",

@@ -7,6 +7,8 @@ from array import array
 NOT_QUEUED = -1
 # The namespace whose prefixes every other one may use. Its name is no account's: those are digests, or empty.
 PUBLIC = "public"
+# Ends the name of a namespace that does not use the prefixes of PUBLIC: their KV is not as its own would be.
+APART = "/apart"
 
 
 class Node:

@@ -23,7 +23,8 @@ class PrefixCache:
     Tokens are ``array('i')`` (int32). Equal tokens in different namespaces never share blocks. With ``caching=False``
     nothing is shared or kept: `match` finds nothing, `publish` and `advance` do nothing, `release` frees every block.
 
-    A namespace is named `ACCOUNT` or `ACCOUNT/NAME`; what is published in the namespace PUBLIC serves all others too.
+    A namespace is named `ACCOUNT` or `ACCOUNT/NAME`; what is published in the namespace PUBLIC serves all others too,
+    but those whose names end with APART.
     An account retains at most `retention_share` of all blocks, unless a call gives its share. Time is the caller's,
     told by `tell_time`; there is no clock inside.
 

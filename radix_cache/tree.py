@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 
 from radix_cache.errors import require
 from radix_cache.evictions import MAX_RECORDED_BLOCKS, EvictionRecord
-from radix_cache.nodes import NOT_QUEUED, PUBLIC, Node
+from radix_cache.nodes import APART, NOT_QUEUED, PUBLIC, Node
 from radix_cache.retention import RetentionLedger, account_of
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot, split_snapshots
 
@@ -30,7 +30,8 @@ class RadixTree:
     recently as its children and becomes a leaf only after they are gone, so a node that vanishes passes its stamp up.
 
     A namespace's prefixes lie below its root, or below a prefix of the namespace PUBLIC that they begin with: a match
-    follows public runs as far as it can, then the namespace's own.
+    follows public runs as far as it can, then the namespace's own. A namespace whose name ends with APART has its own
+    alone.
 
     Retention (`ledger`) comes before recency: a leaf at which no retention ends is evicted before one where one does,
     and that one before a pinned one. `now` is the caller's time, told by `tell_time`.
@@ -85,7 +86,7 @@ class RadixTree:
 
     def start(self, namespace: str, data: bytes) -> Node | None:
         """Return the root below which `data` (int32 ids) is looked up; None if the namespace has none yet."""
-        public = self.roots.get(PUBLIC)
+        public = None if namespace.endswith(APART) else self.roots.get(PUBLIC)
         if public is not None and data[: self._block_bytes] in public.children:
             return public
         return self.roots.get(namespace)

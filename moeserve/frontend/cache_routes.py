@@ -26,6 +26,7 @@ from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import SamplingParams
 from moeserve.wire import pack_token_ids
+from radix_cache import APART
 
 _P = TypeVar("_P", bound="PrefixBody")
 
@@ -238,7 +239,7 @@ class CacheRoutes:
             "retained_for_s": None if entry["retained_for"] is None else round(entry["retained_for"], 1),
             "pinned": entry["is_pinned"],
             "in_use": entry["is_leased"],
-            "salted": "/" in namespace,
+            "salted": "/" in namespace.removesuffix(APART),
             "preview": self._services.tokenizer.decode(entry["preview"], skip_special_tokens=False),
         }
         return {**shown, "namespace": namespace} if every else shown

@@ -19,7 +19,7 @@ from kernels.linear import Linear
 from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormWeights, Ops, StepInputs
 from kernels.state_rows import StateRows
 from moeserve.model.delta_net import GatedDeltaNet
-from moeserve.model.rope import rope_frequencies
+from moeserve.model.rope import Frequencies, rope_frequencies, rope_switch
 from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, ModelSpec, RopeSpec
 from moeserve.model.state_pool import StatePool, pools_by_layer
 
@@ -168,7 +168,8 @@ class MlaAttention:
 class ForwardBatch:
     """The rows of one step, one request's chunk after another.
 
-    token_ids, positions: [T] int64. attention: for the operations of the decoder's device. logit_rows: [S] int64, the
+    token_ids, positions: [T] int64; positions are rows of `RopeTable`. attention: for the operations of the decoder's
+    device. logit_rows: [S] int64, the
     rows whose logits are wanted; None for all. num_valid: int32 scalar on the device, from which row on the batch is
     padding; None for none. states: of the recurrent layers, None for a model without any.
     """
@@ -226,7 +227,11 @@ KvPools = Sequence[tuple[Tensor, Tensor | None]]
 
 class RopeTable:
     """Cosines and sines of all positions up to ``max_model_len``, made once: looking an angle up gives the same bits
-    in every batch, computing it might not."""
+    in every batch, computing it might not.
+
+    If frequencies change beyond `rope_switch` tokens, the angles of these first positions come first, then, from row
+    `rope_switch` on, those of all positions of extended contexts.
+    """
 
     __slots__ = ("_cos", "_sin")
 
@@ -234,16 +239,23 @@ class RopeTable:
         self, rope: RopeSpec, max_model_len: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
         """device: of the tables, default the CPU, where they are computed."""
-        frequencies = rope_frequencies(rope, max_model_len)
-        inverse = torch.tensor(frequencies.inverse, dtype=torch.float32)
-        angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * inverse
+        switch = rope_switch(rope, max_model_len)
+        tables = [_cos_and_sin(rope_frequencies(rope), switch or max_model_len)]
+        if switch is not None:
+            tables.append(_cos_and_sin(rope_frequencies(rope, extended=True), max_model_len))
         dtype = torch.float32 if rope.keep_fp32 else dtype
-        self._cos = (angles.cos() * frequencies.scale).to(device, dtype)
-        self._sin = (angles.sin() * frequencies.scale).to(device, dtype)
+        self._cos, self._sin = (torch.cat(parts).to(device, dtype) for parts in zip(*tables, strict=True))
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] int64 -> cos, sin [T, rotary_dim / 2]."""
+        """positions [T] int64, rows of the table -> cos, sin [T, rotary_dim / 2]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+def _cos_and_sin(frequencies: Frequencies, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Return scaled cosines and sines [num_positions, rotary_dim / 2] in float32."""
+    inverse = torch.tensor(frequencies.inverse, dtype=torch.float32)
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse
+    return angles.cos() * frequencies.scale, angles.sin() * frequencies.scale
 
 
 @dataclass(frozen=True, slots=True)

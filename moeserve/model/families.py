@@ -15,7 +15,7 @@ from typing import Any
 from kernels.specs import Activation, ActivationKind, GateSpec
 from moeserve.model.config_bounds import check_numbers
 from moeserve.model.files import read_json, read_text
-from moeserve.model.rope import parse_rope, rope_frequencies, yarn_softmax_multiplier
+from moeserve.model.rope import parse_rope, rope_frequencies, rope_switch, yarn_softmax_multiplier
 from moeserve.model.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -122,8 +122,9 @@ def build_spec(config: Config) -> DecoderSpec:
 
 def _check_frequencies(spec: DecoderSpec) -> None:
     """Raise ValueError or ArithmeticError if the rotation is not finite for short or for long contexts."""
-    for max_model_len in (1, spec.max_position):
-        frequencies = rope_frequencies(spec.rope, max_model_len)
+    extensible = rope_switch(spec.rope, spec.max_position) is not None
+    for extended in (False, True)[: 1 + extensible]:
+        frequencies = rope_frequencies(spec.rope, extended=extended)
         if not all(map(math.isfinite, (frequencies.scale, *frequencies.inverse))):
             raise ValueError("its rotary embedding is not finite")
 
@@ -232,6 +233,8 @@ def _granitemoe(c: Config) -> DecoderSpec:
 def _phimoe(c: Config) -> DecoderSpec:
     spec = _base(c, norm="layer", lm_head_bias=bool(c.get("lm_head_bias")))
     spec = _with_windows(_with_attention_bias(spec, c), c)
+    # transformers' phimoe rotates by the short factors at any length; only the magnitude changes.
+    spec = replace(spec, rope=replace(spec.rope, long_factor=spec.rope.short_factor))
     gate = GateSpec(c["num_experts_per_tok"], score="sparsemixer", jitter=float(c["router_jitter_noise"]))
     return _with_experts(spec, MoeSpec(c["num_local_experts"], c["intermediate_size"], gate, spec.activation))
 

@@ -73,14 +73,24 @@ def parse_rope(
     )
 
 
-def rope_frequencies(rope: RopeSpec, max_model_len: int) -> Frequencies:
-    """Return the frequencies of a model that serves contexts of up to ``max_model_len`` tokens.
+def rope_frequencies(rope: RopeSpec, *, extended: bool = False) -> Frequencies:
+    """Return the frequencies of a request. extended: of one with more tokens than `rope_switch`.
 
-    They must not depend on the length of a single request, because requests share cached keys. So longrope uses its
-    long factors for all requests as soon as ``max_model_len`` exceeds the original context, and dynamic scaling stays
-    the default up to the context it starts from.
+    Dynamic scaling stays the default up to the context it starts from.
     """
-    return _KINDS[rope.kind](rope, max_model_len)
+    return _longrope(rope, extended=True) if extended else _KINDS[rope.kind](rope)
+
+
+def rope_switch(rope: RopeSpec, max_model_len: int) -> int | None:
+    """Return the number of tokens beyond which a request's frequencies change, if contexts may grow beyond it.
+
+    They change for all its positions at once, in the step that computes the first token beyond, as in transformers'
+    ``generate``: its keys are computed anew, and requests on both sides share no cached keys.
+    """
+    if rope.kind != "longrope" or max_model_len <= rope.original_max_position:
+        return None
+    changes = rope_frequencies(rope) != rope_frequencies(rope, extended=True)
+    return rope.original_max_position if changes else None
 
 
 def yarn_softmax_multiplier(rope: RopeSpec) -> float:
@@ -94,15 +104,15 @@ def _plain(rope: RopeSpec) -> list[float]:
     return [rope.theta ** (-channel / rope.rotary_dim) for channel in range(0, rope.rotary_dim, 2)]
 
 
-def _default(rope: RopeSpec, max_model_len: int) -> Frequencies:
+def _default(rope: RopeSpec) -> Frequencies:
     return Frequencies(tuple(_plain(rope)), 1.0)
 
 
-def _linear(rope: RopeSpec, max_model_len: int) -> Frequencies:
+def _linear(rope: RopeSpec) -> Frequencies:
     return Frequencies(tuple(inverse / rope.factor for inverse in _plain(rope)), 1.0)
 
 
-def _llama3(rope: RopeSpec, max_model_len: int) -> Frequencies:
+def _llama3(rope: RopeSpec) -> Frequencies:
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor
 
@@ -124,7 +134,7 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _yarn(rope: RopeSpec, max_model_len: int) -> Frequencies:
+def _yarn(rope: RopeSpec) -> Frequencies:
     def channel_of(rotations: float) -> float:
         """Return the index of the channel pair that turns ``rotations`` times over the original context."""
         turns = rope.original_max_position / (rotations * 2 * math.pi)
@@ -149,8 +159,7 @@ def _yarn(rope: RopeSpec, max_model_len: int) -> Frequencies:
     return Frequencies(tuple(blended), scale)
 
 
-def _longrope(rope: RopeSpec, max_model_len: int) -> Frequencies:
-    extended = max_model_len > rope.original_max_position
+def _longrope(rope: RopeSpec, extended: bool) -> Frequencies:
     factors = rope.long_factor if extended else rope.short_factor
     scale = rope.long_mscale if extended else rope.short_mscale
     if scale is None:
@@ -161,13 +170,13 @@ def _longrope(rope: RopeSpec, max_model_len: int) -> Frequencies:
     return Frequencies(tuple(i / f for i, f in zip(_plain(rope), factors, strict=True)), scale)
 
 
-_KINDS: dict[str, Callable[[RopeSpec, int], Frequencies]] = {
+_KINDS: dict[str, Callable[[RopeSpec], Frequencies]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _default,
     "llama3": _llama3,
     "yarn": _yarn,
-    "longrope": _longrope,
+    "longrope": lambda rope: _longrope(rope, extended=False),
 }
 _REQUIRED = {
     "linear": ("factor",),

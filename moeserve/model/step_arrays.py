@@ -74,10 +74,10 @@ class StepShape:
 class StepArrays:
     """Rows of a step, one chunk after another.
 
-    Per row: token_ids, positions, slots. sources: the place among the previous step's drawn tokens that holds the row's
-    token, -1 where `token_ids` does; empty if no row has one. Per chunk: seq_lens (with the new tokens), query_starts
-    (one more), block_tables; state_slots, empty for a model without recurrent states. The first `num_decodes` chunks
-    have one token each.
+    Per row: token_ids, positions (rows of the table of rotary angles), slots. sources: the place among the previous
+    step's drawn tokens that holds the row's token, -1 where `token_ids` does; empty if no row has one. Per chunk:
+    seq_lens (with the new tokens), query_starts (one more), block_tables; state_slots, empty for a model without
+    recurrent states. The first `num_decodes` chunks have one token each.
     """
 
     token_ids: array[int] = field(default_factory=_int64)
@@ -110,7 +110,7 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
         count = len(chunk.token_ids)
         first, last = chunk.start, chunk.start + count
         arrays.token_ids.extend(iter(chunk.token_ids))
-        arrays.positions.extend(range(first, last))
+        arrays.positions.extend(range(chunk.first_angle + first, chunk.first_angle + last))
         table = chunk.block_table
         for block in range(first // block_size, (last - 1) // block_size + 1):
             base = (table[block] - block) * block_size

@@ -23,7 +23,10 @@ RANDOM = SamplingParams(max_tokens=12, temperature=1.3, top_p=0.95, seed=5, pres
 BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160)
 
 
-@pytest.fixture(scope="module", params=["mixtral", "gpt_oss", "deepseek_v3-yarn"])
+@pytest.fixture(
+    scope="module",
+    params=["mixtral", "gpt_oss", "deepseek_v3-yarn", pytest.param("phimoe-longrope", marks=pytest.mark.long)],
+)
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp(request.param)
     save(request.param, directory)

@@ -37,6 +37,7 @@ class Simulation:
         run_ahead: bool = False,
         states: StatePolicy | None = None,
         num_snapshots: int = 0,
+        rope_switch: int | None = None,
     ) -> None:
         num_slots = 0 if states is None else states.num_slots
         rows = None if states is None else range(num_slots, num_slots + num_snapshots)
@@ -54,6 +55,7 @@ class Simulation:
             policy=policy,
             run_ahead=run_ahead,
             states=states,
+            rope_switch=rope_switch,
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs
@@ -139,8 +141,11 @@ class Simulation:
         planned = {chunk.request_id for chunk in chunks}
         assert len(planned) == len(chunks)
         for record in ready:
-            if record.request.request_id not in planned and record.request.lease is not None:
-                assert self.caches[record.request.rank].num_available == 0, "a decode was left out"
+            request = record.request
+            # One that has outgrown its context is a prompt again.
+            is_decode = request.lease is not None and len(record.history) - request.num_computed_tokens == 1
+            if request.request_id not in planned and is_decode:
+                assert self.caches[request.rank].num_available == 0, "a decode was left out"
         self.plans += plans
         for rank, plan in enumerate(plans):
             records = [self.records[chunk.request_id] for chunk in plan.chunks]

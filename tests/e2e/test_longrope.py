@@ -1,0 +1,72 @@
+"""Over HTTP a model with longrope writes what transformers `generate`s, within and beyond its original context."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.support.service import Service, service
+from tests.support.tiny_model import write_model_dir
+from tests.support.tiny_models import save
+
+ORIGINAL = 64
+NUM_TOKENS = 24
+# Prompts that stay within the original context, outgrow it, reach it exactly, and begin beyond it.
+LENGTHS = (20, 50, 63, 64, 65, 100)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """phimoe with a configuration as it is published: `rope_scaling`, and the original context beside it."""
+    folder = write_model_dir(tmp_path_factory.mktemp("model"))
+    save("phimoe-longrope", folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
+    assert config["original_max_position_embeddings"] == ORIGINAL
+    config["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    path.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(model_dir, tmp_path_factory.mktemp("service"), "--block-size", "4") as started:
+        yield started
+
+
+def ask(running: Service, prompts: list[list[int]]) -> tuple[list[str], dict[str, Any]]:
+    """The texts of greedy answers, and the usage."""
+    body = {"model": "m", "prompt": prompts, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    answer = running.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return [choice["text"] for choice in answer.json()["choices"]], answer.json()["usage"]
+
+
+def test_text_is_that_of_transformers_on_both_sides_of_the_original_context(model_dir: Path, running: Service) -> None:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    rng = random.Random(3)
+    beginning = [rng.randrange(1, 128) for _ in range(max(LENGTHS))]
+    prompts = [beginning[:length] for length in LENGTHS]
+    expected = []
+    for prompt in prompts:
+        tokens = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        # The tokens are bytes.
+        expected.append(bytes(tokens[0, len(prompt) :].tolist()).decode())
+    assert len(set(expected)) == len(LENGTHS)
+    alone = [ask(running, [prompt])[0][0] for prompt in prompts]
+    assert alone == expected
+    together, usage = ask(running, prompts)
+    assert together == expected
+    assert usage["prompt_tokens_details"]["cached_tokens"] > sum(LENGTHS) // 2
