@@ -14,6 +14,7 @@ import zmq
 from experts.errors import ExpertStoreError
 from kernels.cpu.library import native_kernels_absence
 from moeserve.assemble import Report, build_scheduler, load_rank
+from moeserve.containment import ContainingExecutor
 from moeserve.engine import Engine, EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.experts.observe import ExpertRecording, plan_recording, signature_merger
@@ -50,7 +51,11 @@ def _serve_alone(context: RunContext, report: Report, stop: threading.Event) -> 
     )
     recorded = None if recording is None else ExpertRecording(recording)
     try:
-        serve(context, rank, LocalExecutor(rank.runner), report, stop, recorded, sources)
+        # A device that computes behind the host's back may fail later than it was told what to do.
+        executor: Executor = LocalExecutor(rank.runner)
+        if rank.depth == 0:
+            executor = ContainingExecutor(rank.runner, config.block_size)
+        serve(context, rank, executor, report, stop, recorded, sources)
     finally:
         rank.close()
 

@@ -55,6 +55,7 @@ ROOMS = {
         "request_memory",
         "scheduler",
         "steps",
+        "containment",
         "file_writer",
         "model",
         "ranks",
