@@ -96,11 +96,7 @@ class Child:
 
     def end(self) -> str:
         """Return how the child ended, as the end of a sentence."""
-        code = self._process.returncode
-        if code is not None and code < 0:
-            hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
-            return f"was ended by {signal.Signals(-code).name}{hint}"
-        return f"ended with exit code {code}"
+        return describe_end(self._process.returncode)
 
     def _reap(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -108,6 +104,14 @@ class Child:
         os.close(self._pidfd)
         if not self.ended.done():
             self.ended.set_result(None)
+
+
+def describe_end(code: int | None) -> str:
+    """Return how a process with that exit code, or signal below zero, ended, as the end of a sentence."""
+    if code is not None and code < 0:
+        hint = " (often: out of memory)" if code == -signal.SIGKILL else ""
+        return f"was ended by {signal.Signals(-code).name}{hint}"
+    return f"ended with exit code {code}"
 
 
 # Takes an object with "event" and the fields of one class below, as the engine reports it.
@@ -126,6 +130,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     """The engine takes requests. `model_max_len` is the model's own limit; `max_model_len` may be clamped below it.
 
     Of each rank's recurrent states there are `num_state_slots` for running requests and `num_snapshots` for prefixes.
+    `pid`: of the engine's process, where it is a copy of the one that reports (`launcher.copies`).
     `no_compiled_kernels` says in a sentence why torch computes on the CPU in place of compiled kernels, if it does.
     `model` says in a line what the model is.
     """
@@ -143,6 +148,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     num_snapshots: int = 0
     state_row_bytes: int = 0
     model: str | None = None
+    pid: int | None = None
 
 
 class Computing(msgspec.Struct, tag_field="event", tag="computing"):
@@ -155,7 +161,13 @@ class Failed(msgspec.Struct, tag_field="event", tag="error"):
     message: str
 
 
-Status = Loading | Ready | Computing | Failed
+class Ended(msgspec.Struct, tag_field="event", tag="ended"):
+    """The copy that was the engine has ended, as `message` says after its subject. Another copy can be made."""
+
+    message: str
+
+
+Status = Loading | Ready | Computing | Failed | Ended
 _decoder = msgspec.json.Decoder(Status)
 _encoder = msgspec.json.Encoder()
 

@@ -21,6 +21,7 @@ from typing import Any
 from launcher.listener import reachable_address
 from launcher.processes import (
     Child,
+    Ended,
     Failed,
     Loading,
     Ready,
@@ -75,13 +76,34 @@ class Listeners:
 @dataclass(eq=False)
 class _Life:
     """One life of a child. `serves_since`: on the monotonic clock, None before. `why`: it was ended, or ended itself,
-    in a sentence. `tasks` end with it."""
+    in a sentence. `tasks` end with it.
+
+    An engine that is a copy of the child (`launcher.copies`) has a life, and `copy`, a pidfd, of its own.
+    """
 
     child: Child
     began: float
+    copy: int | None = None
+    has_ended: bool = False
     serves_since: float | None = None
     why: str | None = None
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def kill(self) -> None:
+        """Kill the engine alone where it is a copy, else the child. No effect on a life that has ended."""
+        if self.copy is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.copy, signal.SIGKILL)
+        elif not self.has_ended:
+            self.child.send_signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        self.has_ended = True
+        for task in self.tasks:
+            task.cancel()
+        if self.copy is not None:
+            os.close(self.copy)
+            self.copy = None
 
 
 @dataclass(frozen=True)
@@ -91,12 +113,12 @@ class _Signal:
 
 @dataclass(frozen=True)
 class _Exited:
-    life: _Life
+    child: Child
 
 
 @dataclass(frozen=True)
 class _Said:
-    life: _Life
+    child: Child
     status: Status
 
 
@@ -128,7 +150,8 @@ class Supervisor:
 
     With several ranks the worker is torchrun's agent (`launcher.rank_group`), and the ranks die with it, unless
     `worker_module` names another module. A worker that has served and ends is started again as the engine of the next
-    incarnation, which the frontend is told; a frontend that ends is started again on the same listener. Both end the
+    incarnation, which the frontend is told, in a copy of the process that has loaded the model where there is one
+    (`launcher.copies`); a frontend that ends is started again on the same listener. Both end the
     service after too many restarts (`RestartPolicy`), and at once where the ranks were not all started here.
 
     `listener` is the listening socket; it is closed here at the end. The modules are the children's entry points:
@@ -159,11 +182,13 @@ class Supervisor:
         self._due: set[str] = set()
         max_restarts = 0 if context.meets_in_store else context.config.max_restarts
         self._policies = {name: RestartPolicy(max_restarts) for name in (_WORKER, _FRONTEND)}
+        self._makes_copies = max_restarts > 0 and self._worker_module == WORKER_MODULE
         self._ready: Ready | None = None
         self._has_served = False
         self._seconds_to_load = 0.0
         self._engine_lost_at = 0.0
         self._news: int | None = None
+        self._orders: int | None = None
         # Set once, by the first event that ends the service; a failure on the way out overrides a clean 0.
         self._exit_code: int | None = None
         self._vitals = Vitals(self._policies, listeners.beating)
@@ -196,22 +221,29 @@ class Supervisor:
         return self._exit_code or 0
 
     def _start_worker(self) -> _Life:
-        reading, writing = os.pipe()
+        (reading, writing), (hearing, orders) = os.pipe(), os.pipe()
+        if self._orders is not None:
+            os.close(self._orders)
+        self._orders = orders
         config = self._context.config
         threads = config.threads or default_threads(config)
+        arguments = [str(self._context.file), "--status-fd", str(writing)]
+        if self._makes_copies:
+            arguments += ["--orders-fd", str(hearing)]
         try:
             child = Child(
                 _WORKER,
                 self._worker_module,
-                [str(self._context.file), "--status-fd", str(writing)],
+                arguments,
                 environment=child_environment(os.environ, threads),
-                pass_fds=[writing],
+                pass_fds=[writing, hearing],
             )
         finally:
             os.close(writing)
+            os.close(hearing)
         life = self._begin(child)
-        status = self._spawn(self._read_status(life, reading))
-        self._spawn(self._announce_exit(life, after=status))
+        status = self._spawn(self._read_status(child, reading))
+        self._spawn(self._announce_exit(child, after=status))
         return life
 
     def _start_frontend(self) -> _Life:
@@ -236,7 +268,7 @@ class Supervisor:
             os.close(hearing)
         life = self._begin(child)
         life.tasks.append(self._spawn(self._await_frontend_hang(life, beats)))
-        self._spawn(self._announce_exit(life))
+        self._spawn(self._announce_exit(child))
         return life
 
     def _begin(self, child: Child) -> _Life:
@@ -244,26 +276,30 @@ class Supervisor:
         self._lives.append(life)
         return life
 
+    def _life_of(self, child: Child) -> _Life:
+        """Return the newest life of a child that has not exited."""
+        return next(life for life in self._lives if life.child is child)
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _announce_exit(self, life: _Life, after: asyncio.Task[None] | None = None) -> None:
-        await life.child.ended
+    async def _announce_exit(self, child: Child, after: asyncio.Task[None] | None = None) -> None:
+        await child.ended
         if after is not None:
             # Its last words, if any, are still in the pipe.
             await asyncio.wait({after}, timeout=0.5)
-        self._events.put_nowait(_Exited(life))
+        self._events.put_nowait(_Exited(child))
 
-    async def _read_status(self, life: _Life, descriptor: int) -> None:
+    async def _read_status(self, child: Child, descriptor: int) -> None:
         reader = asyncio.StreamReader()
         with open(descriptor, "rb", buffering=0) as pipe:
             loop = asyncio.get_running_loop()
             await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
             while line := await reader.readline():
-                self._events.put_nowait(_Said(life, decode_status(line)))
+                self._events.put_nowait(_Said(child, decode_status(line)))
 
     async def _await_http(self, life: _Life, path: str) -> None:
         try:
@@ -299,8 +335,8 @@ class Supervisor:
 
     def _handle(self, event: _Event) -> None:
         match event:
-            case _Said(life=life, status=status):
-                self._on_status(life, status)
+            case _Said(child=child, status=status):
+                self._on_status(self._life_of(child), status)
             case _Serving(life=life):
                 life.serves_since = time.monotonic()
                 if self._ready is not None and self._exit_code is None and not self._has_served:
@@ -308,14 +344,14 @@ class Supervisor:
                     self._tell.ready(self._ready)
             case _Signal(number=number):
                 self._on_signal(number)
-            case _Exited(life=life):
+            case _Exited(child=child):
+                life = self._life_of(child)
                 self._lives.remove(life)
-                for task in life.tasks:
-                    task.cancel()
+                life.end()
                 self._on_exit(life)
             case _Stuck(life=life, sentence=sentence):
                 life.why = life.why or sentence
-                life.child.send_signal(signal.SIGKILL)
+                life.kill()
             case _Due(name=name) if name in self._due:
                 self._due.remove(name)
                 self._restart(name)
@@ -329,10 +365,18 @@ class Supervisor:
             case Failed(message=message):
                 # The first failure is the cause of the next ones.
                 life.why = life.why or message
-                self._later(self._grace.at_once, life, signal.SIGKILL)
+                asyncio.get_running_loop().call_later(self._grace.at_once, life.kill)
+            case Ended(message=message):
+                life.why = life.why or f"The model process {message}."
+                life.end()
+                if not self._starts_again(life):
+                    life.child.send_signal(signal.SIGTERM)
 
     def _on_ready(self, life: _Life, status: Ready) -> None:
         now = life.serves_since = time.monotonic()
+        if self._makes_copies and status.pid not in (None, life.child.pid):
+            with suppress(ProcessLookupError):
+                life.copy = os.pidfd_open(status.pid)
         life.tasks.append(self._spawn(self._await_hang(life)))
         self._vitals.expect(_WORKER)
         if self._ready is None:
@@ -409,6 +453,8 @@ class Supervisor:
         """Return whether a process that ended is started again, and see to it."""
         if self._ready is None or self._exit_code not in (None, 0):
             return False
+        if life.child.name in self._due:
+            return True
         now, name = time.monotonic(), life.child.name
         policy = self._policies[name]
         delay = policy.next_delay(None if life.serves_since is None else now - life.serves_since)
@@ -435,15 +481,24 @@ class Supervisor:
         remove_files_of(self._context)
         self._context = replace(self._context, incarnation=self._context.incarnation + 1)
         self._context.save()
-        self._worker = self._start_worker()
+        if self._worker.child.running:
+            # It has the model in memory and makes another copy of itself.
+            self._lives.remove(self._worker)
+            self._worker = self._begin(self._worker.child)
+            self._write(self._orders, f"{self._context.file}\n".encode())
+        else:
+            self._worker = self._start_worker()
         self._worker.tasks.append(self._spawn(self._await_start(self._worker)))
         self._tell_frontend(EngineNews(self._context.incarnation, seconds=self._seconds_to_load))
 
     def _tell_frontend(self, news: EngineNews) -> None:
-        assert self._news is not None
-        # One that does not listen any more is about to be found out.
+        self._write(self._news, encode_news(news))
+
+    def _write(self, pipe: int | None, line: bytes) -> None:
+        """Tell a child something. One that does not listen any more is about to be found out."""
+        assert pipe is not None
         with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._news, encode_news(news))
+            os.write(pipe, line)
 
     def _why_no_frontend(self) -> str | None:
         """Return the sentence that a frontend leaves which cannot serve the model."""

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
+import torch
 import zmq
 
 from experts.errors import ExpertStoreError
 from kernels.cpu.library import native_kernels_absence
-from moeserve.assemble import Report, build_scheduler, load_rank
+from moeserve.assemble import LoadedRank, Report, build_scheduler, load_rank
+from moeserve.containment import ContainingExecutor
 from moeserve.doctor import summary
 from moeserve.engine import Engine, EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
-from moeserve.experts.observe import ExpertRecording, plan_recording, signature_merger
+from moeserve.experts.observe import ExpertRecording, RecordingPlan, plan_recording, signature_merger
 from moeserve.memory_plan import plan_model
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.rank import Rank, ServedModel
@@ -27,31 +30,70 @@ from moeserve.wire import EngineReady, RunContext
 log = structlog.get_logger(__name__)
 
 
-def run_alone(context: RunContext, report: Report, stop: threading.Event) -> None:
-    """Loads the model, tells `report` of progress and readiness, and serves until `stop` is set.
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that a process alone has loaded, before its first step.
+
+    can_be_copied: a fork of the process can serve as well as the process itself. threads: of torch, when it serves.
+    """
+
+    rank: LoadedRank
+    recording: RecordingPlan | None
+    can_be_copied: bool
+    threads: int
+
+
+def load_alone(context: RunContext, report: Report, *, to_copy: bool) -> LoadedModel:
+    """Load the model and tell `report` of progress.
+
+    to_copy: load it so that it can be copied, if it can: on a CPU, with all experts in memory. One thread loads it
+    then, because a pool of threads does not survive a fork.
+    Raises ModelError or ConfigError, one sentence each, for what cannot be served.
+    """
+    directory, config = Path(context.model_dir), context.config
+    plan = plan_model(directory, config)
+    recording = plan_recording(config, directory, plan.spec)
+    can_be_copied = to_copy and plan.device == "cpu" and plan.residency is None
+    threads = config.threads or torch.get_num_threads()
+    if can_be_copied:
+        config = replace(config, threads=1)
+        torch.set_num_threads(1)
+    try:
+        rank = load_rank(directory, plan, config, report)
+    except ExpertStoreError as error:
+        raise ModelError(str(error)) from error
+    return LoadedModel(rank, recording, can_be_copied, threads)
+
+
+def serve_alone(context: RunContext, loaded: LoadedModel, report: Report, stop: threading.Event) -> None:
+    """Serve a loaded model until `stop` is set, and tell `report` of readiness.
 
     Raises ModelError or ConfigError, one sentence each, for what cannot be served, or no longer.
     """
     try:
-        _serve_alone(context, report, stop)
+        _serve_alone(context, loaded, report, stop)
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
 
 
-def _serve_alone(context: RunContext, report: Report, stop: threading.Event) -> None:
-    directory, config = Path(context.model_dir), context.config
-    plan = plan_model(directory, config)
-    recording = plan_recording(config, directory, plan.spec)
-    rank = load_rank(directory, plan, config, report).start()
+def _serve_alone(context: RunContext, loaded: LoadedModel, report: Report, stop: threading.Event) -> None:
+    config = context.config
+    torch.set_num_threads(loaded.threads)
+    rank = loaded.rank.start()
     memory, prefetcher = rank.memory, rank.prefetcher
     sources = ExpertSources(
         memory=None if memory is None else lambda: [memory.stats()],
         prefetches=prefetcher is not None,
         strategy=None if memory is None else lambda: expert_strategy(config, prefetcher),
     )
-    recorded = None if recording is None else ExpertRecording(recording)
+    recorded = None if loaded.recording is None else ExpertRecording(loaded.recording)
     try:
-        serve(context, rank, LocalExecutor(rank.runner), report, stop, recorded, sources)
+        # A device that computes behind the host's back may fail later than it was told what to do, and a step that has
+        # failed may have advanced recurrent states, which cannot be computed again.
+        executor: Executor = LocalExecutor(rank.runner)
+        if rank.depth == 0 and not rank.model.spec.state_layers:
+            executor = ContainingExecutor(rank.runner, config.block_size)
+        serve(context, rank, executor, report, stop, recorded, sources)
     finally:
         rank.close()
 
@@ -129,6 +171,7 @@ def _ready(context: RunContext, model: ServedModel, *, keeps_states: bool) -> En
 def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
     return {
         "event": "ready",
+        "pid": ready.pid,
         "device": ready.device,
         "dtype": ready.dtype,
         "weights_bytes": ready.weights_bytes,

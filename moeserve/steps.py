@@ -22,7 +22,8 @@ class Runner(Protocol):
 
 
 class Executor(Protocol):
-    """Computes the plans of all ranks: `LocalExecutor` or `moeserve.ranks.steps.RankedExecutor`."""
+    """Computes the plans of all ranks: `LocalExecutor`, `moeserve.containment.ContainingExecutor` or
+    `moeserve.ranks.steps.RankedExecutor`."""
 
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
         """Launch the step in which rank r computes `plans[r]`. The result lists one result per rank."""

@@ -133,6 +133,7 @@ class GenerateRoute:
         try:
             async with AsyncExitStack() as stack:
                 group = await self._submit(stack, generates, facts)
+                stack.callback(_note_deaths, group, state["log"])
                 if request.stream:
                     stream = EventStream(send)
                     hold_back_s = services.admission.hold_back_s()
@@ -200,6 +201,12 @@ class GenerateRoute:
                 return context_length_exceeded(facts.max_model_len, tokens, generates[index].sampling.max_tokens)
             case _:
                 return invalid(rejected.reason[:500])
+
+
+def _note_deaths(group: RequestGroup, log_fields: dict[str, Any]) -> None:
+    """Add to the log line how often the request went on in, or ended with, another life of the engine."""
+    if group.num_deaths:
+        log_fields["engine_deaths"] = group.num_deaths
 
 
 async def _whole(group: RequestGroup, answer: Answer, progress: Progress) -> list[Delta]:

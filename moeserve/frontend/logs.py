@@ -45,10 +45,10 @@ class LogStream(io.TextIOBase):
         self._waiting: deque[str] = deque()
         self._num_waiting = 0  # characters, without those of the line that is being written
         self._is_writing = False
-        self._change = threading.Condition()
         self._num_told = 0
         self.num_dropped = 0
-        threading.Thread(target=self._write_all, name="logs", daemon=True).start()
+        self._start()
+        os.register_at_fork(after_in_child=self._start)
 
     def write(self, text: str) -> int:
         """Queue lines."""
@@ -73,6 +73,13 @@ class LogStream(io.TextIOBase):
 
     def isatty(self) -> bool:
         return os.isatty(self._descriptor)
+
+    def _start(self) -> None:
+        """Begin to write, in a forked copy too: it has neither the thread nor lines to write."""
+        self._change = threading.Condition()
+        self._waiting.clear()
+        self._num_waiting = 0
+        threading.Thread(target=self._write_all, name="logs", daemon=True).start()
 
     def _put(self, text: str) -> None:
         self._waiting.append(text)

@@ -23,11 +23,13 @@ _QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 class Metrics:
     """The metrics of one frontend, in one registry. Latencies are in seconds."""
 
-    def __init__(self, num_dropped_lines: Callable[[], int] = lambda: 0) -> None:
-        """num_dropped_lines: log lines of this process that were dropped so far."""
+    def __init__(
+        self, num_dropped_lines: Callable[[], int] = lambda: 0, num_restarts: Callable[[], int] = lambda: 0
+    ) -> None:
+        """num_dropped_lines: log lines of this process that were dropped so far. num_restarts: of the engine."""
         self.registry = CollectorRegistry()
         self.rejections: Tally[str] = Tally()
-        self._engine = _EngineCollector(self.rejections, num_dropped_lines)
+        self._engine = _EngineCollector(self.rejections, num_dropped_lines, num_restarts)
         self.registry.register(self._engine)
         self.time_to_first_token = self._histogram(
             "moeserve_time_to_first_token_seconds", "From the request's arrival to its first token", _TTFT
@@ -79,8 +81,11 @@ class Metrics:
 class _EngineCollector(Collector):
     """Exports the engine's newest `Stats`; before the first one only what this process counts itself."""
 
-    def __init__(self, rejections: Tally[str], num_dropped_lines: Callable[[], int]) -> None:
+    def __init__(
+        self, rejections: Tally[str], num_dropped_lines: Callable[[], int], num_restarts: Callable[[], int]
+    ) -> None:
         self._num_dropped_lines = num_dropped_lines
+        self._num_restarts = num_restarts
         self._stats: Stats | None = None
         self._rejections = rejections
 
@@ -103,6 +108,11 @@ class _EngineCollector(Collector):
             "moeserve_log_lines_dropped",
             "Log lines of the HTTP process that nobody read in time",
             value=self._num_dropped_lines(),
+        )
+        yield CounterMetricFamily(
+            "moeserve_engine_restarts",
+            "Engines that took the place of one that ended, since this HTTP process began",
+            value=self._num_restarts(),
         )
         if stats is not None:
             yield from _engine_metrics(stats)

@@ -52,7 +52,7 @@ class Services:
         self.tokenizer = tokenizer
         self.template = template
         self.shape = shape
-        self.metrics = Metrics(num_dropped_lines)
+        self.metrics = Metrics(num_dropped_lines, lambda: self.engine.num_restarts)
         self.live = LiveStats(self.metrics)
         self.grammars = GrammarChecker(Path(run.model_dir) / "tokenizer.json")
         self.engine = EngineClient(run, self._on_stats, news_fd)

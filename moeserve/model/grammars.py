@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
@@ -21,6 +22,8 @@ from torch import Tensor
 from moeserve.grammar import GrammarError, compile_grammar, error_of, load_tokens
 from moeserve.model.token_masks import TokenMasks
 from moeserve.plan import GRAMMAR_FAILED, Chunk
+
+log = structlog.get_logger(__name__)
 
 _KEPT_COMPILED = 32
 _KEPT_MATCHERS = 64
@@ -61,6 +64,11 @@ class Grammars:
             except GrammarError as error:
                 self._held.pop(chunk.request_id, None)
                 errors[place] = f"{GRAMMAR_FAILED}{error}"
+            except Exception as error:
+                # A fault of the library's, or of this code, is no other request's.
+                log.error("grammar_fault", request_id=chunk.request_id, exc_info=error)
+                self._held.pop(chunk.request_id, None)
+                errors[place] = f"its grammar's mask could not be made: {type(error).__name__}"
         while len(self._held) > max(_KEPT_MATCHERS, 2 * len(constrained)):
             self._held.popitem(last=False)
         allowed = torch.stack(masks) if masks else torch.empty((0, 0), dtype=torch.int32)

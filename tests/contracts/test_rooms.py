@@ -60,6 +60,7 @@ ROOMS = {
         "request_memory",
         "scheduler",
         "steps",
+        "containment",
         "file_writer",
         "model",
         "ranks",

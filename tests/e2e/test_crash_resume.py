@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from tests.support.crash_traffic import KINDS, UNSEEDED, Answered, Traffic, errors_in
-from tests.support.service import Service, children_of, is_alive, service, wait_until
+from tests.support.service import Service, children_of, descendants, is_alive, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM)
@@ -33,11 +33,17 @@ def undisturbed(running: Service) -> dict[str, Answered]:
     return answers
 
 
+def engine_of(running: Service) -> int | None:
+    """Return the pid of the process that computes: a copy of the one that has loaded the model. None between two."""
+    return next(iter(descendants(children_of(running.process.pid)["worker"])), None)
+
+
 def hit(running: Service, number: signal.Signals) -> int:
     """Signal the model process and return its pid."""
-    worker = children_of(running.process.pid)["worker"]
-    os.kill(worker, number)
-    return worker
+    engine = engine_of(running)
+    assert engine is not None
+    os.kill(engine, number)
+    return engine
 
 
 def wait_until_served_by_another(running: Service, worker: int) -> None:
@@ -72,6 +78,8 @@ def test_open_requests_of_every_kind_go_on_after_a_crash(running: Service, undis
     assert_same(traffic.wait(), undisturbed)
     assert not is_alive(worker)
     assert_nothing_is_left(running)
+    assert "moeserve_engine_restarts_total 1.0" in running.http.get("/metrics").text
+    assert '"engine_deaths": 1' in running.errors.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTERM], ids=lambda number: number.name)
@@ -83,6 +91,20 @@ def test_a_hang_and_an_orderly_end_are_pauses_too(
     assert traffic.started.wait(20)
     hit(running, number)
     assert_same(traffic.wait(), {name: undisturbed[name] for name in some})
+    assert_nothing_is_left(running)
+
+
+def test_without_the_process_that_holds_the_model_it_is_loaded_again(
+    running: Service, undisturbed: dict[str, Answered]
+) -> None:
+    some = {name: COMPARED[name] for name in ("penalties", "schema")}
+    traffic = Traffic(str(running.http.base_url), some).start()
+    assert traffic.started.wait(20)
+    holder, engine = children_of(running.process.pid)["worker"], engine_of(running)
+    os.kill(holder, signal.SIGKILL)
+    assert_same(traffic.wait(), {name: undisturbed[name] for name in some})
+    assert engine is not None
+    assert not is_alive(engine)
     assert_nothing_is_left(running)
 
 
@@ -143,7 +165,7 @@ def test_every_answer_is_the_same_or_one_error_whatever_kills_the_engine_when(
             traffic.start()
         elif moment == "start":
             old = hit(running, signal.SIGKILL)
-            wait_until(lambda old=old: children_of(running.process.pid).get("worker", old) != old)
+            wait_until(lambda old=old: engine_of(running) not in (None, old))
             traffic.start()
             hit(running, number)
         else:

@@ -290,11 +290,11 @@ def _import_the_service() -> list[Callable[..., Any]]:
     from moeserve.frontend.server import serve as serve_http
     from moeserve.model.source import resolve_model
     from moeserve.ranked_service import run_rank
-    from moeserve.service import run_alone
+    from moeserve.service import serve_alone
 
     # Imported once a model's configuration is asked for.
     mixtral = CONFIG_MAPPING["mixtral"]
-    service = [run_ranks, serve.main, work, serve_http, resolve_model, run_rank, run_alone]
+    service = [run_ranks, serve.main, work, serve_http, resolve_model, run_rank, serve_alone]
     return [run, mixtral, HttpToolsProtocol, new_event_loop, *service]
 
 

@@ -1,0 +1,80 @@
+"""Runs the engine in a forked copy of a process that has loaded the model and does nothing else.
+
+Copies share the memory of the weights, which nobody writes to. When a copy has died another one takes its place without
+loading anything, so that a crash is a short pause however large the model is.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from typing import TextIO
+
+from launcher.child import die_with_parent
+from launcher.processes import Report, describe_end
+from moeserve.wire import RunContext, load_run_context
+
+# Serves until the event is set, and returns the exit code.
+Serve = Callable[[RunContext, threading.Event], int]
+
+
+class Copies:
+    """Serves one life of the engine after another, each in a copy of this process, from its main thread.
+
+    orders: lines that name the context file of the next life; its end ends this process. report: tells the end of each
+    life that nobody asked for. SIGTERM ends the copy, and this process after it.
+    """
+
+    def __init__(self, serve: Serve, orders: TextIO, report: Report) -> None:
+        self._serve, self._orders, self._report = serve, orders, report
+        self._pid: int | None = None
+        self._stopped = False
+
+    def run(self, context: RunContext) -> int:
+        """Serve until told to stop; return the exit code."""
+        while True:
+            code = self._run_copy(context)
+            if self._stopped:
+                return code
+            self._report({"event": "ended", "message": describe_end(code)})
+            order = self._orders.readline().strip()
+            if not order:
+                return code
+            context = load_run_context(order)
+
+    def _run_copy(self, context: RunContext) -> int:
+        """Fork, wait for the copy, and return how it ended: its exit code, or a signal's number below zero."""
+        this = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._be_copy(context, this)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        _, status = os.waitpid(self._pid, 0)
+        self._pid = None
+        return os.waitstatus_to_exitcode(status)
+
+    def _be_copy(self, context: RunContext, parent: int) -> None:
+        """Serve in a copy, and end it."""
+        code = 1
+        try:
+            die_with_parent(parent)
+            stop = threading.Event()
+            signal.signal(signal.SIGTERM, lambda *_: stop.set())
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            code = self._serve(context, stop)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def _on_sigterm(self, *_: object) -> None:
+        self._stopped = True
+        if self._pid is None:
+            # Between two lives.
+            raise SystemExit(0)
+        os.kill(self._pid, signal.SIGTERM)
