@@ -18,17 +18,26 @@ from math import inf
 
 from moeserve.plan import Request, Terms
 
+_SMOOTHING = 0.1
 _LPM_WINDOW = 64
 _LPM_MAX_OVERTAKERS = 32
 
 
 @dataclass(eq=False, slots=True)
 class Tenant:
-    """An account with its foreground, or its background, requests. `served`: tokens it has had, by its weight."""
+    """An account with its foreground, or its background, requests.
+
+    `served`: tokens it has had, by its weight. `request_tokens`: uncached prompt tokens of one of its typical requests.
+    """
 
     terms: Terms
     served: float = 0.0
     num_open: int = 0
+    request_tokens: float = 0.0
+
+    def count_start(self, request: Request) -> None:
+        """Learn from a request that left the queue."""
+        self.request_tokens += _SMOOTHING * (request.num_uncached_tokens - self.request_tokens)
 
 
 class Tenants:

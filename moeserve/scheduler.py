@@ -19,6 +19,7 @@ from moeserve.request_memory import AdmissionOutcome, MergeAnnotations, RankLoad
 from radix_cache import Miss, PrefixCache
 
 _MAX_FOLLOWERS_TRIED = 16
+_BENEFIT_OF_DOUBT = 1.5
 
 
 class Scheduler:
@@ -164,7 +165,7 @@ class Scheduler:
             self._admit(draft, before=patient[0])
             self._schedule_prompts(patient, draft)
         self._admit(draft)
-        self._pace.note_waiting(len(self._waiting))
+        self._pace.note_waiting(self._waiting)
         if not draft.requests:
             return None
         self._step += 1
@@ -238,7 +239,9 @@ class Scheduler:
         for tenant in self._tenants.active:
             if not tenant.terms.background:
                 name = tenant.terms.tenant
-                backlogs[name] = Backlog(tenant.terms.weight, running[name], waiting[name], tokens[name])
+                backlogs[name] = Backlog(
+                    tenant.terms.weight, running[name], waiting[name], tokens[name], round(tenant.request_tokens)
+                )
         gives_way = any(request.terms.background for request in self._running)
         return self._pace.load(backlogs, self._lacks_memory and not gives_way)
 
@@ -262,12 +265,15 @@ class Scheduler:
             raise QueueFullError(f"{len(self._waiting)} requests wait already")
 
     def _check_wait(self, request: Request) -> None:
-        """Raise TooLateError if the request would wait longer than it may."""
+        """Raise TooLateError if the request would wait much longer than it may.
+
+        Frontends refuse at the bound itself, and sooner than this answer, which comes after a step.
+        """
         if not len(self._waiting) or not self._pace.is_bounded(request):
             return
         request.num_uncached_tokens = len(request.token_ids) - self._num_cached(request)
         wait_s = self.load().wait_s(request.terms.tenant, request.terms.weight)
-        if self._pace.now - request.arrived_at + wait_s > self._pace.limit(request):
+        if self._pace.now - request.arrived_at + wait_s > _BENEFIT_OF_DOUBT * self._pace.limit(request):
             raise TooLateError(f"the request would wait {wait_s:.1f} s for its first step")
 
     def _make_room(self) -> None:
@@ -454,6 +460,7 @@ class Scheduler:
         if not request.num_preemptions:
             self.counters.prompt_tokens += request.num_prompt_tokens
             self._pace.count_start(request)
+            self._tenants.of(request).count_start(request)
             self._started.append(request)
 
     def _count_hits(self, request: Request, num_tokens: int) -> None:
@@ -591,8 +598,7 @@ class PlanDraft:
         """Note that all requests from now on are prompts, and how many tokens of them a rank may have beside its
         decodes: `prompt_tokens` says it for the tokens that are left."""
         self.num_decodes = len(self.requests)
-        if self.requests:
-            self.budgets = [prompt_tokens(self.requests, budget) for budget in self.budgets]
+        self.budgets = [prompt_tokens(self.requests, budget) for budget in self.budgets]
 
     def add_unsampled(self, request: Request, drawn_by: int) -> None:
         """Plan the token that sampled chunk number `drawn_by` of the plan before will give to a plain request."""
