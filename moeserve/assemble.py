@@ -41,7 +41,7 @@ from moeserve.model.spec import NO_NUMBERS, CheckpointError
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.token_masks import MaskSource
 from moeserve.model.weights import load_decoder
-from moeserve.pacing import service_slo
+from moeserve.pacing import Slo
 from moeserve.plan import Chunk, SamplingParams, StepPlan
 from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, eos_token_ids
 from moeserve.ranks.together import GroupSteps, StepRows
@@ -411,10 +411,11 @@ def build_scheduler(
     *,
     depth: int = 0,
     merge_annotations: MergeAnnotations | None = None,
+    slo: Slo | None = None,
 ) -> tuple[Scheduler, list[PrefixCache]]:
     """Return the scheduler and its caches, one per rank. Raise ConfigError for limits that contradict each other.
 
-    depth: see `moeserve.steps.Steps`.
+    depth: see `moeserve.steps.Steps`. slo: see `Scheduler`; it needs to be told the time.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
@@ -437,6 +438,6 @@ def build_scheduler(
         policy=config.scheduling_policy,
         run_ahead=depth > 0,
         merge_annotations=merge_annotations,
-        slo=service_slo(config),
+        slo=slo,
     )
     return scheduler, caches

@@ -253,6 +253,12 @@ class Scheduler:
     def _num_cached(self, request: Request) -> int:
         return max(memory.peek(request) for memory in self._memories)
 
+    def _num_cached_soon(self, request: Request) -> int:
+        """Count the request's tokens that are cached, or will be by the requests before it."""
+        num_cached = self._num_cached(request)
+        others = (*self._waiting, *self._running)
+        return max([num_cached, *(self._memories[0].num_shared(request, other) for other in others)])
+
     def _check_queue(self, request: Request) -> None:
         """Raise QueueFullError if no place is left: a tenant always finds its share of them."""
         num_places = self._max_num_queued_reqs + max(0, self._max_num_seqs - len(self._running))
@@ -269,9 +275,11 @@ class Scheduler:
 
         Frontends refuse at the bound itself, and sooner than this answer, which comes after a step.
         """
-        if not len(self._waiting) or not self._pace.is_bounded(request):
+        if not self._pace.is_bounded(request):
             return
-        request.num_uncached_tokens = len(request.token_ids) - self._num_cached(request)
+        request.num_uncached_tokens = len(request.token_ids) - self._num_cached_soon(request)
+        if not len(self._waiting):
+            return
         wait_s = self.load().wait_s(request.terms.tenant, request.terms.weight)
         if self._pace.now - request.arrived_at + wait_s > _BENEFIT_OF_DOUBT * self._pace.limit(request):
             raise TooLateError(f"the request would wait {wait_s:.1f} s for its first step")

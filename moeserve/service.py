@@ -19,6 +19,7 @@ from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, 
 from moeserve.experts.observe import ExpertRecording, plan_recording, signature_merger
 from moeserve.memory_plan import plan_model
 from moeserve.model.spec import DecoderSpec, ModelError
+from moeserve.pacing import service_slo
 from moeserve.rank import Rank, ServedModel
 from moeserve.steps import Executor, LocalExecutor, RanksObserver, Steps
 from moeserve.wire import EngineReady, RunContext
@@ -76,7 +77,9 @@ def serve(
     merge = None
     if rank.prefetcher is not None and config.enable_prefix_caching:
         merge = signature_merger(model.spec)
-    scheduler, caches = build_scheduler(config, model.kv, model.device, depth=rank.depth, merge_annotations=merge)
+    scheduler, caches = build_scheduler(
+        config, model.kv, model.device, depth=rank.depth, merge_annotations=merge, slo=service_slo(config)
+    )
     ready = _ready(context, model)
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)

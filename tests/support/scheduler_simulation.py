@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 
+from moeserve.pacing import Slo
 from moeserve.plan import FinishReason, Request, SamplingParams, StepPlan
 from moeserve.scheduler import RequestOutput, Scheduler
 from radix_cache import PrefixCache
@@ -34,6 +35,7 @@ class Simulation:
         depth: int = 0,
         num_ranks: int = 1,
         run_ahead: bool = False,
+        slo: Slo | None = None,
     ) -> None:
         self.caches = [PrefixCache(num_blocks, block_size, caching=caching) for _ in range(num_ranks)]
         self.oracles = [KvOracle(cache, VOCAB_SIZE, run_ahead=run_ahead) for cache in self.caches]
@@ -46,6 +48,7 @@ class Simulation:
             max_model_len=max_model_len or num_blocks * block_size,
             policy=policy,
             run_ahead=run_ahead,
+            slo=slo,
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs

@@ -8,9 +8,11 @@ from hashlib import sha256
 import pytest
 
 from moeserve.pacing import Slo
-from moeserve.plan import Terms
+from moeserve.plan import SamplingParams, Terms
+from moeserve.scheduler import TooLateError
 from moeserve.wire import encode_plan
 from tests.support.overload_simulation import Client, OverloadSimulation, poisson
+from tests.support.scheduler_simulation import Simulation
 
 TTFT_S = 2.0
 # What the scripted engine serves of these requests, per second.
@@ -136,3 +138,23 @@ def test_two_runs_of_one_script_plan_the_same_bytes() -> None:
         simulation.run(asked)
         digests.append([sha256(encode_plan(plan)).hexdigest() for plan in simulation.plans])
     assert digests[0] == digests[1]
+
+
+def test_requests_that_share_a_prompt_are_not_taken_for_as_much_work_each() -> None:
+    simulation = Simulation(num_blocks=400, block_size=4, max_num_seqs=2, slo=Slo(1.0))
+    simulation.scheduler.tell_time(0.0)
+    shared = [number % 50 for number in range(600)]
+    simulation.add("first", shared, SamplingParams(1))
+    simulation.step()
+    simulation.scheduler.count_step(0.1)
+    for number in range(8):
+        simulation.add(f"like it {number}", [*shared[:599], number], SamplingParams(1))
+
+    def add_others() -> None:
+        for number in range(8):
+            simulation.add(f"other {number}", [number, *shared], SamplingParams(1))
+
+    with pytest.raises(TooLateError):
+        add_others()
+    simulation.run()
+    simulation.check_all_done()
