@@ -118,9 +118,9 @@ class Holdings:
         fair = max(1.0, self._tenants.share(tenant.terms) * self._total)
         return not tenant.terms.background and self._held[tenant] + amount <= fair
 
-    def is_over(self, request: Request) -> bool:
-        """Return whether a request's tenant holds more than its share."""
-        return self._excess(self._tenants.of(request)) > 0
+    def is_over(self, tenant: Tenant) -> bool:
+        """Return whether a tenant holds more than its share."""
+        return self._excess(tenant) > 0
 
     def pop_victim(self) -> Request | None:
         """Return the request that gives next, and count it out; None if nobody holds more than its share."""

@@ -67,6 +67,7 @@ class Scheduler:
         self._waiting = WaitingQueue(policy, self._num_cached, self._tenants, self._pace.is_late)
         self._committed: PlanDraft | None = None
         self._lacks_memory = False
+        self._over: set[Tenant] = set()
         self._running: list[Request] = []
         self._in_flight: deque[PlanDraft] = deque()
         self._started: list[Request] = []
@@ -288,14 +289,16 @@ class Scheduler:
         """Preempt for the request that is next, where its tenant has less than its share and another one has more."""
         for request in [r for r in self._running if r.yields and not r.num_scheduled_tokens]:
             self._preempt(request)
+        self._over.clear()
         if len(self._tenants.active) < 2:
             return
+        places, blocks = self._places(), self._blocks()
+        self._over.update(t for t in self._tenants.active if places.is_over(t) or blocks.is_over(t))
         self._sort_running()
         is_full = len(self._running) >= self._max_num_seqs
         if not len(self._waiting) or not (is_full or self._lacks_memory):
             return
         block_size = self._caches[0].block_size
-        places, blocks = self._places(), self._blocks()
         nexts: dict[Tenant, Request] = {}
         for request in self._waiting.candidates():
             nexts.setdefault(self._tenants.of(request), request)
@@ -330,18 +333,9 @@ class Scheduler:
         return Holdings(self._tenants, self._running, _num_blocks, total)
 
     def _sort_running(self) -> None:
-        """Bring running requests into the order of service. Tenants that hold more than their share come last, and so
-        are the first to lose memory."""
-        if len(self._tenants.active) < 2:
-            self._running.sort(key=lambda request: request.queue_key)
-            return
-        places, blocks = self._places(), self._blocks()
-        over = {
-            tenant
-            for tenant, request in {self._tenants.of(r): r for r in self._running}.items()
-            if places.is_over(request) or blocks.is_over(request)
-        }
-        self._running.sort(key=lambda r: (r.priority, self._tenants.of(r) in over, r.arrival))
+        """Bring running requests into the order of service. Tenants that held more than their share when the step began
+        come last, and so are the first to lose memory."""
+        self._running.sort(key=lambda r: (r.priority, self._tenants.of(r) in self._over, r.arrival))
 
     def _turn(self, request: Request) -> tuple[int, float]:
         """Return the order in which running prompts are computed, the lowest first."""

@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 
 from moeserve.pacing import Slo
-from moeserve.plan import FinishReason, Request, SamplingParams, StepPlan
+from moeserve.plan import DEFAULT_TERMS, FinishReason, Request, SamplingParams, StepPlan, Terms
 from moeserve.scheduler import RequestOutput, Scheduler
 from radix_cache import PrefixCache
 from tests.support.kv_oracle import KvOracle, Record, undisturbed
@@ -58,9 +58,17 @@ class Simulation:
         self.plans: list[StepPlan] = []
 
     def add(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, *, namespace: str = "", priority: int = 0
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        namespace: str = "",
+        priority: int = 0,
+        terms: Terms = DEFAULT_TERMS,
     ) -> Record:
         request = Request(request_id, array("i", prompt), sampling, namespace, priority)
+        request.terms = terms
         self.scheduler.add(request)
         record = Record(request, prompt, sampling, array("i", prompt))
         self.records[request_id] = record
@@ -115,7 +123,7 @@ class Simulation:
 
     def _schedule(self) -> list[StepPlan] | None:
         ready = [
-            record
+            (record.request, record.request.lease)
             for record in self.records.values()
             if record.request.lease is not None
             and not record.request.finished
@@ -133,9 +141,9 @@ class Simulation:
         assert 0 < len(chunks) <= self._max_num_seqs
         planned = {chunk.request_id for chunk in chunks}
         assert len(planned) == len(chunks)
-        for record in ready:
-            if record.request.request_id not in planned and record.request.lease is not None:
-                assert self.caches[record.request.rank].num_available == 0, "a decode was left out"
+        for request, lease in ready:
+            if request.request_id not in planned and request.lease is lease:
+                assert self.caches[request.rank].num_available == 0, "a decode was left out"
         self.plans += plans
         for rank, plan in enumerate(plans):
             records = [self.records[chunk.request_id] for chunk in plan.chunks]
