@@ -244,7 +244,7 @@ class Scheduler:
                     tenant.terms.weight, running[name], waiting[name], tokens[name], round(tenant.request_tokens)
                 )
         gives_way = any(request.terms.background for request in self._running)
-        return self._pace.load(backlogs, self._lacks_memory and not gives_way)
+        return self._pace.load(backlogs, self._lacks_memory and bool(waiting) and not gives_way)
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
@@ -261,15 +261,17 @@ class Scheduler:
         return max([num_cached, *(self._memories[0].num_shared(request, other) for other in others)])
 
     def _check_queue(self, request: Request) -> None:
-        """Raise QueueFullError if no place is left: a tenant always finds its share of them."""
+        """Raise QueueFullError if no place is left: a tenant always finds its share of them.
+
+        Requests in the background have places of their own, as many.
+        """
         num_places = self._max_num_queued_reqs + max(0, self._max_num_seqs - len(self._running))
-        terms, is_full = request.terms, len(self._waiting) >= num_places
-        if not is_full and terms.queue >= 1:
-            return
-        num_own = sum(other.terms.tenant == terms.tenant for other in self._waiting)
+        terms = request.terms
+        tenants = [other.terms.tenant for other in self._waiting if other.terms.background == terms.background]
+        is_full = len(tenants) >= num_places
         allowed = min(terms.queue, self._tenants.share(terms) if is_full else 1.0)
-        if num_own >= allowed * num_places:
-            raise QueueFullError(f"{len(self._waiting)} requests wait already")
+        if (is_full or allowed < 1) and tenants.count(terms.tenant) >= allowed * num_places:
+            raise QueueFullError(f"{len(tenants)} requests wait already")
 
     def _check_wait(self, request: Request) -> None:
         """Raise TooLateError if the request would wait much longer than it may.

@@ -104,6 +104,20 @@ def test_a_tenant_finds_its_share_of_the_queue_and_no_more() -> None:
     simulation.check_all_done()
 
 
+def test_background_requests_fill_a_queue_of_their_own() -> None:
+    simulation = Simulation(num_blocks=200, block_size=4, max_num_seqs=1, max_num_queued_reqs=6)
+    background = Terms("a", patient=True, background=True)
+    for index in range(7):
+        fields = {"priority": BACKGROUND_PRIORITY, "terms": background}
+        simulation.add(f"back {index}", [index] * 4, SamplingParams(max_tokens=4), **fields)  # type: ignore[arg-type]
+    with pytest.raises(QueueFullError):
+        simulation.add("one more", [1], SamplingParams(max_tokens=1), priority=BACKGROUND_PRIORITY, terms=background)
+    for index in range(7):
+        simulation.add(f"a{index}", [index] * 4, SamplingParams(max_tokens=4), terms=A)
+    simulation.run()
+    simulation.check_all_done()
+
+
 def test_a_giant_prompt_of_another_tenant_is_worked_on_in_turns() -> None:
     simulation = Simulation(num_blocks=200, block_size=4, budget=16)
     giant = simulation.add("giant", list(range(50)) * 8, SamplingParams(max_tokens=2), terms=A)
