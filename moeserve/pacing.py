@@ -188,7 +188,7 @@ class Pace:
 
     def is_bounded(self, request: Request) -> bool:
         """Return whether a request may be refused or dropped for the time it waits."""
-        return not request.terms.patient and (self._slo is not None or request.terms.ttft_s is not None)
+        return not request.keeps_its_turn and (self._slo is not None or request.terms.ttft_s is not None)
 
     def limit(self, request: Request) -> float:
         """Return how long a request may wait for its first step."""

@@ -114,9 +114,8 @@ class Scheduler:
 
     def drop_late(self) -> list[RequestOutput]:
         """End the requests that have waited as long as they may and were never begun."""
-        late = [
-            r for r in self._waiting if not r.keeps_its_turn and self._pace.now - r.arrived_at > self._pace.limit(r)
-        ]
+        pace = self._pace
+        late = [request for request in self._waiting if pace.now - request.arrived_at > pace.limit(request)]
         return [self._end(request, FinishReason.LATE) for request in late]
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -263,8 +262,10 @@ class Scheduler:
     def _check_queue(self, request: Request) -> None:
         """Raise QueueFullError if no place is left: a tenant always finds its share of them.
 
-        Requests in the background have places of their own, as many.
+        Requests in the background have places of their own, as many. One that has begun before is always taken.
         """
+        if request.num_preemptions:
+            return
         num_places = self._max_num_queued_reqs + max(0, self._max_num_seqs - len(self._running))
         terms = request.terms
         tenants = [other.terms.tenant for other in self._waiting if other.terms.background == terms.background]
