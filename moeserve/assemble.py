@@ -42,7 +42,7 @@ from moeserve.model.state_pool import StatePool, state_row_bytes
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.token_masks import MaskSource
 from moeserve.model.weights import load_decoder
-from moeserve.pacing import service_slo
+from moeserve.pacing import Slo
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan
 from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, eos_token_ids
 from moeserve.ranks.together import GroupSteps, StepRows
@@ -436,10 +436,12 @@ def build_scheduler(
     depth: int = 0,
     merge_annotations: MergeAnnotations | None = None,
     rope_switch: int | None = None,
+    slo: Slo | None = None,
 ) -> tuple[Scheduler, list[PrefixCache]]:
     """Return the scheduler and its caches, one per rank. Raise ConfigError for limits that contradict each other.
 
-    depth: see `moeserve.steps.Steps`. rope_switch: see `moeserve.model.rope`.
+    depth: see `moeserve.steps.Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it needs to be told
+    the time.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
@@ -465,7 +467,7 @@ def build_scheduler(
         run_ahead=depth > 0,
         merge_annotations=merge_annotations,
         states=StatePolicy(num_slots) if num_slots else None,
-        slo=service_slo(config),
+        slo=slo,
         rope_switch=rope_switch,
     )
     return scheduler, caches

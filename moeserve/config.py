@@ -217,9 +217,8 @@ class ServeConfig:
         metavar="LIMITS",
     )
     max_queue_seconds: float = setting(
-        30.0,
-        "How long requests may wait while the queue has been empty within as many seconds; 0 holds every request to "
-        "--slo.",
+        10.0,
+        "How long requests of a burst may wait; an overload that lasts longer is held to --slo, with 0 every one is.",
         group="Memory and scheduling",
         minimum=0,
     )

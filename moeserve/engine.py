@@ -98,7 +98,7 @@ class Engine:
             self._answer_writes()
             started = time.monotonic()
             self._scheduler.tell_time(started)
-            self._send_outputs(self._scheduler.drop_late())
+            self._drop_late()
             outputs = self._steps.advance()
             if outputs is not None:
                 self._stats.count_started(self._scheduler.take_started(), started)
@@ -214,6 +214,12 @@ class Engine:
     def _wait_s(self, request: Request) -> float:
         """Return how long a request that is refused now would have waited, at least 1 s."""
         return max(1.0, self._scheduler.load().wait_s(request.terms.tenant, request.terms.weight))
+
+    def _drop_late(self) -> None:
+        late = self._scheduler.drop_late()
+        for _ in late:
+            self._stats.count_rejection("late")
+        self._send_outputs(late)
 
     def _reject(self, sender: bytes, rejected: Rejected) -> None:
         self._stats.count_rejection(rejected.code)

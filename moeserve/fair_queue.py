@@ -18,17 +18,26 @@ from math import inf
 
 from moeserve.plan import Request, Terms
 
+_SMOOTHING = 0.1
 _LPM_WINDOW = 64
 _LPM_MAX_OVERTAKERS = 32
 
 
 @dataclass(eq=False, slots=True)
 class Tenant:
-    """An account with its foreground, or its background, requests. `served`: tokens it has had, by its weight."""
+    """An account with its foreground, or its background, requests.
+
+    `served`: tokens it has had, by its weight. `request_tokens`: uncached prompt tokens of one of its typical requests.
+    """
 
     terms: Terms
     served: float = 0.0
     num_open: int = 0
+    request_tokens: float = 0.0
+
+    def count_start(self, request: Request) -> None:
+        """Learn from a request that left the queue."""
+        self.request_tokens += _SMOOTHING * (request.num_uncached_tokens - self.request_tokens)
 
 
 class Tenants:
@@ -109,9 +118,9 @@ class Holdings:
         fair = max(1.0, self._tenants.share(tenant.terms) * self._total)
         return not tenant.terms.background and self._held[tenant] + amount <= fair
 
-    def is_over(self, request: Request) -> bool:
-        """Return whether a request's tenant holds more than its share."""
-        return self._excess(self._tenants.of(request)) > 0
+    def is_over(self, tenant: Tenant) -> bool:
+        """Return whether a tenant holds more than its share."""
+        return self._excess(tenant) > 0
 
     def pop_victim(self) -> Request | None:
         """Return the request that gives next, and count it out; None if nobody holds more than its share."""

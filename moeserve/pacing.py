@@ -6,7 +6,7 @@ a refusal waits for nobody. Pure: time is an argument, in seconds of a monotonic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -19,15 +19,17 @@ _LEAST_SHARE = 0.25
 # Tokens of prompts that a step has at least room for, whatever the running streams are to get.
 _LEAST_PROMPT_TOKENS = 16
 _SMOOTHING = 0.1
+# Of the time to the first token, for one step while requests wait: they come in the middle of one, and need another.
+_STEP_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
     """What the service aims at: the time to the first token, and the time per output token (None: as it comes).
 
-    `burst_s`: how long requests may wait while the queue has been empty within the last `burst_s`. After that the wait
-    is bounded by `ttft_s`: a burst is served late, a lasting overload is refused. The idea is that of controlled delay
-    (Nichols and Jacobson, "Controlling Queue Delay", 2012; Maurer, "Fail at Scale", 2015).
+    `burst_s`: how long requests may wait unless the overload is a lasting one (`Patience`); then `ttft_s` bounds the
+    wait: a burst is served late, a lasting overload is refused. The idea is that of controlled delay (Nichols and
+    Jacobson, "Controlling Queue Delay", 2012; Maurer, "Fail at Scale", 2015).
     """
 
     ttft_s: float
@@ -47,41 +49,55 @@ def allowance(ttft_s: float, prefill_s: float) -> float:
 
 
 class Patience:
-    """Tells bursts from lasting overload: how long a request without terms of its own may wait."""
+    """Tells bursts from lasting overload: how long a request without terms of its own may wait.
+
+    An overload is lasting once the queue has not been empty for `burst_s`, and until none has waited for long within as
+    many seconds: while requests are refused, the queue is empty now and then.
+    """
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
         self._empty_at: float | None = None
+        self._pressed_at = 0.0
+        self._is_lasting = False
 
-    def note(self, now: float, num_waiting: int) -> None:
-        """Note how many requests wait; to be called now and then."""
-        if not num_waiting or self._empty_at is None:
+    def note(self, now: float, longest_wait: float | None) -> None:
+        """Note how long the oldest of the waiting requests has waited, None if none waits; to be called every step."""
+        burst_s = self._slo.burst_s
+        if longest_wait is None or self._empty_at is None:
             self._empty_at = now
+        if longest_wait is not None and longest_wait > _LEAST_SHARE * self._slo.ttft_s:
+            self._pressed_at = now
+        since = self._pressed_at if self._is_lasting else self._empty_at
+        self._is_lasting = now - since < burst_s if self._is_lasting else now - since >= burst_s
 
-    def limit(self, now: float, prefill_s: float) -> float:
+    def limit(self, prefill_s: float) -> float:
         """Return the longest wait of a request whose own prompt takes `prefill_s`."""
         bound = allowance(self._slo.ttft_s, prefill_s)
-        is_burst = self._empty_at is None or now - self._empty_at < self._slo.burst_s
-        return max(bound, self._slo.burst_s) if is_burst else bound
+        return bound if self._is_lasting else max(bound, self._slo.burst_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """The requests of one tenant: how many run and wait, and the uncached prompt tokens of the waiting ones."""
+    """The requests of one tenant: how many run and wait, and the uncached prompt tokens of the waiting ones.
+
+    `request_tokens`: uncached prompt tokens of one of its typical requests.
+    """
 
     weight: float
     running: int
     waiting: int
     tokens: int
+    request_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a request would find at time `at`.
 
-    `limit_s`: the longest wait of a typical request. A step takes `step_s` and has room for `step_tokens` tokens of
-    prompts. `places` requests run at once (fewer than allowed where memory is full), one ends every `place_s`.
-    `request_tokens`: uncached prompt tokens of a typical request.
+    `limit_s`: the longest wait of a request whose prompt needs one step. A step takes `step_s` and has room for
+    `step_tokens` tokens of prompts. `places` requests run at once (fewer than allowed where memory is full), one ends
+    every `place_s`. `request_tokens`: uncached prompt tokens of a typical request.
     """
 
     at: float
@@ -105,9 +121,10 @@ class Load:
         Tenants are served by weight. While one is given an amount, another one gets as much, weight for weight, as far
         as it has work: the fluid model of fair queueing (Parekh and Gallager, 1993).
         """
-        mine = self.tenants.get(tenant, Backlog(weight, 0, 0, 0))
+        usual = min(self.request_tokens, self.step_tokens)
+        mine = self.tenants.get(tenant, Backlog(weight, 0, 0, 0, usual))
         waiting = mine.waiting + num_new
-        tokens = mine.tokens + num_new * self.request_tokens
+        tokens = mine.tokens + num_new * mine.request_tokens
         all_waiting, all_tokens, weights = float(waiting), float(tokens), weight
         num_running = mine.running
         for name, other in self.tenants.items():
@@ -138,6 +155,7 @@ class Pace:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._cost = CostModel()
+        self._num_waiting = 0
         self._attended = 0.0
         self._step_s = 0.0
         self._request_tokens = 0.0
@@ -161,14 +179,16 @@ class Pace:
         """Learn from a request that has run and ended."""
         self._output_tokens += _SMOOTHING * (request.num_output_tokens - self._output_tokens)
 
-    def note_waiting(self, num_waiting: int) -> None:
-        """Note how many requests are left waiting by a step."""
+    def note_waiting(self, waiting: Iterable[Request]) -> None:
+        """Note which requests are left waiting by a step."""
+        bounded = [request.arrived_at for request in waiting if self.is_bounded(request)]
+        self._num_waiting = len(bounded)
         if self._patience is not None:
-            self._patience.note(self.now, num_waiting)
+            self._patience.note(self.now, self.now - min(bounded) if bounded else None)
 
     def is_bounded(self, request: Request) -> bool:
         """Return whether a request may be refused or dropped for the time it waits."""
-        return not request.terms.patient and (self._slo is not None or request.terms.ttft_s is not None)
+        return not request.keeps_its_turn and (self._slo is not None or request.terms.ttft_s is not None)
 
     def limit(self, request: Request) -> float:
         """Return how long a request may wait for its first step."""
@@ -177,7 +197,7 @@ class Pace:
         prefill_s = self._prefill_s(request.num_uncached_tokens)
         if request.terms.ttft_s is not None or self._patience is None:
             return allowance(request.terms.ttft_s or inf, prefill_s)
-        return self._patience.limit(self.now, prefill_s)
+        return self._patience.limit(prefill_s)
 
     def is_late(self, request: Request) -> bool:
         """Return whether a waiting request can no longer have its first token in time."""
@@ -185,13 +205,18 @@ class Pace:
         return self.now - request.arrived_at > allowance(ttft_s, self._prefill_s(request.num_uncached_tokens))
 
     def prompt_tokens(self, decodes: Sequence[Request], left: int) -> int:
-        """Return how many of the `left` tokens of a step prompts may have, so that `decodes` keep their pace."""
-        usual = None if self._slo is None else self._slo.tpot_s
-        limits = [r.terms.tpot_s or usual for r in decodes if not r.terms.background and (r.terms.tpot_s or usual)]
-        if not limits:
+        """Return how many of the `left` tokens of a step prompts may have.
+
+        `decodes` are to keep their pace. And while requests wait, no step is to be so long that those which come during
+        it are late when it ends.
+        """
+        usual = inf if self._slo is None or self._slo.tpot_s is None else self._slo.tpot_s
+        longest = min((r.terms.tpot_s or usual for r in decodes if not r.terms.background), default=inf)
+        if self._slo is not None and self._num_waiting:
+            longest = min(longest, _STEP_SHARE * self._slo.ttft_s)
+        if longest == inf:
             return left
-        tightest = min(limit for limit in limits if limit is not None)
-        rows = self._cost.rows_within(tightest, len(decodes) + left, self._attended)
+        rows = self._cost.rows_within(longest, len(decodes) + left, self._attended)
         return min(left, max(_LEAST_PROMPT_TOKENS, rows - len(decodes)))
 
     def load(self, tenants: dict[str, Backlog], lacks_memory: bool) -> Load:
@@ -200,7 +225,7 @@ class Pace:
         places = max(1, num_running) if lacks_memory else self._max_num_seqs
         return Load(
             at=self.now,
-            limit_s=inf if self._patience is None else self._patience.limit(self.now, self._typical_prefill_s),
+            limit_s=inf if self._patience is None else self._patience.limit(self._full_step_s),
             step_s=self._full_step_s,
             step_tokens=max(_LEAST_PROMPT_TOKENS, self._max_num_batched_tokens - num_running),
             places=places,
@@ -212,10 +237,6 @@ class Pace:
     @property
     def _full_step_s(self) -> float:
         return self._cost.seconds(self._max_num_batched_tokens, self._attended)
-
-    @property
-    def _typical_prefill_s(self) -> float:
-        return self._prefill_s(round(self._request_tokens))
 
     def _prefill_s(self, num_tokens: int) -> float:
         """Return the seconds of the steps that compute a prompt in a busy engine: whole ones."""

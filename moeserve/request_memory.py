@@ -209,14 +209,18 @@ class RequestMemory:
         )
 
     def num_coming(self, request: Request, other: Request) -> int:
-        """Count the tokens of the waiting `request` that will be cached once the prompt of `other` is computed here.
+        """Count the tokens of the waiting `request` that will be cached once the prompt of `other` is computed here."""
+        return 0 if other.lease is None or not other.lease.use_cache else self.num_shared(request, other)
+
+    def num_shared(self, request: Request, other: Request) -> int:
+        """Count the leading tokens of `request` that it could take over from `other`.
 
         Whole blocks from the first token on, and never the request's last token.
         """
         size = self._block_size
         longest = (min(len(request.token_ids) - 1, len(other.token_ids)) // size) * size
         mine, theirs = request.token_ids, other.token_ids
-        if request.namespace != other.namespace or other.lease is None or not other.lease.use_cache or not longest:
+        if request.namespace != other.namespace or not longest:
             return 0
         if mine[:size] != theirs[:size]:
             return 0

@@ -30,6 +30,7 @@ from moeserve.request_states import RequestStates, StatePolicy
 from radix_cache import APART, Miss, PrefixCache
 
 _MAX_FOLLOWERS_TRIED = 16
+_BENEFIT_OF_DOUBT = 1.5
 
 
 class Scheduler:
@@ -84,6 +85,7 @@ class Scheduler:
         self._waiting = WaitingQueue(policy, self._num_cached, self._tenants, self._pace.is_late)
         self._committed: PlanDraft | None = None
         self._lacks_memory = False
+        self._over: set[Tenant] = set()
         self._running: list[Request] = []
         self._in_flight: deque[PlanDraft] = deque()
         self._started: list[Request] = []
@@ -134,9 +136,8 @@ class Scheduler:
 
     def drop_late(self) -> list[RequestOutput]:
         """End the requests that have waited as long as they may and were never begun."""
-        late = [
-            r for r in self._waiting if not r.keeps_its_turn and self._pace.now - r.arrived_at > self._pace.limit(r)
-        ]
+        pace = self._pace
+        late = [request for request in self._waiting if pace.now - request.arrived_at > pace.limit(request)]
         return [self._end(request, FinishReason.LATE) for request in late]
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -189,7 +190,7 @@ class Scheduler:
             self._admit(draft, before=patient[0])
             self._schedule_prompts(patient, draft)
         self._admit(draft)
-        self._pace.note_waiting(len(self._waiting))
+        self._pace.note_waiting(self._waiting)
         if not draft.requests:
             return None
         self._step += 1
@@ -267,9 +268,11 @@ class Scheduler:
         for tenant in self._tenants.active:
             if not tenant.terms.background:
                 name = tenant.terms.tenant
-                backlogs[name] = Backlog(tenant.terms.weight, running[name], waiting[name], tokens[name])
+                backlogs[name] = Backlog(
+                    tenant.terms.weight, running[name], waiting[name], tokens[name], round(tenant.request_tokens)
+                )
         gives_way = any(request.terms.background for request in self._running)
-        return self._pace.load(backlogs, self._lacks_memory and not gives_way)
+        return self._pace.load(backlogs, self._lacks_memory and bool(waiting) and not gives_way)
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
@@ -279,38 +282,55 @@ class Scheduler:
     def _num_cached(self, request: Request) -> int:
         return max(memory.peek(request) for memory in self._memories)
 
+    def _num_cached_soon(self, request: Request) -> int:
+        """Count the request's tokens that are cached, or will be by the requests before it."""
+        num_cached = self._num_cached(request)
+        others = (*self._waiting, *self._running)
+        return max([num_cached, *(self._memories[0].num_shared(request, other) for other in others)])
+
     def _check_queue(self, request: Request) -> None:
-        """Raise QueueFullError if no place is left: a tenant always finds its share of them."""
-        num_places = self._max_num_queued_reqs + max(0, self._max_num_seqs - len(self._running))
-        terms, is_full = request.terms, len(self._waiting) >= num_places
-        if not is_full and terms.queue >= 1:
+        """Raise QueueFullError if no place is left: a tenant always finds its share of them.
+
+        Requests in the background have places of their own, as many. One that has begun before is always taken.
+        """
+        if request.num_preemptions:
             return
-        num_own = sum(other.terms.tenant == terms.tenant for other in self._waiting)
+        num_places = self._max_num_queued_reqs + max(0, self._max_num_seqs - len(self._running))
+        terms = request.terms
+        tenants = [other.terms.tenant for other in self._waiting if other.terms.background == terms.background]
+        is_full = len(tenants) >= num_places
         allowed = min(terms.queue, self._tenants.share(terms) if is_full else 1.0)
-        if num_own >= allowed * num_places:
-            raise QueueFullError(f"{len(self._waiting)} requests wait already")
+        if (is_full or allowed < 1) and tenants.count(terms.tenant) >= allowed * num_places:
+            raise QueueFullError(f"{len(tenants)} requests wait already")
 
     def _check_wait(self, request: Request) -> None:
-        """Raise TooLateError if the request would wait longer than it may."""
-        if not len(self._waiting) or not self._pace.is_bounded(request):
+        """Raise TooLateError if the request would wait much longer than it may.
+
+        Frontends refuse at the bound itself, and sooner than this answer, which comes after a step.
+        """
+        if not self._pace.is_bounded(request):
             return
-        request.num_uncached_tokens = len(request.token_ids) - self._num_cached(request)
+        request.num_uncached_tokens = len(request.token_ids) - self._num_cached_soon(request)
+        if not len(self._waiting):
+            return
         wait_s = self.load().wait_s(request.terms.tenant, request.terms.weight)
-        if self._pace.now - request.arrived_at + wait_s > self._pace.limit(request):
+        if self._pace.now - request.arrived_at + wait_s > _BENEFIT_OF_DOUBT * self._pace.limit(request):
             raise TooLateError(f"the request would wait {wait_s:.1f} s for its first step")
 
     def _make_room(self) -> None:
         """Preempt for the request that is next, where its tenant has less than its share and another one has more."""
         for request in [r for r in self._running if r.yields and not r.num_scheduled_tokens]:
             self._preempt(request)
+        self._over.clear()
         if len(self._tenants.active) < 2:
             return
+        places, blocks = self._places(), self._blocks()
+        self._over.update(t for t in self._tenants.active if places.is_over(t) or blocks.is_over(t))
         self._sort_running()
         is_full = len(self._running) >= self._max_num_seqs
         if not len(self._waiting) or not (is_full or self._lacks_memory):
             return
         block_size = self._caches[0].block_size
-        places, blocks = self._places(), self._blocks()
         nexts: dict[Tenant, Request] = {}
         for request in self._waiting.candidates():
             nexts.setdefault(self._tenants.of(request), request)
@@ -345,18 +365,9 @@ class Scheduler:
         return Holdings(self._tenants, self._running, _num_blocks, total)
 
     def _sort_running(self) -> None:
-        """Bring running requests into the order of service. Tenants that hold more than their share come last, and so
-        are the first to lose memory."""
-        if len(self._tenants.active) < 2:
-            self._running.sort(key=lambda request: request.queue_key)
-            return
-        places, blocks = self._places(), self._blocks()
-        over = {
-            tenant
-            for tenant, request in {self._tenants.of(r): r for r in self._running}.items()
-            if places.is_over(request) or blocks.is_over(request)
-        }
-        self._running.sort(key=lambda r: (r.priority, self._tenants.of(r) in over, r.arrival))
+        """Bring running requests into the order of service. Tenants that held more than their share when the step began
+        come last, and so are the first to lose memory."""
+        self._running.sort(key=lambda r: (r.priority, self._tenants.of(r) in self._over, r.arrival))
 
     def _turn(self, request: Request) -> tuple[int, float]:
         """Return the order in which running prompts are computed, the lowest first."""
@@ -499,6 +510,7 @@ class Scheduler:
         if not request.num_preemptions:
             self.counters.prompt_tokens += request.num_prompt_tokens
             self._pace.count_start(request)
+            self._tenants.of(request).count_start(request)
             self._started.append(request)
 
     def _count_hits(self, request: Request, num_tokens: int) -> None:
@@ -638,8 +650,7 @@ class PlanDraft:
         """Note that all requests from now on are prompts, and how many tokens of them a rank may have beside its
         decodes: `prompt_tokens` says it for the tokens that are left."""
         self.num_decodes = len(self.requests)
-        if self.requests:
-            self.budgets = [prompt_tokens(self.requests, budget) for budget in self.budgets]
+        self.budgets = [prompt_tokens(self.requests, budget) for budget in self.budgets]
 
     def add_unsampled(self, request: Request, drawn_by: int, state: StateUse | None) -> None:
         """Plan the token that sampled chunk number `drawn_by` of the plan before will give to a plain request."""

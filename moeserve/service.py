@@ -23,6 +23,7 @@ from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, 
 from moeserve.experts.observe import ExpertRecording, RecordingPlan, plan_recording, signature_merger
 from moeserve.memory_plan import plan_model
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
+from moeserve.pacing import service_slo
 from moeserve.rank import Rank, ServedModel
 from moeserve.steps import Executor, LocalExecutor, RanksObserver, Steps
 from moeserve.wire import EngineReady, RunContext
@@ -126,6 +127,7 @@ def serve(
         depth=rank.depth,
         merge_annotations=merge,
         rope_switch=model.rope_switch,
+        slo=service_slo(config),
     )
     ready = _ready(context, model, keeps_states=caches[0].snapshots.num_rows > 0)
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

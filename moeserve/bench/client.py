@@ -21,11 +21,15 @@ Message = dict[str, str]
 
 
 class RequestFailed(Exception):
-    """The server refused the request or did not answer it to its end. `status` is 0 without a response."""
+    """The server refused the request or did not answer it to its end.
 
-    def __init__(self, message: str, status: int = 0) -> None:
+    `status` is 0 without a response; `retry_after_s` is when the server said to come back, if it did.
+    """
+
+    def __init__(self, message: str, status: int = 0, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,9 @@ class ChatClient:
             return None
         return str(answer.get("version", answer)) if isinstance(answer, dict) else str(answer)
 
+    def with_timeout(self, timeout_s: float) -> ChatClient:
+        return replace(self, timeout_s=timeout_s)
+
     def with_model(self, model: str) -> ChatClient:
         return replace(self, model=model)
 
@@ -96,7 +103,11 @@ class ChatClient:
         except ExchangeError as error:
             raise RequestFailed(str(error)) from error
         if response.status != 200:
-            raise RequestFailed(f"HTTP {response.status}: {error_message(response.body)}", response.status)
+            told = response.headers.get("retry-after", "")
+            retry_after_s = float(told) if told.isdecimal() else None
+            raise RequestFailed(
+                f"HTTP {response.status}: {error_message(response.body)}", response.status, retry_after_s
+            )
         return response
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import groupby
+from math import inf
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -21,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moeserve.bench.client import ChatClient, Endpoint, RequestFailed
+from moeserve.bench.goodput import Crowd, Point, measure_curve, print_curve
 from moeserve.bench.metrics import Column, Metrics, RequestRecord, RunMetrics, Slo, columns, summarise
 from moeserve.bench.workloads import WORKLOADS, Shape, Workload, run_workload, seeded_text
 from moeserve.config import VERSION
@@ -36,6 +38,7 @@ _FIELD_REFUSED = (400, 422)
 # A chat template's own text may be cached in a fresh prompt, but it is a small part of a prompt.
 _WARM_SHARE = 0.5
 _NONE = "-"
+_GOODPUT_SLO = Slo(ttft=2.0)
 _CACHED_SHOWN = ("cold", "cached")
 
 
@@ -46,6 +49,16 @@ def _levels(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise click.BadParameter(f"{value!r} is not like 1,4,16", ctx, param)
     return tuple(sorted({int(part) for part in parts}))
+
+
+def _rates(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(part) for part in value.split(",")) if value is not None else ()
+    except ValueError:
+        rates = (0.0,)
+    if not all(0 < rate < inf for rate in rates):
+        raise click.BadParameter(f"{value!r} is not like 2,4.5,8", ctx, param)
+    return rates
 
 
 def _slo(ctx: click.Context, param: click.Parameter, value: str | None) -> Slo | None:
@@ -93,6 +106,24 @@ def _slo(ctx: click.Context, param: click.Parameter, value: str | None) -> Slo |
 @click.option(
     "--seed", type=int, default=0, help="Decides every word that is sent. A server that has seen a seed has it cached."
 )
+@click.option("--goodput", is_flag=True, help="Instead: the curve of requests asked and answered in time per second.")
+@click.option(
+    "--rates",
+    callback=_rates,
+    metavar="R,R,...",
+    help="Rates of the curve, per second.  [default: 0.5, 1, 2, 4, 5 times what is answered at best]",
+)
+@click.option(
+    "--seconds", type=click.FloatRange(min=0, min_open=True), default=30.0, help="Time at each rate of the curve."
+)
+@click.option(
+    "--impatient",
+    "impatient_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help="Clients of the curve hang up if they have no whole answer after S seconds.",
+)
+@click.option("--retry", "retries", is_flag=True, help="Clients of the curve come back when a refusal tells them to.")
 @click.option("--slo", callback=_slo, metavar="LIMITS", help="For goodput, e.g. ttft:500ms,tpot:100ms,e2e:10s.")
 @click.option(
     "--agents", "num_agents", type=_COUNT, default=_USUAL.num_agents, help="Agents that share a system prompt."
@@ -126,6 +157,9 @@ def command(**options: Any) -> None:
     settings = _settings(options)
     targets = _targets(options)
     environment = describe_machine()
+    if options["goodput"]:
+        _draw_goodput(targets, settings, environment, options)
+        return
     try:
         ready, findings = asyncio.run(_measure(targets, settings))
     except KeyboardInterrupt:
@@ -149,6 +183,42 @@ async def _measure(targets: list[Target], settings: Settings) -> tuple[list[Read
             except RequestFailed as error:
                 raise click.ClickException(f"{target.url}: {error}") from error
         return ready, await measure(ready, settings, status.update)
+
+
+def _draw_goodput(targets: list[Target], settings: Settings, environment: Environment, options: dict[str, Any]) -> None:
+    """Measure the curve of each server in turn, print it, and write it if asked to."""
+    shape = settings.shape
+    crowd = Crowd(
+        rates=options["rates"],
+        seconds=options["seconds"],
+        words=shape.question_words,
+        tokens=shape.max_tokens(16),
+        impatient_s=options["impatient_s"],
+        retries=options["retries"],
+        seed=settings.seed,
+    )
+    slo = settings.slo or _GOODPUT_SLO
+    try:
+        curves = asyncio.run(_measure_curves(targets, settings, crowd, slo))
+    except KeyboardInterrupt:
+        raise click.Abort from None
+    for name, points in curves.items():
+        print_curve(Console(), name, crowd, points)
+    if options["json_file"] is not None:
+        document = {"environment": environment, "crowd": crowd, "slo": slo, "curves": curves}
+        options["json_file"].write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+
+
+async def _measure_curves(targets: list[Target], settings: Settings, crowd: Crowd, slo: Slo) -> dict[str, list[Point]]:
+    curves = {}
+    with Console(stderr=True).status("warming up") as status:
+        for target in targets:
+            try:
+                ready = await prepare(target, settings)
+                curves[target.name] = await measure_curve(ready.client, crowd, slo, status.update)
+            except RequestFailed as error:
+                raise click.ClickException(f"{target.url}: {error}") from error
+    return curves
 
 
 def _settings(options: dict[str, Any]) -> Settings:

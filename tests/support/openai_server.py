@@ -13,7 +13,8 @@ from typing import Any
 class ScriptedServer:
     """Answers each chat request with `tokens_per_event` tokens in each event; remembers which prompts it has seen.
 
-    `failure(request)` may return (status, body) to refuse a request. `broken`: closes the connection in mid-stream.
+    `failure(request)` may return (status, body), or with headers behind them, to refuse a request. `stalls()`: whether
+    requests wait. `broken`: closes the connection in mid-stream.
     """
 
     def __init__(self) -> None:
@@ -22,6 +23,7 @@ class ScriptedServer:
         self.tokens_per_event = 1
         self.failure: Any = lambda request: None
         self.broken = False
+        self.stalls: Any = lambda: False
         self.error_event = False
         self.gives_usage = True
         self.chunked = True
@@ -52,6 +54,8 @@ class ScriptedServer:
         if refused is not None:
             self._send(writer, *refused)
             return
+        while self.stalls():
+            await asyncio.sleep(0.01)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         encoding = "Transfer-Encoding: chunked" if self.chunked else "Connection: close"
@@ -90,8 +94,8 @@ class ScriptedServer:
             yield _event({"choices": [], "usage": {**usage, "prompt_tokens_details": {"cached_tokens": cached}}})
         yield "data: [DONE]\n\n"
 
-    def _send(self, writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
-        writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
+    def _send(self, writer: asyncio.StreamWriter, status: int, body: bytes, headers: bytes = b"") -> None:
+        writer.write(b"HTTP/1.1 %d X\r\n%sContent-Length: %d\r\n\r\n%s" % (status, headers, len(body), body))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from moeserve.scheduler import QueueFullError, Scheduler, TooLateError
 from radix_cache import PrefixCache
 
 # The service's default.
-USUAL = Slo(2.0, None, 30.0)
+USUAL = Slo(2.0, None, 10.0)
 _STATS_S = 0.5
 # Rows and milliseconds of a step: about those of the demo on two cores.
 _COSTS = ((0, 0), (1, 43), (4, 81), (16, 97), (64, 158), (512, 716))
@@ -73,7 +73,9 @@ def poisson(rate: float, seconds: float, seed: int, start: float = 0.0) -> list[
 class OverloadSimulation:
     """Runs clients against one scheduler and one frontend."""
 
-    def __init__(self, *, slo: Slo | None = USUAL, max_num_seqs: int = 64, num_blocks: int = 2000) -> None:
+    def __init__(
+        self, *, slo: Slo | None = USUAL, max_num_seqs: int = 64, num_blocks: int = 2000, slowness: float = 1.0
+    ) -> None:
         self.scheduler = Scheduler(
             [PrefixCache(num_blocks, 16)],
             max_num_seqs=max_num_seqs,
@@ -84,6 +86,7 @@ class OverloadSimulation:
         )
         self._capacity = max_num_seqs + 256
         self.now = 0.0
+        self._slowness = slowness
         self._random = Random(7)
         self.rejections: Counter[str] = Counter()
         self.admission = Admission(self.rejections, self._random.random, lambda: self._clock)
@@ -144,6 +147,7 @@ class OverloadSimulation:
                 self._add(client)
         self._inbox.clear()
         for output in scheduler.drop_late():
+            self.rejections["dropped"] += 1
             client = self._open[output.request.request_id]
             self._end(client)
             self._clock = self.now
@@ -156,7 +160,7 @@ class OverloadSimulation:
             return
         (plan,) = plans
         self.plans.append(plan)
-        seconds = step_seconds(plan)
+        seconds = self._slowness * step_seconds(plan)
         self.now += seconds
         results = [ChunkResult(None if chunk.sampling is None else 5) for chunk in plan.chunks]
         self._arrive()
@@ -179,6 +183,7 @@ class OverloadSimulation:
         try:
             self.scheduler.add(request)
         except (QueueFullError, TooLateError):
+            self.rejections["by the engine"] += 1
             self._end(client)
             self._clock = self.now
             wait_s = self.scheduler.load().wait_s(client.terms.tenant, client.terms.weight)

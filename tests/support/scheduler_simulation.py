@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections import deque
 
-from moeserve.plan import FinishReason, Request, SamplingParams, StepPlan
+from moeserve.pacing import Slo
+from moeserve.plan import DEFAULT_TERMS, FinishReason, Request, SamplingParams, StepPlan, Terms
 from moeserve.request_states import StatePolicy
 from moeserve.scheduler import RequestOutput, Scheduler
 from radix_cache import PrefixCache
@@ -38,6 +39,7 @@ class Simulation:
         states: StatePolicy | None = None,
         num_snapshots: int = 0,
         rope_switch: int | None = None,
+        slo: Slo | None = None,
     ) -> None:
         num_slots = 0 if states is None else states.num_slots
         rows = None if states is None else range(num_slots, num_slots + num_snapshots)
@@ -56,6 +58,7 @@ class Simulation:
             run_ahead=run_ahead,
             states=states,
             rope_switch=rope_switch,
+            slo=slo,
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs
@@ -65,9 +68,17 @@ class Simulation:
         self.plans: list[StepPlan] = []
 
     def add(
-        self, request_id: str, prompt: list[int], sampling: SamplingParams, *, namespace: str = "", priority: int = 0
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        namespace: str = "",
+        priority: int = 0,
+        terms: Terms = DEFAULT_TERMS,
     ) -> Record:
         request = Request(request_id, array("i", prompt), sampling, namespace, priority)
+        request.terms = terms
         self.scheduler.add(request)
         record = Record(request, prompt, sampling, array("i", prompt))
         self.records[request_id] = record
@@ -122,7 +133,7 @@ class Simulation:
 
     def _schedule(self) -> list[StepPlan] | None:
         ready = [
-            record
+            (record.request, record.request.lease)
             for record in self.records.values()
             if record.request.lease is not None
             and not record.request.finished
@@ -140,11 +151,8 @@ class Simulation:
         assert 0 < len(chunks) <= self._max_num_seqs
         planned = {chunk.request_id for chunk in chunks}
         assert len(planned) == len(chunks)
-        for record in ready:
-            request = record.request
-            # One that has outgrown its context is a prompt again.
-            is_decode = request.lease is not None and len(record.history) - request.num_computed_tokens == 1
-            if request.request_id not in planned and is_decode:
+        for request, lease in ready:
+            if request.request_id not in planned and request.lease is lease:
                 assert self.caches[request.rank].num_available == 0, "a decode was left out"
         self.plans += plans
         for rank, plan in enumerate(plans):

@@ -211,3 +211,59 @@ def test_options_that_make_no_sense_are_refused(arguments, message):
 
 def test_the_bench_group_lists_its_commands():
     assert "serve" in CliRunner().invoke(main, ["bench", "--help"]).output
+
+
+BUSY = (503, b'{"error": {"message": "busy"}}', b"Retry-After: 1\r\n")
+
+
+def goodput(tmp_path, url, *arguments):
+    _, report = bench_json(tmp_path, "--url", url, "--goodput", "--seconds", "0.5", "--slo", "ttft:5s", *arguments)
+    (curve,) = report["curves"].values()
+    return curve
+
+
+def test_the_curve_of_goodput_has_a_point_for_each_rate(server, tmp_path):
+    low, high = goodput(tmp_path, server.url, "--rates", "40,10")
+    assert (low["rate"], high["rate"]) == (10, 40)
+    assert low["sent"] < high["sent"]
+    assert high["answered"] == high["sent"] == round(high["goodput_per_s"] / 2)
+    assert high["refused"] == 0
+    assert high["recovery_s"] is not None
+    assert server.requests[-1]["max_tokens"] == 4
+
+
+def test_answers_that_come_late_are_no_goodput(server, tmp_path):
+    (point,) = goodput(tmp_path, server.url, "--rates", "20", "--slo", "ttft:5s,e2e:5s")
+    assert point["goodput_per_s"] > 0
+    server.failure = lambda request: BUSY if len(server.requests) % 2 else None
+    (point,) = goodput(tmp_path, server.url, "--rates", "20")
+    assert 0 < point["refused"] == point["sent"] - point["answered"]
+    assert point["told_s"] == 1.0
+    assert point["tries"] == 1.0
+
+
+def test_clients_that_retry_come_back_when_they_are_told_to(server, tmp_path):
+    server.failure = lambda request: BUSY if 1 < len(server.requests) < 5 else None
+    (point,) = goodput(tmp_path, server.url, "--rates", "20", "--retry")
+    assert point["answered"] == point["sent"]
+    assert point["tries"] > 1.0
+
+
+def test_clients_that_are_impatient_hang_up(server, tmp_path):
+    # All but the one that warms up, until the last has come: then requests are too many.
+    server.stalls = lambda: 1 < len(server.requests) < 8
+    (point,) = goodput(tmp_path, server.url, "--rates", "40", "--impatient", "0.05")
+    assert 0 < point["answered"] < point["sent"]
+    assert point["refused"] == 0
+
+
+def test_the_best_rate_is_found_where_none_is_given(server, tmp_path):
+    curve = goodput(tmp_path, server.url, "--output-tokens", "400")
+    assert [round(point["rate"] / curve[0]["rate"]) for point in curve] == [1, 2, 4, 8, 10]
+
+
+@pytest.mark.parametrize("rates", ["0", "x", "-1", "nan", "inf"])
+def test_rates_that_are_none_are_refused(rates):
+    result = bench("--goodput", "--rates", rates)
+    assert result.exit_code == 2
+    assert "is not like" in result.output

@@ -103,7 +103,7 @@ def test_background_requests_leave_the_places_of_others_alone() -> None:
 
 def test_who_would_wait_too_long_is_refused_at_once_and_told_how_long() -> None:
     taken, rejections = admission(jitter=0.5)
-    taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 6, 96)))
+    taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 6, 96, 16)))
     error = refused(taken, 1, 64, A)
     assert (error.status, error.code, rejections) == (503, "overloaded", {"overloaded": 1})
     assert error.retry_after_s == pytest.approx(7.0 * 1.125)
@@ -116,11 +116,11 @@ def test_who_would_wait_too_long_is_refused_at_once_and_told_how_long() -> None:
 def test_choices_that_the_engine_has_not_counted_yet_count_as_well() -> None:
     clock = Clock()
     taken, _ = admission(clock)
-    taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 2, 32)))
+    taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 2, 32, 16)))
     clock.now += 0.1
     with taken.hold(3, 64, A):
         assert refused(taken, 1, 64, A).code == "overloaded"
-        told = load(limit_s=5.0, a=Backlog(1.0, 8, 0, 0))
+        told = load(limit_s=5.0, a=Backlog(1.0, 8, 0, 0, 16))
         taken.on_load(Load(101.0, 5.0, 1.0, 16, 8, 1.0, 16, told.tenants))
         with taken.hold(1, 64, A):
             pass
@@ -128,7 +128,7 @@ def test_choices_that_the_engine_has_not_counted_yet_count_as_well() -> None:
 
 def test_a_request_with_a_time_of_its_own_is_refused_by_that() -> None:
     taken, _ = admission()
-    taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 2, 32)))
+    taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 2, 32, 16)))
     refused(taken, 1, 64, Terms("a", ttft_s=1.0))
     with taken.hold(1, 64, Terms("a", ttft_s=4.0)):
         pass
@@ -137,7 +137,7 @@ def test_a_request_with_a_time_of_its_own_is_refused_by_that() -> None:
 def test_those_who_are_sent_away_are_told_to_come_back_one_after_another() -> None:
     clock = Clock()
     taken, _ = admission(clock)
-    taken.on_load(load(limit_s=1.0, a=Backlog(1.0, 8, 4, 64)))
+    taken.on_load(load(limit_s=1.0, a=Backlog(1.0, 8, 4, 64, 16)))
     told = [refused(taken, 1, 64, A).retry_after_s for _ in range(80)]
     assert told[:4] == [5.0, 6.0, 7.0, 8.0]
     assert max(seconds or 0.0 for seconds in told) == 60.0
@@ -148,18 +148,18 @@ def test_those_who_are_sent_away_are_told_to_come_back_one_after_another() -> No
 def test_readiness_ends_when_a_newcomer_would_be_refused() -> None:
     taken, _ = admission()
     assert taken.overload() is None
-    taken.on_load(load(limit_s=5.0, **{"": Backlog(1.0, 8, 9, 144)}))
+    taken.on_load(load(limit_s=5.0, **{"": Backlog(1.0, 8, 9, 144, 16)}))
     assert "10 s" in (taken.overload() or "")
-    taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 9, 144)))
+    taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 9, 144, 16)))
     assert taken.overload() is None, "another key's requests are not refused"
 
 
 def test_a_status_is_held_back_only_while_requests_wait() -> None:
     taken, _ = admission()
     assert taken.hold_back_s() == 0.0
-    taken.on_load(load(limit_s=2.0, a=Backlog(1.0, 3, 0, 0)))
+    taken.on_load(load(limit_s=2.0, a=Backlog(1.0, 3, 0, 0, 16)))
     assert taken.hold_back_s() == 0.0
-    taken.on_load(load(limit_s=2.0, a=Backlog(1.0, 3, 1, 5)))
+    taken.on_load(load(limit_s=2.0, a=Backlog(1.0, 3, 1, 5, 16)))
     assert taken.hold_back_s() == 2.0
 
 

@@ -8,14 +8,16 @@ from hashlib import sha256
 import pytest
 
 from moeserve.pacing import Slo
-from moeserve.plan import Terms
+from moeserve.plan import SamplingParams, Terms
+from moeserve.scheduler import TooLateError
 from moeserve.wire import encode_plan
 from tests.support.overload_simulation import Client, OverloadSimulation, poisson
+from tests.support.scheduler_simulation import Simulation
 
 TTFT_S = 2.0
 # What the scripted engine serves of these requests, per second.
 CAPACITY = 6.0
-SECONDS = 40.0
+SECONDS = 30.0
 A, B = Terms("a"), Terms("b")
 
 
@@ -47,6 +49,17 @@ def test_goodput_in_overload_is_that_at_capacity(load: float, kind: str) -> None
     simulation.scheduler.check_idle()
 
 
+@pytest.mark.parametrize("load", [2.0, 4.0])
+def test_goodput_holds_where_a_full_step_takes_most_of_the_time_to_the_first_token(load: float) -> None:
+    slow = 3.0
+    good = []
+    for rate in (CAPACITY / slow, load * CAPACITY / slow):
+        asked = [Client(f"c{number}", at) for number, at in enumerate(poisson(rate, 80, 1))]
+        OverloadSimulation(slo=Slo(TTFT_S), slowness=slow).run(asked)
+        good.append(sum(client.met(TTFT_S) for client in asked))
+    assert good[1] >= 0.95 * good[0]
+
+
 def test_without_an_objective_the_same_load_is_a_collapse() -> None:
     asked = clients(4.0, leaves_s=5.0)
     OverloadSimulation(slo=None).run(asked)
@@ -68,7 +81,7 @@ def test_clients_that_come_back_as_told_are_all_answered_after_few_tries() -> No
 
 
 def test_a_burst_after_quiet_is_served_and_not_refused() -> None:
-    burst = [Client(f"c{number}", 1.0) for number in range(100)]
+    burst = [Client(f"c{number}", 1.0) for number in range(50)]
     OverloadSimulation().run(burst)
     assert all(client.first_at is not None and not client.refusals for client in burst)
 
@@ -125,3 +138,23 @@ def test_two_runs_of_one_script_plan_the_same_bytes() -> None:
         simulation.run(asked)
         digests.append([sha256(encode_plan(plan)).hexdigest() for plan in simulation.plans])
     assert digests[0] == digests[1]
+
+
+def test_requests_that_share_a_prompt_are_not_taken_for_as_much_work_each() -> None:
+    simulation = Simulation(num_blocks=400, block_size=4, max_num_seqs=2, slo=Slo(1.0))
+    simulation.scheduler.tell_time(0.0)
+    shared = [number % 50 for number in range(600)]
+    simulation.add("first", shared, SamplingParams(1))
+    simulation.step()
+    simulation.scheduler.count_step(0.1)
+    for number in range(8):
+        simulation.add(f"like it {number}", [*shared[:599], number], SamplingParams(1))
+
+    def add_others() -> None:
+        for number in range(8):
+            simulation.add(f"other {number}", [number, *shared], SamplingParams(1))
+
+    with pytest.raises(TooLateError):
+        add_others()
+    simulation.run()
+    simulation.check_all_done()

@@ -1,0 +1,126 @@
+"""How long a request may wait, and how long it will by what the engine has told."""
+
+from __future__ import annotations
+
+from array import array
+from random import Random
+
+import pytest
+
+from moeserve.pacing import Backlog, Load, Pace, Patience, Slo, allowance
+from moeserve.plan import Request, SamplingParams, Terms
+
+SLO = Slo(2.0, None, 10.0)
+
+
+def load(places: int = 8, place_s: float = 0.0, **tenants: Backlog) -> Load:
+    """100 tokens of prompts a second."""
+    return Load(0.0, 5.0, 0.5, 50, places, place_s, 20, tenants)
+
+
+def test_a_burst_may_wait_and_a_lasting_overload_may_not() -> None:
+    patience = Patience(SLO)
+    for now in range(0, 10):
+        patience.note(float(now), None if now == 0 else 1.0)
+        assert patience.limit(0.5) == 10.0
+    patience.note(10.0, 1.0)
+    assert patience.limit(0.5) == 1.5
+
+
+def test_an_empty_queue_begins_the_burst_anew() -> None:
+    patience = Patience(SLO)
+    for now in range(0, 100):
+        patience.note(float(now), None if now % 9 == 0 else 5.0)
+        assert patience.limit(0.5) == 10.0
+
+
+def test_a_lasting_overload_is_over_when_nobody_has_waited_for_long() -> None:
+    patience = Patience(SLO)
+    for now in range(0, 31):
+        # The queue is empty now and then, since most are refused.
+        patience.note(float(now), None if now in (0, 15, 25) else 1.0)
+    assert patience.limit(0.5) == 1.5
+    for now in range(31, 40):
+        patience.note(float(now), 0.2)
+        assert patience.limit(0.5) == 1.5
+    patience.note(40.0, 0.2)
+    assert patience.limit(0.5) == 10.0
+
+
+def test_without_time_for_bursts_the_objective_holds_at_once() -> None:
+    patience = Patience(Slo(2.0))
+    for now in range(5):
+        patience.note(float(now), 3.0)
+        assert patience.limit(0.5) == 1.5
+
+
+def test_a_long_prompt_may_wait_for_a_part_of_the_objective() -> None:
+    assert allowance(2.0, 0.5) == 1.5
+    assert allowance(2.0, 30.0) == 0.5
+
+
+def test_nothing_waits_for_nobody() -> None:
+    assert load().wait_s("a", 1.0) == 0.0
+    assert load(a=Backlog(1.0, 3, 0, 0, 20)).wait_s("a", 1.0) == 0.0
+
+
+def test_one_tenant_waits_for_all_that_it_has_asked() -> None:
+    mine = load(a=Backlog(1.0, 8, 5, 300, 20))
+    assert mine.wait_s("a", 1.0) == pytest.approx(3.0)
+    assert mine.wait_s("a", 1.0, num_new=5) == pytest.approx(4.0)
+
+
+def test_places_count_where_they_are_scarcer_than_prompts() -> None:
+    full = load(place_s=2.0, a=Backlog(1.0, 8, 4, 40, 10))
+    assert full.wait_s("a", 1.0) == pytest.approx(10.0)
+    assert full.wait_s("b", 1.0) == 0.0, "it has a share of the places"
+
+
+def test_another_tenant_counts_as_far_as_it_has_work() -> None:
+    both = load(a=Backlog(1.0, 1, 4, 100, 25), b=Backlog(1.0, 1, 40, 5000, 125))
+    assert both.wait_s("a", 1.0) == pytest.approx(2.0)
+    assert both.wait_s("b", 1.0) == pytest.approx(51.0)
+    heavy = load(a=Backlog(4.0, 1, 4, 100, 25), b=Backlog(1.0, 1, 40, 5000, 125))
+    assert heavy.wait_s("a", 4.0) == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_wait_for_prompts_is_that_of_a_fluid_served_by_weight(seed: int) -> None:
+    random = Random(seed)
+    backlogs = {name: Backlog(random.choice([0.5, 1.0, 3.0]), 1, 1, random.randrange(1, 500), 20) for name in "abcd"}
+    # Drops of work, to whom has had least by its weight, until nothing is left of a.
+    left, had = {name: backlog.tokens for name, backlog in backlogs.items()}, dict.fromkeys(backlogs, 0.0)
+    served = 0
+    while left["a"]:
+        name = min((name for name in left if left[name]), key=lambda name: (had[name], name))
+        had[name] += 1 / backlogs[name].weight
+        left[name] -= 1
+        served += 1
+    expected = served / 100
+    assert load(**backlogs).wait_s("a", backlogs["a"].weight) == pytest.approx(expected, abs=0.12)
+
+
+def request(num_tokens: int = 10, arrived_at: float = 0.0, **terms: float | bool) -> Request:
+    made = Request("r", array("i", [1] * num_tokens), SamplingParams(1))
+    made.terms, made.arrived_at = Terms(**terms), arrived_at  # type: ignore[arg-type]
+    return made
+
+
+def test_a_request_has_its_own_time_the_services_or_none() -> None:
+    pace = Pace(SLO, 256, 64)
+    pace.count_step(256, 0.0, 0.4)
+    assert pace.limit(request()) == 10.0
+    assert pace.limit(request(ttft_s=1.0)) == pytest.approx(0.6)
+    assert pace.limit(request(1000, ttft_s=2.0)) == pytest.approx(0.5)
+    assert pace.limit(request(patient=True)) == float("inf")
+    assert Pace(None, 256, 64).limit(request()) == float("inf")
+    assert Pace(None, 256, 64).limit(request(ttft_s=1.0)) == 1.0
+
+
+def test_a_request_is_late_when_its_first_token_cannot_come_in_time() -> None:
+    pace = Pace(SLO, 256, 64)
+    pace.count_step(256, 0.0, 0.4)
+    pace.tell_time(101.5)
+    assert not pace.is_late(request(arrived_at=100.0))
+    assert pace.is_late(request(arrived_at=99.8))
+    assert not Pace(None, 256, 64).is_late(request())
