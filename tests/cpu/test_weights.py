@@ -286,3 +286,21 @@ def test_layers_beyond_the_model_and_old_tables_are_left_out(tmp_path: Path) -> 
 
     change_tensors(tmp_path, add)
     assert torch.equal(logits_of(load(tmp_path)), expected)
+
+
+def test_a_hybrid_as_published_has_fused_experts_and_further_predictions_beside_it(tmp_path: Path) -> None:
+    def as_published(tensors: dict[str, Tensor]) -> None:
+        for layer in range(4):
+            prefix = f"model.language_model.layers.{layer}.mlp.experts"
+            experts = [
+                [tensors.pop(f"{prefix}.{expert}.{part}_proj.weight") for part in ("gate", "up", "down")]
+                for expert in range(8)
+            ]
+            tensors[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
+            tensors[f"{prefix}.down_proj"] = torch.stack([down for *_, down in experts])
+        tensors["mtp.fc.weight"] = torch.ones(4, 4)
+
+    save("qwen3_5_moe", tmp_path)
+    expected = logits_of(load(tmp_path))
+    change_tensors(tmp_path, as_published)
+    assert torch.equal(logits_of(load(tmp_path)), expected)
