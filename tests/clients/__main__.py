@@ -19,7 +19,7 @@ from tests.clients.environments import (
     load_clients,
 )
 from tests.clients.runner import ScriptsRunner
-from tests.clients.service import ROOT, serve_demo, with_context
+from tests.clients.service import ROOT, lengthen, serve_demo
 from tests.clients.table import Row, merge, render
 
 PAGE = ROOT / "docs" / "clients.md"
@@ -62,7 +62,7 @@ def _options(names: list[str], arguments: list[str] | None) -> argparse.Namespac
 def _run(environments: list[Environment], folder: Path, jobs: int) -> Iterator[Row]:
     """Yield what the scripts report, with one service after the other for the lengths of context that they need."""
     for context in sorted({environment.client.context for environment in environments}):
-        model = with_context(ensure_demo(), folder / f"model-{context}", context) if context else None
+        model = lengthen(ensure_demo(), folder / f"model-{context}", context) if context else None
         with serve_demo(cache_folder() / f"service-{context}.log", model) as service:
             served = [environment for environment in environments if environment.client.context == context]
             yield from ScriptsRunner(service, folder).run_all(served, jobs)

@@ -42,8 +42,8 @@ class Service:
         }
 
 
-def with_context(demo: Path, folder: Path, context: int) -> Path:
-    """Put a model into `folder` that is the demo, said to have another context than it was trained with."""
+def lengthen(demo: Path, folder: Path, context: int) -> Path:
+    """Put a model into `folder` that is the demo, said to have a longer context than it was trained with."""
     folder.mkdir()
     for file in demo.iterdir():
         if file.name != "config.json":

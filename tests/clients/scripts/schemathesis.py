@@ -19,6 +19,7 @@ def no_server_error():
     options += ["--exclude-path", "/v1/stats/stream", "--seed", "1", "--workers", "4"]
     done = subprocess.run(
         [*command, *options, "--suppress-health-check", "all", "--request-timeout", "120"],
+        env={**os.environ, "SCHEMATHESIS_HOOKS": "short_answers"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
