@@ -1,7 +1,7 @@
 """The JSON schemas of request bodies: those of the structs that read them, and the bounds that their readers check.
 
-Schemas cannot say all that a reader refuses (tools that are chosen and not there, two formats at once, a grammar that
-is invalid), so a body that they allow may still be a 400.
+A body that a schema refuses is a 400. One that it allows may be a 400 too, since schemas cannot say all that readers
+refuse: tools that are chosen and not there, two formats at once, a grammar that is invalid.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def narrowed(schema: Schema, required: Collection[str], kept: Collection[str] = 
         value = {word: said for word, said in schema["properties"][name].items() if word != "default"}
         if "anyOf" in value:
             value["anyOf"] = [kind for kind in value["anyOf"] if kind != _NULL]
+        if "enum" in value:
+            value["enum"] = [choice for choice in value["enum"] if choice is not None]
         properties[name] = value
     return {**schema, "properties": properties, "required": sorted({*schema.get("required", ()), *required})}
 
@@ -98,8 +100,8 @@ def _of_model(model: ModelFacts) -> dict[str, Schema]:
     token = {"type": "integer", **_span(0, model.vocab_size - 1)}
     count = _span(0, model.max_logprobs)
     return {
-        "model": _one_of(*model.names),
-        "stop_token_ids": {"items": token},
+        "model": _one_of(*model.names, None),
+        "stop_token_ids": _OF_FIELDS["stop_token_ids"] | {"items": token},
         "tokens": {"items": token},
         "prompt": _prompt(token),
         "logprobs": count,
@@ -122,8 +124,13 @@ _NAME: Schema = {"type": "string", "pattern": f"^[a-zA-Z0-9_.-]{{1,{limits.MAX_T
 _CALLED: Schema = _text(1, limits.MAX_CALLED_NAME_CHARS)
 _ECHOED: Schema = {"maxLength": limits.MAX_ECHOED_CHARS}
 _EFFORT = _one_of(None, *sorted(fields.EFFORTS))
-# Shorter than a day in any unit but one; a reader takes all times up to a day.
-_TTL: Schema = {"anyOf": [{"type": "string", "pattern": "^([1-9][0-9]{0,2}[sm]?|[1-9]h|1[0-9]h|2[0-4]h|1d)$"}, _NULL]}
+_TTL: Schema = {
+    "anyOf": [
+        {"type": "integer", **_span(1, cache_options.MAX_SECONDS)},
+        {"type": "string", "pattern": "^([1-9][0-9]{0,4}s?|[1-9][0-9]{0,3}m|[1-9][0-9]?h|1d)$"},
+        _NULL,
+    ]
+}
 _STOP = _text(1, limits.MAX_STOP_CHARS)
 _STOPS: Schema = {"anyOf": [_STOP, _list(_STOP, limits.MAX_STOP_STRINGS), _NULL]}
 
@@ -166,37 +173,51 @@ _OF_FIELDS: dict[str, Schema] = {
     "reasoning_effort": _EFFORT,
     "chat_template_kwargs": {
         "maxProperties": limits.MAX_TEMPLATE_VARIABLES,
-        "propertyNames": {"pattern": "^[a-z][a-z0-9_]*$"},
+        "propertyNames": {"pattern": "^[a-zA-Z_][a-zA-Z0-9_]*$"},
         "additionalProperties": {"type": ["boolean", "number", "string", "null"]},
     },
     "prompt": _prompt({"type": "integer", "minimum": 0}),
 }
 
 _RESPONSES_PART = _typed("type", {kind: {field: _STRING} for kind, field in responses_items.TEXTS.items()})
+_RESPONSES_TEXT: Schema = {"anyOf": [_STRING, _list(_RESPONSES_PART, limits.MAX_CONTENT_PARTS)]}
+_CALL: dict[str, Schema] = {"call_id": _STRING, "name": _STRING}
+_OUTPUT: dict[str, Schema] = {"call_id": _STRING, "output": _RESPONSES_TEXT}
 _RESPONSES_ITEM: Schema = {
     "anyOf": [
         _object(
             ("role", "content"),
-            type=_one_of("message"),
+            type=_one_of("message", None),
             role=_one_of(*responses_items.ROLES),
-            content={"anyOf": [_STRING, _list(_RESPONSES_PART, limits.MAX_CONTENT_PARTS)]},
+            content=_RESPONSES_TEXT,
         ),
-        _object(("type", "summary"), type=_one_of("reasoning"), summary=_list(_ANY_OBJECT, 0), content=_NULL),
-        _object(
-            ("type", "call_id", "name", "arguments"),
-            **{"type": _one_of("function_call"), "call_id": _STRING, "name": _STRING, "arguments": _STRING},
-            namespace={"type": ["string", "null"]},
-        ),
+        *_typed(
+            "type",
+            {
+                "reasoning": {},
+                "function_call": {**_CALL, "arguments": _STRING},
+                "custom_tool_call": {**_CALL, "input": _STRING},
+                "function_call_output": _OUTPUT,
+                "custom_tool_call_output": _OUTPUT,
+            },
+        )["anyOf"],
+        _object(("id",), type=_one_of("item_reference", None), id=_STRING),
     ]
 }
-_RESPONSES_TOOL = _object(
-    ("type", "name"),
-    type=_one_of("function"),
-    name=_NAME,
-    description={"type": ["string", "null"], "maxLength": limits.MAX_TOOL_DESCRIPTION_CHARS},
-    parameters={"type": ["object", "null"]},
-    strict={"type": ["boolean", "null"]},
-)
+_RESPONSES_TOOL: Schema = {
+    "anyOf": [
+        _object(
+            ("type", "name"),
+            type=_one_of("function"),
+            name=_NAME,
+            description={"type": ["string", "null"], "maxLength": limits.MAX_TOOL_DESCRIPTION_CHARS},
+            parameters={"type": ["object", "null"]},
+            strict={"type": ["boolean", "null"]},
+        ),
+        _object(("type", "name"), type=_one_of("custom", "namespace"), name=_NAME),
+        _object(("type",), type=_STRING | {"not": _one_of("function", "custom", "namespace")}),
+    ]
+}
 _RESPONSES_FORMAT: Schema = {
     "anyOf": [
         _object(("type",), type=_one_of("text", "json_object")),
@@ -207,6 +228,7 @@ _RESPONSES_FORMAT: Schema = {
 _NO_FORMATS = dict.fromkeys(FormatFields.__struct_fields__, _NULL)
 # By the struct that reads it, and field.
 _OF_STRUCTS: dict[str, dict[str, Schema]] = {
+    "CompletionBody": {"max_tokens": _span(0)},
     "ChatBody": {"logprobs": _one_of(None, False, True)},
     "TokenizeBody": {"prompt": {"type": ["string", "null"]}},
     "PrefixBody": {"prompt": {"items": {"type": "integer"}}},
@@ -240,7 +262,6 @@ _OF_STRUCTS: dict[str, dict[str, Schema]] = {
         "inference_geo": _one_of(*messages.REGIONS),
     },
     "Message": {"role": _one_of(*messages.ROLES)},
-    "messages.ToolBody": {"name": _NAME, "type": _one_of(None, "custom"), "input_schema": _ANY_OBJECT},
     "Thinking": {"type": _one_of("enabled", "adaptive", "disabled"), "budget_tokens": _span(1)},
     "Format": {"type": _one_of("json_schema"), "schema": _ANY_OBJECT},
     "ContextEdit": {"type": {"pattern": "^clear_thinking_"}, "keep": _one_of("all")},
@@ -251,13 +272,12 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "CalledFunction": ("name",),
     "FunctionBody": ("name",),
     "chat.ToolBody": ("function",),
-    "messages.ToolBody": ("name", "input_schema"),
     "Format": ("schema",),
     "ContextEdit": ("keep",),
 }
 _SAID = {"text": {"text": _STRING}}
 _BLOCKS: dict[str, dict[str, dict[str, Schema]]] = {
-    "user": {**_SAID, "tool_result": {"tool_use_id": _STRING, "content": {"type": ["string", "null"]}}},
+    "user": {**_SAID, "tool_result": {"tool_use_id": _STRING}},
     "assistant": {
         **_SAID,
         "thinking": {"thinking": _STRING},
@@ -268,6 +288,12 @@ _BLOCKS: dict[str, dict[str, dict[str, Schema]]] = {
 }
 # By struct: fields that belong to the value of another field, or to the lack of it.
 _VARIANTS: dict[str, Schema] = {
+    "messages.ToolBody": {
+        "anyOf": [
+            _object(("name", "input_schema"), type=_one_of(None, "custom"), name=_NAME, input_schema=_ANY_OBJECT),
+            _object(("type",), type=_STRING | {"not": _one_of("custom")}),
+        ]
+    },
     "TokenizeBody": _one_field("prompt", "messages"),
     "PrefixBody": _one_field("prompt", "messages"),
     "UnpinBody": _one_field("prompt", "messages", "id"),

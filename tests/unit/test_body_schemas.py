@@ -82,8 +82,11 @@ def bounded_fields() -> list[tuple[str, str, float, bool]]:
 
 @pytest.mark.parametrize(("path", "field", "value", "taken"), bounded_fields())
 def test_bounds_are_those_of_the_reader(path: str, field: str, value: float, taken: bool) -> None:
-    beside = {"top_logprobs": {"logprobs": True}, "best_of": {"n": 1}}.get(field, {})
-    body = {"model": "tiny", **READERS[path][1], **(beside if path == "/v1/chat/completions" else {}), field: value}
+    beside = {
+        "/v1/chat/completions": {"top_logprobs": {"logprobs": True}},
+        "/v1/completions": {"max_tokens": {"echo": True}},
+    }
+    body = {"model": "tiny", **READERS[path][1], **beside.get(path, {}).get(field, {}), field: value}
     error = read(path, body)
     assert told(path, body) is taken
     assert (error is None) is taken
@@ -126,6 +129,57 @@ def test_what_a_schema_refuses_is_refused(path: str, changes: dict[str, Any]) ->
     assert read(path, body) is None
     assert not told(path, body | changes)
     assert read(path, body | changes) is not None
+
+
+@pytest.mark.parametrize(
+    ("path", "changes"),
+    [
+        ("/v1/chat/completions", {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [CALL]}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}),
+        ("/v1/chat/completions", {"stop": "x", "n": None, "logprobs": True, "top_logprobs": 2}),
+        ("/v1/chat/completions", {"prompt_cache_options": {"ttl": 90, "mode": None}}),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"Enable_x": False, "_y": 1.5}}),
+        ("/v1/completions", {"prompt": [1, 2]}),
+        ("/v1/completions", {"prompt": [[1], [2]], "logit_bias": {"3": -100}}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}]}),
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "x"}]},
+                    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "1", "output": "x"},
+                ]
+            },
+        ),
+        ("/v1/responses", {"tools": [{"type": "web_search"}, {"type": "custom", "name": "c"}]}),
+        ("/v1/responses", {"background": False, "text": {"format": {"type": "text"}}}),
+        (
+            "/v1/messages",
+            {"tools": [{"type": "web_search_20250305", "name": "w s"}, {"name": "f", "input_schema": {}}]},
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [
+                    *HELLO,
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "x"}]}
+                        ],
+                    },
+                ]
+            },
+        ),
+        ("/v1/cache/warm", {"model": None, "prompt_cache_retention": "24h"}),
+    ],
+)
+def test_what_is_taken_is_allowed(path: str, changes: dict[str, Any]) -> None:
+    body = {"model": "tiny", **READERS[path][1], **changes}
+    assert read(path, body) is None
+    assert told(path, body)
 
 
 def test_every_bound_belongs_to_a_field_that_is_there() -> None:
