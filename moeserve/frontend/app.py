@@ -76,7 +76,7 @@ def _routes(services: Services) -> list[BaseRoute]:
     service, tokens, experts = ServiceRoutes(services), TokenRoutes(services), ExpertRoutes(services)
     store, cache = ResponseStore(), CacheRoutes(services)
     kept = KeptResponseRoutes(store)
-    live, description, pages = LiveRoutes(services), DescriptionRoutes(), Pages()
+    live, description, pages = LiveRoutes(services), DescriptionRoutes(services), Pages()
     return [
         Route("/v1/chat/completions", GenerateRoute(services, CHAT), methods=["POST"]),
         Route("/v1/completions", GenerateRoute(services, COMPLETIONS), methods=["POST"]),

@@ -34,7 +34,7 @@ _LISTED = 50
 _MAX_LISTED = 1000
 
 # The fields of a body that have an effect: those that render messages, and by route those beside the prefix.
-_MESSAGE_FIELDS = frozenset(
+MESSAGE_FIELDS = frozenset(
     {
         "add_generation_prompt",
         "chat_template_kwargs",
@@ -46,8 +46,8 @@ _MESSAGE_FIELDS = frozenset(
     }
 )
 PUBLIC_FIELDS = frozenset({"model"})
-_PIN_FIELDS = PUBLIC_FIELDS | {"cache_salt"}
-_WARM_FIELDS = _PIN_FIELDS | {
+PIN_FIELDS = PUBLIC_FIELDS | {"cache_salt"}
+WARM_FIELDS = PIN_FIELDS | {
     "cache_report",
     "priority",
     "prompt_cache_key",
@@ -75,7 +75,7 @@ def check_prefix(body: PrefixBody, others: Collection[str]) -> None:
     """Raise ApiError unless the body has one prefix, and beside it asks for nothing but in the fields `others`."""
     if (body.prompt is None) == (body.messages is None):
         raise invalid("Give either `prompt` or `messages`", "prompt")
-    prefix_fields = _MESSAGE_FIELDS if body.prompt is None else {"prompt"}
+    prefix_fields = MESSAGE_FIELDS if body.prompt is None else {"prompt"}
     for name in body.__struct_fields__:
         if name not in prefix_fields and name not in others and _asks(name, getattr(body, name)):
             raise invalid(f"`{name}` has no effect on a prefix here: leave it out", name)
@@ -104,7 +104,7 @@ def read_prefix(body: PrefixBody, model: ModelFacts) -> ChatPrompt | str | list[
 def parse_warm(body: bytes, model: ModelFacts) -> GenerateRequest:
     """Return a request that computes a prefix and samples one token, which nobody sees. Raises ApiError."""
     prefix, ignored = fields.decode_json(body, PrefixBody)
-    check_prefix(prefix, _WARM_FIELDS)
+    check_prefix(prefix, WARM_FIELDS)
     return GenerateRequest(
         model=prefix.model or model.names[0],
         prompts=[read_prefix(prefix, model)],
@@ -260,7 +260,7 @@ class CacheRoutes:
             if body.prompt is not None or body.messages is not None:
                 raise invalid("Give either `id` or a prefix", "id")
             return body, None
-        check_prefix(body, _PIN_FIELDS)
+        check_prefix(body, PIN_FIELDS)
         return body, await services.encode(read_prefix(body, facts), facts)
 
     def _namespace(self, request: Request, body: PrefixBody) -> str:

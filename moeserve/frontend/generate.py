@@ -51,7 +51,7 @@ _OUTPUTS_AT_ONCE = 4
 class Dialect:
     """The parts of one API: the prefix of its answer ids, how it reads requests and writes answers.
 
-    off_loop: whether a thread may call `parse` and the formatter's `complete`: they use nothing of the event loop's.
+    off_loop: a thread may call `parse` and the formatter's `complete`, which use nothing of the event loop's.
     """
 
     id_prefix: str

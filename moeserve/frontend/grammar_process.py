@@ -36,8 +36,8 @@ class Job(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    """What is wrong with a grammar, None if nothing is. path: of the error in the schema. grammar: the text, if it is
-    another than the job's."""
+    """The result of a check. error: the reason why the grammar is refused, None if it is not. path: of the error in the
+    schema. grammar: the text, if it is another than the job's."""
 
     error: str | None = None
     path: list[str | int] = []

@@ -172,7 +172,7 @@ class TraceBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ExpertRoutes:
-    """What operators see of the experts and command about them. Every route answers 404 without experts."""
+    """The views of experts and the commands about them, for operators. Every route answers 404 without experts."""
 
     def __init__(self, services: Services) -> None:
         self._services = services

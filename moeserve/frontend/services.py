@@ -134,7 +134,7 @@ class Services:
 
     @property
     def capacity(self) -> int:
-        """How many choices the engine runs and queues."""
+        """The number of choices that the engine runs and queues."""
         ready = self.engine.ready
         return ready.max_num_seqs + ready.max_num_queued_reqs if ready is not None else 0
 

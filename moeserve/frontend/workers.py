@@ -50,7 +50,7 @@ class Workers:
 
 
 class InlineBudget:
-    """What one request may still do on the event loop itself, in characters."""
+    """The work that one request may still do on the event loop itself, in characters."""
 
     def __init__(self, chars: int) -> None:
         self._left = chars

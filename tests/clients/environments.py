@@ -45,6 +45,11 @@ class Client:
         return [*self.no_deps, *self.requirements]
 
     @property
+    def recipe(self) -> list[str]:
+        """All that makes the environment what it is."""
+        return [*self.pins, *(f"-{name}" for name in self.without)]
+
+    @property
     def version(self) -> str:
         """The pinned version of the client itself."""
         return self.pins[0].replace("==", "@").rpartition("@")[2]
@@ -98,9 +103,9 @@ class Environment:
         return [python, "-P", str(script)]
 
     def is_made(self) -> bool:
-        """Return whether all requirements have been installed."""
+        """Return whether all that belongs to it has been installed, and the rest uninstalled."""
         stamp = self.folder / _STAMP
-        return stamp.exists() and json.loads(stamp.read_text()) == self.client.pins
+        return stamp.exists() and json.loads(stamp.read_text()) == self.client.recipe
 
 
 def ensure_environment(client: Client, root: Path) -> Environment:
@@ -108,7 +113,7 @@ def ensure_environment(client: Client, root: Path) -> Environment:
 
     Raises InstallError with the end of what the installer said.
     """
-    digest = hashlib.sha256("\n".join(client.pins).encode()).hexdigest()[:8]
+    digest = hashlib.sha256("\n".join(client.recipe).encode()).hexdigest()[:8]
     environment = Environment(client, root / f"{client.name}-{digest}")
     if environment.is_made():
         return environment
@@ -127,7 +132,7 @@ def ensure_environment(client: Client, root: Path) -> Environment:
         (environment.folder / "package.json").write_text('{"private": true, "type": "module"}\n')
         npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", str(environment.folder)]
         _run([*npm, "--save-exact", *client.requirements])
-    (environment.folder / _STAMP).write_text(json.dumps(client.pins))
+    (environment.folder / _STAMP).write_text(json.dumps(client.recipe))
     return environment
 
 

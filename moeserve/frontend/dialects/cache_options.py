@@ -15,7 +15,7 @@ MAX_SECONDS = 86_400
 # OpenAI keeps a prompt for minutes after its last use where the client asks for no more.
 _IN_MEMORY_SECONDS = 600
 _OPTIONS_SECONDS = 1800
-_RETENTION_SECONDS = {"in_memory": _IN_MEMORY_SECONDS, "in-memory": _IN_MEMORY_SECONDS, "24h": 86_400}
+RETENTION_SECONDS = {"in_memory": _IN_MEMORY_SECONDS, "in-memory": _IN_MEMORY_SECONDS, "24h": 86_400}
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -41,9 +41,9 @@ def read_cache_options(
             raise invalid(f"`prompt_cache_key` must have at most {MAX_KEY_CHARS} characters", "prompt_cache_key")
         seconds.append(_IN_MEMORY_SECONDS)
     if retention is not None:
-        if retention not in _RETENTION_SECONDS:
+        if retention not in RETENTION_SECONDS:
             raise invalid("`prompt_cache_retention` must be in_memory or 24h", "prompt_cache_retention")
-        seconds.append(_RETENTION_SECONDS[retention])
+        seconds.append(RETENTION_SECONDS[retention])
     implicit = True
     if options is not None:
         implicit, longer = _read_options(options)

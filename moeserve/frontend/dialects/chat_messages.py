@@ -12,7 +12,7 @@ from moeserve.frontend.dialects.cache_options import CacheBreakpoint, read_break
 from moeserve.frontend.http import invalid, unsupported
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 class ContentPart(msgspec.Struct):
@@ -134,7 +134,7 @@ def _content_text(content: str | list[ContentPart] | None, where: str) -> str:
     texts = []
     for index, part in enumerate(content):
         name = "refusal" if part.type == "refusal" else "text"
-        if part.type != "refusal" and part.type not in _TEXT_PARTS:
+        if part.type != "refusal" and part.type not in TEXT_PARTS:
             raise unsupported(f"{where}.content[{index}].type", part.type[:40])
         text = part.refusal if name == "refusal" else part.text
         if text is None:

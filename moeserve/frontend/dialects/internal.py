@@ -41,7 +41,10 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the model may call tools, or must. `names` are the tools that it may call; all where it is empty."""
+    """A client's rule for calls: `none` forbids them, `auto` leaves them to the model, `required` demands one.
+
+    names: the tools that the model may call; all where it is empty.
+    """
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: tuple[str, ...] = ()
@@ -83,7 +86,7 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """What a client asks of the prompt cache.
+    """The wishes of a client for the prompt cache.
 
     seconds: how long to retain the whole prompt, None not to. breakpoints: (number of leading messages, seconds) of
     prefixes to retain; 0 messages are the tools alone. report: say where and why the match of the prompt ended.

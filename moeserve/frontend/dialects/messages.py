@@ -27,8 +27,12 @@ from moeserve.frontend.dialects.tools import call_in_history, check_choice, chec
 from moeserve.frontend.http import invalid, unsupported
 
 BILLING_HEADER = "x-anthropic-billing-header:"
-_MAX_TEMPERATURE = 1.0
-_ROLES = ("user", "assistant", "system")
+MAX_TEMPERATURE = 1.0
+ROLES = ("user", "assistant", "system")
+# Fields of other dialects, or of this one, that ask for what is not served; the latter may be empty lists.
+REFUSED = ("n", "stop", "stream_options", "logit_bias")
+REFUSED_UNLESS_EMPTY = ("container", "mcp_servers")
+REGIONS = (None, "global", "not_available")
 _CALL_PREFIX, _TOOL_USE_PREFIX = "call_", "toolu_"
 
 
@@ -139,7 +143,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     prompt, breakpoints, dropped = _read_prompt(asked)
     if prompt.messages[-1]["role"] == "assistant":
         raise invalid("The last of `messages` must not be the assistant's: prefill is not supported", "messages")
-    fields.bounded("temperature", asked.temperature or 0.0, 0, _MAX_TEMPERATURE)
+    fields.bounded("temperature", asked.temperature or 0.0, 0, MAX_TEMPERATURE)
     return GenerateRequest(
         model=name,
         prompts=[prompt],
@@ -199,7 +203,7 @@ def _read_prompt(asked: MessagesBody) -> tuple[ChatPrompt, Breakpoints, tuple[st
         elif role == "system":
             messages.append({"role": "system", "content": _joined(blocks)})
         else:
-            names = ", ".join(_ROLES)
+            names = ", ".join(ROLES)
             index = next(index for index, message in enumerate(asked.messages) if message.role == role)
             raise invalid(f"`messages[{index}].role` must be one of {names}", f"messages[{index}].role")
         breakpoints += _marks(len(messages), [mark for _, message in turn for mark in _controls(message.content)])
@@ -210,14 +214,14 @@ def _read_prompt(asked: MessagesBody) -> tuple[ChatPrompt, Breakpoints, tuple[st
 def _refuse_what_is_not_served(asked: MessagesBody) -> None:
     """Raise ApiError for fields that ask for something that this server, or this API, does not have."""
     refuse_formats(asked)
-    for name in ("n", "stop", "stream_options", "logit_bias"):
+    for name in REFUSED:
         if getattr(asked, name) is not None:
             raise unsupported(name)
-    for name in ("container", "mcp_servers"):
+    for name in REFUSED_UNLESS_EMPTY:
         if getattr(asked, name) not in (None, []):
             raise unsupported(name)
-    if asked.inference_geo not in (None, "global", "not_available"):
-        raise unsupported("inference_geo", asked.inference_geo[:40])
+    if asked.inference_geo not in REGIONS:
+        raise unsupported("inference_geo", str(asked.inference_geo)[:40])
     edits = asked.context_management.edits if asked.context_management else None
     for index, edit in enumerate(edits or []):
         # Keeping all of the thinking is no edit at all.

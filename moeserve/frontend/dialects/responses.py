@@ -22,7 +22,7 @@ from moeserve.plan import SamplingParams
 _LOGPROBS = "message.output_text.logprobs"
 _SEALED_REASONING = "reasoning.encrypted_content"
 # Fields that would change the answer if they were supported, and the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "context_management": (None, []),
     "conversation": (None,),
@@ -105,7 +105,7 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
     """Return the internal request; its `repeated` holds a `turn`. Raises ApiError with the status for the client."""
     asked, ignored = fields.decode_json(body, ResponsesBody)
     name = fields.check_model(asked.model, model)
-    for field, harmless in _UNSUPPORTED.items():
+    for field, harmless in UNSUPPORTED.items():
         if getattr(asked, field) not in harmless:
             raise unsupported(field)
     refuse_formats(asked)

@@ -21,7 +21,8 @@ from moeserve.frontend.http import KEEP_ALIVE, ApiError
 from moeserve.frontend.text import TextTokenizer
 
 ID_PREFIX = "resp_"
-# Keeps a response: its id, its JSON, the items of its input, the id of the response before it. Whether it was kept.
+# Keeps a response: its id, its JSON, the items of its input, the id of the response before it.
+# Returns True if there was room for it.
 Keep = Callable[[str, bytes, list[Item], str | None], bool]
 
 

@@ -17,8 +17,8 @@ from moeserve.frontend.http import invalid, unsupported
 
 Item = dict[str, Any]
 
-_ROLES = ("user", "assistant", "system", "developer")
-_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+ROLES = ("user", "assistant", "system", "developer")
+TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _SEAL = "moeserve.1."
 
 
@@ -73,8 +73,8 @@ class ItemReader:
 
     def _add_message(self, item: Item, where: str) -> None:
         role = item.get("role")
-        if role not in _ROLES:
-            raise invalid(f"`{where}.role` must be one of {', '.join(_ROLES)}", f"{where}.role")
+        if role not in ROLES:
+            raise invalid(f"`{where}.role` must be one of {', '.join(ROLES)}", f"{where}.role")
         text = _content_text(item.get("content"), f"{where}.content")
         if role != "assistant":
             self.say(role, text)
@@ -142,7 +142,7 @@ def _content_text(content: Any, where: str) -> str:
         raise invalid(f"`{where}` must be a string or a list of parts", where)
     if len(content) > limits.MAX_CONTENT_PARTS:
         raise invalid(f"`{where}` takes at most {limits.MAX_CONTENT_PARTS} parts", where)
-    return "\n".join(_part_text(part, f"{where}[{index}]", _TEXTS) for index, part in enumerate(content))
+    return "\n".join(_part_text(part, f"{where}[{index}]", TEXTS) for index, part in enumerate(content))
 
 
 def _part_text(part: Any, where: str, fields: dict[str, str]) -> str:

@@ -26,7 +26,7 @@ _CUSTOM_PARAMETERS = {
 
 @dataclass(frozen=True, slots=True)
 class ClientName:
-    """How the client knows a tool."""
+    """The names by which the client knows a tool."""
 
     name: str
     namespace: str | None = None

@@ -14,7 +14,7 @@ Schemas = Mapping[str, dict[str, Any] | None]
 
 
 class CallShape(Protocol):
-    """How a family of models writes calls."""
+    """The spelling of calls by a family of models."""
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -28,12 +28,12 @@ class CallShape(Protocol):
 
     @property
     def ends_reasoning(self) -> bool:
-        """Whether calls also begin inside reasoning: their markers are tokens that no text has."""
+        """True if calls also begin inside reasoning, since their markers are tokens that no text has."""
         ...
 
     @property
     def is_bare(self) -> bool:
-        """Whether an answer that begins with a JSON object may be a call."""
+        """True if an answer that begins with a JSON object may be a call."""
         ...
 
     def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:

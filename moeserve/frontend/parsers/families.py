@@ -83,7 +83,9 @@ _REASONING_IN_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class OutputShape:
-    """How a model writes: the names of its family for calls and for reasoning, `none` where nothing is looked for.
+    """The spelling of a model's answers: the names of its family for calls and for reasoning.
+
+    `none` in place of a name: nothing is looked for.
 
     is_fenced: the JSON of its calls stands in fences, DeepSeek's older form.
     """

@@ -71,8 +71,8 @@ class _Lane:
 class Sink:
     """Collects what a parser tells, until `take`.
 
-    hidden: markers that are special tokens, which never show as text. parallel: whether more than one call is told;
-    otherwise all after the first are dropped.
+    hidden: markers that are special tokens, which never show as text. parallel: all calls of an answer are
+    told; otherwise those after the first are dropped.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Sink:
 
     @property
     def in_call(self) -> bool:
-        """Whether a call has begun and not ended."""
+        """True while a call has begun and has not ended."""
         return self._is_open
 
     def say(self, text: str) -> None:

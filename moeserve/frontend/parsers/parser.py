@@ -61,7 +61,7 @@ class OutputParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text that comes next is reasoning, as far as is known."""
+        """True if the parser expects the text that comes next to be reasoning."""
         return self._sink.is_reasoning
 
     @property

@@ -31,7 +31,9 @@ def ask(text, model=MODEL):
     folder = Path("project")
     folder.mkdir(exist_ok=True)
     (folder / "opencode.json").write_text(json.dumps(config))
-    return run_program(["opencode", "run", "--model", f"moeserve/{model}", text], OPENCODE_DISABLE_MODELS_FETCH="1")
+    # It puts an argument with spaces into quotes, and escapes those in it.
+    command = ["opencode", "run", "--model", f"moeserve/{model}", *text.split()]
+    return run_program(command, OPENCODE_DISABLE_MODELS_FETCH="1")
 
 
 for name in ("plain", "streaming", "tool", "required", "structured"):
