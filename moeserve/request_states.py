@@ -158,7 +158,8 @@ class RequestStates:
         if chunk.sampling is not None:
             if state.rolling is not None and state.rolling is not snapshot:
                 self._cache.drop_unused(state.rolling)
-            state.rolling = snapshot
+            is_own = snapshot is not None and snapshot.row == use.save
+            state.rolling = snapshot if is_own else None
 
     def want(self, request: Request, position: int) -> int:
         """Let the request save a snapshot at `position`, a block boundary, unless it does so shortly before.

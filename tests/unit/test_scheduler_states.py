@@ -88,6 +88,16 @@ def test_the_next_turn_goes_on_from_the_answer(depth: int, run_ahead: bool) -> N
     simulation.check_all_done()
 
 
+def test_a_request_gives_up_its_own_snapshots_alone() -> None:
+    simulation = simulate()
+    first = ask(simulation, "first", SHARED[:20], max_tokens=40)
+    ask(simulation, "prompt that ends within the answer", first.history[:33].tolist(), max_tokens=1)
+    again = ask(simulation, "first again", SHARED[:20], max_tokens=40)
+    assert again.history == first.history
+    assert ask(simulation, "last", first.history[:33].tolist(), max_tokens=1).request.num_cached_tokens == 32
+    simulation.check_all_done()
+
+
 def test_a_long_prompt_leaves_snapshots_on_its_way() -> None:
     simulation = simulate(states=StatePolicy(8, 4, 16, 32), budget=20)
     ask(simulation, "long", SHARED)
