@@ -168,12 +168,13 @@ class SnapshotTable:
         """Return the least worth of the snapshots that may go, None without any."""
         while self._queue:
             worth, entry, snapshot = self._queue[0]
-            if snapshot.entry == entry:
-                if _worth(snapshot) <= worth:
-                    return snapshot
+            is_live = snapshot.entry == entry
+            if is_live and _worth(snapshot) <= worth:
+                return snapshot
+            heappop(self._queue)
+            if is_live:
                 # It is worth more than when it was queued.
                 self._enqueue(snapshot)
-            heappop(self._queue)
         return None
 
     def _enqueue(self, snapshot: Snapshot) -> None:

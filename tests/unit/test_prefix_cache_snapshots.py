@@ -535,6 +535,21 @@ def test_a_seeded_run_agrees_with_brute_force(seed: int) -> None:
     assert world.num_evicted > 3
 
 
+@pytest.mark.parametrize("num_uses", range(6))
+def test_a_victim_that_has_become_worth_more_keeps_its_place_in_a_queue_that_is_cleared_up(
+    monkeypatch: pytest.MonkeyPatch, num_uses: int
+) -> None:
+    monkeypatch.setattr("radix_cache.snapshots._HEAP_SLACK", 0)
+    cache = stateful(2, num_blocks=100)
+    prefill(cache, TALK[:40], [4, 36])
+    # It takes the row of the first snapshot, without which the second one saves a block more.
+    prefill(cache, [1] * 40, [36])
+    for _ in range(num_uses):
+        cache.release(cache.match(array("i", [1] * 40)))
+    prefill(cache, [2] * 40, [36])
+    cache.check_invariants()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_a_long_seeded_run_agrees_with_brute_force(seed: int) -> None:
