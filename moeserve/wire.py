@@ -340,7 +340,7 @@ def _unpack_chunk(wire: _WireChunk) -> Chunk:
         None if wire.extras is None else _unpack_extras(wire.extras),
         wire.drawn_by,
         wire.annotation,
-        wire.first_angle,
+        first_angle=wire.first_angle,
     )
 
 
