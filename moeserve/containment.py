@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from experts.errors import ExpertStoreError
 from moeserve.plan import Chunk, ChunkResult, Computed, SamplingParams, StepPlan, StepResult
 from moeserve.steps import Runner
 
@@ -33,6 +34,9 @@ class ContainingExecutor:
         (plan,) = plans
         try:
             result = self._runner.launch(plan).result()
+        except ExpertStoreError:
+            # Weights are missing, whatever is asked for.
+            raise
         except Exception as error:
             result = StepResult(plan.step, self._contain(plan, error))
         return Computed([result])

@@ -20,7 +20,7 @@ from moeserve.containment import ContainingExecutor
 from moeserve.doctor import summary
 from moeserve.engine import Engine, EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
-from moeserve.experts.observe import ExpertRecording, RecordingPlan, plan_recording, signature_merger
+from moeserve.experts.observe import ExpertRecording, plan_recording, signature_merger
 from moeserve.memory_plan import plan_model
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.pacing import service_slo
@@ -39,7 +39,7 @@ class LoadedModel:
     """
 
     rank: LoadedRank
-    recording: RecordingPlan | None
+    spec: DecoderSpec
     can_be_copied: bool
     threads: int
 
@@ -53,7 +53,8 @@ def load_alone(context: RunContext, report: Report, *, to_copy: bool) -> LoadedM
     """
     directory, config = Path(context.model_dir), context.config
     plan = plan_model(directory, config)
-    recording = plan_recording(config, directory, plan.spec)
+    # Its file may be wrong, which is to be known before weights are read.
+    plan_recording(config, directory, plan.spec)
     can_be_copied = to_copy and plan.device == "cpu" and plan.residency is None
     threads = config.threads or torch.get_num_threads()
     if can_be_copied:
@@ -63,7 +64,7 @@ def load_alone(context: RunContext, report: Report, *, to_copy: bool) -> LoadedM
         rank = load_rank(directory, plan, config, report)
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
-    return LoadedModel(rank, recording, can_be_copied, threads)
+    return LoadedModel(rank, plan.spec, can_be_copied, threads)
 
 
 def serve_alone(context: RunContext, loaded: LoadedModel, report: Report, stop: threading.Event) -> None:
@@ -80,6 +81,8 @@ def serve_alone(context: RunContext, loaded: LoadedModel, report: Report, stop: 
 def _serve_alone(context: RunContext, loaded: LoadedModel, report: Report, stop: threading.Event) -> None:
     config = context.config
     torch.set_num_threads(loaded.threads)
+    # Read now: an earlier life may have saved more than was there when the model was loaded.
+    recording = plan_recording(config, Path(context.model_dir), loaded.spec)
     rank = loaded.rank.start()
     memory, prefetcher = rank.memory, rank.prefetcher
     sources = ExpertSources(
@@ -87,7 +90,7 @@ def _serve_alone(context: RunContext, loaded: LoadedModel, report: Report, stop:
         prefetches=prefetcher is not None,
         strategy=None if memory is None else lambda: expert_strategy(config, prefetcher),
     )
-    recorded = None if loaded.recording is None else ExpertRecording(loaded.recording)
+    recorded = None if recording is None else ExpertRecording(recording)
     try:
         # A device that computes behind the host's back may fail later than it was told what to do, and a step that has
         # failed may have advanced recurrent states, which cannot be computed again.

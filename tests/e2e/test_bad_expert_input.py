@@ -127,7 +127,8 @@ def test_an_expert_file_that_is_cut_while_serving(
 ) -> None:
     path = expert_file(bounded)
     whole = path.read_bytes()
-    with service(model, tmp_path, *bounded, *ranks) as running, ThreadPoolExecutor(4) as pool:
+    settings = (*bounded, *ranks, "--max-restarts", "0")
+    with service(model, tmp_path, *settings) as running, ThreadPoolExecutor(4) as pool:
         body = {"model": "m", "prompt": "hello", "max_tokens": 200, "temperature": 1.5, "ignore_eos": True}
         try:
             os.truncate(path, 4096)

@@ -17,7 +17,8 @@ from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_files import load_statistics, save_statistics
 from moeserve.experts.settings import statistics_key
-from tests.support.service import Service, descendants, is_alive, listening_addresses, service, wait_until
+from tests.support.crash_traffic import KINDS, Traffic
+from tests.support.service import Service, children_of, descendants, is_alive, listening_addresses, service, wait_until
 from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
 from tests.support.tiny_model import write_model_dir
 from tests.support.tiny_models import save
@@ -81,7 +82,7 @@ def links_after(running: Service, answers: list[tuple[str, int]]) -> dict[tuple[
 
 def ranks_of(running: Service) -> list[int]:
     """Pids of the ranks, in order."""
-    agent = running.pids["worker"]
+    agent = children_of(running.process.pid)["worker"]
     children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     ranks = {}
     for pid in children:
@@ -107,14 +108,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with service(model, tmp_path_factory.mktemp("s"), *TWO) as started:
+    with service(model, tmp_path_factory.mktemp("s"), *TWO, "--max-restarts", "0") as started:
         yield started
 
 
 @pytest.fixture
 def executed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Ranks whose interpreters are started as users start them."""
-    with service(model, tmp_path_factory.mktemp("s"), *TWO, forked=False) as started:
+    with service(model, tmp_path_factory.mktemp("s"), *TWO, "--max-restarts", "0", forked=False) as started:
         yield started
 
 
@@ -202,6 +203,27 @@ def test_a_stopped_rank_is_found_out_and_named(running: Service, rank: int, is_b
     assert "hung" in said
     assert running.leaves_nothing()
     wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_requests_go_on_after_a_rank_is_lost(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, number: signal.Signals
+) -> None:
+    kinds = {name: KINDS[name] for name in ("sampled stream", "penalties", "schema")}
+    with service(model, tmp_path_factory.mktemp("s"), *TWO) as running:
+        url = str(running.http.base_url)
+        undisturbed = Traffic(url, kinds).start().wait()
+        for rank in (1, 0):
+            pids = ranks_of(running)
+            traffic = Traffic(url, kinds).start()
+            assert traffic.started.wait(20)
+            os.kill(pids[rank], number)
+            assert traffic.wait() == undisturbed
+            wait_until(lambda pids=pids: not any(map(is_alive, pids)))
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 0
+        assert running.leaves_nothing()
 
 
 def test_on_one_node_nothing_listens_but_on_loopback(running: Service) -> None:

@@ -25,6 +25,7 @@ PROMPTS = [[3, 14, 15, 9, 26, 5], [27, 18], [3, 14, 15, 9, 26, 7, 8]]
 LIMITS = ("--max-model-len", "32", "--max-num-batched-tokens", "8", "--max-num-seqs", "4", "--block-size", "4")
 SMALL = (*LIMITS, "--dtype", "float32", "--kv-cache-memory", "64KiB")
 RANKS = ("--device", "cuda", "--expert-parallel-size", "2", "--engine-timeout", "20", "--dispatch", "alltoall")
+RANKS += ("--max-restarts", "0")
 NUM_SLOTS = 3
 
 

@@ -10,7 +10,7 @@ import pytest
 from experts.routing_files import load_statistics, load_trace
 from moeserve.experts.settings import statistics_key
 from tests.support.frontend import frontend
-from tests.support.service import Service, service, wait_until
+from tests.support.service import Service, descendants, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 
@@ -71,8 +71,9 @@ def test_a_disk_that_hangs_holds_up_no_generation(folder: Path) -> None:
     model = write_tiny_checkpoint(folder / "same")
     settings = ("--expert-statistics", str(folder / "hangs" / "s"), "--engine-timeout", "2")
     with service(model, folder / "hangs", *settings) as running:
+        (engine,) = descendants(running.pids["worker"])
         # Opening a FIFO that nobody reads waits, as writing to a disk that does not answer does.
-        os.mkfifo(folder / "hangs" / f".s.{running.pids['worker']}.partial")
+        os.mkfifo(folder / "hangs" / f".s.{engine}.partial")
         saving = running.http.post("/v1/experts/statistics")
         assert (saving.status_code, saving.json()["error"]["code"]) == (503, "engine_silent")
         assert complete(running, "still here") > 0

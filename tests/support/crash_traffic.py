@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +115,8 @@ class Traffic:
                         answered.num_events += 1
                         if answered.num_events == 5:
                             self.started.set()
+                # Choices of one answer need not take turns.
+                answered.content.sort(key=choice_of)
         except httpx2.HTTPError as error:
             answered.error = repr(error)
 
@@ -124,6 +127,12 @@ def comparable(value: Any) -> Any:
         differs = {"id", "created", "created_at", "completed_at", "cached_tokens", "cache_read_input_tokens", "item_id"}
         return {key: comparable(item) for key, item in value.items() if key not in differs}
     return [comparable(item) for item in value] if isinstance(value, list) else value
+
+
+def choice_of(event: dict[str, Any]) -> float:
+    """Return the number of an event's choice; events without one come last."""
+    choices = event.get("choices")
+    return float(choices[0]["index"]) if choices else math.inf
 
 
 def errors_in(answered: Answered) -> list[Any]:
