@@ -63,7 +63,7 @@ class Scheduler:
         self._memories = [RequestMemory(cache, merge_annotations) for cache in caches]
         self._requests: dict[str, Request] = {}
         self._tenants = Tenants()
-        self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs)
+        self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
         self._waiting = WaitingQueue(policy, self._num_cached, self._tenants, self._pace.is_late)
         self._committed: PlanDraft | None = None
         self._lacks_memory = False
