@@ -147,13 +147,14 @@ class Pace:
     `now` is the scheduler's time.
     """
 
-    def __init__(self, slo: Slo | None, max_num_batched_tokens: int, max_num_seqs: int) -> None:
-        """slo: None bounds no wait by time."""
+    def __init__(self, slo: Slo | None, max_num_batched_tokens: int, max_num_seqs: int, num_ranks: int = 1) -> None:
+        """slo: None bounds no wait by time. max_num_batched_tokens: of each rank."""
         self.now = 0.0
         self._slo = slo
         self._patience = None if slo is None else Patience(slo)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
+        self._num_ranks = num_ranks
         self._cost = CostModel()
         self._num_waiting = 0
         self._attended = 0.0
@@ -227,7 +228,7 @@ class Pace:
             at=self.now,
             limit_s=inf if self._patience is None else self._patience.limit(self._full_step_s),
             step_s=self._full_step_s,
-            step_tokens=max(_LEAST_PROMPT_TOKENS, self._max_num_batched_tokens - num_running),
+            step_tokens=max(_LEAST_PROMPT_TOKENS, self._num_ranks * self._max_num_batched_tokens - num_running),
             places=places,
             place_s=(self._output_tokens + 1) * self._step_s / places,
             request_tokens=round(self._request_tokens),

@@ -81,7 +81,7 @@ class Scheduler:
         self._rope_switch = rope_switch
         self._requests: dict[str, Request] = {}
         self._tenants = Tenants()
-        self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs)
+        self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
         self._waiting = WaitingQueue(policy, self._num_cached, self._tenants, self._pace.is_late)
         self._committed: PlanDraft | None = None
         self._lacks_memory = False
@@ -90,6 +90,7 @@ class Scheduler:
         self._in_flight: deque[PlanDraft] = deque()
         self._started: list[Request] = []
         self._num_arrivals = 0
+        self._num_tried = 0
         self._step = 0
         self.counters = SchedulerCounters()
 
@@ -135,9 +136,12 @@ class Scheduler:
         self._waiting.add(request)
 
     def drop_late(self) -> list[RequestOutput]:
-        """End the requests that have waited as long as they may and were never begun."""
+        """End the requests that have waited as long as they may and were never begun.
+
+        Each has had its chance in one step at least, however long the step before it took.
+        """
         pace = self._pace
-        late = [request for request in self._waiting if pace.now - request.arrived_at > pace.limit(request)]
+        late = [r for r in self._waiting if r.arrival < self._num_tried and pace.now - r.arrived_at > pace.limit(r)]
         return [self._end(request, FinishReason.LATE) for request in late]
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -191,6 +195,7 @@ class Scheduler:
             self._schedule_prompts(patient, draft)
         self._admit(draft)
         self._pace.note_waiting(self._waiting)
+        self._num_tried = self._num_arrivals
         if not draft.requests:
             return None
         self._step += 1
