@@ -88,7 +88,7 @@ def serve_demo(log: Path, model: Path | None = None) -> Iterator[Service]:
                 process.wait()
             assert process.stdout is not None
             process.stdout.close()
-            keys.unlink()
+            keys.unlink(missing_ok=True)
 
 
 def _address(process: subprocess.Popen[str], log: Path) -> str:
