@@ -12,11 +12,13 @@ from torch import Tensor
 class StateRows:
     """The chunks of a step: chunk c has the rows first_rows[c] ... first_rows[c + 1] - 1, its state lies in slots[c].
 
-    first_rows: [C + 1], slots: [C], int64. No two chunks share a slot. Every chunk has a row.
+    first_rows: [C + 1], slots: [C], on the device, int64; on a GPU int32 will do. max_rows: of the longest chunk. No
+    two chunks share a slot, and every chunk has a row. On a GPU a chunk with slot -1 pads the batch.
     """
 
     first_rows: Tensor
     slots: Tensor
+    max_rows: int
 
     def __iter__(self) -> Iterator[tuple[slice, int]]:
         """Yield the rows and the slot of each chunk."""

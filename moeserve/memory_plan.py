@@ -38,16 +38,21 @@ class ModelPlan:
     device: str = "cpu"
 
 
-def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[ModelSpec, torch.dtype]:
-    """What the model's configuration says, and the dtype to compute in."""
+def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[DecoderSpec, torch.dtype]:
+    """What the configuration of a model on our own code says, and the dtype to compute in."""
+    return build_spec(load_config(directory)), _compute_dtype(config, device)
+
+
+def _compute_dtype(config: ServeConfig, device: str) -> torch.dtype:
     default = torch.float32 if device == "cpu" else torch.bfloat16
-    dtype = default if config.dtype == "auto" else getattr(torch, config.dtype)
-    return _read_spec(directory, config, device), dtype
+    dtype: torch.dtype = default if config.dtype == "auto" else getattr(torch, config.dtype)
+    return dtype
 
 
-def _read_spec(directory: Path, config: ServeConfig, device: str) -> ModelSpec:
+def _read_any_spec(directory: Path, config: ServeConfig, device: str) -> tuple[ModelSpec, torch.dtype]:
+    """As `read_spec`, of a model on our own code or on transformers'."""
     if is_native(read_model_type(directory), config.model_impl):
-        return build_spec(load_config(directory))
+        return read_spec(directory, config, device)
     if device != "cpu":
         raise ConfigError("A model on transformers' code is served on a CPU only so far: give --device cpu.")
     if config.expert_parallel_size > 1 or config.expert_memory is not None:
@@ -61,7 +66,7 @@ def _read_spec(directory: Path, config: ServeConfig, device: str) -> ModelSpec:
             f"Models of type {spec.model_type!r} are not served on transformers' code yet: their layers keep a state "
             "per request."
         )
-    return spec
+    return spec, _compute_dtype(config, device)
 
 
 def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
@@ -70,7 +75,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     Raises ConfigError or ModelError for what cannot be served.
     """
     device = choose_device(config, cuda_absence)
-    spec, dtype = read_spec(directory, config, device)
+    spec, dtype = _read_any_spec(directory, config, device)
     num_ranks = config.expert_parallel_size
     placement = plan_placement(directory, spec, config) if num_ranks > 1 else None
     if device == "cuda":
@@ -94,7 +99,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
         block_size=config.block_size,
         available_bytes=(free - weights_bytes) // num_ranks,
         kv_cache_memory=config.kv_cache_memory,
-        model_max_len=spec.max_position,
+        model_max_len=spec.max_position if config.max_model_len else spec.usual_max_len,
         max_model_len=config.max_model_len,
     )
     return ModelPlan(spec, dtype, kv, weights_bytes, placement, residency, device)
@@ -106,10 +111,7 @@ def plan_as_told(
     """What rank 0 has planned, for another rank's own copy of the model. num_slots: see `residency_with`."""
     device = choose_device(config, cuda_absence)
     spec, dtype = read_spec(directory, config, device)
-    residency = None
-    if num_slots is not None:
-        assert isinstance(spec, DecoderSpec)
-        residency = residency_with(num_slots, directory, spec, dtype)
+    residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype)
     return ModelPlan(spec, dtype, kv, 0, placement, residency, device)
 
 

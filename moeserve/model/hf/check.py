@@ -150,5 +150,9 @@ class _Memory:
             torch.tensor(positions),
             PagedRows(torch.tensor(slots), AttentionPlan(spans, _BLOCK_SIZE)),
             torch.tensor([bound - 1 for bound in bounds[1:]]),
-            states=StateRows(torch.tensor(bounds), torch.tensor([request for request, _, _ in chunks])),
+            states=StateRows(
+                torch.tensor(bounds),
+                torch.tensor([request for request, _, _ in chunks]),
+                max(end - start for _, start, end in chunks),
+            ),
         )

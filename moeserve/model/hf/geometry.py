@@ -34,12 +34,17 @@ _CACHE_ARGUMENTS = ("past_key_values", "cache_params", "past_key_value")
 
 
 @dataclass(frozen=True, slots=True)
-class StateShape:
+class NamedState:
     """A state of one request. name: `kind.index`, as transformers' caches number them."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether all tokens so far have been added to it."""
+        return self.name.startswith("recurrent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class LayerMemory:
     """
 
     pools: Mapping[str, int] = field(default_factory=dict)
-    states: tuple[StateShape, ...] = ()
+    states: tuple[NamedState, ...] = ()
     plain: bool = False
     opaque: bool = False
 
@@ -136,6 +141,7 @@ def _no_work_without_tokens(body: nn.Module) -> Iterator[None]:
     Experts look for the rows that chose them, and on the meta device no row has chosen any.
     """
     changed = [module for module in body.modules() if not any(map(takes_cache, module.modules()))]
+    known = {module: frozenset(vars(module)) for module in body.modules()}
     for module in changed:
         module.forward = _Lenient(module)
     try:
@@ -143,6 +149,10 @@ def _no_work_without_tokens(body: nn.Module) -> Iterator[None]:
     finally:
         for module in changed:
             del module.forward
+        for module, before in known.items():
+            # Such as frequencies that a rotary embedding computes when it first needs them.
+            for name in vars(module).keys() - before:
+                delattr(module, name)
 
 
 class _Lenient:
@@ -186,10 +196,10 @@ def _memory_of(layer: Any, kv_layers: list[KvLayerSpec]) -> LayerMemory:
     return LayerMemory(pools, tuple(_states_of(layer)), plain)
 
 
-def _states_of(layer: Any) -> Iterator[StateShape]:
+def _states_of(layer: Any) -> Iterator[NamedState]:
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return
     for kind in _STATE_KINDS:
         for index, state in getattr(layer, kind).items():
             if isinstance(state, Tensor):
-                yield StateShape(f"{kind}.{index}", tuple(state.shape[1:]), state.dtype)
+                yield NamedState(f"{kind}.{index}", tuple(state.shape[1:]), state.dtype)

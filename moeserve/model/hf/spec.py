@@ -14,7 +14,7 @@ from kernels.specs import Activation, GateSpec
 from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.geometry import Geometry, find_geometry, is_experts
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
-from moeserve.model.spec import KvLayerSpec, ModelError, MoeSpec, QuantizationSpec, UnsupportedModel
+from moeserve.model.spec import KvLayerSpec, ModelError, MoeSpec, QuantizationSpec, StateShape, UnsupportedModel
 
 # Rotary embeddings that turn all tokens of a text otherwise once it is longer than the model was trained for.
 _SWITCHING_ROPE = ("dynamic", "longrope")
@@ -42,11 +42,30 @@ class TransformersSpec:
 
     @property
     def kv_layers(self) -> tuple[KvLayerSpec, ...]:
-        return self.geometry.kv_layers
+        # Blocks count tokens also where no layer keeps rows of them.
+        return self.geometry.kv_layers or (KvLayerSpec(1, 1, 0),)
+
+    @property
+    def usual_max_len(self) -> int:
+        return self.max_position
 
     @property
     def last_layer_is_partial(self) -> bool:
         return False
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        return not self.geometry.has_opaque
+
+    @property
+    def state_layers(self) -> tuple[tuple[StateShape, ...], ...]:
+        """The states of each layer that has some. Layers in a form of their own need the number of a slot alone."""
+        shapes = tuple(
+            tuple(StateShape(state.shape, keep_fp32=state.is_sum) for state in layer.states)
+            for layer in self.geometry.layers
+            if layer.states
+        )
+        return (*shapes, (StateShape((1,), keep_fp32=False),)) if self.geometry.has_opaque else shapes
 
 
 def read_transformers_spec(directory: Path) -> TransformersSpec:
