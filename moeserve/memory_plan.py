@@ -17,7 +17,7 @@ from moeserve.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, TensorInfo, plan_weights, read_index
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes
-from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec, UnsupportedModel
+from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
 
 
@@ -39,9 +39,9 @@ class ModelPlan:
     device: str = "cpu"
 
 
-def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[ModelSpec, torch.dtype]:
-    """What the model's configuration says, and the dtype to compute in."""
-    return _read_spec(directory, config, device), compute_dtype(config, device)
+def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[DecoderSpec, torch.dtype]:
+    """What the configuration of a model on our own code says, and the dtype to compute in."""
+    return build_spec(load_config(directory)), compute_dtype(config, device)
 
 
 def compute_dtype(config: ServeConfig, device: str) -> torch.dtype:
@@ -50,9 +50,10 @@ def compute_dtype(config: ServeConfig, device: str) -> torch.dtype:
     return dtype
 
 
-def _read_spec(directory: Path, config: ServeConfig, device: str) -> ModelSpec:
+def _read_any_spec(directory: Path, config: ServeConfig, device: str) -> tuple[ModelSpec, torch.dtype]:
+    """As `read_spec`, of a model on our own code or on transformers'."""
     if is_native(read_model_type(directory), config.model_impl):
-        return build_spec(load_config(directory))
+        return read_spec(directory, config, device)
     if device != "cpu":
         raise ConfigError("A model on transformers' code is served on a CPU only so far: give --device cpu.")
     if config.expert_parallel_size > 1 or config.expert_memory is not None:
@@ -61,12 +62,7 @@ def _read_spec(directory: Path, config: ServeConfig, device: str) -> ModelSpec:
     from moeserve.model.hf.spec import read_transformers_spec  # Imported late: it loads transformers' modelling code.
 
     spec = read_transformers_spec(directory)
-    if spec.geometry.has_opaque:
-        raise UnsupportedModel(
-            f"Models of type {spec.model_type!r} are not supported: transformers keeps what their layers remember of a "
-            "request in a form of its own, which cannot be paged."
-        )
-    return spec
+    return spec, compute_dtype(config, device)
 
 
 def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
@@ -75,7 +71,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     Raises ConfigError or ModelError for what cannot be served.
     """
     device = choose_device(config, cuda_absence)
-    spec, dtype = read_spec(directory, config, device)
+    spec, dtype = _read_any_spec(directory, config, device)
     placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
     if device == "cuda":
         return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device)
@@ -147,8 +143,9 @@ def state_demand(spec: ModelSpec, dtype: torch.dtype, config: ServeConfig) -> St
         refuse_changed(config, ("state_cache_memory",), "a model with recurrent layers")
         return None
     row_bytes = state_row_bytes(spec.state_layers, dtype)
-    if not config.enable_prefix_caching:
-        refuse_changed(config, ("state_cache_memory",), "--enable-prefix-caching")
+    if not (config.enable_prefix_caching and spec.keeps_snapshots):
+        needed = "--enable-prefix-caching" if spec.keeps_snapshots else "a model whose states can be copied"
+        refuse_changed(config, ("state_cache_memory",), needed)
         return StateDemand(row_bytes, config.max_num_seqs, 0)
     return StateDemand(row_bytes, config.max_num_seqs, config.state_cache_memory)
 
@@ -159,10 +156,7 @@ def plan_as_told(
     """What rank 0 has planned, for another rank's own copy of the model. num_slots: see `residency_with`."""
     device = choose_device(config, cuda_absence)
     spec, dtype = read_spec(directory, config, device)
-    residency = None
-    if num_slots is not None:
-        assert isinstance(spec, DecoderSpec)
-        residency = residency_with(num_slots, directory, spec, dtype)
+    residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype)
     return ModelPlan(spec, dtype, kv, 0, placement, residency, device)
 
 

@@ -39,7 +39,7 @@ class LoadedModel:
     """
 
     rank: LoadedRank
-    spec: DecoderSpec
+    spec: ModelSpec
     can_be_copied: bool
     threads: int
 

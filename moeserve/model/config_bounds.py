@@ -84,7 +84,7 @@ def check_numbers(config: Mapping[str, Any]) -> None:
 
     Numbers without a bound of their own must be finite and below 2^63; lists and tables, at any depth, must be short.
     """
-    _check_tree(config, "config.json", 0)
+    check_tree(config)
     _check_known(config)
     text = config.get("text_config")
     if text is not None and not isinstance(text, Mapping):
@@ -114,6 +114,11 @@ def _check_above(config: Mapping[str, Any], bounds: Mapping[str, tuple[float, fl
             raise ModelError(
                 f"The configuration's {name} is {_shown(value)}: it must be {least_shown} and at most {most:g}."
             )
+
+
+def check_tree(config: Mapping[str, Any]) -> None:
+    """Raise ModelError for a configuration that is nested too deeply, too long, or has a number beyond 2^63."""
+    _check_tree(config, "config.json", 0)
 
 
 def _check_tree(value: Any, name: str, depth: int) -> None:

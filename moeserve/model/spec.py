@@ -73,6 +73,10 @@ class DecoderSpec:
         return (layer,) * (self.num_layers - sum(self.recurrent_layers))
 
     @property
+    def keeps_snapshots(self) -> bool:
+        return True
+
+    @property
     def state_layers(self) -> tuple[tuple[StateShape, ...], ...]:
         """What a request keeps in each recurrent layer: the inputs of the convolution, and a matrix per head."""
         net = self.delta_net
@@ -247,7 +251,8 @@ class ModelSpec(Protocol):
     """What the service needs to know of a model, whichever code computes it.
 
     moe_layers: the indices of the layers with experts. max_position: as in `DecoderSpec`. last_layer_is_partial: the
-    last layer has experts, and they see only the rows whose logits are wanted.
+    last layer has experts, and they see only the rows whose logits are wanted. keeps_snapshots: a request's states can
+    be copied.
     """
 
     @property
@@ -279,6 +284,9 @@ class ModelSpec(Protocol):
 
     @property
     def state_layers(self) -> tuple[tuple[StateShape, ...], ...]: ...
+
+    @property
+    def keeps_snapshots(self) -> bool: ...
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...

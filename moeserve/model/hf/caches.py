@@ -80,7 +80,7 @@ class StateLayer(LinearAttentionLayer):
     """The states of some requests (dimension 0), as views of their slots or gathered from them."""
 
     def __init__(self, states: Mapping[str, Tensor], *, started: bool) -> None:
-        """states: by `StateShape.name`. started: they hold the states behind earlier tokens."""
+        """states: by `NamedState.name`. started: they hold the states behind earlier tokens."""
         places = [(name, *name.split(".")) for name in states]
         super().__init__(number_of_states=1 + max(int(number) for _, _, number in places))
         for name, kind, number in places:

@@ -48,7 +48,7 @@ class TransformersDecoder:
         self._cache = step_cache(spec.geometry, step)
         self._mixers = Mixers(code, spec.geometry, step)
         self._mixers.use(Ways())
-        self._head = _Head(code)
+        self._head = Head(code)
         # A body that could leave out rows must not.
         takes = inspect.signature(code.body.forward).parameters
         self._all_rows = {"logits_to_keep": None} if "logits_to_keep" in takes else {}
@@ -133,7 +133,7 @@ class TransformersDecoder:
         return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
 
 
-class _Head:
+class Head:
     """From the last states to logits, as the outer model computes them: projection, scale, cap.
 
     The outer model runs with a body that answers with given states.

@@ -41,8 +41,8 @@ class NamedState:
     shape: tuple[int, ...]
 
     @property
-    def keep_fp32(self) -> bool:
-        """True for a state that sums up all tokens."""
+    def is_sum(self) -> bool:
+        """True if all tokens so far have been added to it."""
         return self.name.startswith("recurrent")
 
 
@@ -140,6 +140,7 @@ def _no_work_without_tokens(body: nn.Module) -> Iterator[None]:
     Experts look for the rows that chose them, and on the meta device no row has chosen any.
     """
     changed = [module for module in body.modules() if not any(map(takes_cache, module.modules()))]
+    known = {module: frozenset(vars(module)) for module in body.modules()}
     for module in changed:
         module.forward = _Lenient(module)
     try:
@@ -147,6 +148,10 @@ def _no_work_without_tokens(body: nn.Module) -> Iterator[None]:
     finally:
         for module in changed:
             del module.forward
+        for module, before in known.items():
+            # Such as frequencies that a rotary embedding computes when it first needs them.
+            for name in vars(module).keys() - before:
+                delattr(module, name)
 
 
 class _Lenient:

@@ -42,17 +42,26 @@ class TransformersSpec:
 
     @property
     def kv_layers(self) -> tuple[KvLayerSpec, ...]:
-        return self.geometry.kv_layers
-
-    @property
-    def state_layers(self) -> tuple[tuple[StateShape, ...], ...]:
-        """The states of each layer that has some, in the order of `Geometry.name_states`."""
-        layers = (layer.states for layer in self.geometry.layers if layer.states)
-        return tuple(tuple(StateShape(state.shape, state.keep_fp32) for state in states) for states in layers)
+        # Blocks count tokens also where no layer keeps rows of them.
+        return self.geometry.kv_layers or (KvLayerSpec(1, 1, 0),)
 
     @property
     def last_layer_is_partial(self) -> bool:
         return False
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        return not self.geometry.has_opaque
+
+    @property
+    def state_layers(self) -> tuple[tuple[StateShape, ...], ...]:
+        """The states of each layer that has some. Layers in a form of their own need the number of a slot alone."""
+        shapes = tuple(
+            tuple(StateShape(state.shape, keep_fp32=state.is_sum) for state in layer.states)
+            for layer in self.geometry.layers
+            if layer.states
+        )
+        return (*shapes, (StateShape((1,), keep_fp32=False),)) if self.geometry.has_opaque else shapes
 
 
 def read_transformers_spec(directory: Path) -> TransformersSpec:

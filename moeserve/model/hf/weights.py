@@ -167,7 +167,7 @@ class ExpertParameters:
         parts = {pattern: [self._part(names, expert)] for pattern, names in source.tensors.items()}
         if source.converter is None:
             return next(iter(parts.values()))[0][0]
-        converted = _run(source.converter, target, parts, self._code)
+        converted = _run(source.converter, target, parts, self._code, _OneExpert(self._weights))
         found = [tensor for name, tensor in converted.items() if name.endswith(parameter)]
         return (found or list(converted.values()))[0][0]
 
@@ -207,13 +207,27 @@ def _read(weights: WeightMap, reader: TensorReader, name: str) -> Tensor:
     return reader.read(stored, _FLOATS.get(stored.dtype, torch.int64))
 
 
+class _OneExpert:
+    """The model of a conversion that gets the tensors of one expert: parameters of experts have a single one."""
+
+    def __init__(self, weights: WeightMap) -> None:
+        self._weights = weights
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty((1, *self._weights.shapes[name][1:]), device="meta")
+
+
 def _run(
-    converter: WeightConverter, target: str, parts: dict[str, list[Tensor]], code: ModellingCode
+    converter: WeightConverter,
+    target: str,
+    parts: dict[str, list[Tensor]],
+    code: ModellingCode,
+    model: _OneExpert | None = None,
 ) -> dict[str, Tensor]:
     own: Any = deepcopy(converter)
     own.collected_tensors = parts
     try:
-        converted = own.convert(target, model=code.outer, config=code.outer.config)
+        converted = own.convert(target, model=model or code.outer, config=code.outer.config)
     except Exception as error:  # Conversions check their input with any exception type.
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{target} cannot be made of the checkpoint's tensors: {reason}") from error

@@ -1,0 +1,79 @@
+"""Models on transformers' code give the numbers of their own forward, and docs/models.md says which do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from moeserve.model.hf.check import choose_ways
+from moeserve.model.hf.loading import load_transformers_decoder
+from moeserve.model.hf.spec import read_transformers_spec
+from moeserve.model.spec import UnsupportedModel
+from tests.support.tiny_transformers import moe_types, save_tiny
+from tests.support.transformers_parity import DOCUMENT, TOLERANCE, Row, document, play
+
+# One of each kind: latent attention, shared keys, an indexer, three kinds of states, a form of its own, experts of
+# transformers, a model with vision.
+_ALWAYS = (
+    "mistral4",
+    "gemma4",
+    "glm_moe_dsa",
+    "qwen3_next",
+    "lfm2_moe",
+    "jamba",
+    "minimax",
+    "deepseek_v4",
+    "qwen3_vl_moe",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> None:
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+
+
+def check(row: Row) -> None:
+    assert not row.refusal
+    assert row.worst <= TOLERANCE
+    assert str(row) in DOCUMENT.read_text().splitlines(), "run python -m tests.support.transformers_parity"
+
+
+@pytest.mark.parametrize("model_type", _ALWAYS)
+def test_ragged_steps_give_the_logits_of_the_own_forward(model_type: str) -> None:
+    check(play(model_type))
+
+
+def test_the_document_is_of_the_installed_transformers() -> None:
+    assert f"with transformers {transformers.__version__}:" in DOCUMENT.read_text()
+
+
+@pytest.mark.parametrize("model_type", ["doge", "unlimited_ocr"])
+def test_a_type_whose_answers_depend_on_the_batch_or_the_chunks_is_refused_in_words(model_type: str) -> None:
+    refusal = play(model_type).refusal
+    assert "a prompt that is computed in several pieces gets other numbers" in refusal
+
+
+def test_the_check_tells_what_goes_wrong(tmp_path: Path) -> None:
+    save_tiny("mixtral", tmp_path)
+    decoder = load_transformers_decoder(tmp_path, read_transformers_spec(tmp_path))
+    states = decoder.states
+
+    def rows_mixed(batch, pools):  # type: ignore[no-untyped-def]
+        found = states(batch, pools)
+        return found + found.mean(0) * (len(batch.attention.plan.chunks) > 1)
+
+    decoder.states = rows_mixed  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedModel, match="a request that is computed beside others gets other numbers"):
+        choose_ways(decoder)
+
+
+@pytest.mark.long
+def test_every_type_that_is_not_refused_is_at_parity_and_at_least_sixty_are_served() -> None:
+    rows = [play(model_type) for model_type in moe_types()]
+    assert [row.model_type for row in rows if row.worst > TOLERANCE] == []
+    assert sum(not row.refusal for row in rows) >= 60
+    assert DOCUMENT.read_text() == document(rows)
