@@ -32,6 +32,8 @@ _SETTINGS = (
     "kv_cache_dtype",
     "gpu_memory_utilization",
     "enforce_eager",
+    "max_num_seqs",
+    "state_cache_memory",
     "expert_memory",
 )
 _ALWAYS_UNKNOWN = (
@@ -39,6 +41,7 @@ _ALWAYS_UNKNOWN = (
     "How fast other programs let this machine be.",
 )
 _OF_A_GPU = "What the largest step takes on a GPU, known once the model is loaded: KV gets that much less."
+_STATES_ON_A_GPU = "What fits into a GPU: the memory of recurrent states there is not planned before loading."
 _OF_EXPERT_MEMORY = "How often tokens choose experts that are not in memory, and so how fast --expert-memory is."
 
 
@@ -101,7 +104,6 @@ class _Report:
                 "parameters": asdict(model.parameters),
                 "max_model_len": model.spec.max_position,
                 "checkpoint": dict(model.stored),
-                "state_bytes_per_request": 0,
                 "sizes": [asdict(sizes) for sizes in sizes_of(model)],
             },
             "machine": machine,
@@ -126,6 +128,8 @@ class _Report:
             sentences.append("How fast memory is: too little is free to measure it.")
         if gpu_names() and not self._machine.gpus:
             sentences.append("What fits into the GPU: torch finds none that it can use.")
+        if self._machine.gpus and self._setups and all(setup.device == "cpu" for setup in self._setups):
+            sentences.append(_STATES_ON_A_GPU)
         if any(setup.device == "cuda" for setup in self._setups):
             sentences.append(_OF_A_GPU)
         if any("--expert-memory" in setup.flags for setup in self._setups):
@@ -143,16 +147,16 @@ def _model_lines(model: KnownModel) -> Iterator[str]:
     yield f"  context     {spec.max_position:,} tokens"
     stored = ", ".join(f"{format_bytes(num_bytes)} of {dtype}" for dtype, num_bytes in model.stored)
     yield f"  checkpoint  {stored}"
-    yield "  state       none: a request keeps keys and values only"
     yield ""
-    yield _row("numbers of", "weights", "KV of a token", f"KV of {spec.max_position:,} tokens")
+    yield _row("numbers of", "weights", "KV of a token", f"KV of {spec.max_position:,} tokens", "state of a request")
     for sizes in sizes_of(model):
         of_context = format_bytes(sizes.kv_bytes * spec.max_position)
-        yield _row(sizes.name, format_bytes(sizes.weights_bytes), format_bytes(sizes.kv_bytes), of_context)
+        state = format_bytes(sizes.state_bytes) if sizes.state_bytes else "none"
+        yield _row(sizes.name, format_bytes(sizes.weights_bytes), format_bytes(sizes.kv_bytes), of_context, state)
 
 
-def _row(name: str, weights: str, of_token: str, of_context: str) -> str:
-    return f"  {name:<11} {weights:>11} {of_token:>15} {of_context:>26}"
+def _row(name: str, weights: str, of_token: str, of_context: str, state: str) -> str:
+    return f"  {name:<11} {weights:>11} {of_token:>15} {of_context:>22} {state:>20}"
 
 
 def _machine_lines(machine: Machine) -> Iterator[str]:
@@ -183,5 +187,8 @@ def _setup_lines(setup: Setup) -> Iterator[str]:
     yield f"    weights   {format_bytes(setup.weights_bytes)}{few}"
     tokens = f"{setup.kv_tokens:,} tokens, at most {setup.max_model_len:,} per request"
     yield f"    KV        {format_bytes(setup.kv_bytes)} = {tokens}"
+    if setup.state_bytes:
+        counts = f"{setup.num_state_slots:,} requests at once, {setup.num_snapshots:,} snapshots"
+        yield f"    states    {format_bytes(setup.state_bytes)} = {counts}"
     if setup.tokens_per_second is not None:
         yield f"    speed     at most {setup.tokens_per_second:,.1f} tokens/s for one request, as memory is read"

@@ -20,10 +20,11 @@ from moeserve.machine import Gpu, Machine
 from moeserve.memory_plan import compute_dtype, keeps_narrow, no_experts, plan_on_cpu, weights_bytes
 from moeserve.model.checkpoint import TensorInfo, has_weights, loaded_bytes, plan_weights, read_index
 from moeserve.model.expert_store import common_layout
-from moeserve.model.families import build_spec, load_config
+from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.sizes import ParameterCount, count_parameters, expected_index, stored_dtype
-from moeserve.model.spec import CheckpointError, DecoderSpec, MlaSpec, ModelError
+from moeserve.model.spec import CheckpointError, DecoderSpec, MlaSpec, ModelError, UnsupportedModel
+from moeserve.model.state_pool import state_row_bytes
 
 # Bits of a number, by the forms that weights and KV can take.
 WIDTHS = {"float32": 32, "bfloat16": 16, "8 bits": 8, "4 bits": 4}
@@ -56,11 +57,13 @@ class KnownModel:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of a model whose numbers all had one width. kv_bytes: per token."""
+    """Bytes of a model whose numbers all had one width. kv_bytes: per token. state_bytes: of the recurrent layers, per
+    request and per snapshot; at least in part in float32."""
 
     name: str
     weights_bytes: int
     kv_bytes: int
+    state_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,9 @@ class Setup:
     kv_bytes: int = 0
     kv_tokens: int = 0
     max_model_len: int = 0
+    state_bytes: int = 0
+    num_state_slots: int = 0
+    num_snapshots: int = 0
     resident_experts: int | None = None
     tokens_per_second: float | None = None
 
@@ -86,8 +92,14 @@ class Setup:
 def examine(folder: Path) -> KnownModel:
     """Read a folder that holds config.json and perhaps weights. Raises ModelError, also for a type that is not served.
 
-    The place where another implementation of decoders plugs in: it would know types that `build_spec` refuses.
+    The place where transformers' code (`moeserve.model.hf`) plugs in, for types without a decoder of our own.
     """
+    model_type = read_model_type(folder)
+    if not is_native(model_type, "auto"):
+        raise UnsupportedModel(
+            f"Models of type {model_type!r} have no decoder of our own: whether transformers' code serves them and "
+            "what that takes is not described yet; moeserve serve says it."
+        )
     config = load_config(folder)
     spec = build_spec(config)
     assumptions = []
@@ -110,7 +122,12 @@ def examine(folder: Path) -> KnownModel:
 def kinds_of_layers(spec: DecoderSpec) -> list[tuple[int, str]]:
     """Return (number of layers, kind) of mixers, then of feed-forward blocks, each the most frequent first."""
     name = "latent attention" if isinstance(spec.attention, MlaSpec) else "attention"
-    kinds = Counter(name if window is None else f"{name} over {window:,} tokens" for window in spec.windows)
+    kinds: Counter[str] = Counter()
+    for layer, window in enumerate(spec.windows):
+        if spec.is_recurrent(layer):
+            kinds["a gated delta net"] += 1
+        else:
+            kinds[name if window is None else f"{name} over {window:,} tokens"] += 1
     blocks: Counter[str] = Counter()
     for sparse in spec.sparse_layers:
         if not sparse or spec.moe is None:
@@ -143,12 +160,14 @@ def in_billions(count: int) -> str:
 def sizes_of(model: KnownModel) -> list[Sizes]:
     """Return weights and KV by the usual formulas: numbers times their width. Scales of quantised weights add a little.
 
-    Keys and values have 8 bits at least.
+    Keys and values have 8 bits at least, states 16.
     """
     numbers = kv_block_bytes(model.spec.kv_layers, 1, torch.uint8)
-    return [
-        Sizes(name, model.parameters.total * bits // 8, numbers * max(bits, 8) // 8) for name, bits in WIDTHS.items()
-    ]
+    sizes = []
+    for name, bits in WIDTHS.items():
+        states = state_row_bytes(model.spec.state_layers, torch.float32 if bits == 32 else torch.bfloat16)
+        sizes.append(Sizes(name, model.parameters.total * bits // 8, numbers * max(bits, 8) // 8, states))
+    return sizes
 
 
 def setups_of(model: KnownModel, machine: Machine, config: ServeConfig) -> list[Setup]:
@@ -159,7 +178,8 @@ def setups_of(model: KnownModel, machine: Machine, config: ServeConfig) -> list[
     """
     setups = list(_on_cpu(model, machine, replace(config, device="cpu")))
     gpus = [gpu for gpu in machine.gpus if gpu.obstacle is None]
-    if gpus:
+    # What states take of a GPU is not planned before loading.
+    if gpus and not model.spec.state_layers:
         least = min(gpus, key=lambda gpu: gpu.free_bytes)
         setups += _on_gpus(model, least, len(gpus), replace(config, device="cuda"))
     return setups
@@ -206,6 +226,9 @@ def _cpu_setup(model: KnownModel, machine: Machine, config: ServeConfig) -> Setu
         plan.kv.num_blocks * kv_block_bytes(spec.kv_layers, config.block_size, dtype),
         plan.kv.num_blocks * config.block_size,
         plan.kv.max_model_len,
+        plan.kv.num_state_rows * state_row_bytes(spec.state_layers, dtype),
+        plan.kv.num_state_slots,
+        plan.kv.num_snapshots,
         resident,
         speed,
     )
@@ -275,7 +298,17 @@ def _gpu_setup(model: KnownModel, gpu: Gpu, config: ServeConfig) -> Setup:
         speed = gpu.bandwidth / _read_per_token(model, experts, others, dtype, narrow=False)
     num_tokens = kv.num_blocks * config.block_size
     kv_bytes = kv.num_blocks * block_bytes
-    return Setup("cuda", flags, None, others + experts, kv_bytes, num_tokens, kv.max_model_len, resident, speed)
+    return Setup(
+        "cuda",
+        flags,
+        None,
+        others + experts,
+        kv_bytes,
+        num_tokens,
+        kv.max_model_len,
+        resident_experts=resident,
+        tokens_per_second=speed,
+    )
 
 
 def _experts_on_gpu(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> tuple[int, int | None]:

@@ -83,7 +83,7 @@ def supported_model_types() -> tuple[str, ...]:
 
 def is_native(model_type: object, model_impl: str) -> bool:
     """Return whether a type is computed by our own decoder. model_impl: `--model-impl`."""
-    return model_impl == "native" or (model_impl == "auto" and model_type in _BUILDERS)
+    return model_impl == "native" or (model_impl == "auto" and isinstance(model_type, str) and model_type in _BUILDERS)
 
 
 def check_model_type(model_type: object) -> str:

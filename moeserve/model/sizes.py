@@ -21,7 +21,7 @@ from moeserve.model.spec import DecoderSpec, QuantizationSpec
 
 _STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # Of quantised checkpoints, these projections stay as they were trained.
-_NEVER_QUANTISED = frozenset({"embedding", "lm_head", "moe_gate", "shared_gate"})
+_NEVER_QUANTISED = frozenset({"embedding", "lm_head", "moe_gate", "shared_gate", "conv"})
 _NOWHERE = Path("config.json")
 
 

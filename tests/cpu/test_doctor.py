@@ -17,14 +17,15 @@ import launcher.doctor
 import moeserve.machine
 from launcher.cli import main
 from moeserve.config import ServeConfig
-from moeserve.doctor import examine, setups_of
+from moeserve.doctor import examine, kinds_of_layers, setups_of
 from moeserve.experts.gpu_memory import slot_layout
 from moeserve.machine import Gpu, Machine
-from moeserve.memory_plan import weights_bytes
+from moeserve.memory_plan import plan_on_cpu, weights_bytes
 from moeserve.model.checkpoint import read_index
 from moeserve.model.gpu_kernels import expert_storage
 from moeserve.model.sizes import checkpoint_bytes, count_parameters, expected_index
 from moeserve.model.spec import ModelError
+from moeserve.model.state_pool import state_row_bytes
 from tests.support.checkpoints import spec_of
 from tests.support.fp8 import to_fp8
 from tests.support.tiny_models import CASES, config_of, save
@@ -115,9 +116,28 @@ def test_json_says_the_same_in_bytes(qwen3: Path, machine: None) -> None:
     model = found["model"]
     assert model["parameters"] == {"total": 30532122624, "active": 3353032704, "experts": 28991029248}
     sizes = {sizes["name"]: sizes for sizes in model["sizes"]}
-    assert sizes["bfloat16"] == {"name": "bfloat16", "weights_bytes": 2 * 30532122624, "kv_bytes": 48 * 2 * 4 * 128 * 2}
+    kv_bytes = 48 * 2 * 4 * 128 * 2
+    assert sizes["bfloat16"] == {
+        "name": "bfloat16",
+        "weights_bytes": 2 * 30532122624,
+        "kv_bytes": kv_bytes,
+        "state_bytes": 0,
+    }
     assert sizes["4 bits"]["kv_bytes"] == sizes["8 bits"]["kv_bytes"]
     assert found["machine"]["free_bytes"] == 32 * GIB
+
+
+def test_recurrent_layers_are_counted_with_the_states_of_requests_and_snapshots(tmp_path: Path) -> None:
+    config_of("qwen3_next").save_pretrained(tmp_path)
+    machine = replace(MACHINE, gpus=(Gpu("a GPU", 80 * GIB, 79 * GIB, 1e12),))
+    (setup,) = setups_of(examine(tmp_path), machine, ServeConfig(max_num_seqs=3))
+    model = examine(tmp_path)
+    plan = plan_on_cpu(model.spec, torch.float32, model.index, ServeConfig(max_num_seqs=3), 32 * GIB)
+    assert (setup.num_state_slots, setup.num_snapshots) == (plan.kv.num_state_slots, plan.kv.num_snapshots)
+    assert setup.num_state_slots == 3
+    one = state_row_bytes(spec_of(tmp_path).state_layers, torch.float32)
+    assert setup.state_bytes == one * plan.kv.num_state_rows > 0
+    assert "a gated delta net" in {kind for _, kind in kinds_of_layers(spec_of(tmp_path))}
 
 
 def test_what_does_not_fit_gets_an_expert_memory_that_does(qwen3: Path) -> None:
@@ -208,7 +228,7 @@ def test_a_setting_that_is_wrong_ends_as_in_serve(qwen3: Path, machine: None) ->
     [
         ("{", "is not valid JSON"),
         ("[1]", "does not hold a JSON object"),
-        ('{"model_type": "never_heard_of"}', "'never_heard_of' are not supported"),
+        ('{"model_type": "never_heard_of"}', "'never_heard_of' have no decoder of our own"),
         ('{"model_type": "mixtral", "hidden_size": 1e400}', "hidden_size"),
         ('{"model_type": "mixtral", "num_local_experts": -4}', "num_local_experts"),
         ('{"model_type": "mixtral", "num_hidden_layers": 100000000}', "num_hidden_layers"),
