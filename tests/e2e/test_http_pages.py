@@ -66,8 +66,7 @@ def test_the_routes_are_described(server: Frontend) -> None:
     assert document["openapi"].startswith("3.1")
     chat = document["paths"]["/v1/chat/completions"]["post"]
     schema = chat["requestBody"]["content"]["application/json"]["schema"]
-    assert schema["allOf"] == [{"$ref": "#/components/schemas/ChatBody"}, {"required": ["model", "messages"]}]
-    assert "messages" in document["components"]["schemas"]["ChatBody"]["properties"]
+    assert {"model", "messages"} <= set(schema["required"]) <= set(schema["properties"])
 
 
 def test_figures_need_the_role_of_metrics(server: Frontend) -> None:

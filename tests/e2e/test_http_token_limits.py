@@ -125,7 +125,7 @@ def test_many_prompts_of_one_request_share_what_the_loop_does(tmp_path: Path, mo
 
     async def scenario() -> None:
         async with application(tmp_path) as (app, _, _engine):
-            exchange = Exchange(app, "/v1/completions", completion(prompt=["x" * 40] * 6))
+            exchange = Exchange(app, "/v1/completions", completion(prompt=["x" * 40] * 4))
             await exchange.task
             assert exchange.status == 200
             assert sum(map(len, inline)) == 80
