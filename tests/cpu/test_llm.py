@@ -127,11 +127,10 @@ def test_longrope_serves_the_context_in_which_it_rotates_as_transformers_does(tm
     expected = model.generate(
         torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    for impl in ("native", "transformers"):
-        llm = LLM(tmp_path, replace(BASE, max_model_len=None, model_impl=impl))
-        assert llm.generate([prompt], GREEDY)[0].token_ids == expected[0, len(prompt) :].tolist()
-        with pytest.raises(NeverFitsError):
-            llm.generate([prompt * 4], GREEDY)
+    llm = LLM(tmp_path, replace(BASE, max_model_len=None))
+    assert llm.generate([prompt], GREEDY)[0].token_ids == expected[0, len(prompt) :].tolist()
+    with pytest.raises(NeverFitsError):
+        llm.generate([prompt * 4], GREEDY)
 
 
 def test_end_tokens_beyond_the_vocabulary_are_left_out(tmp_path: Path) -> None:
