@@ -99,7 +99,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
         block_size=config.block_size,
         available_bytes=(free - weights_bytes) // num_ranks,
         kv_cache_memory=config.kv_cache_memory,
-        model_max_len=spec.max_position if config.max_model_len else spec.usual_max_len,
+        model_max_len=spec.max_position,
         max_model_len=config.max_model_len,
     )
     return ModelPlan(spec, dtype, kv, weights_bytes, placement, residency, device)

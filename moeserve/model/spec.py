@@ -51,14 +51,6 @@ class DecoderSpec:
         return tuple(layer for layer, sparse in enumerate(self.sparse_layers) if sparse)
 
     @property
-    def usual_max_len(self) -> int:
-        """Up to here longrope rotates all texts as transformers does: for longer ones it turns every token otherwise,
-        also in texts that are short, because requests share cached keys."""
-        if self.rope.kind != "longrope":
-            return self.max_position
-        return min(self.max_position, self.rope.original_max_position)
-
-    @property
     def last_layer_is_partial(self) -> bool:
         return self.sparse_layers[-1]
 
@@ -202,9 +194,8 @@ class RopeSpec:
 class ModelSpec(Protocol):
     """What the service needs to know of a model, whichever code computes it.
 
-    moe_layers: the indices of the layers with experts. max_position: as in `DecoderSpec`. usual_max_len: the longest
-    context that is served unless a longer one is asked for. last_layer_is_partial: the last layer has experts, and they
-    see only the rows whose logits are wanted.
+    moe_layers: the indices of the layers with experts. max_position: as in `DecoderSpec`. last_layer_is_partial: the
+    last layer has experts, and they see only the rows whose logits are wanted.
     """
 
     @property
@@ -221,9 +212,6 @@ class ModelSpec(Protocol):
 
     @property
     def max_position(self) -> int: ...
-
-    @property
-    def usual_max_len(self) -> int: ...
 
     @property
     def moe(self) -> MoeSpec | None: ...

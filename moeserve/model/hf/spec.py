@@ -46,10 +46,6 @@ class TransformersSpec:
         return self.geometry.kv_layers or (KvLayerSpec(1, 1, 0),)
 
     @property
-    def usual_max_len(self) -> int:
-        return self.max_position
-
-    @property
     def last_layer_is_partial(self) -> bool:
         return False
 
