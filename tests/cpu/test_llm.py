@@ -16,7 +16,6 @@ from moeserve.model.families import GenerationDefaults, build_spec, load_config
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.plan import FinishReason, SamplingParams
 from moeserve.rank import ServedModel
-from moeserve.scheduler import NeverFitsError
 from tests.support.tiny_models import save
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -122,19 +121,6 @@ def test_a_cached_prefix_is_reported(model_dir: Path, prompts: list[list[int]]) 
     llm = LLM(model_dir, BASE)
     assert llm.generate(prompts[:1], GREEDY)[0].num_cached_tokens == 0
     assert llm.generate(prompts[1:2], GREEDY)[0].num_cached_tokens == 36
-
-
-def test_longrope_serves_the_context_in_which_it_rotates_as_transformers_does(tmp_path: Path) -> None:
-    model = save("phimoe-longrope", tmp_path)
-    prompt = [random.Random(4).randrange(1, 128) for _ in range(20)]
-    expected = model.generate(
-        torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    for impl in ("native", "transformers"):
-        llm = LLM(tmp_path, replace(BASE, max_model_len=None, model_impl=impl))
-        assert llm.generate([prompt], GREEDY)[0].token_ids == expected[0, len(prompt) :].tolist()
-        with pytest.raises(NeverFitsError):
-            llm.generate([prompt * 4], GREEDY)
 
 
 def test_end_tokens_beyond_the_vocabulary_are_left_out(tmp_path: Path) -> None:

@@ -177,7 +177,8 @@ class _Memory:
         self._free, self._decoder, self._texts = free, decoder, [list(text) for text in texts]
         self._tables = [array("i", [free.pop() for _ in range(count)]) for count in counts]
         self._kv = KVPool(decoder.spec.kv_layers, num_blocks, _BLOCK, decoder.dtype)
-        self.states = decoder.new_states(len(texts) + 1)
+        states = (state for layer in decoder.spec.geometry.layers for state in layer.states)
+        self.states = [torch.zeros((len(texts) + 1, *state.shape), dtype=decoder.dtype) for state in states]
 
     def add_sharing(self, request: int, text: Sequence[int]) -> int:
         """Return a new request with the first blocks of another one; its state slot is the last."""
