@@ -104,6 +104,7 @@ def test_ctrl_c_stops_at_once_without_orphans(start, manner):
     assert service.leaves_nothing()
 
 
+@pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="nohup: a SIGHUP stays ignored")
 def test_sighup_drains_as_sigterm_does(start):
     service = start(STANDIN_FRONTEND="has streams")
     service.wait_until_ready()
