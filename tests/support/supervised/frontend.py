@@ -31,7 +31,13 @@ def tick(descriptor: int) -> None:
 def hear(descriptor: int) -> None:
     with open(descriptor, "rb", buffering=0) as pipe:
         for line in pipe:
-            print("frontend hears of engine", decode_news(line).incarnation, flush=True)
+            say(f"frontend hears of engine {decode_news(line).incarnation}")
+
+
+def say(line: str) -> None:
+    """Write a line at once: other processes write to the same pipe."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -47,7 +53,7 @@ def main() -> None:
     beats = int(sys.argv[sys.argv.index("--beat-fd") + 1])
 
     def on_signal(*_: object) -> None:
-        print("frontend got a signal", flush=True)
+        say("frontend got a signal")
         terms.release()
 
     signal.signal(signal.SIGTERM, on_signal)

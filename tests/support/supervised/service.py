@@ -14,7 +14,9 @@ from moeserve.wire import RunContext
 
 
 def say(*words: object) -> None:
-    print(*words, flush=True)
+    """Write a line at once: other processes write to the same pipe."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
 
 
 def main() -> int:
