@@ -23,8 +23,10 @@ endif
 comma := ,
 # Where the GPU targets write their tables.
 OUT ?= docs/benchmarks
-# Tests of one process each run side by side, with two threads so that parallel code is run in parallel.
+# Tests of one process each run side by side, with two threads so that parallel code is run in parallel. A part of the
+# unit tests waits for processes.
 SIDE_BY_SIDE := -n $(shell nproc) --dist worksteal
+UNIT := -n $(shell cores=$$(nproc); echo $$((cores + (cores + 1) / 2))) --dist worksteal
 FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 # Hundreds of short processes import the same modules: they are compiled once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -58,7 +60,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-demo.txt
 GENERATION := 'tests/cpu/test_llm.py::test_greedy_tokens_equal_those_of_transformers[mixtral]'
 quick: lint
 	@echo "-- unit tests, contracts and one generation"
-	@export OMP_NUM_THREADS=1; $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) -m 'not slow and not long' tests/unit tests/contracts $(GENERATION)
+	@export OMP_NUM_THREADS=1; $(TIMED) $(RUN) -m pytest $(UNIT) -m 'not slow and not long' tests/unit tests/contracts $(GENERATION)
 
 test: lint unit cpu kernels behaviour e2e
 	@$(RUN) -m tests.support.checked_kernels --record
@@ -69,7 +71,7 @@ lint: venv
 
 unit: venv
 	@echo "-- unit tests and contracts (no torch)"
-	@export OMP_NUM_THREADS=1; $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/unit tests/contracts
+	@export OMP_NUM_THREADS=1; $(TIMED) $(RUN) -m pytest $(UNIT) tests/unit tests/contracts
 
 cpu: venv
 	@echo "-- tests of the model on a CPU"
