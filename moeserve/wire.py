@@ -311,7 +311,6 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
     extras: _WireExtras | None
     drawn_by: int | None
     annotation: Annotated[bytes, msgspec.Meta(max_length=MAX_ANNOTATION_BYTES)] | None
-    first_angle: int
 
 
 # The slot, the snapshot to load and the snapshot to save of a chunk's `StateUse`.
@@ -319,30 +318,38 @@ _WireState = tuple[int, int | None, int | None]
 
 
 class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
-    """`states`: one per chunk. Plans without any end before it."""
+    """`states` and `first_angles`: one per chunk. A plan without any ends before them."""
 
     step: int
     chunks: list[_WireChunk]
     zeroed_blocks: bytes
     states: list[_WireState | None] = []
+    first_angles: list[int] = []
 
 
 def encode_plan(plan: StepPlan) -> bytes:
     """Return the bytes of a plan, which do not follow later changes of its block tables."""
-    fields = (plan.step, [_pack_chunk(chunk) for chunk in plan.chunks], plan.zeroed_blocks.tobytes())
-    states = [None if (use := chunk.state) is None else (use.slot, use.load, use.save) for chunk in plan.chunks]
-    return pack(fields if all(state is None for state in states) else (*fields, states))
+    fields: list[Any] = [plan.step, [_pack_chunk(chunk) for chunk in plan.chunks], plan.zeroed_blocks.tobytes()]
+    turned = any(chunk.first_angle for chunk in plan.chunks)
+    if turned or any(chunk.state is not None for chunk in plan.chunks):
+        uses = [chunk.state for chunk in plan.chunks]
+        fields.append([None if use is None else (use.slot, use.load, use.save) for use in uses])
+    if turned:
+        fields.append([chunk.first_angle for chunk in plan.chunks])
+    return pack(fields)
 
 
 def decode_plan(data: bytes) -> StepPlan:
     """Return the plan in the bytes of `encode_plan`. Raises DecodeError for other bytes."""
     wire = unpack(data, _WirePlan)
     chunks = [_unpack_chunk(chunk) for chunk in wire.chunks]
-    if wire.states:
-        if len(wire.states) != len(chunks):
-            raise DecodeError(f"{len(wire.states)} states for {len(chunks)} chunks")
-        for chunk, state in zip(chunks, wire.states, strict=True):
-            chunk.state = None if state is None else StateUse(*state)
+    for of_chunks in (wire.states, wire.first_angles):
+        if of_chunks and len(of_chunks) != len(chunks):
+            raise DecodeError(f"{len(of_chunks)} entries for {len(chunks)} chunks")
+    for chunk, state in zip(chunks, wire.states, strict=False):
+        chunk.state = None if state is None else StateUse(*state)
+    for chunk, first_angle in zip(chunks, wire.first_angles, strict=False):
+        chunk.first_angle = first_angle
     return StepPlan(wire.step, chunks, unpack_token_ids(wire.zeroed_blocks))
 
 
@@ -357,7 +364,6 @@ def _pack_chunk(chunk: Chunk) -> _WireChunk:
         None if extras is None else _pack_extras(extras),
         chunk.drawn_by,
         chunk.annotation,
-        chunk.first_angle,
     )
 
 
@@ -371,7 +377,6 @@ def _unpack_chunk(wire: _WireChunk) -> Chunk:
         None if wire.extras is None else _unpack_extras(wire.extras),
         wire.drawn_by,
         wire.annotation,
-        first_angle=wire.first_angle,
     )
 
 

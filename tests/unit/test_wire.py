@@ -180,6 +180,7 @@ CHUNKS = st.builds(
     extras=st.none() | EXTRAS,
     annotation=st.none() | st.binary(max_size=9),
     state=st.none() | st.builds(StateUse, ROWS, st.none() | ROWS, st.none() | ROWS),
+    first_angle=st.sampled_from([0, 4096]),
 )
 PLANS = st.builds(StepPlan, step=st.integers(0, 2**62), chunks=st.lists(CHUNKS, max_size=4), zeroed_blocks=ARRAYS)
 
@@ -201,11 +202,13 @@ def test_encoding_takes_a_copy() -> None:
     assert decode_plan(data).chunks[0].block_table == array("i", [5])
 
 
-def test_plans_of_models_without_states_carry_nothing_for_them() -> None:
+def test_plans_carry_nothing_for_states_and_angles_that_models_do_not_have() -> None:
     chunk = Chunk("r", array("i", [1]), 0, array("i", [5]), None)
     assert len(msgpack.unpackb(encode_plan(StepPlan(1, [chunk])))) == 3
     chunk.state = StateUse(0)
     assert len(msgpack.unpackb(encode_plan(StepPlan(1, [chunk])))) == 4
+    chunk.first_angle = 4096
+    assert len(msgpack.unpackb(encode_plan(StepPlan(1, [chunk])))) == 5
 
 
 def test_an_annotation_beyond_its_bound_is_refused() -> None:
