@@ -37,6 +37,9 @@ from moeserve.wire import (
 
 log = structlog.get_logger(__name__)
 
+# Times --engine-timeout. A hung engine is ended after that time, and its requests then wait for the next one.
+_PATIENCE = 1.5
+
 
 class EngineClient:
     """Speaks with the engine of the day.
@@ -97,7 +100,7 @@ class EngineClient:
         """
         if self.dead_reason is not None:
             raise EngineGone(self.dead_reason)
-        group = RequestGroup(generates, self._finish, self._run.config.engine_timeout)
+        group = RequestGroup(generates, self._finish, _PATIENCE * self._run.config.engine_timeout)
         try:
             for generate in generates:
                 self._groups[generate.request_id] = group

@@ -66,7 +66,7 @@ def test_a_request_that_the_engine_does_not_take_is_refused_and_aborted(tmp_path
             await exchange.task
             error = json.loads(exchange.writes[0])["error"]
             assert (exchange.status, error["code"]) == (503, "engine_silent")
-            assert error["message"] == "The engine has not taken the request within 0.2 s"
+            assert error["message"] == "The engine has not taken the request within 0.3 s"
             assert services.admission.in_flight == 0
             await asyncio.to_thread(engine.wait_for, Abort)
 

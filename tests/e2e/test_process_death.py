@@ -36,7 +36,8 @@ def executed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_sigterm_lets_streams_finish_and_refuses_new_requests(executed: Service) -> None:
-    events = executed.stream(max_tokens=300)
+    # Of so many tokens that they outlast a test that is held up.
+    events = executed.stream(max_tokens=1500)
     next(events)
     executed.process.send_signal(signal.SIGTERM)
     with httpx2.Client(base_url=executed.http.base_url, timeout=10) as other:
