@@ -83,7 +83,7 @@ def _report(model: str | None, config: ServeConfig) -> _Report:
 
 
 class _Report:
-    """What was found, as text or as JSON. model: None for the machine alone."""
+    """A report on model, machine and setups, as text or as JSON. model: None for the machine alone."""
 
     def __init__(self, model: KnownModel | None, machine: Machine, setups: list[Setup]) -> None:
         self._model, self._machine, self._setups = model, machine, setups

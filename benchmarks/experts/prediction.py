@@ -302,7 +302,7 @@ def _signature(trace: RoutingTrace, rows: NDArray[np.intp]) -> NDArray[np.float3
 
 @dataclass(frozen=True, slots=True)
 class StallFigure:
-    """The same requests with demand loads alone and with prefetches."""
+    """Two simulations of the same requests: one with demand loads alone, one with prefetches."""
 
     on_demand: SimulationResult
     prefetching: SimulationResult

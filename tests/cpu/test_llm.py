@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from moeserve.model.families import GenerationDefaults, build_spec, load_config
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.plan import FinishReason, SamplingParams
 from moeserve.rank import ServedModel
+from tests.support.llm_prompts import complete_alone, prompts_with_a_common_beginning
 from tests.support.tiny_models import save
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -35,10 +35,7 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    rng = random.Random(3)
-    shared = [rng.randrange(1, 128) for _ in range(37)]
-    tails = [[rng.randrange(1, 128) for _ in range(count)] for count in (1, 5, 9, 23, 40)]
-    return [shared + tail for tail in tails] + tails
+    return prompts_with_a_common_beginning()
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +45,7 @@ def samplings(prompts: list[list[int]]) -> list[SamplingParams]:
 
 @pytest.fixture(scope="module")
 def alone(model_dir: Path, prompts: list[list[int]], samplings: list[SamplingParams]) -> list[Completion]:
-    """Every prompt computed by itself in one chunk, without a cache."""
-    llm = LLM(model_dir, replace(BASE, enable_prefix_caching=False))
-    return [llm.generate([prompt], sampling)[0] for prompt, sampling in zip(prompts, samplings, strict=True)]
+    return complete_alone(model_dir, BASE, prompts, samplings)
 
 
 @pytest.mark.parametrize(
