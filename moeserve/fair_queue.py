@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from itertools import groupby
-from math import inf
 
+from moeserve.pacing import Backlog
 from moeserve.plan import Request, Terms
 
 _SMOOTHING = 0.1
@@ -88,55 +88,42 @@ class Tenants:
         weights = sum(other.weight for other in others if other.tenant != terms.tenant and not other.background)
         return terms.weight / (terms.weight + weights)
 
+    def turn(self, request: Request) -> tuple[int, float]:
+        """Return the order in which running prompts are computed, the lowest first."""
+        return request.priority, self.of(request).served
+
+    def goes_before(self, waiting: Request, running: Request) -> bool:
+        """Return whether a waiting request is to be begun before a running prompt goes on."""
+        if waiting.priority != running.priority:
+            return waiting.priority < running.priority
+        mine, other = self.of(waiting), self.of(running)
+        return mine is not other and mine.served <= other.served
+
+    def may_pass(self, request: Request, lacking: Request) -> bool:
+        """Return whether a request may run while one of another tenant, which comes first, lacks memory."""
+        tenant, other = self.of(request), self.of(lacking)
+        cost = lacking.num_uncached_tokens / other.terms.weight
+        return request.priority <= lacking.priority and tenant.served < other.served + cost
+
+    def backlogs(self, running: Iterable[Request], waiting: Iterable[Request]) -> dict[str, Backlog]:
+        """Return what tenants have to be done in the foreground, by their names."""
+        num_running, num_waiting, tokens = Counter[str](), Counter[str](), Counter[str]()
+        for request in running:
+            num_running[request.terms.tenant] += not request.terms.background
+        for request in waiting:
+            if not request.terms.background:
+                num_waiting[request.terms.tenant] += 1
+                tokens[request.terms.tenant] += request.num_uncached_tokens
+        found = {}
+        for tenant in self._active:
+            if not tenant.terms.background:
+                name, typical = tenant.terms.tenant, round(tenant.request_tokens)
+                found[name] = Backlog(tenant.terms.weight, num_running[name], num_waiting[name], tokens[name], typical)
+        return found
+
     def _raise_floor(self) -> None:
         if self._active:
             self._floor = max(self._floor, min(tenant.served for tenant in self._active))
-
-
-class Holdings:
-    """What the tenants' running requests hold of something that is scarce: places, or blocks of memory.
-
-    It says who may have more and who has to give: no tenant gives below its share, and none takes beyond its own, so
-    nothing is taken back and forth. Background requests give first, and take from nobody.
-    """
-
-    def __init__(
-        self, tenants: Tenants, running: Sequence[Request], amount: Callable[[Request], int], total: int
-    ) -> None:
-        """running: the last ones give first. amount: what a request holds of `total`."""
-        self._tenants = tenants
-        self._left = list(running)
-        self._amount = amount
-        self._total = total
-        self._held: Counter[Tenant] = Counter()
-        for request in running:
-            self._held[tenants.of(request)] += amount(request)
-
-    def may_take(self, request: Request, amount: int) -> bool:
-        """Return whether a waiting request would stay within its tenant's share with that much."""
-        tenant = self._tenants.of(request)
-        fair = max(1.0, self._tenants.share(tenant.terms) * self._total)
-        return not tenant.terms.background and self._held[tenant] + amount <= fair
-
-    def is_over(self, tenant: Tenant) -> bool:
-        """Return whether a tenant holds more than its share."""
-        return self._excess(tenant) > 0
-
-    def pop_victim(self) -> Request | None:
-        """Return the request that gives next, and count it out; None if nobody holds more than its share."""
-        most = max(self._held, key=self._excess, default=None)
-        if most is None or self._excess(most) <= 0:
-            return None
-        victim = next(r for r in reversed(self._left) if self._tenants.of(r) is most)
-        self._left.remove(victim)
-        self._held[most] -= self._amount(victim)
-        return victim
-
-    def _excess(self, tenant: Tenant) -> float:
-        """Return how many times its share the tenant holds, less one."""
-        if tenant.terms.background:
-            return inf if self._held[tenant] else 0.0
-        return self._held[tenant] / max(1.0, self._tenants.share(tenant.terms) * self._total) - 1
 
 
 class WaitingQueue:

@@ -7,26 +7,25 @@ budget. Prefix hits, chunked prefill, preemption and resuming are all that one i
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moeserve.fair_queue import Holdings, Tenant, Tenants, WaitingQueue
-from moeserve.pacing import Backlog, Load, Pace, Slo
+from moeserve.fair_queue import Tenant, Tenants, WaitingQueue
+from moeserve.pacing import Load, Pace, Slo
 from moeserve.plan import (
     Chunk,
-    ChunkExtras,
     ChunkResult,
     FinishReason,
     Request,
-    StateUse,
     StepPlan,
     StepResult,
     TokenLogprobs,
 )
+from moeserve.plan_draft import PlanDraft
 from moeserve.request_memory import AdmissionOutcome, MergeAnnotations, RankLoads, RequestMemory
 from moeserve.request_states import RequestStates, StatePolicy
+from moeserve.sharing import Sharing
 from radix_cache import APART, Miss, PrefixCache
 
 _MAX_FOLLOWERS_TRIED = 16
@@ -73,7 +72,6 @@ class Scheduler:
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_model_len = max_model_len
         self._run_ahead = run_ahead
-        self._caches = caches
         self._memories = [
             RequestMemory(cache, merge_annotations, None if states is None else RequestStates(cache, states))
             for cache in caches
@@ -81,11 +79,11 @@ class Scheduler:
         self._rope_switch = rope_switch
         self._requests: dict[str, Request] = {}
         self._tenants = Tenants()
+        self._sharing = Sharing(self._tenants, caches, max_num_seqs)
         self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
         self._waiting = WaitingQueue(policy, self._num_cached, self._tenants, self._pace.is_late)
         self._committed: PlanDraft | None = None
         self._lacks_memory = False
-        self._over: set[Tenant] = set()
         self._running: list[Request] = []
         self._in_flight: deque[PlanDraft] = deque()
         self._started: list[Request] = []
@@ -186,8 +184,8 @@ class Scheduler:
                 self._plan_unsampled(request, draft)
         draft.end_decodes(self._pace.prompt_tokens)
         awaited = next(iter(self._waiting.candidates()), None) if prompts else None
-        prompts.sort(key=self._turn)
-        urgent = [request for request in prompts if awaited is None or not self._goes_before(awaited, request)]
+        prompts.sort(key=self._tenants.turn)
+        urgent = [request for request in prompts if awaited is None or not self._tenants.goes_before(awaited, request)]
         patient = [request for request in prompts if request not in urgent]
         self._schedule_prompts(urgent, draft)
         if patient:
@@ -261,23 +259,10 @@ class Scheduler:
 
     def load(self) -> Load:
         """Return what a request that arrived now would find."""
-        running, waiting = Counter[str](), Counter[str]()
-        tokens = Counter[str]()
-        for request in self._running:
-            running[request.terms.tenant] += not request.terms.background
-        for request in self._waiting:
-            if not request.terms.background:
-                waiting[request.terms.tenant] += 1
-                tokens[request.terms.tenant] += request.num_uncached_tokens
-        backlogs = {}
-        for tenant in self._tenants.active:
-            if not tenant.terms.background:
-                name = tenant.terms.tenant
-                backlogs[name] = Backlog(
-                    tenant.terms.weight, running[name], waiting[name], tokens[name], round(tenant.request_tokens)
-                )
+        backlogs = self._tenants.backlogs(self._running, self._waiting)
+        is_awaited = any(backlog.waiting for backlog in backlogs.values())
         gives_way = any(request.terms.background for request in self._running)
-        return self._pace.load(backlogs, self._lacks_memory and bool(waiting) and not gives_way)
+        return self._pace.load(backlogs, self._lacks_memory and is_awaited and not gives_way)
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
@@ -294,19 +279,10 @@ class Scheduler:
         return max([num_cached, *(self._memories[0].num_shared(request, other) for other in others)])
 
     def _check_queue(self, request: Request) -> None:
-        """Raise QueueFullError if no place is left: a tenant always finds its share of them.
-
-        Requests in the background have places of their own, as many. One that has begun before is always taken.
-        """
-        if request.num_preemptions:
-            return
+        """Raise QueueFullError if no place is left. A request that has begun before is always taken."""
         num_places = self._max_num_queued_reqs + max(0, self._max_num_seqs - len(self._running))
-        terms = request.terms
-        tenants = [other.terms.tenant for other in self._waiting if other.terms.background == terms.background]
-        is_full = len(tenants) >= num_places
-        allowed = min(terms.queue, self._tenants.share(terms) if is_full else 1.0)
-        if (is_full or allowed < 1) and tenants.count(terms.tenant) >= allowed * num_places:
-            raise QueueFullError(f"{len(tenants)} requests wait already")
+        if not request.num_preemptions and not self._sharing.may_wait(request.terms, self._waiting, num_places):
+            raise QueueFullError(f"{len(self._waiting)} requests wait already")
 
     def _check_wait(self, request: Request) -> None:
         """Raise TooLateError if the request would wait much longer than it may.
@@ -323,67 +299,18 @@ class Scheduler:
             raise TooLateError(f"the request would wait {wait_s:.1f} s for its first step")
 
     def _make_room(self) -> None:
-        """Preempt for the request that is next, where its tenant has less than its share and another one has more."""
+        """Take places and memory from tenants that have more than their share, for the request that is next."""
         for request in [r for r in self._running if r.yields and not r.num_scheduled_tokens]:
             self._preempt(request)
-        self._over.clear()
-        if len(self._tenants.active) < 2:
+        if not self._sharing.note(self._running):
             return
-        places, blocks = self._places(), self._blocks()
-        self._over.update(t for t in self._tenants.active if places.is_over(t) or blocks.is_over(t))
-        self._sort_running()
+        self._sharing.sort(self._running)
         is_full = len(self._running) >= self._max_num_seqs
-        if not len(self._waiting) or not (is_full or self._lacks_memory):
-            return
-        block_size = self._caches[0].block_size
-        nexts: dict[Tenant, Request] = {}
-        for request in self._waiting.candidates():
-            nexts.setdefault(self._tenants.of(request), request)
-        for request in nexts.values():
-            wanted = -(-len(request.token_ids) // block_size)
-            if is_full and places.may_take(request, 1) and (victim := places.pop_victim()) is not None:
-                self._take_from(victim)
-                return
-            if self._lacks_memory and blocks.may_take(request, wanted):
-                self._make_memory(blocks, wanted)
-                return
-
-    def _make_memory(self, blocks: Holdings, wanted: int) -> None:
-        """Preempt until a rank has the wanted blocks, or nobody has more than its share."""
-        while (victim := blocks.pop_victim()) is not None:
-            self._take_from(victim)
-            if self._caches[victim.rank].num_available >= wanted:
-                return
-
-    def _take_from(self, victim: Request) -> None:
-        """Preempt a running request now, or when no plan in flight names it any more."""
-        if victim.num_scheduled_tokens:
-            victim.yields = True
-        else:
-            self._preempt(victim)
-
-    def _places(self) -> Holdings:
-        return Holdings(self._tenants, self._running, lambda _: 1, self._max_num_seqs)
-
-    def _blocks(self) -> Holdings:
-        total = sum(cache.num_blocks for cache in self._caches)
-        return Holdings(self._tenants, self._running, _num_blocks, total)
-
-    def _sort_running(self) -> None:
-        """Bring running requests into the order of service. Tenants that held more than their share when the step began
-        come last, and so are the first to lose memory."""
-        self._running.sort(key=lambda r: (r.priority, self._tenants.of(r) in self._over, r.arrival))
-
-    def _turn(self, request: Request) -> tuple[int, float]:
-        """Return the order in which running prompts are computed, the lowest first."""
-        return request.priority, self._tenants.of(request).served
-
-    def _goes_before(self, waiting: Request, running: Request) -> bool:
-        """Return whether a waiting request is to be begun before a running prompt goes on."""
-        if waiting.priority != running.priority:
-            return waiting.priority < running.priority
-        mine, other = self._tenants.of(waiting), self._tenants.of(running)
-        return mine is not other and mine.served <= other.served
+        for victim in self._sharing.victims(self._waiting, is_full=is_full, lacks_memory=self._lacks_memory):
+            if victim.num_scheduled_tokens:
+                victim.yields = True
+            else:
+                self._preempt(victim)
 
     def _schedule_prompts(self, prompts: list[Request], draft: PlanDraft) -> None:
         """Plan chunks of running requests that lack more than one token, in order."""
@@ -410,12 +337,12 @@ class Scheduler:
         places = Counter(map(self._tenants.of, self._running))
         candidates = self._waiting.candidates()
         for request in candidates:
-            if before is not None and not self._goes_before(request, before):
+            if before is not None and not self._tenants.goes_before(request, before):
                 break
             tenant = self._tenants.of(request)
-            if tenant in lacking or places[tenant] >= max(1, int(tenant.terms.running * self._max_num_seqs)):
+            if tenant in lacking or not self._sharing.may_run(tenant.terms, places[tenant]):
                 continue
-            if any(not _may_pass(tenant, request, *other) for other in lacking.items()):
+            if not all(self._tenants.may_pass(request, other) for other in lacking.values()):
                 break
             outcome = loads.place(request, self._scheduled_prompts(draft))
             if outcome is AdmissionOutcome.FOLLOWS:
@@ -437,7 +364,7 @@ class Scheduler:
             if draft.is_full or len(self._running) >= self._max_num_seqs:
                 break
         self._lacks_memory = bool(lacking)
-        self._sort_running()
+        self._sharing.sort(self._running)
 
     def _scheduled_prompts(self, draft: PlanDraft) -> list[Request]:
         """Return the requests whose prompts are computed in this step or in one in flight."""
@@ -565,17 +492,6 @@ class Scheduler:
         memory.detach(request, 0 if request.failed else len(request.token_ids))
 
 
-def _may_pass(tenant: Tenant, request: Request, other: Tenant, lacking: Request) -> bool:
-    """Return whether a tenant's request may run while one of another tenant, which comes first, lacks memory."""
-    cost = lacking.num_uncached_tokens / other.terms.weight
-    return request.priority <= lacking.priority and tenant.served < other.served + cost
-
-
-def _num_blocks(request: Request) -> int:
-    assert request.lease is not None
-    return len(request.lease.block_ids)
-
-
 def _append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> RequestOutput | None:
     """Append the token that was sampled behind a chunk of the request, and note whether it is the last one.
 
@@ -596,116 +512,6 @@ def _append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> Re
     elif request.num_output_tokens >= chunk.sampling.max_tokens:
         output.finish_reason = FinishReason.LENGTH
     return output
-
-
-class PlanDraft:
-    """Collects the chunks of one step, one plan per rank. The scheduler keeps it until the step is committed.
-
-    `requests[i]` belongs to the chunk that was added i-th: the requests of rank r are in the order of
-    `plans[r].chunks`. The first `num_decodes` lacked one token, the others are prompts. `budgets[r]` is the number of
-    tokens that still fit into the plan of rank r. `duplicates` are (rank, block ids) that this plan may be the last to
-    read.
-    """
-
-    __slots__ = ("budgets", "duplicates", "num_decodes", "plans", "requests")
-
-    def __init__(self, step: int, budget: int, num_ranks: int) -> None:
-        self.plans = [StepPlan(step, [], array("i")) for _ in range(num_ranks)]
-        self.requests: list[Request] = []
-        self.num_decodes = 0
-        self.budgets = [budget] * num_ranks
-        self.duplicates: list[tuple[int, list[int]]] = []
-
-    @property
-    def is_full(self) -> bool:
-        return max(self.budgets) <= 0
-
-    @property
-    def prompts(self) -> list[Request]:
-        return self.requests[self.num_decodes :]
-
-    def add(self, request: Request, count: int, state: StateUse | None) -> None:
-        """Plan the next `count` known tokens of a request that has leased blocks for them."""
-        start = request.num_planned_tokens
-        end = start + count
-        token_ids = request.token_ids
-        lease = request.lease
-        assert lease is not None
-        request.num_scheduled_tokens += count
-        sampling = request.sampling if end == len(token_ids) else None
-        extras = None if request.is_plain else _chunk_extras(request, start, end)
-        chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
-        chunk.annotation, request.annotation = request.annotation, None
-        chunk.state = state
-        chunk.first_angle = request.first_angle
-        self.plans[request.rank].chunks.append(chunk)
-        self.requests.append(request)
-        self.budgets[request.rank] -= count
-
-    @property
-    def size(self) -> tuple[int, float]:
-        """The rows of the busiest rank, and the positions that they attend to."""
-        sizes = []
-        for plan in self.plans:
-            attended = sum(len(c.token_ids) * (c.start + 0.5 * len(c.token_ids)) for c in plan.chunks)
-            sizes.append((plan.num_tokens, attended))
-        return max(sizes)
-
-    def end_decodes(self, prompt_tokens: Callable[[list[Request], int], int]) -> None:
-        """Note that all requests from now on are prompts, and how many tokens of them a rank may have beside its
-        decodes: `prompt_tokens` says it for the tokens that are left."""
-        self.num_decodes = len(self.requests)
-        self.budgets = [prompt_tokens(self.requests, budget) for budget in self.budgets]
-
-    def add_unsampled(self, request: Request, drawn_by: int, state: StateUse | None) -> None:
-        """Plan the token that sampled chunk number `drawn_by` of the plan before will give to a plain request."""
-        lease = request.lease
-        assert lease is not None
-        start = request.num_planned_tokens
-        request.num_scheduled_tokens += 1
-        chunk = Chunk(request.request_id, array("i", [0]), start, lease.block_ids, request.sampling, None, drawn_by)
-        chunk.state = state
-        chunk.first_angle = request.first_angle
-        self.plans[request.rank].chunks.append(chunk)
-        self.requests.append(request)
-        self.budgets[request.rank] -= 1
-
-    def rows(self, results: Sequence[StepResult]) -> list[Iterator[tuple[Chunk, ChunkResult]]]:
-        """Return per rank its chunks with their results. Raises ValueError if `results` do not fit the plans."""
-        for plan, result in zip(self.plans, results, strict=True):
-            if result.step != plan.step or len(result.chunks) != len(plan.chunks):
-                raise ValueError(f"step {plan.step} and the result of step {result.step} do not belong together")
-        return [zip(plan.chunks, result.chunks, strict=True) for plan, result in zip(self.plans, results, strict=True)]
-
-    def sampled_place(self, request: Request) -> int | None:
-        """Return the request's place among the sampled chunks of its rank's plan; None if it has none there."""
-        place = 0
-        for chunk in self.plans[request.rank].chunks:
-            if chunk.sampling is not None:
-                if chunk.request_id == request.request_id:
-                    return place
-                place += 1
-        return None
-
-
-def _chunk_extras(request: Request, start: int, end: int) -> ChunkExtras | None:
-    """Return the further inputs of the chunk `token_ids[start:end]` of a request that is not plain; None for none."""
-    sampling = request.sampling
-    targets = None
-    if request.wants_prompt_logprobs and end > request.num_prompt_logprobs:
-        targets = request.token_ids[start + 1 : min(end + 1, request.num_prompt_tokens)]
-    is_sampled = end == len(request.token_ids)
-    if targets is None and not is_sampled:
-        return None
-    is_banned = is_sampled and request.num_output_tokens < sampling.min_tokens
-    return ChunkExtras(
-        history=request.token_ids[:] if is_sampled and sampling.penalises else None,
-        num_prompt_tokens=request.num_prompt_tokens,
-        banned_token_ids=sampling.stop_token_ids if is_banned else (),
-        prompt_targets=targets,
-        num_top_logprobs=sampling.prompt_logprobs or 0,
-        output=request.token_ids[request.num_prompt_tokens :] if is_sampled and sampling.grammar is not None else None,
-    )
 
 
 @dataclass(slots=True)

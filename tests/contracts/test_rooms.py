@@ -58,6 +58,8 @@ ROOMS = {
         "wire",
         "request_states",
         "request_memory",
+        "sharing",
+        "plan_draft",
         "scheduler",
         "steps",
         "containment",

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from moeserve.fair_queue import Holdings, Tenant, Tenants, WaitingQueue
+from moeserve.fair_queue import Tenant, Tenants, WaitingQueue
 from moeserve.plan import DEFAULT_TERMS, Request, SamplingParams, Terms
 
 
@@ -149,43 +149,6 @@ def test_the_newest_is_next_where_the_oldest_is_late_but_after_those_that_have_b
     requests[1].num_preemptions = 1
     line.late = True
     assert line.queue.candidates() == [requests[1], patient, requests[3], requests[2], requests[0]]
-
-
-def holdings(amounts: dict[str, list[int]], total: int, background: str = "") -> tuple[Holdings, list[Request]]:
-    tenants, running, arrival = Tenants(), [], 0
-    for name, of_tenant in amounts.items():
-        for amount in of_tenant:
-            request = Request(f"{name}{arrival}", array("i", [1] * amount), SamplingParams(1), arrival=arrival)
-            request.terms = Terms(name, background=name == background)
-            arrival += 1
-            tenants.enter(request)
-            running.append(request)
-    return Holdings(tenants, running, lambda request: request.num_prompt_tokens, total), running
-
-
-def test_who_holds_most_beyond_its_share_gives_its_newest_first() -> None:
-    shares, running = holdings({"a": [10, 20, 30], "b": [25]}, 90)
-    assert shares.pop_victim() is running[2]
-    assert shares.pop_victim() is None
-
-
-def test_background_requests_give_first_and_take_nothing() -> None:
-    shares, running = holdings({"a": [80], "back": [5, 5], "b": [5]}, 90, "back")
-    assert not shares.may_take(running[1], 1)
-    assert [shares.pop_victim() for _ in range(4)] == [running[2], running[1], running[0], None]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_what_is_taken_for_one_is_not_taken_back_for_the_other(seed: int) -> None:
-    random = Random(seed)
-    amounts = {name: [random.randrange(1, 30) for _ in range(random.randrange(1, 6))] for name in "abc"}
-    shares, running = holdings(amounts, sum(map(sum, amounts.values())))
-    taker = random.choice(running)
-    amount = random.randrange(1, 30)
-    if not shares.may_take(taker, amount):
-        return
-    while (victim := shares.pop_victim()) is not None:
-        assert victim.terms.tenant != taker.terms.tenant
 
 
 def test_a_tenant_is_told_from_its_background() -> None:
