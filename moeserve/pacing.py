@@ -6,6 +6,7 @@ a refusal waits for nobody. Pure: time is an argument, in seconds of a monotonic
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -21,6 +22,9 @@ _LEAST_PROMPT_TOKENS = 16
 _SMOOTHING = 0.1
 # Of the time to the first token, for one step while requests wait: they come in the middle of one, and need another.
 _STEP_SHARE = 1 / 3
+_SMOOTHING_OF_LOSSES = 0.02
+# Of the throughput, so that answers come sooner while clients leave before theirs is whole.
+_MOST_GIVEN_UP = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,8 @@ class Pace:
         self._step_s = 0.0
         self._request_tokens = 0.0
         self._output_tokens = 0.0
+        # The share of begun answers that were lost to clients who left.
+        self._lost = 0.0
 
     def tell_time(self, now: float) -> None:
         """Set the time, which must not go back."""
@@ -176,9 +182,22 @@ class Pace:
         """Learn from a request that left the queue."""
         self._request_tokens += _SMOOTHING * (request.num_uncached_tokens - self._request_tokens)
 
-    def count_end(self, request: Request) -> None:
-        """Learn from a request that has run and ended."""
+    def count_end(self, request: Request, *, is_lost: bool) -> None:
+        """Learn from a request that has run and ended. is_lost: its client left before the answer was whole."""
         self._output_tokens += _SMOOTHING * (request.num_output_tokens - self._output_tokens)
+        self._lost += _SMOOTHING_OF_LOSSES * (is_lost - self._lost)
+
+    def num_places(self) -> int:
+        """Return how many requests may run at once: as many as the settings allow, unless clients leave.
+
+        The more requests run, the better each step is used and the longer each answer takes. An answer whose client
+        leaves is lost work, so the share that is lost is better given up: fewer requests run at once, as few as keep
+        the other part of the throughput.
+        """
+        if self._slo is None or self._lost < _SMOOTHING_OF_LOSSES:
+            return self._max_num_seqs
+        least = (1 - min(self._lost, _MOST_GIVEN_UP)) * self._throughput(self._max_num_seqs)
+        return 1 + bisect_left(range(1, self._max_num_seqs), least, key=self._throughput)
 
     def note_waiting(self, waiting: Iterable[Request]) -> None:
         """Note which requests are left waiting by a step."""
@@ -223,7 +242,7 @@ class Pace:
     def load(self, tenants: dict[str, Backlog], lacks_memory: bool) -> Load:
         """Return what a new request would find. lacks_memory: whether no more requests fit than run now."""
         num_running = sum(backlog.running for backlog in tenants.values())
-        places = max(1, num_running) if lacks_memory else self._max_num_seqs
+        places = max(1, num_running) if lacks_memory else self.num_places()
         return Load(
             at=self.now,
             limit_s=inf if self._patience is None else self._patience.limit(self._full_step_s),
@@ -234,6 +253,12 @@ class Pace:
             request_tokens=round(self._request_tokens),
             tenants=tenants,
         )
+
+    def _throughput(self, num_running: int) -> float:
+        """Return the rows per second of steps in which so many typical requests run: for each that ends one begins."""
+        rows_of_each = 1 + self._request_tokens / max(1.0, self._output_tokens)
+        rows = min(round(num_running * rows_of_each / self._num_ranks), self._max_num_batched_tokens)
+        return rows / max(self._cost.seconds(rows, 0), 1e-9)
 
     @property
     def _full_step_s(self) -> float:

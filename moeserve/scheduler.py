@@ -67,7 +67,7 @@ class Scheduler:
         for cache in caches:
             if max_model_len > cache.num_blocks * cache.block_size:
                 raise ValueError(f"max_model_len {max_model_len} exceeds the {cache.num_blocks} blocks of KV memory")
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs = self._num_places = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_model_len = max_model_len
@@ -170,6 +170,7 @@ class Scheduler:
             self._extend(request)
         draft = PlanDraft(self._step + 1, self._max_num_batched_tokens, len(self._memories))
         prompts: list[Request] = []
+        self._num_places = self._pace.num_places()
         self._make_room()
         # Preemption removes requests from the list during this loop, but only behind the current one.
         for request in self._running:
@@ -302,10 +303,10 @@ class Scheduler:
         """Take places and memory from tenants that have more than their share, for the request that is next."""
         for request in [r for r in self._running if r.yields and not r.num_scheduled_tokens]:
             self._preempt(request)
-        if not self._sharing.note(self._running):
+        if not self._sharing.note(self._running, self._num_places):
             return
         self._sharing.sort(self._running)
-        is_full = len(self._running) >= self._max_num_seqs
+        is_full = len(self._running) >= self._num_places
         for victim in self._sharing.victims(self._waiting, is_full=is_full, lacks_memory=self._lacks_memory):
             if victim.num_scheduled_tokens:
                 victim.yields = True
@@ -329,7 +330,7 @@ class Scheduler:
         Nobody of a tenant passes one that finds no memory. Other tenants do until they have had as much as it will.
         before: only those that go before this running prompt.
         """
-        if not len(self._waiting) or draft.is_full or len(self._running) >= self._max_num_seqs:
+        if not len(self._waiting) or draft.is_full or len(self._running) >= self._num_places:
             return
         loads = RankLoads(self._memories, self._running)
         num_followers = 0
@@ -361,7 +362,7 @@ class Scheduler:
             self._count_start(request)
             self._plan_chunk(request, draft.budgets[request.rank], draft)
             loads.add(request)
-            if draft.is_full or len(self._running) >= self._max_num_seqs:
+            if draft.is_full or len(self._running) >= self._num_places:
                 break
         self._lacks_memory = bool(lacking)
         self._sharing.sort(self._running)
@@ -478,7 +479,7 @@ class Scheduler:
             self._waiting.remove(request)
             return RequestOutput(request, finish_reason=reason, error=error)
         self._running.remove(request)
-        self._pace.count_end(request)
+        self._pace.count_end(request, is_lost=reason is FinishReason.ABORT)
         self._release(request)
         return RequestOutput(request, finish_reason=reason, error=error)
 

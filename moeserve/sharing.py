@@ -31,13 +31,16 @@ class Sharing:
         self._blocks: Holdings | None = None
         self._over: set[Tenant] = set()
 
-    def note(self, running: Sequence[Request]) -> bool:
-        """Note what the tenants' running requests hold. Return whether there are several tenants to share."""
+    def note(self, running: Sequence[Request], num_places: int) -> bool:
+        """Note what the tenants' running requests hold. Return whether there are several tenants to share.
+
+        num_places: the requests that may run at once just now.
+        """
         self._over.clear()
         self._places = self._blocks = None
         if len(self._tenants.active) < 2:
             return False
-        places = self._places = Holdings(self._tenants, running, lambda _: 1, self._max_num_seqs)
+        places = self._places = Holdings(self._tenants, running, lambda _: 1, num_places)
         blocks = self._blocks = Holdings(self._tenants, running, _num_blocks, self._num_blocks)
         self._over.update(t for t in self._tenants.active if places.is_over(t) or blocks.is_over(t))
         return True

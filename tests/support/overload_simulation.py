@@ -37,7 +37,8 @@ def step_seconds(plan: StepPlan) -> float:
 class Client:
     """One request that is asked for at `at`, until it is answered. Times are seconds of the script's clock.
 
-    `leaves_s`: it hangs up if nothing has come by then. `tries`: how often it asks, coming back when it is told to.
+    `leaves_s`: it hangs up if its answer is not whole by then. `tries`: how often it asks, coming back when it is
+    told to.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Client:
     first_at: float | None = None
     ended_at: float | None = None
     asked_at: float = 0.0
+    has_left: bool = False
     refusals: list[float] = field(default_factory=list)
     places: ExitStack = field(default_factory=ExitStack)
 
@@ -59,7 +61,7 @@ class Client:
         return None if self.first_at is None else self.first_at - self.asked_at
 
     def met(self, ttft_s: float) -> bool:
-        return self.ttft is not None and self.ttft <= ttft_s
+        return self.ttft is not None and self.ttft <= ttft_s and not self.has_left
 
 
 def poisson(rate: float, seconds: float, seed: int, start: float = 0.0) -> list[float]:
@@ -116,7 +118,8 @@ class OverloadSimulation:
             self._clock, _, what, client = heappop(self._events)
             if what == "ask":
                 self._ask(client)
-            elif client.first_at is None and client.name in self._open:
+            elif client.name in self._open:
+                client.has_left = True
                 self._end(client)
                 self.scheduler.abort(client.name)
 

@@ -32,9 +32,13 @@ def num_good(asked: list[Client]) -> int:
     return sum(client.met(TTFT_S) and client.asked_at < SECONDS for client in asked)
 
 
+def crowd(load: float, kind: str) -> list[Client]:
+    return clients(load, leaves_s=5.0 if kind == "impatient" else None, tries=20 if kind == "retrying" else 1)
+
+
 @cache
-def good_at_capacity() -> int:
-    asked = clients(1.0)
+def good_at_capacity(kind: str) -> int:
+    asked = crowd(1.0, kind)
     OverloadSimulation().run(asked)
     return num_good(asked)
 
@@ -42,10 +46,10 @@ def good_at_capacity() -> int:
 @pytest.mark.parametrize("kind", ["patient", "impatient", "retrying"])
 @pytest.mark.parametrize("load", [2.0, 4.0, 5.0])
 def test_goodput_in_overload_is_that_at_capacity(load: float, kind: str) -> None:
-    asked = clients(load, leaves_s=5.0 if kind == "impatient" else None, tries=20 if kind == "retrying" else 1)
+    asked = crowd(load, kind)
     simulation = OverloadSimulation()
     simulation.run(asked)
-    assert num_good(asked) >= 0.95 * good_at_capacity()
+    assert num_good(asked) >= 0.95 * good_at_capacity(kind)
     simulation.scheduler.check_idle()
 
 
@@ -63,7 +67,7 @@ def test_goodput_holds_where_a_full_step_takes_most_of_the_time_to_the_first_tok
 def test_without_an_objective_the_same_load_is_a_collapse() -> None:
     asked = clients(4.0, leaves_s=5.0)
     OverloadSimulation(slo=None).run(asked)
-    assert num_good(asked) < 0.5 * good_at_capacity()
+    assert num_good(asked) < 0.5 * good_at_capacity("impatient")
 
 
 def test_after_the_storm_waits_are_as_before_within_seconds() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -124,3 +125,47 @@ def test_a_request_is_late_when_its_first_token_cannot_come_in_time() -> None:
     assert not pace.is_late(request(arrived_at=100.0))
     assert pace.is_late(request(arrived_at=99.8))
     assert not Pace(None, 256, 64).is_late(request())
+
+
+def answered() -> Request:
+    answered = request(60)
+    answered.num_uncached_tokens = 60
+    answered.token_ids.extend([1] * 16)
+    return answered
+
+
+def measured_pace(step_seconds: Callable[[int], float]) -> Pace:
+    """Return a pace that has learnt steps of all sizes, and requests of 60 prompt tokens and 16 output tokens."""
+    pace = Pace(SLO, 256, 64)
+    for _ in range(100):
+        pace.count_start(answered())
+        pace.count_end(answered(), is_lost=False)
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+            pace.count_step(rows, 0.0, step_seconds(rows))
+    return pace
+
+
+def lose(pace: Pace, num_of_ten: int) -> None:
+    for number in range(1000):
+        pace.count_end(answered(), is_lost=number % 10 < num_of_ten)
+
+
+def test_fewer_requests_run_at_once_while_clients_leave_and_most_of_the_throughput_stays() -> None:
+    def step_seconds(rows: int) -> float:
+        return 0.05 + 0.001 * rows
+
+    pace = measured_pace(step_seconds)
+    assert pace.num_places() == 64
+    lose(pace, 5)
+    # 256 rows a step, 64 requests with 4.75 each and more, are 837 a second; three quarters need 84.
+    assert 84 <= pace.num_places() * 4.75 <= 95
+    lose(pace, 1)
+    assert pace.num_places() * 4.75 > 130
+    lose(pace, 0)
+    assert pace.num_places() == 64
+
+
+def test_where_a_step_costs_the_same_however_many_run_most_run_still() -> None:
+    pace = measured_pace(lambda rows: 0.1)
+    lose(pace, 5)
+    assert pace.num_places() * 4.75 >= 0.75 * 256 - 5
