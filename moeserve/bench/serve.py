@@ -372,17 +372,17 @@ async def _measure_one(target: ReadyTarget, workload: Workload, run: int, slo: S
         if record.error is not None:
             message = f"{target.name}, {workload.name}: {record.error}"
             findings.errors[message] = findings.errors.get(message, 0) + 1
-    if any(map(_found_warm, records)):
+    if was_warm(records):
         findings.warnings.append(
             f"{target.name} had text of {workload.name} in its prefix cache before run {run + 1}: "
             "take a --seed that it has not seen"
         )
 
 
-def _found_warm(record: RequestRecord) -> bool:
-    """Return whether a large part of a prompt that was never sent before was cached."""
-    cached, prompt = record.cached_tokens or 0, record.prompt_tokens or 0
-    return record.cold and cached > _WARM_SHARE * prompt
+def was_warm(records: list[RequestRecord]) -> bool:
+    """Return whether a large part of every prompt was cached of which one at least was to be cold."""
+    cold = [record for record in records if record.cold]
+    return bool(cold) and all((r.cached_tokens or 0) > _WARM_SHARE * (r.prompt_tokens or 0) for r in cold)
 
 
 def _records_by_variant(records: list[RequestRecord]) -> dict[str, list[RequestRecord]]:

@@ -26,8 +26,8 @@ _SENTENCE_WORDS = (8, 14)
 class Conversation:
     """One user: `questions` are asked in turn, each with the whole history before it.
 
-    `variant` names what a request measures; records are summarised per variant. `cold`: nothing of the first prompt can
-    be cached, unless this seed was used on the server before.
+    `variant` names what a request measures; records are summarised per variant. `cold`: of the workload's cold
+    conversations one at least finds nothing of its first prompt cached, unless the server has seen this seed before.
     """
 
     variant: str
@@ -74,7 +74,7 @@ def agents(shape: Shape, seed: int, run: int) -> list[Workload]:
             questions=tuple(
                 seeded_text(shape.question_words, seed, run, "agents", agent, turn) for turn in range(shape.num_turns)
             ),
-            cold=agent == 0,
+            cold=True,
         )
         for agent in range(shape.num_agents)
     )

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moeserve.bench.client import Endpoint, StreamError, error_message, read_answer, timed_data
 from moeserve.bench.metrics import RequestRecord, RunMetrics, Slo, columns, covered, percentile, summarise
+from moeserve.bench.serve import was_warm
 from moeserve.bench.workloads import WORKLOADS, Shape, seeded_text
 
 
@@ -37,6 +38,16 @@ def test_no_prompt_of_another_seed_or_run_begins_alike(name):
 
     assert not beginnings(7, 0) & beginnings(7, 1)
     assert not beginnings(7, 0) & beginnings(8, 0)
+
+
+def test_a_server_was_warm_if_it_had_every_cold_prompt_cached():
+    def asked(cold, cached):
+        return RequestRecord("", cold, 0.0, 1.0, prompt_tokens=100, cached_tokens=cached)
+
+    agents_at_once = [asked(True, 90), asked(True, 2), asked(True, 90), asked(False, 95)]
+    assert not was_warm(agents_at_once)
+    assert was_warm([asked(True, 90), asked(True, 88), asked(False, 0)])
+    assert not was_warm([asked(False, 90)])
 
 
 def test_agents_share_their_system_prompt_and_nothing_else():
