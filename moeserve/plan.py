@@ -85,7 +85,8 @@ class Terms:
     """The terms on which a request waits and runs.
 
     Requests of one `tenant` (the account of an API key) share what its `weight` is worth among the tenants that have
-    requests. `running` and `queue` are the shares of the running and of the waiting places that it gets at most.
+    requests. `running` and `queue` are the shares of the running and of the waiting places that it gets at most. Beyond
+    the share `cached` of the KV blocks its cached prefixes are the first to go.
 
     `ttft_s` bounds the time to the first token and `tpot_s` the time per output token, None for the service's. A
     `patient` request is neither refused nor dropped for the time it waits. A `background` one uses what others leave.
@@ -95,6 +96,7 @@ class Terms:
     weight: float = 1.0
     running: float = 1.0
     queue: float = 1.0
+    cached: float = 1.0
     ttft_s: float | None = None
     tpot_s: float | None = None
     patient: bool = False

@@ -36,6 +36,10 @@ class RequestMemory:
     def num_available_blocks(self) -> int:
         return self._cache.num_available
 
+    def share(self, request: Request) -> None:
+        """Have prefixes evicted by the terms of the request's account."""
+        self._cache.share(request.namespace, request.terms.weight, request.terms.cached)
+
     def peek(self, request: Request) -> int:
         """Count the request's tokens that are cached now."""
         return self._cache.peek(request.token_ids, request.namespace)

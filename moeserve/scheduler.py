@@ -129,6 +129,8 @@ class Scheduler:
         self._num_arrivals += 1
         self._requests[request.request_id] = request
         self._tenants.enter(request)
+        for memory in self._memories:
+            memory.share(request)
         if self._outgrows(request):
             self._extend(request)
         self._waiting.add(request)

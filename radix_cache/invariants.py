@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
 
 from radix_cache.errors import require
@@ -53,12 +54,17 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease], block_size: int) -> arr
     require(not num_refs, "a lease refers to a node outside of the tree")
     require(len(nodes) == tree.num_nodes, "num_nodes is wrong")
     require(len(blocks) == tree.num_blocks, "num_blocks is wrong")
+    held: Counter[str] = Counter()
+    for node in nodes:
+        held[account_of(node.namespace)] += len(node.blocks)
+    require(held == Counter(tree.victims.num_blocks()), "the number of an account's blocks is wrong")
     require(num_pinned == tree.num_pinned_blocks, "num_pinned_blocks is wrong")
     _check_ledger(tree, nodes)
     for namespace, root in tree.roots.items():
         require(root.parent is None and root.namespace == namespace, f"namespace {namespace!r} has a wrong root")
     queued = [node.serial for node in nodes if node.parent is not None and not node.children and not node.refs]
-    require(sorted(queued) == sorted(tree.queued_serials()), "the eviction queue differs from the evictable leaves")
+    victims = tree.victims.queued_serials()
+    require(sorted(queued) == sorted(victims), "the queues of victims differ from the evictable leaves")
     return blocks
 
 

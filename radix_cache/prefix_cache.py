@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from math import inf
 
 from radix_cache.block_allocator import BlockAllocator
 from radix_cache.errors import BudgetError, LeaseError, require
@@ -186,7 +187,8 @@ class PrefixCache:
         return lease.num_published_tokens
 
     def extend(self, lease: Lease, count: int) -> list[int] | None:
-        """Append `count` blocks to the lease, evicting the least recently used cached ones as needed.
+        """Append `count` blocks to the lease, evicting cached ones as needed: of the accounts that hold most (`share`),
+        the least recently used ones first.
 
         Return the new ids, or None with nothing changed if fewer than `count` are available. Raises ValueError if
         `count` is negative.
@@ -262,7 +264,7 @@ class PrefixCache:
         num_published = lease.num_published_tokens // self.block_size
         private = lease.block_ids[num_published:]
         self._num_private_blocks -= len(private)
-        self._tree.release(lease.node)
+        self._tree.release(lease.node, lease.namespace)
         if keep_tokens is not None:
             num_dropped = num_published - max(0, keep_tokens) // self.block_size
             if num_dropped > 0:
@@ -352,6 +354,14 @@ class PrefixCache:
         """Count the tokens that `match` would find in the cache now. Changes nothing, not even their recency."""
         find = self._tree.resumable_depth if self._stateful else self._tree.depth
         return find(namespace, self._reusable(tokens, 0)) * self.block_size
+
+    def share(self, namespace: str, weight: float, most: float) -> None:
+        """Set what the account of a namespace is worth among all when blocks are evicted; until then it is (1, 1).
+
+        The next victim is of the account that holds most blocks by its weight. An account with more than `most` of all
+        blocks comes before those that keep to theirs.
+        """
+        self._tree.victims.share(account_of(namespace), weight, inf if most >= 1 else most * self.num_blocks)
 
     def tell_time(self, now: float) -> None:
         """Set the time, which must not go back; retentions that are over end."""

@@ -9,22 +9,19 @@ of a node are found by the ids of their first block, and the rest of a run is co
 from __future__ import annotations
 
 from array import array
-from heapq import heapify, heappop, heappush
 
-from radix_cache.errors import require
 from radix_cache.evictions import MAX_RECORDED_BLOCKS, EvictionRecord
 from radix_cache.nodes import APART, NOT_QUEUED, PUBLIC, Node
 from radix_cache.retention import RetentionLedger, account_of
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot, split_snapshots
-
-_HEAP_SLACK = 64
+from radix_cache.victims import Victims
 
 
 class RadixTree:
     """The cached prefixes of all namespaces. It neither allocates nor frees block ids: `evict` and `trim` return them.
 
     Invariants: a lease's node ends exactly where the lease's published tokens end (a partly matched run is split); an
-    unreferenced leaf has exactly one live entry in the queue; a root lives as long as it has children or references.
+    unreferenced leaf is queued once among the victims; a root lives as long as it has children or references.
 
     Recency: only the release of a lease sets a stamp, and only on its deepest node. A node was used at least as
     recently as its children and becomes a leaf only after they are gone, so a node that vanishes passes its stamp up.
@@ -33,15 +30,14 @@ class RadixTree:
     follows public runs as far as it can, then the namespace's own. A namespace whose name ends with APART has its own
     alone.
 
-    Retention (`ledger`) comes before recency: a leaf at which no retention ends is evicted before one where one does,
-    and that one before a pinned one. `now` is the caller's time, told by `tell_time`.
+    Retention (`ledger`) comes before all else: a leaf at which no retention ends is evicted before one where one does,
+    and that one before a pinned one. Then come the shares of accounts, then recency (`victims`). `now` is the caller's
+    time, told by `tell_time`.
     """
 
     __slots__ = (
         "_block_bytes",
         "_clock",
-        "_next_entry",
-        "_queue",
         "_serial",
         "evictions",
         "ledger",
@@ -51,6 +47,7 @@ class RadixTree:
         "num_pinned_blocks",
         "roots",
         "snapshots",
+        "victims",
     )
 
     def __init__(
@@ -60,10 +57,7 @@ class RadixTree:
         self._block_bytes = 4 * block_size
         self._clock = 0
         self._serial = 0
-        # (rank of the retention, stamp, serial, entry, node), the first victim first. Entries have numbers; one whose
-        # number is not the node's `queued` is dead.
-        self._queue: list[tuple[int, int, int, int, Node]] = []
-        self._next_entry = 0
+        self.victims = Victims()
         self.ledger = RetentionLedger()
         self.evictions = EvictionRecord(4 * block_size, max_recorded_evictions)
         self.snapshots = SnapshotTable(snapshot_rows)
@@ -150,6 +144,8 @@ class RadixTree:
             return node, canonical
         tokens, added = data[num_known * self._block_bytes :], blocks[num_known:]
         self.num_blocks += len(added)
+        self.victims.count(namespace, len(added))
+        self.victims.use(namespace, self.now)
         num_other_refs = node.refs - 1 if node is start else node.refs
         is_alone = not node.children and num_other_refs == 0 and not node.annotation and node.retention is None
         if node.parent is not None and is_alone and node.namespace == namespace:
@@ -186,28 +182,24 @@ class RadixTree:
             self.acquire(target)
             self._drop_reference(source)
 
-    def release(self, node: Node) -> None:
-        """Drop the reference that `acquire` added, and make the node the most recently used one."""
+    def release(self, node: Node, namespace: str) -> None:
+        """Drop the reference that `acquire` added for a lease of a namespace, and make the node the one used last."""
+        self.victims.use(namespace, self.now)
         self._clock += 1
         node.last_used = self._clock
         node.used_at = self.now
         self._drop_reference(node)
 
     def evict(self, count: int) -> array[int]:
-        """Remove `count` blocks, at most `num_evictable_blocks`, from the tails of the least recently used leaves.
+        """Remove `count` blocks, at most `num_evictable_blocks`, from the tails of leaves that no lease needs.
 
-        Retained leaves come after all others, pinned ones last. Return the ids, which the caller owns from now on.
+        Retained leaves come after all others, pinned ones last; among equals see `Victims`. Return the ids, which the
+        caller owns from now on.
         """
         evicted: array[int] = array("i")
-        while len(evicted) < count:
-            *_, entry, node = self._queue[0]
-            if node.queued == entry:
-                cut = min(count - len(evicted), len(node.blocks))
-                self.evictions.add(node, cut)
-                evicted.extend(self._cut_tail(node, cut, lost=True))
-            else:
-                heappop(self._queue)
-        self._bound_queue()
+        for node, cut in self.victims.choose(count):
+            self.evictions.add(node, cut)
+            evicted.extend(self._cut_tail(node, cut, lost=True))
         return evicted
 
     def trim(self, node: Node, count: int, namespace: str) -> array[int]:
@@ -224,7 +216,6 @@ class RadixTree:
             parent = current.parent
             removed.extend(self._cut_tail(current, min(count - len(removed), len(current.blocks)), lost=False))
             current = parent
-        self._bound_queue()
         return removed
 
     def node_at(self, node: Node, depth: int, wanted: int) -> Node:
@@ -287,17 +278,13 @@ class RadixTree:
     def drop(self, account: str) -> array[int]:
         """Remove all evictable blocks of an account, retained ones too. Return their ids, which the caller owns."""
         removed: array[int] = array("i")
-        victims = [
-            node for *_, entry, node in self._queue if node.queued == entry and account_of(node.namespace) == account
-        ]
-        for leaf in victims:
+        for leaf in self.victims.of(account):
             node: Node | None = leaf
             while node is not None and node.queued != NOT_QUEUED and account_of(node.namespace) == account:
                 parent = node.parent
                 self.evictions.add(node, len(node.blocks))
                 removed.extend(self._cut_tail(node, len(node.blocks), lost=False))
                 node = parent
-        self._bound_queue()
         return removed
 
     def pin(self, node: Node) -> None:
@@ -322,11 +309,6 @@ class RadixTree:
         node.saved_tokens += num_tokens
         if self.ledger.num_retentions:
             self.ledger.refresh(node, self.now)
-
-    def queued_serials(self) -> list[int]:
-        """Return the serials of the nodes in the eviction queue. Raises InvariantError if dead entries pile up."""
-        require(len(self._queue) <= 2 * self.num_nodes + _HEAP_SLACK, "the eviction queue outgrew the tree")
-        return [serial for _, _, serial, entry, node in self._queue if node.queued == entry]
 
     def key(self, node: Node) -> bytes:
         """Return the key of a node among its parent's children: its first block, and a namespace of its own."""
@@ -396,20 +378,12 @@ class RadixTree:
             del self.roots[node.namespace]
             self.num_nodes -= 1
             return
-        self._queue_leaf(node)
-
-    def _queue_leaf(self, node: Node) -> None:
-        retention = node.retention
-        rank = 0 if retention is None else 2 if retention.is_pinned else 1
-        self._next_entry += 1
-        node.queued = self._next_entry
-        heappush(self._queue, (rank, node.last_used, node.serial, node.queued, node))
-        self._bound_queue()
+        self.victims.add(node)
 
     def _requeue(self, node: Node) -> None:
         """Give a node in the eviction queue the place that its retention asks for now."""
         if node.queued != NOT_QUEUED:
-            self._queue_leaf(node)
+            self.victims.add(node)
 
     def _cut_tail(self, node: Node, count: int, *, lost: bool) -> array[int]:
         """Remove the last `count` blocks of the unreferenced leaf `node`, and the node itself if it is empty then.
@@ -419,6 +393,7 @@ class RadixTree:
         keep = len(node.blocks) - count
         removed = node.blocks[keep:]
         self.num_blocks -= count
+        self.victims.count(node.namespace, -count)
         if node.keeps:
             self.ledger.shrink(node, count, lost=lost)
         if node.snapshots:
@@ -444,11 +419,6 @@ class RadixTree:
         if not parent.children and not parent.refs:
             self._became_leaf(parent)
         return removed
-
-    def _bound_queue(self) -> None:
-        if len(self._queue) > 2 * self.num_nodes + _HEAP_SLACK:
-            self._queue = [entry for entry in self._queue if entry[4].queued == entry[3]]
-            heapify(self._queue)
 
 
 def _foreign_key(first: bytes, namespace: str) -> bytes:

@@ -55,6 +55,7 @@ def read_terms(scope: Scope, secret: str, request: GenerateRequest, slo: Slo) ->
         weight=rights.weight,
         running=rights.running,
         queue=rights.queue,
+        cached=rights.cached,
         ttft_s=ttft_s,
         tpot_s=tpot_s,
         patient=request.background,

@@ -34,8 +34,8 @@ ROLE_OF_PATH = {
     "/v1/experts/trace": ADMIN,
 }
 # What a key's shares are shares of.
-_SHARED = {"retention": "KV blocks", "running": "running places", "queue": "places"}
-_RIGHT = re.compile(r"(.*\S)\s+(retention|weight|running|queue|priority)=(\S*)")
+_SHARED = {"retention": "KV blocks", "cached": "KV blocks", "running": "running places", "queue": "places"}
+_RIGHT = re.compile(r"(.*\S)\s+(retention|weight|running|queue|cached|priority)=(\S*)")
 _LEAST_WEIGHT = 0.001
 _GRANTS = {USER: {USER}, METRICS: {METRICS}, ADMIN: {USER, METRICS, ADMIN}}
 
@@ -46,13 +46,15 @@ class Rights:
 
     `retention`: the share of the KV blocks that may be retained for it, None for the service's setting. `weight`: of
     the key among all that have requests. `running` and `queue`: the shares of the places for running and for all
-    requests that it gets at most. `priority`: whether it may ask for an urgent one.
+    requests that it gets at most. `cached`: the share of the KV blocks beyond which its prefixes are evicted before all
+    others. `priority`: whether it may ask for an urgent one.
     """
 
     retention: float | None = None
     weight: float = 1.0
     running: float = 1.0
     queue: float = 1.0
+    cached: float = 1.0
     priority: bool = False
 
 

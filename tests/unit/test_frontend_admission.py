@@ -175,9 +175,10 @@ PLAIN = Identity(b"\1" * 32, frozenset({USER}))
 
 def test_without_keys_all_are_one_tenant_and_a_key_is_one_of_its_own() -> None:
     assert terms() == Terms()
-    other = Identity(b"\2" * 32, frozenset({USER}), Rights(weight=2.0, running=0.5, queue=0.25))
+    other = Identity(b"\2" * 32, frozenset({USER}), Rights(weight=2.0, running=0.5, queue=0.25, cached=0.1))
     assert terms(PLAIN).tenant != terms(other).tenant != ""
-    assert (terms(other).weight, terms(other).running, terms(other).queue) == (2.0, 0.5, 0.25)
+    granted = terms(other)
+    assert (granted.weight, granted.running, granted.queue, granted.cached) == (2.0, 0.5, 0.25, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -220,18 +221,20 @@ def test_background_requests_are_patient_and_have_no_priority() -> None:
 
 def test_a_key_file_grants_weights_and_shares(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("user:alice weight=2 queue=0.5  retention=0.1\nbob running=0.25 priority=yes\nadmin:two words\n")
+    file.write_text(
+        "user:alice weight=2 queue=0.5  retention=0.1\nbob running=0.25 cached=0 priority=yes\nadmin:two words\n"
+    )
     keys = load_keys((), str(file))
     found = [keys.find(key) for key in (b"alice", b"bob", b"two words")]
     assert [identity and identity.rights for identity in found] == [
         Rights(retention=0.1, weight=2.0, queue=0.5),
-        Rights(running=0.25, priority=True),
+        Rights(running=0.25, cached=0.0, priority=True),
         Rights(),
     ]
 
 
 @pytest.mark.parametrize(
-    "right", ["weight=0", "weight=nan", "weight=x", "queue=2", "running=-1", "priority=1", "queue="]
+    "right", ["weight=0", "weight=nan", "weight=x", "queue=2", "running=-1", "cached=3", "priority=1", "queue="]
 )
 def test_a_right_that_is_none_is_named(tmp_path: Path, right: str) -> None:
     file = tmp_path / "keys"

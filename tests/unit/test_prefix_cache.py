@@ -242,8 +242,9 @@ def test_many_short_namespaces_leave_nothing_behind() -> None:
     for number in range(200):
         remember(cache, tokens(8), f"tenant-{number}")
     cache.check_invariants()
-    assert len(cache._tree.roots) <= 2
-    assert cache._tree.num_nodes <= 4
+    assert len(cache._tree.roots) <= 4
+    assert cache._tree.num_nodes <= 8
+    assert len(cache._tree.victims.num_blocks()) <= 4
 
 
 def test_senseless_block_size_raises() -> None:
@@ -275,8 +276,12 @@ def test_senseless_block_size_raises() -> None:
         lambda cache, lease: setattr(cache._tree, "num_blocks", 4),
         lambda cache, lease: setattr(cache._tree, "num_nodes", 9),
         lambda cache, lease: setattr(cache._tree, "num_pinned_blocks", 0),
-        lambda cache, lease: cache._tree._queue.clear(),
-        lambda cache, lease: cache._tree._queue.extend(cache._tree._queue * 100),
+        lambda cache, lease: cache._tree.victims._holdings[""].queue.clear(),
+        lambda cache, lease: cache._tree.victims._holdings[""].queue.extend(
+            cache._tree.victims._holdings[""].queue * 100
+        ),
+        lambda cache, lease: cache._tree.victims.count("", 1),
+        lambda cache, lease: cache._tree.victims.count("other", 1),
     ],
 )
 def test_check_invariants_notices_corruption(corrupt: Callable[[PrefixCache, Lease], object]) -> None:

@@ -1,13 +1,14 @@
 """PrefixCache against a brute-force model.
 
-In the model every prefix is one entry and eviction searches them all; a retention is a mark on the entry where it ends,
-and what an account retains is counted anew each time. A shadow of the KV memory says what was written into each block,
-so that every hit is read again.
+In the model every prefix is one entry and eviction searches them all, for each block anew; a retention is a mark on the
+entry where it ends, and what an account holds and retains is counted anew each time. A shadow of the KV memory says
+what was written into each block, so that every hit is read again.
 """
 
 import random
 from array import array
 from dataclasses import dataclass
+from math import inf
 
 import hypothesis.strategies as st
 import pytest
@@ -15,8 +16,10 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from radix_cache import BudgetError, Lease, LeaseError, PrefixCache, account_of
+from radix_cache.victims import HALF_LIFE_S
 
-NAMESPACES = ("", "a", "a/x")
+NAMESPACES = ("", "a", "a/x", "b")
+ACCOUNTS = ("", "a", "b")
 SHARE = 0.5
 Key = tuple[str, tuple[int, ...]]
 
@@ -57,6 +60,8 @@ class World:
         self.entries: dict[Key, Entry] = {}
         self.marks: dict[Key, Mark] = {}
         self.now = 0.0
+        self.used_at = dict.fromkeys(ACCOUNTS, 0.0)
+        self.terms = dict.fromkeys(ACCOUNTS, (1.0, 1.0))
         self.num_lost = 0
         self.num_marks_made = 0
         self.content: list[Key | None] = [None] * num_blocks
@@ -88,12 +93,35 @@ class World:
         protected = self.protected()
         for _ in range(count):
             inner = self.inner()
+            leaves = [key for key in self.entries if key not in protected and key not in inner]
+            oldest = (
+                min((key for key in leaves if account_of(key[0]) == account), key=self.age, default=None)
+                for account in ACCOUNTS
+            )
             victim = min(
-                (key for key in self.entries if key not in protected and key not in inner),
-                key=lambda key: (self.rank(key), self.entries[key].stamp),
+                (key for key in oldest if key is not None),
+                key=lambda key: (self.rank(key), -self.excess(account_of(key[0])), self.entries[key].stamp),
             )
             self.num_lost += victim in self.retained(account_of(victim[0]))
             self.remove(victim)
+
+    def age(self, key: Key) -> tuple[int, int]:
+        return self.rank(key), self.entries[key].stamp
+
+    def held(self, account: str) -> int:
+        return sum(account_of(key[0]) == account for key in self.entries)
+
+    def excess(self, account: str) -> float:
+        """Return what an account holds by its weight, doubled for every half-life that it was idle."""
+        weight, most = self.terms[account]
+        held = self.held(account)
+        if most < 1 and held > most * self.cache.num_blocks:
+            return inf
+        return held / weight * 2 ** ((self.now - self.used_at[account]) / HALF_LIFE_S)
+
+    def share(self, account: str, weight: float, most: float) -> None:
+        self.cache.share(account, weight, most)
+        self.terms[account] = (weight, most)
 
     def remove(self, key: Key) -> None:
         """Free an entry; the mark on it moves to the one before."""
@@ -177,7 +205,7 @@ class World:
                     del self.marks[key]
 
     def pin(self, namespace: int, tokens: list[int], share: float | None) -> None:
-        name, ids = NAMESPACES[namespace % 3], array("i", tokens)
+        name, ids = NAMESPACES[namespace % 4], array("i", tokens)
         wanted = len(tokens) // self.size
         cached = 0
         while cached < wanted and self.key(name, ids, cached + 1) in self.entries:
@@ -210,7 +238,7 @@ class World:
             del self.marks[key]
 
     def drop(self, namespace: int) -> None:
-        account = account_of(NAMESPACES[namespace % 3])
+        account = account_of(NAMESPACES[namespace % 4])
         protected = self.protected()
         own = [key for key in self.entries if account_of(key[0]) == account and key not in protected]
         assert self.cache.drop(account) == len(own)
@@ -221,7 +249,7 @@ class World:
         return self.running[which % len(self.running)] if self.running else None
 
     def start(self, namespace: int, tokens: list[int], use_cache: bool) -> None:
-        name, ids = NAMESPACES[namespace % 3], array("i", tokens)
+        name, ids = NAMESPACES[namespace % 4], array("i", tokens)
         expected = self.longest(name, ids)
         assert self.cache.peek(ids, name) == expected * self.size
         if not use_cache:
@@ -264,6 +292,7 @@ class World:
     def publish(self, which: int, held_back: int) -> None:
         if one := self.pick(which):
             limit = max(0, one.num_computed - held_back)
+            num_entries = len(self.entries)
             first = one.lease.num_published_tokens // self.size
             own = one.lease.block_ids.tolist()
             duplicates = self.cache.publish(one.lease, one.tokens, limit)
@@ -273,6 +302,8 @@ class World:
                 if entry.block != own[block]:
                     expected.append(own[block])
                     own[block] = entry.block
+            if len(self.entries) > num_entries:
+                self.used_at[account_of(one.namespace)] = self.now
             assert duplicates == expected
             assert one.lease.block_ids.tolist() == own
             self.duplicates += duplicates
@@ -307,6 +338,7 @@ class World:
         self.cache.release(one.lease, keep)
         self.free |= set(private)
         self.clock += 1
+        self.used_at[account_of(one.namespace)] = self.now
         for block in range(1, published + 1):
             self.entries[self.key(one.namespace, one.tokens, block)].stamp = self.clock
         while keep is not None and published > keep // self.size:
@@ -337,7 +369,7 @@ class World:
         assert cache.num_available == len(self.free) + len(self.entries) - pinned
         assert cache.num_leased == private + pinned
         assert cache.num_duplicates == len(self.duplicates)
-        retained = {name: len(self.retained(name)) for name in ("", "a")}
+        retained = {name: len(self.retained(name)) for name in ACCOUNTS}
         assert cache.num_retained == sum(retained.values())
         assert cache.num_pins == sum(mark.is_pinned for mark in self.marks.values())
         assert cache.num_lost == self.num_lost
@@ -372,7 +404,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.world = World(num_blocks, block_size, caching)
 
     @rule(
-        namespace=st.integers(0, 2),
+        namespace=st.integers(0, 3),
         tokens=st.lists(st.integers(0, 1), max_size=12),
         use_cache=st.sampled_from([True] * 5 + [False]),
     )
@@ -431,16 +463,24 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def hit(self, which: int) -> None:
         self.world.hit(which)
 
-    @rule(passed=st.integers(0, 5))
+    @rule(passed=st.sampled_from([0, 1, 3, 5, 200, 900]))
     def tell_time(self, passed: int) -> None:
         self.world.tell_time(passed)
+
+    @rule(
+        account=st.sampled_from(ACCOUNTS),
+        weight=st.sampled_from([1.0, 1.0, 2.0, 0.3]),
+        most=st.sampled_from([1.0, 1.0, 0.5, 0.0]),
+    )
+    def share(self, account: str, weight: float, most: float) -> None:
+        self.world.share(account, weight, most)
 
     @rule(which=which, share=shares)
     def pin_like(self, which: int, share: float | None) -> None:
         if one := self.world.pick(which):
             self.world.pin(NAMESPACES.index(one.namespace), one.tokens.tolist(), share)
 
-    @rule(namespace=st.integers(0, 2), tokens=st.lists(st.integers(0, 1), max_size=12), share=shares)
+    @rule(namespace=st.integers(0, 3), tokens=st.lists(st.integers(0, 1), max_size=12), share=shares)
     def pin(self, namespace: int, tokens: list[int], share: float | None) -> None:
         self.world.pin(namespace, tokens, share)
 
@@ -448,7 +488,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def unpin(self, which: int) -> None:
         self.world.unpin(which)
 
-    @rule(namespace=st.integers(0, 2))
+    @rule(namespace=st.integers(0, 3))
     def drop(self, namespace: int) -> None:
         self.world.drop(namespace)
 
@@ -479,7 +519,7 @@ def drive(seed: int, steps: int, check_every: int, caching: bool = True, retaini
                 draw.randint(0, 2) for _ in range(draw.randint(0, 9))
             ]
             prompts[draw.randrange(len(prompts))] = tokens
-            world.start(draw.choice((0, 0, 0, 1, 2)), tokens, draw.random() < 0.9)
+            world.start(draw.choice((0, 0, 0, 1, 2, 3)), tokens, draw.random() < 0.9)
         elif kind < 0.65:
             world.advance(which)
             world.extend(which, draw.randint(0, 4))
@@ -500,6 +540,9 @@ def drive(seed: int, steps: int, check_every: int, caching: bool = True, retaini
             world.unpin(which)
         elif retaining and kind < 0.972:
             world.drop(which)
+        elif retaining and kind < 0.98:
+            world.share(draw.choice(ACCOUNTS), draw.choice((1.0, 3.0)), draw.choice((1.0, 1.0, 0.2)))
+            world.tell_time(draw.choice((0, 700)))
         elif kind < 0.998:
             world.free_duplicates(draw.randint(0, 3))
         else:

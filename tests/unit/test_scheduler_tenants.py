@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from random import Random
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from moeserve.pacing import Slo
 from moeserve.plan import BACKGROUND_PRIORITY, FinishReason, SamplingParams, Terms
 from moeserve.scheduler import QueueFullError
+from tests.support.kv_oracle import Record
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
 
 A, B = Terms("a"), Terms("b")
@@ -176,3 +178,50 @@ def test_prompts_leave_running_streams_the_pace_that_they_were_promised() -> Non
     assert all(rows[0] < 256 and 17 <= count <= 60 for count in rows), rows
     simulation.run()
     simulation.check_all_done()
+
+
+@pytest.mark.parametrize(("flooder", "is_kept"), [("a", True), ("b/other", False)])
+def test_prompts_that_fill_the_cache_leave_the_prefixes_of_another_tenant_there(flooder: str, is_kept: bool) -> None:
+    simulation = Simulation(num_blocks=160, block_size=4, budget=64, max_num_seqs=2)
+    random = Random(1)
+    prefix = [random.randrange(VOCAB_SIZE) for _ in range(80)]
+
+    def ask(number: int) -> Record:
+        """The other tenant's question, which may come whenever it likes."""
+        return simulation.add(f"b{number}", [*prefix, number], SamplingParams(max_tokens=2), namespace="b", terms=B)
+
+    ask(0)
+    simulation.run()
+    terms = Terms(flooder.partition("/")[0])
+    found = []
+    for number in range(1, 9):
+        for index in range(8):
+            prompt = [random.randrange(VOCAB_SIZE) for _ in range(200)]
+            sampling = SamplingParams(max_tokens=10)
+            simulation.add(f"a{number} {index}", prompt, sampling, namespace=flooder, terms=terms)
+        for _ in range(15):
+            simulation.step()
+        record = ask(number)
+        while record.finish_reason is None:
+            simulation.step()
+        found.append(record.request.num_cached_tokens)
+    assert (found == [80] * 8) == is_kept
+    simulation.run()
+    simulation.check_all_done()
+
+
+def test_the_terms_of_a_tenant_hold_for_its_cached_prefixes() -> None:
+    simulation = Simulation(num_blocks=40, block_size=4, budget=64)
+
+    def ask(name: str, terms: Terms) -> list[int]:
+        prompt = [len(simulation.records)] * 40
+        simulation.add(name, prompt, SamplingParams(max_tokens=1), namespace=terms.tenant, terms=terms)
+        simulation.run()
+        return prompt
+
+    few, heavy = Terms("few", cached=0.1), Terms("heavy", weight=9.0)
+    prompts = {"few": ask("few", few), "heavy": ask("heavy", heavy)}
+    for number in range(3):
+        ask(f"{number}", A)
+    kept = {name: simulation.cache.peek(array("i", [*prompt, 0]), name) for name, prompt in prompts.items()}
+    assert kept == {"few": 16, "heavy": 40}
