@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_models import save
-
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = (
     "click",
@@ -67,7 +65,9 @@ for name in {modules!r}:
 TUNE = """
 import torch
 import moeserve.tune.__main__ as tune
+from tests.support.tiny_models import save
 
+save("mixtral", {folder!r})
 torch.cuda.is_available = lambda: True
 tuned = []
 tune._tune_attention = lambda spec, block_size, weights, kv: tuned.append(
@@ -93,7 +93,6 @@ def test_what_computes_loads_where_nothing_that_serves_is_installed():
 
 @pytest.mark.slow
 def test_a_model_in_a_folder_is_tuned_there_and_a_name_is_refused(tmp_path):
-    save("mixtral", tmp_path)
     result = without_the_service(TUNE.format(folder=str(tmp_path)))
     assert result.returncode == 0, result.stderr[-2000:]
     assert "no folder nobody/nothing" in result.stderr
