@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from moeserve.frontend.constraints import subschemas
-from moeserve.frontend.job_process import limit_cpu, serve_jobs
+from moeserve.frontend.job_program import limit_cpu, serve_jobs
 from moeserve.frontend.limits import GRAMMAR_CPU_SECONDS
 from moeserve.grammar import GrammarError, compile_grammar, error_of, load_tokens
 

@@ -1,23 +1,23 @@
 """Jobs for programs that may spin or swell: each runs in a process that is ended with the job it fails at.
 
-A program is a module that calls `serve_jobs`; `JobProcesses` runs copies of it. Jobs come on a program's standard
-input and answers go to its standard output, each as bytes behind their length in four bytes; the end of the input ends
-the program.
+A program is a module that calls `job_program.serve_jobs`; `JobProcesses` runs copies of it. Jobs come on a program's
+standard input and answers go to its standard output, each as bytes behind their length; the end of the input ends the
+program.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import structlog
 
+from moeserve.frontend.job_program import SIZE_BYTES
+
 log = structlog.get_logger(__name__)
 
-_SIZE_BYTES = 4
 # Of the clock, for a machine that has no time for the process; a program limits its own processor time.
 _LONGEST_WAIT_S = 30.0
 
@@ -72,9 +72,9 @@ class JobProcesses:
     async def _exchange(self, process: Process, job: bytes) -> bytes:
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(len(job).to_bytes(_SIZE_BYTES) + job)
+        process.stdin.write(len(job).to_bytes(SIZE_BYTES) + job)
         await process.stdin.drain()
-        size = int.from_bytes(await process.stdout.readexactly(_SIZE_BYTES))
+        size = int.from_bytes(await process.stdout.readexactly(SIZE_BYTES))
         if size > self._max_answer_bytes:
             raise ConnectionError("the program does not keep to its bounds")
         return await process.stdout.readexactly(size)
@@ -95,18 +95,3 @@ async def _end(process: Process) -> None:
     if process.returncode is None:
         process.kill()
     await process.wait()
-
-
-def serve_jobs(answer: Callable[[bytes], bytes]) -> None:
-    """Answer the jobs of standard input until it ends. The body of a program; `answer` calls `limit_cpu`."""
-    jobs, answers = sys.stdin.buffer, sys.stdout.buffer
-    while len(size := jobs.read(_SIZE_BYTES)) == _SIZE_BYTES:
-        data = answer(jobs.read(int.from_bytes(size)))
-        limit_cpu(0)
-        answers.write(len(data).to_bytes(_SIZE_BYTES) + data)
-        answers.flush()
-
-
-def limit_cpu(seconds: float) -> None:
-    """End this process by SIGPROF after so much more processor time; 0 takes the limit away."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)

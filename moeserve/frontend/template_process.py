@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.job_process import limit_cpu, serve_jobs
+from moeserve.frontend.job_program import limit_cpu, serve_jobs
 from moeserve.frontend.limits import RENDER_CPU_SECONDS
 from moeserve.frontend.templates import ChatTemplate, load_chat_template
 from moeserve.frontend.text import TextTokenizer

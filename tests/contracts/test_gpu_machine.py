@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_models import save
-
 ROOT = Path(__file__).resolve().parents[2]
 ABSENT = (
     "click",
@@ -67,7 +65,9 @@ for name in {modules!r}:
 TUNE = """
 import torch
 import moeserve.tune.__main__ as tune
+from tests.support.tiny_models import save
 
+save("mixtral", {folder!r})
 torch.cuda.is_available = lambda: True
 tuned = []
 tune._tune_attention = lambda spec, block_size, weights, kv: tuned.append(
@@ -80,21 +80,11 @@ assert tune.main(["nobody/nothing"]) == 1
 """
 
 
-def without_the_service(code: str) -> subprocess.CompletedProcess[str]:
-    code = ABSENCE.format(absent=ABSENT) + code
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.slow
-def test_what_computes_loads_where_nothing_that_serves_is_installed():
-    result = without_the_service(IMPORTS.format(modules=MODULES))
+def test_what_computes_loads_and_tunes_where_nothing_that_serves_is_installed(tmp_path):
+    code = ABSENCE.format(absent=ABSENT) + IMPORTS.format(modules=MODULES) + TUNE.format(folder=str(tmp_path))
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
-
-
-@pytest.mark.slow
-def test_a_model_in_a_folder_is_tuned_there_and_a_name_is_refused(tmp_path):
-    save("mixtral", tmp_path)
-    result = without_the_service(TUNE.format(folder=str(tmp_path)))
-    assert result.returncode == 0, result.stderr[-2000:]
+    # A model's name needs what serves to become a folder.
     assert "no folder nobody/nothing" in result.stderr
     assert "msgspec" in result.stderr

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("launcher", "moeserve", "radix_cache", "experts", "kernels")
-FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py")
+from tests.support.sources import FILES as ALL_FILES
+from tests.support.sources import ROOT, nodes_of
+
+FILES = [path for path in ALL_FILES if path.name != "__init__.py"]
 
 # Lowest first: a room may import the rooms named before it. A room is a file or a folder of the package.
 ROOMS = {
@@ -122,7 +123,7 @@ MODULES = {module_of(path): path for path in FILES}
 def imports_of(module: str) -> frozenset[str]:
     """The product's modules that a module imports, at any depth of its code."""
     found = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in nodes_of(MODULES[module]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -161,7 +162,7 @@ def record_fields() -> set[str]:
     """Return the names of fields: annotated in a record's body, or in the `__slots__` of a class without behaviour."""
     names: set[str] = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef) and is_record(node):
                 names |= {
                     statement.target.id
@@ -195,7 +196,7 @@ def slots_of(node: ast.ClassDef) -> set[str]:
 
 def assigned_attributes(path: Path) -> Iterator[tuple[int, str]]:
     """(line, attribute) of every assignment to an attribute of something other than `self`."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Assign):
             targets = node.targets
         elif isinstance(node, ast.AugAssign | ast.AnnAssign):

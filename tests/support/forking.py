@@ -1,10 +1,11 @@
 """Python programs forked from a process that has imported torch and the service, in place of interpreters started anew.
 
-`popen` stands in for `subprocess.Popen` of `python -m MODULE`. A server process, one for each process of pytest, has
-imported what the service imports and nothing more, runs no threads and touches no tensor; it forks a program for each
-request. What a program starts with `python -m` is forked from that program in turn: the supervisor starts worker and
-frontend, torchrun's agent its ranks. Everything else is as it is after `exec`: pid, parent, session, descriptors,
-environment, signals, arguments, working directory, `launcher.child` with its death signal, and what `/proc` says.
+`popen` stands in for `subprocess.Popen` of `python -m MODULE`. A server process, one for all processes of a run of
+pytest, has imported what the service imports and nothing more, or, without torch, what the supervisor's stand-ins
+import. It runs no threads and touches no tensor, and forks a program for each request. What a program starts with
+`python -m` is forked from that program in turn: the supervisor starts worker and frontend, torchrun's agent its ranks.
+Everything else is as it is after `exec`: pid, parent, session, descriptors, environment, signals, arguments, working
+directory, `launcher.child` with its death signal, and what `/proc` says.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import inspect
@@ -21,6 +23,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -28,11 +31,15 @@ import traceback
 import warnings
 from collections.abc import Callable
 from functools import cache
+from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 _LARGEST_REQUEST = 1 << 17
+_MOST_DESCRIPTORS = 16
+_HELLO = b"hello"
 # Room for the command line and the environment of what is forked, where `/proc` looks for them.
 _ROOM = "x" * 4096
 # Taken before a forked program has another in its place.
@@ -40,9 +47,12 @@ _EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _SIGNATURE = inspect.signature(_EXECUTE)
 
 
-def popen(command: list[str], **options: Any) -> subprocess.Popen[Any]:
-    """A program forked from the server of this process. command, options: as `subprocess.Popen` takes them."""
-    return _ServedPopen(command, **options)
+def popen(command: list[str], *, torch: bool = True, **options: Any) -> subprocess.Popen[Any]:
+    """A program forked from a server.
+
+    command, options: as `subprocess.Popen` takes them; torch: whether the server has imported it.
+    """
+    return (_ServedPopen if torch else _ServedPopenWithoutTorch)(command, **options)
 
 
 class _Job:
@@ -54,7 +64,8 @@ class _Job:
         self.folder = os.fspath(arguments["cwd"] or os.getcwd())
         streams = ((arguments["p2cread"], 0), (arguments["c2pwrite"], 1), (arguments["errwrite"], 2))
         self.streams = [own if given == -1 else given for given, own in streams]
-        self.kept = list(arguments["pass_fds"])
+        # Under the numbers that the program knows, those of this process.
+        self.kept = {number: number for number in arguments["pass_fds"]}
         self.umask = arguments["umask"]
         self.own_session = bool(arguments["start_new_session"])
 
@@ -78,16 +89,17 @@ def _close_given(asked: dict[str, Any]) -> None:
 class _ServedPopen(subprocess.Popen):  # type: ignore[type-arg]
     """The program is the server's child, which tells its exit status when it has ended."""
 
+    _imports = "service"
+
     def _execute_child(self, *arguments: Any) -> None:
         asked = _called(self, *arguments)
         job = _Job(asked)
         assert job.is_module(), job.command
-        assert not job.kept, job.kept
         self._told, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request = {"command": job.command, "environment": job.environment, "folder": job.folder}
+        request = {"command": job.command, "environment": job.environment, "folder": job.folder, "kept": [*job.kept]}
         with told:
-            descriptors = [*job.streams, told.fileno()]
-            connection = _server(job.environment.get("PYTHONPATH", ""))
+            descriptors = [told.fileno(), *job.streams, *job.kept]
+            connection = _server(self._imports, job.environment.get("PYTHONPATH", ""))
             socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
         self.pid = int(self._told.recv(64))
         self._child_created = True
@@ -107,6 +119,10 @@ class _ServedPopen(subprocess.Popen):  # type: ignore[type-arg]
             if pid:
                 self._handle_exitstatus(status)  # type: ignore[attr-defined]
         return self.returncode
+
+
+class _ServedPopenWithoutTorch(_ServedPopen):
+    _imports = "supervisor"
 
 
 def _execute_or_fork(call: Any, *arguments: Any) -> None:
@@ -164,16 +180,7 @@ def _take_over(job: _Job) -> None:
         os.setsid()
     if job.umask >= 0:
         os.umask(job.umask)
-    # First out of each other's way: one may be given under the number of another.
-    above = [os.dup(os.dup(os.dup(descriptor))) for descriptor in job.streams]
-    for number, descriptor in enumerate(above):
-        os.dup2(descriptor, number)
-    bound = 3
-    for descriptor in sorted(job.kept):
-        os.closerange(bound, descriptor)
-        os.set_inheritable(descriptor, True)
-        bound = descriptor + 1
-    os.closerange(bound, os.sysconf("SC_OPEN_MAX"))
+    _place(dict(enumerate(job.streams)) | job.kept)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
@@ -181,6 +188,16 @@ def _take_over(job: _Job) -> None:
     os.environ.update(job.environment)
     os.chdir(job.folder)
     _show(job)
+
+
+def _place(wanted: dict[int, int]) -> None:
+    """Have each descriptor under its number, the key, and no others."""
+    # First out of each other's way: one may be given under the number of another.
+    above = {number: fcntl.fcntl(given, fcntl.F_DUPFD, max(wanted) + 1) for number, given in wanted.items()}
+    for number, given in above.items():
+        os.dup2(given, number)
+    for low, high in pairwise([*sorted(above), os.sysconf("SC_OPEN_MAX")]):
+        os.closerange(low + 1, high)
 
 
 def _show(job: _Job) -> None:
@@ -201,11 +218,9 @@ def _parsed(command: list[str]) -> tuple[str, list[str]]:
 
 
 def _run(module: str, arguments: list[str]) -> None:
-    if threads := os.environ.get("OMP_NUM_THREADS"):
-        import torch
-
+    if "torch" in sys.modules and (threads := os.environ.get("OMP_NUM_THREADS")):
         # The library read the environment when it was loaded.
-        torch.set_num_threads(int(threads))
+        sys.modules["torch"].set_num_threads(int(threads))
     if "sitecustomize" in sys.modules:
         # What it puts into the environment was the server's.
         importlib.reload(sys.modules["sitecustomize"])
@@ -243,16 +258,47 @@ def _finished(status: int) -> int:
 
 
 @cache
-def _server(python_path: str) -> socket.socket:
-    """The connection to the server of this process, which ends with it; one for each PYTHONPATH, where
-    `sitecustomize` may lie."""
+def _server(imports: str, python_path: str) -> socket.socket:
+    """A connection to the server of this run of pytest, started by the first process that needs it; one server for each
+    key of `_IMPORTS` and each PYTHONPATH, where `sitecustomize` may lie. It ends when nothing is connected any more."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    address = f"\0moeserve-{sha256(f'{run} {ROOT} {imports} {python_path}'.encode()).hexdigest()}"
+    connection = None
+    while connection is None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(address)
+            except OSError:
+                connection = _connected(address)
+            else:
+                listener.listen(64)
+                connection = _start_server(listener, imports, python_path)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LARGEST_REQUEST)
+    return connection
+
+
+def _connected(address: str) -> socket.socket | None:
+    """None where the server is not there yet, or ends."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(address)
+        if connection.recv(len(_HELLO)):
+            return connection
+    except OSError:
+        pass
+    connection.close()
+    return None
+
+
+def _start_server(listener: socket.socket, imports: str, python_path: str) -> socket.socket:
+    """Its first connection, which keeps it."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LARGEST_REQUEST)
+    descriptors = [listener.fileno(), there.fileno()]
     with there:
         server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.support.forking", str(there.fileno()), _ROOM],
+            [sys.executable, "-W", "ignore", "-m", "tests.support.forking", imports, *map(str, descriptors), _ROOM],
             cwd=ROOT,
-            pass_fds=[there.fileno()],
+            pass_fds=descriptors,
             # Of the settings that libraries read when they are loaded, those that the service sets.
             env=os.environ
             | {
@@ -298,50 +344,97 @@ def _import_the_service() -> list[Callable[..., Any]]:
     return [run, mixtral, HttpToolsProtocol, new_event_loop, *service]
 
 
+def _import_the_supervisor() -> list[Callable[..., Any]]:
+    """Imports what the supervisor and its stand-in children would."""
+    from http.server import HTTPServer
+
+    from launcher.run_directory import run_directory
+    from launcher.supervisor import Supervisor
+
+    return [HTTPServer, run_directory, Supervisor]
+
+
+_IMPORTS = {"service": _import_the_service, "supervisor": _import_the_supervisor}
+
+
 def main() -> None:
-    """Forks a program for each request on descriptor N until it is closed: `python -m tests.support.forking N`."""
-    asked = socket.socket(fileno=int(sys.argv[1]))
-    _import_the_service()
+    """Forks a program for each request until nobody is connected.
+
+    `python -m tests.support.forking IMPORTS LISTENER FIRST` takes a key of `_IMPORTS` and the descriptors of a socket
+    that listens and of the first connection.
+    """
+    listener, first = (socket.socket(fileno=int(number)) for number in sys.argv[2:4])
+    _IMPORTS[sys.argv[1]]()
     has_device = "TRITON_INTERPRET" in os.environ
     assert has_device or not any(name.startswith("kernels.gpu") for name in sys.modules), "they are made for a device"
     assert len(os.listdir("/proc/self/task")) == 1, "threads would be missing in what is forked"
     gc.collect()
     gc.freeze()
-    running: dict[int, tuple[int, socket.socket]] = {}
-    poll = select.poll()
-    poll.register(asked, select.POLLIN)
-    while True:
-        for descriptor, _ in poll.poll():
-            if descriptor == asked.fileno():
-                message, descriptors, _, _ = socket.recv_fds(asked, _LARGEST_REQUEST, 4)
-                if not message:
-                    return
-                pidfd, started = _start(json.loads(message), descriptors)
-                running[pidfd] = started
-                poll.register(pidfd, select.POLLIN)
-            else:
-                poll.unregister(descriptor)
-                _tell_the_end(*running.pop(descriptor))
-                os.close(descriptor)
+    _Server(listener, first).serve()
+
+
+class _Server:
+    def __init__(self, listener: socket.socket, first: socket.socket) -> None:
+        self._listener = listener
+        self._connections = {first.fileno(): first}
+        # By pidfd: the pid, and where its exit status is told.
+        self._running: dict[int, tuple[int, socket.socket]] = {}
+        self._poll = select.poll()
+        for connection in (listener, first):
+            self._poll.register(connection, select.POLLIN)
+
+    def serve(self) -> None:
+        while self._connections:
+            for descriptor, _ in self._poll.poll():
+                if descriptor in self._running:
+                    self._poll.unregister(descriptor)
+                    _tell_the_end(*self._running.pop(descriptor))
+                    os.close(descriptor)
+                elif descriptor in self._connections:
+                    self._answer(self._connections[descriptor])
+                else:
+                    self._accept()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.getuid():
+            connection.close()
+            return
+        connection.send(_HELLO)
+        self._connections[connection.fileno()] = connection
+        self._poll.register(connection, select.POLLIN)
+
+    def _answer(self, connection: socket.socket) -> None:
+        message, descriptors, _, _ = socket.recv_fds(connection, _LARGEST_REQUEST, _MOST_DESCRIPTORS)
+        if message:
+            pidfd, started = _start(json.loads(message), descriptors)
+            self._running[pidfd] = started
+            self._poll.register(pidfd, select.POLLIN)
+        else:
+            self._poll.unregister(connection)
+            del self._connections[connection.fileno()]
+            connection.close()
 
 
 def _start(request: dict[str, Any], descriptors: list[int]) -> tuple[int, tuple[int, socket.socket]]:
-    *streams, told = descriptors
+    told, *given = descriptors
     job = _Job(
         {
             "args": request["command"],
             "env": request["environment"],
             "cwd": request["folder"],
-            "p2cread": streams[0],
-            "c2pwrite": streams[1],
-            "errwrite": streams[2],
+            "p2cread": given[0],
+            "c2pwrite": given[1],
+            "errwrite": given[2],
             "pass_fds": (),
             "umask": -1,
             "start_new_session": False,
         }
     )
+    job.kept = dict(zip(request["kept"], given[3:], strict=True))
     pid = _fork(job)
-    for descriptor in streams:
+    for descriptor in given:
         os.close(descriptor)
     connection = socket.socket(fileno=told)
     connection.send(str(pid).encode())

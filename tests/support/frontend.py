@@ -17,6 +17,7 @@ import httpx2
 from moeserve.config import ServeConfig
 from moeserve.wire import RunContext
 from tests.support.fake_engine import FakeEngine
+from tests.support.forking import popen
 from tests.support.tiny_model import write_model_dir
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +74,7 @@ def frontend(
     with socket.create_server(("127.0.0.1", 0)) as listener, FakeEngine(run, **(engine or {})) as fake:
         command = [sys.executable, "-m", "launcher.frontend_main", str(context_file), "--fd", str(listener.fileno())]
         with log_path.open("wb") as output:
-            process = subprocess.Popen(command, cwd=ROOT, pass_fds=[listener.fileno()], stderr=output)
+            process = popen(command, cwd=ROOT, pass_fds=[listener.fileno()], stderr=output)
         running = Frontend(process, listener.getsockname()[1], fake, log_path)
         listener.close()
         try:

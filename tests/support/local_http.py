@@ -23,7 +23,8 @@ class Handler(BaseHTTPRequestHandler):
 def local_server(handler: type[Handler]) -> Iterator[str]:
     """The server's `HOST:PORT`."""
     server = HTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
+    # It looks for its end that often.
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"127.0.0.1:{server.server_port}"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forking import popen
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -20,8 +22,9 @@ class Service:
 
     def __init__(self, run_root: Path, **manners: str) -> None:
         self.run_root = run_root
-        self.process = subprocess.Popen(
+        self.process = popen(
             [sys.executable, "-m", "tests.support.supervised.service"],
+            torch=False,
             cwd=ROOT,
             env={**os.environ, "XDG_RUNTIME_DIR": str(run_root), **manners},
             stdout=subprocess.PIPE,
