@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from moeserve.wire import FeatureSamples, unpack_token_ids
-from radix_cache import BudgetError, CachedPrefix, PrefixCache, account_of
+from radix_cache import PUBLIC, BudgetError, CachedPrefix, PrefixCache, account_of
 
 MAX_LISTED = 1000
 
@@ -113,14 +113,19 @@ class CacheCommands:
         }
 
     def _pin(self, arguments: PinArguments) -> dict[str, Any]:
-        """Pin a prefix where most of it is cached. `missing_tokens` is 0 if it is pinned now."""
+        """Pin a prefix where most of it is cached, a public one on every rank.
+
+        `missing_tokens` is 0 if it is pinned now; of several ranks it is that of the rank that lacks most.
+        """
         tokens = unpack_token_ids(arguments.token_ids)
         size = self._caches[0].block_size
         wanted = len(tokens) // size * size
         longer = tokens + array("i", [0])
-        cache = max(self._caches, key=lambda cache: cache.peek(longer, arguments.namespace))
+        caches = self._caches
+        if arguments.namespace != PUBLIC:
+            caches = [max(caches, key=lambda cache: cache.peek(longer, arguments.namespace))]
         try:
-            cached = cache.pin(tokens, arguments.namespace, arguments.share)
+            cached = min(cache.pin(tokens, arguments.namespace, arguments.share) for cache in caches)
         except BudgetError as error:
             return {"over_budget": True, "wanted_blocks": error.num_wanted, "free_blocks": error.num_free}
         return {"over_budget": False, "tokens": wanted, "missing_tokens": wanted - cached}

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from moeserve.plan import MAX_ANNOTATION_BYTES, CacheWish, Chunk, Request, StateUse
 from moeserve.request_states import RequestStates
-from radix_cache import Miss, PrefixCache
+from radix_cache import PUBLIC, Miss, PrefixCache
 
 # Merges the annotations along a prefix, (number of tokens, annotation) in order, into one.
 MergeAnnotations = Callable[[Sequence[tuple[int, bytes]]], bytes]
@@ -315,6 +315,9 @@ class RankLoads:
         """
         if len(self._memories) == 1:
             return (0,)
+        if request.namespace == PUBLIC:
+            # Every rank is to have a public prefix: the request for it comes once for each.
+            return sorted(range(len(self._memories)), key=lambda rank: self._memories[rank].peek(request))
         prices = list(self._work)
         if not request.wants_prompt_logprobs:
             for rank, memory in enumerate(self._memories):

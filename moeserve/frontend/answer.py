@@ -32,6 +32,7 @@ from moeserve.plan import (
     TokenLogprobs,
 )
 from moeserve.wire import Generate, Output, pack_token_ids
+from radix_cache import Miss
 
 _SEED_MASK = 2**63 - 1
 # Tokens at the end of a prompt that may open the answer's reasoning.
@@ -141,9 +142,10 @@ class Answer:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._wants_output = request.max_tokens != 0
-        self._cached: list[int | None] = [None] * len(prompts)
+        self._usage = Usage(prompt_tokens=sum(map(len, prompts)))
+        # First samples, which tell how much of their prompt was cached, until they have told it.
+        self._untold = set(range(0, request.num_choices, request.n))
         self._reports: dict[int, dict[str, Any]] = {}
-        self._num_tokens = [0] * request.num_choices
         self._shown_prompts = [
             _ShownPrompt(request, prompts[choice // request.n], prompt_texts[choice // request.n], choice)
             if shows_prompts(request)
@@ -177,24 +179,17 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        """The counts so far. A prompt counts once, however many samples it has."""
-        return Usage(
-            prompt_tokens=sum(map(len, self._prompts)),
-            completion_tokens=sum(self._num_tokens),
-            cached_tokens=sum(cached or 0 for cached in self._cached),
-            reasoning_tokens=sum(text.num_reasoning_tokens for text in self._texts),
-            cache_report=self._report() if self._reports else None,
-        )
+        """The counts so far, which later outputs change. A prompt counts once, however many samples it has."""
+        return self._usage
 
     def take(self, choice: int, output: Output) -> list[Delta]:
         """Return the deltas of one output of a choice. Raises ApiError if the request failed."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LATE):
             raise _failure(output)
-        self._note_cached(choice, output)
+        if choice in self._untold:
+            self._note_cached(choice, output)
         if output.miss is not None and choice % self._n == 0:
-            prompt = choice // self._n
-            num_cached = output.num_cached_tokens or 0
-            self._reports[prompt] = describe_miss(output.miss, self._prompts[prompt], num_cached, self._tokenizer)
+            self._add_report(choice // self._n, output.miss, output.num_cached_tokens or 0)
         deltas = []
         if shown := self._shown_prompts[choice]:
             shown.push(output)
@@ -204,6 +199,7 @@ class Answer:
             output = Output(output.request_id, finish_reason=output.finish_reason and FinishReason.LENGTH)
         text = self._texts[choice]
         stopped_before = text.keep_tokens is not None
+        num_tokens, num_reasoning_tokens = text.num_tokens, text.num_reasoning_tokens
         delta = text.push(output)
         if output.finish_reason is not None:
             self.num_open -= 1
@@ -212,15 +208,17 @@ class Answer:
                 delta.prompt = shown.asked_tokens()
         elif text.keep_tokens is not None and not stopped_before:
             self.finishes.append((choice, text.keep_tokens))
-        self._num_tokens[choice] = text.num_tokens if text.keep_tokens is None else text.keep_tokens
+        self._usage.completion_tokens += text.num_tokens - num_tokens
+        self._usage.reasoning_tokens += text.num_reasoning_tokens - num_reasoning_tokens
         if delta.text or delta.tokens or delta.finish_reason or delta.reasoning or delta.calls:
             deltas.append(delta)
         return deltas
 
-    def _report(self) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return the cache report of the prompt, or the reports of the prompts in their order."""
+    def _add_report(self, prompt: int, miss: Miss, num_cached: int) -> None:
+        """Add the cache report of a prompt: usage has one, or for several prompts a list in their order."""
+        self._reports[prompt] = describe_miss(miss, self._prompts[prompt], num_cached, self._tokenizer)
         reports = [self._reports[prompt] for prompt in sorted(self._reports)]
-        return reports[0] if len(self._prompts) == 1 else reports
+        self._usage.cache_report = reports[0] if len(self._prompts) == 1 else reports
 
     def best(self, choices: list[Delta]) -> list[Delta]:
         """Return the whole choices that the client gets: of each prompt all, or the best by mean log probability.
@@ -244,9 +242,9 @@ class Answer:
 
         Later numbers may count what a preempted request found again, its own tokens among them.
         """
-        prompt, sample = divmod(choice, self._n)
-        if sample == 0 and self._cached[prompt] is None and (output.token_ids or output.finish_reason is not None):
-            self._cached[prompt] = output.num_cached_tokens
+        if output.num_cached_tokens is not None and (output.token_ids or output.finish_reason is not None):
+            self._usage.cached_tokens += output.num_cached_tokens
+            self._untold.discard(choice)
 
 
 def _mean_logprob(tokens: list[TokenText]) -> float:
@@ -347,6 +345,8 @@ class OutputText:
         if delta.finish_reason == "stop" and self._parser is not None and self._parser.num_calls:
             delta.finish_reason = "tool_calls"
         delta.matched_stop = self._matcher.matched
+        if self.keep_tokens is not None:
+            self.num_tokens = self.keep_tokens
 
     def _show(self, text: str, may_stop: bool) -> str:
         """Return the part of newly decoded text that is shown now, and look for a stop string."""

@@ -75,11 +75,22 @@ async def publish_prefixes(services: Services, prefixes: Sequence[PrefixBody]) -
 
 
 async def _publish(services: Services, prefix: PrefixBody) -> int:
-    """Compute and pin a prefix. Return its tokens that are shared: those in whole blocks."""
+    """Compute a prefix on every rank and pin it. Return its tokens that are shared: those in whole blocks."""
     facts = services.check_serving()
     token_ids = await services.encode(read_prefix(prefix, facts), facts)
     check_length(len(token_ids), 1, facts.max_model_len)
     packed = pack_token_ids(token_ids)
+    for _ in range(services.run.config.expert_parallel_size):
+        # It goes to a rank that lacks the prefix.
+        await _compute(services, packed)
+    pinned = await services.engine.control("pin_prefix", {"namespace": PUBLIC, "token_ids": packed, "share": 1.0})
+    if pinned.error is not None or pinned.result["over_budget"] or pinned.result["missing_tokens"]:
+        raise RuntimeError(pinned.error or "there are not enough KV blocks to keep it")
+    return int(pinned.result["tokens"])
+
+
+async def _compute(services: Services, packed: bytes) -> None:
+    """Compute a prefix, int32 bytes, on one rank."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     generate = Generate(f"public-{secrets.token_hex(12)}", packed, sampling, PUBLIC, terms=Terms(patient=True))
     async with services.engine.submit([generate]) as group:
@@ -88,7 +99,3 @@ async def _publish(services: Services, prefix: PrefixBody) -> int:
             for _, output in await group.next():
                 if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                     raise RuntimeError(output.error or "the request was aborted")
-    pinned = await services.engine.control("pin_prefix", {"namespace": PUBLIC, "token_ids": packed, "share": 1.0})
-    if pinned.error is not None or pinned.result["over_budget"] or pinned.result["missing_tokens"]:
-        raise RuntimeError(pinned.error or "there are not enough KV blocks to keep it")
-    return int(pinned.result["tokens"])

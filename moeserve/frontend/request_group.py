@@ -83,7 +83,7 @@ class RequestGroup:
         self._open = set(self._ids)
         self._queue: list[tuple[int, Output]] = []
         self._failure: Exception | None = None
-        self._news = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._until = math.inf  # when the handler's patience ends, on the loop's clock
         self._timer: asyncio.TimerHandle | None = None
         self._is_with_engine = False
@@ -127,7 +127,7 @@ class RequestGroup:
             else:
                 self.fail(EngineGone(f"the restarted engine cannot go on with it: {message.reason}"))
         self._unanswered.discard(message.request_id)
-        self._news.set()
+        self._wake()
 
     def put(self, output: Output) -> None:
         """Queue an output; a terminal one closes its request."""
@@ -138,13 +138,13 @@ class RequestGroup:
         index = self._index[output.request_id]
         self._sequences[index].note(output)
         self._queue.append((index, output))
-        self._news.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """End the group with an error, unless it already has one. Queued outputs stay readable."""
         if self._failure is None:
             self._failure = error
-            self._news.set()
+            self._wake()
 
     async def admitted(self) -> None:
         """Wait until the engine has admitted every request. Time without an engine does not count.
@@ -208,10 +208,15 @@ class RequestGroup:
         """Wake the handler when its patience ends. A timer outlasts many waits, since each new one costs CPU."""
         self._timer = None
         if loop.time() >= self._until:
-            self._news.set()
+            self._wake()
         elif self._until < math.inf:
             self._timer = loop.call_at(self._until, self._remind, loop)
 
     async def _wait(self) -> None:
-        self._news.clear()
-        await self._news.wait()
+        """Wait for the next `_wake`. A future and no event, which would take a microsecond more of every token."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -10,7 +10,7 @@ import pytest
 from moeserve.cache_commands import CacheCommandError, CacheCommands
 from moeserve.plan import CacheWish, SamplingParams
 from moeserve.wire import pack_token_ids
-from radix_cache import MissReason, PrefixCache
+from radix_cache import PUBLIC, MissReason, PrefixCache
 from tests.support.scheduler_simulation import Simulation
 
 SIZE = 4
@@ -48,6 +48,17 @@ def test_a_pin_goes_to_the_rank_that_has_the_prefix_and_ids_name_the_rank() -> N
     assert commands.command("unpin_prefix", {"namespace": "b", "prefix_id": entry["id"]}) == {"unpinned": 0}
     assert commands.command("unpin_prefix", {"namespace": "a/x", "prefix_id": entry["id"]}) == {"unpinned": 1}
     assert commands.samples()["moeserve_kv_retained_blocks"] == [[0]]
+
+
+def test_a_public_prefix_is_pinned_on_every_rank() -> None:
+    caches = [PrefixCache(32, SIZE), PrefixCache(32, SIZE)]
+    commands = CacheCommands(caches)
+    arguments = {"namespace": PUBLIC, "token_ids": pack_token_ids(PROMPT), "share": 1.0}
+    fill(caches[0], PROMPT, PUBLIC)
+    assert commands.command("pin_prefix", arguments)["missing_tokens"] == 24
+    fill(caches[1], PROMPT, PUBLIC)
+    assert commands.command("pin_prefix", arguments)["missing_tokens"] == 0
+    assert [cache.num_pins for cache in caches] == [1, 1]
 
 
 def test_snapshots_are_counted_where_a_model_has_states() -> None:

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from moeserve.plan import SamplingParams
+from radix_cache import PUBLIC
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
 from tests.unit.test_scheduler_oracle import converse, make_conversations
 
@@ -53,6 +54,15 @@ def test_a_request_goes_where_its_prefix_is_cached() -> None:
     simulation.run()
     assert [record.request.rank for record in follow_up] == [1, 0]
     assert all(record.request.num_cached_tokens == 80 for record in follow_up)
+    simulation.check_all_done()
+
+
+def test_public_prefixes_go_to_a_rank_that_lacks_them() -> None:
+    simulation = Simulation(num_blocks=64, block_size=4, budget=200, num_ranks=2)
+    for n in range(2):
+        record = simulation.add(f"public {n}", prompt_of(1, 40), ONE, namespace=PUBLIC)
+        simulation.run()
+        assert (record.request.rank, record.request.num_cached_tokens) == (n, 0)
     simulation.check_all_done()
 
 
