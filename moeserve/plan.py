@@ -25,7 +25,8 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How tokens are sampled and when to stop. The frontend validates the values.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and penalties 0 / 0 / 1 switch a filter off.
+    `temperature` 0, or one below 1e-5, is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and penalties 0 / 0 / 1 switch a
+    filter off.
     `logprobs` is the number of alternatives to report beside the sampled token; None reports nothing.
     `prompt_logprobs` asks the same of every prompt token and makes the request bypass cached prefixes.
     `stop_token_ids` end the request and count as output; the model's EOS ids are among them unless EOS is ignored.

@@ -13,13 +13,17 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_IRGRP, S_IROTH
 from typing import Any
 
+import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moeserve.config import ConfigError
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.pages import FILES
+
+log = structlog.get_logger(__name__)
 
 USER, METRICS, ADMIN = "user", "metrics", "admin"
 ROLES = (USER, METRICS, ADMIN)
@@ -165,6 +169,8 @@ def load_keys(api_keys: Iterable[str], api_key_file: str | None) -> KeyRing:
     if api_key_file is not None:
         try:
             lines = Path(api_key_file).read_text("utf-8").splitlines()
+            if Path(api_key_file).stat().st_mode & (S_IRGRP | S_IROTH):
+                log.warning("key_file_is_readable_by_others", file=api_key_file)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the key file {api_key_file}: {type(error).__name__}") from None
         stripped = (line.strip() for line in lines)

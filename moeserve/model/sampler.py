@@ -25,6 +25,8 @@ NOT_FINITE = "the model produced logits that are not finite"
 SCORED_AT_ONCE = 256
 # Rows that are penalised together: counts of every token of the vocabulary are kept for each.
 _PENALISED_AT_ONCE = 32
+# Below it a logit divided by the temperature may be infinite, and only the likeliest token is ever drawn.
+_LEAST_TEMPERATURE = 1e-5
 
 
 @dataclass(slots=True)
@@ -104,7 +106,7 @@ def draw_tokens(ops: Ops, logits: Tensor, chunks: Sequence[Chunk], masks: TokenM
 def _draw_of(chunk: Chunk) -> Draw:
     sampling = chunk.sampling
     assert sampling is not None
-    if sampling.temperature == 0.0:
+    if sampling.temperature < _LEAST_TEMPERATURE:
         return Draw(0.0)
     position = chunk.start + len(chunk.token_ids)
     return Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed, position)

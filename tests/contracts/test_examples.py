@@ -35,6 +35,16 @@ def test_the_watchdog_is_slower_than_the_supervisors_own():
     assert "Type=notify" in unit
 
 
+def test_a_start_that_fails_again_and_again_is_not_repeated_for_ever():
+    unit = (ROOT / "examples" / "moeserve.service").read_text()
+    seconds, starts, pause = (
+        int(re.search(rf"{name}=(\d+)", unit)[1]) for name in ("StartLimitIntervalSec", "StartLimitBurst", "RestartSec")
+    )
+    # A start that fails takes some seconds, and as many as the burst have to fall into the interval.
+    assert starts * (pause + 15) < seconds
+    assert "RestartPreventExitStatus=2\n" in unit
+
+
 def test_the_containers_health_check_is_a_shell_script_that_runs(tmp_path):
     compose = (ROOT / "examples" / "compose.yaml").read_text()
     script = " ".join(compose.partition(">-\n")[2].partition("\n\n")[0].split()).replace("$$", "$")

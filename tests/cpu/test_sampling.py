@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,13 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
     results = sample(logits, [chunk(GREEDY)] * 3)
     assert [result.error for result in results] == [NOT_FINITE, None, NOT_FINITE]
     assert results[1].token_id == int(logits[1].argmax())
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_the_least_temperatures_are_greedy(filters: dict[str, Any]) -> None:
+    logits = torch.randn(3, VOCAB) * 10
+    least = SamplingParams(1, temperature=1e-38, seed=4, **filters)
+    assert [result.token_id for result in sample(logits, [chunk(least)] * 3)] == logits.argmax(-1).tolist()
 
 
 def test_draws_follow_the_distribution() -> None:

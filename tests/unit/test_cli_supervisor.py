@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -135,6 +136,17 @@ def test_sigusr1_tells_the_state_and_ends_nothing(start):
     assert re.fullmatch(r"state serving; model process \d+ heard .* s ago, HTTP process \d+ heard .* s ago", said)
     service.process.send_signal(signal.SIGTERM)
     assert service.end() == 0
+
+
+def test_no_child_leaves_a_core_file_with_prompts_and_keys(start):
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    try:
+        service = start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
+    service.wait_until_ready()
+    assert [resource.prlimit(pid, resource.RLIMIT_CORE)[0] for pid in service.pids] == [0, 0]
 
 
 def test_signals_to_the_whole_group_end_no_child(start):

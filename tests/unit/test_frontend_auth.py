@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from moeserve.config import ConfigError
 from moeserve.frontend.http import ApiError
@@ -93,6 +94,16 @@ def test_a_key_comes_in_either_header(header: tuple[bytes, bytes]) -> None:
 
 def test_a_server_without_keys_is_open() -> None:
     assert enter("/reset_prefix_cache", keys=KeyRing()) == ANYONE
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o644, True), (0o640, True), (0o600, False)])
+def test_a_key_file_that_others_can_read_is_warned_about(tmp_path: Path, mode: int, warned: bool) -> None:
+    path = tmp_path / "keys"
+    path.write_text("user:u\n")
+    path.chmod(mode)
+    with capture_logs() as logs:
+        load_keys((), str(path))
+    assert [entry["event"] for entry in logs] == ["key_file_is_readable_by_others"] * warned
 
 
 def test_keys_come_from_settings_and_file(tmp_path: Path) -> None:
