@@ -1,4 +1,4 @@
-"""Gated activations of feed-forward blocks.
+"""Activations of feed-forward blocks.
 
 torch's vectorised and scalar exponentials differ in the last bit, and an element's place in the tensor decides which of
 the two it gets. Here only its place in the row does: gates are read as strided rows, never merged.
@@ -13,16 +13,23 @@ from torch import Tensor
 from kernels.specs import Activation as Activation
 
 
-def glu(gate_up: Tensor, activation: Activation) -> Tensor:
-    """Apply the activation to the gate half and multiply by the up half.
+def activate(merged: Tensor, activation: Activation) -> Tensor:
+    """Apply the activation to the gate channels and multiply by the up channels, or apply it to up channels alone.
 
-    gate_up: [M, 2I], gate channels first. Its contents are undefined afterwards (it may be used as scratch).
-    Returns a new contiguous [M, I] of the same dtype.
+    merged: [M, 2I], gate channels first, or [M, I] where there is no gate. Its contents are undefined afterwards (it
+    may be used as scratch). Returns a new contiguous [M, I] of the same dtype.
     """
-    width = gate_up.shape[-1] // 2
-    gate, up = gate_up[..., :width], gate_up[..., width:]
-    kind = activation.kind
-    if kind == "silu":
+    kind, limit = activation.kind, activation.limit
+    if kind == "relu2":
+        return F.relu(merged).square_()
+    width = merged.shape[-1] // 2
+    gate, up = merged[..., :width], merged[..., width:]
+    if limit:
+        up.clamp_(-limit, limit)
+        if kind == "silu_capped":
+            return F.silu(gate).clamp_(max=limit).mul_(up)
+        gate.clamp_(max=limit)
+    if kind in ("silu", "silu_capped"):
         return F.silu(gate).mul_(up)
     if kind == "gelu":
         # Contiguous input goes to oneDNN, which a single row would do and several would not.
@@ -33,10 +40,7 @@ def glu(gate_up: Tensor, activation: Activation) -> Tensor:
         return F.relu(gate).mul_(up)
     if kind == "swigluoai":
         # gate * sigmoid(alpha * gate) is silu(alpha * gate) / alpha.
-        limit, alpha = activation.limit, activation.alpha
-        gate.clamp_(max=limit).mul_(alpha)
-        up.clamp_(-limit, limit).add_(1.0)
-        return F.silu(gate).mul_(up).div_(alpha)
+        return F.silu(gate.mul_(activation.alpha)).mul_(up.add_(1.0)).div_(activation.alpha)
     raise ValueError(f"unknown activation {kind!r}")
 
 

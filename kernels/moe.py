@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.activation import Activation, glu
+from kernels.activation import Activation, activate
 from kernels.cpu.experts import PanelLayout, RowLayout
 from kernels.cpu.library import native_kernels
 from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
@@ -31,10 +31,18 @@ def pack_experts(
     *,
     dtype: torch.dtype | None = None,
 ) -> PackedExperts:
-    """Pack gate_up [E, 2I, H] and down [E, H, I] with optional biases [E, 2I] and [E, H]; all experts are there."""
+    """Pack gate_up [E, 2I, H] and down [E, H, I] with optional biases [E, 2I] and [E, H]; all experts are there.
+
+    Experts without a gate have gate_up [E, I, H] and biases [E, I] and [E, H].
+    """
     num_experts, hidden_size, intermediate_size = down.shape
     shape = ExpertShape(
-        hidden_size, intermediate_size, dtype or down.dtype, down.dtype, has_bias=gate_up_bias is not None
+        hidden_size,
+        intermediate_size,
+        dtype or down.dtype,
+        down.dtype,
+        has_bias=gate_up_bias is not None,
+        is_gated=gate_up.shape[1] != intermediate_size,
     )
     layout = expert_layout(shape)
     experts = layout.experts(num_experts)
@@ -74,6 +82,7 @@ def moe_experts_reference(
     """The reference of every body: token by token, in fp32, from unpacked weights; ids of -1 add nothing.
 
     x [T, H], gate_up [E, 2I, H], down [E, H, I], biases [E, 2I] and [E, H], all of any float dtype -> [T, H] fp32.
+    Without a gate I replaces 2I.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for t in range(x.shape[0]):
@@ -83,7 +92,7 @@ def moe_experts_reference(
             merged = x[t].float() @ gate_up[e].float().T
             if gate_up_bias is not None:
                 merged = merged + gate_up_bias[e].float()
-            product = glu(merged[None], activation)[0] @ down[e].float().T
+            product = activate(merged[None], activation)[0] @ down[e].float().T
             if down_bias is not None:
                 product = product + down_bias[e].float()
             out[t] += product * weight

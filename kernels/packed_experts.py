@@ -18,13 +18,22 @@ from kernels.specs import Activation
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
-    """Sizes of one expert of a layer. It computes in `dtype`; its weights are kept in `weight_dtype`."""
+    """Sizes of one expert of a layer. It computes in `dtype`; its weights are kept in `weight_dtype`.
+
+    is_gated: there are gate channels beside the up channels.
+    """
 
     hidden_size: int
     intermediate_size: int
     dtype: torch.dtype
     weight_dtype: torch.dtype
     has_bias: bool = False
+    is_gated: bool = True
+
+    @property
+    def gate_up_rows(self) -> int:
+        """Rows of the first matrix."""
+        return (2 if self.is_gated else 1) * self.intermediate_size
 
 
 class PackedExperts(ABC, Sized):
@@ -41,7 +50,8 @@ class PackedExperts(ABC, Sized):
 
     @abstractmethod
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, activation: Activation) -> Tensor:
-        """See `moe_experts_partial`. Raises ValueError if a chosen expert is not here."""
+        """See `moe_experts_partial`. Raises ValueError if a chosen expert is not here, or if the experts have no gate
+        for the activation or one too many."""
 
 
 class SplitExperts(PackedExperts):
@@ -69,7 +79,8 @@ class ExpertPacking(ABC):
     def pack(
         self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
     ) -> Tensor:
-        """Pack gate_up [2I, H] (gate rows first), down [H, I], biases [2I] and [H] into uint8 [num_bytes]."""
+        """Pack gate_up [2I, H] (gate rows first; [I, H] without a gate), down [H, I], biases [2I] and [H] into uint8
+        [num_bytes]."""
 
 
 class ExpertLayout(ExpertPacking):

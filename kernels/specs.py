@@ -5,22 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "swigluoai"]
+ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "swigluoai", "silu_capped", "relu2"]
 GateScore = Literal["softmax", "sigmoid", "sparsemixer", "ones"]
 GroupScore = Literal["top2", "max"]
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The gated activation between the two projections of a feed-forward block.
+    """The activation between the two projections of a feed-forward block.
 
-    ``kind`` names the function applied to the gate half; ``swigluoai`` is the clamped variant of gpt-oss,
-    ``(up + 1) * gate * sigmoid(alpha * gate)`` with gate <= limit and -limit <= up <= limit.
+    kind: names the function of the gate channels, which multiplies the up channels. ``swigluoai`` is that of gpt-oss,
+        ``(up + 1) * gate * sigmoid(alpha * gate)``. ``relu2``, the square of relu (https://arxiv.org/abs/2109.08668),
+        has no gate.
+    limit: gates are at most this large, and the up channels from its negative to it; 0 for none. ``silu_capped`` cuts
+        silu's result there and not the gate.
     """
 
     kind: ActivationKind = "silu"
     alpha: float = 1.0
     limit: float = 0.0
+
+    @property
+    def is_gated(self) -> bool:
+        return self.kind != "relu2"
 
 
 @dataclass(frozen=True, slots=True)

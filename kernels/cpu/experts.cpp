@@ -8,8 +8,8 @@
 namespace moeserve {
 namespace {
 
-// Gated activations, sixteen channels at a time.
-enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kSwigluOai };
+// Activations, sixteen channels at a time. All but the last have a gate.
+enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kSwigluOai, kSiluCapped, kRelu2 };
 
 inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
 
@@ -24,8 +24,15 @@ inline Floats gelu(Floats x) {
 inline Floats gelu_tanh(Floats x) { return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x)); }
 
 inline Floats gated(Floats gate, Floats up, Activation kind, float alpha, float limit) {
+  if (limit > 0.0f) {
+    // In this order of arguments what is not a number stays so.
+    up = min(splat(limit), max(splat(-limit), up));
+    if (kind == Activation::kSiluCapped) return min(splat(limit), gate * sigmoid(gate)) * up;
+    gate = min(splat(limit), gate);
+  }
   switch (kind) {
     case Activation::kSilu:
+    case Activation::kSiluCapped:
       return gate * sigmoid(gate) * up;
     case Activation::kGelu:
       return gelu(gate) * up;
@@ -34,22 +41,31 @@ inline Floats gated(Floats gate, Floats up, Activation kind, float alpha, float 
     case Activation::kRelu:
       return max(gate, Floats{}) * up;
     case Activation::kSwigluOai:
-      gate = min(gate, splat(limit));
-      up = min(max(up, splat(-limit)), splat(limit));
       return gate * sigmoid(alpha * gate) * (up + 1.0f);
+    case Activation::kRelu2:
+      break;
   }
   __builtin_unreachable();
 }
 
+inline Floats relu2(Floats x) {
+  const Floats positive = max(Floats{}, x);
+  return positive * positive;
+}
+
 // A packed expert: panels of gate and up [intermediate / 16, hidden, 32] (16 gate columns beside their 16 up columns),
 // panels of down [hidden / 32, intermediate, 32], then float32 biases in the same order of columns, where there are any.
+// Without a gate the first are panels of up [intermediate / 32, hidden, 32].
 struct Shape {
   int64_t hidden, intermediate;
   bool has_bias;
   Activation activation;
   float alpha, limit;
 
-  int64_t gate_up_panels() const { return (intermediate + kLanes - 1) / kLanes; }
+  bool is_gated() const { return activation != Activation::kRelu2; }
+  int64_t channels_of_panel() const { return is_gated() ? kLanes : kPanelColumns; }
+  int64_t gate_up_panels() const { return (intermediate + channels_of_panel() - 1) / channels_of_panel(); }
+  int64_t padded_intermediate() const { return gate_up_panels() * channels_of_panel(); }
   int64_t gate_up_weights() const { return gate_up_panels() * kPanelColumns * hidden; }
   int64_t down_weights() const { return num_panels(hidden) * kPanelColumns * intermediate; }
 };
@@ -98,16 +114,21 @@ template <typename Weight>
 void gate_up_panel(const Shape& shape, const Step& step, int64_t group, int64_t panel) {
   const void* expert = step.experts[step.rows.experts[group]];
   const int64_t first_row = step.rows.first[group], num_rows = step.rows.first[group + 1] - first_row;
-  const int64_t width = shape.gate_up_panels() * kLanes;
+  const int64_t width = shape.padded_intermediate();
   const Columns bias = shape.has_bias ? load_columns(biases<Weight>(shape, expert) + panel * kPanelColumns) : Columns{};
   for_tiles(
       num_rows, static_cast<const Weight*>(expert) + panel * kPanelColumns * shape.hidden, shape.hidden,
       [&](int64_t r) { return step.x + step.rows.places[first_row + r] / step.top_k * step.x_stride; },
       [&](int64_t first, int count, const Columns* sums) {
         for (int r = 0; r < count; ++r) {
-          const Floats gate = sums[r].low + bias.low, up = sums[r].high + bias.high;
-          store(step.hidden + (first_row + first + r) * width + panel * kLanes,
-                gated(gate, up, shape.activation, shape.alpha, shape.limit));
+          const Floats low = sums[r].low + bias.low, high = sums[r].high + bias.high;
+          float* to = step.hidden + (first_row + first + r) * width + panel * shape.channels_of_panel();
+          if (shape.is_gated()) {
+            store(to, gated(low, high, shape.activation, shape.alpha, shape.limit));
+          } else {
+            store(to, relu2(low));
+            store(to + kLanes, relu2(high));
+          }
         }
       });
 }
@@ -116,7 +137,7 @@ template <typename Weight>
 void down_panel(const Shape& shape, const Step& step, int64_t group, int64_t panel) {
   const void* expert = step.experts[step.rows.experts[group]];
   const int64_t first_row = step.rows.first[group], num_rows = step.rows.first[group + 1] - first_row;
-  const int64_t width = shape.gate_up_panels() * kLanes, column = panel * kPanelColumns;
+  const int64_t width = shape.padded_intermediate(), column = panel * kPanelColumns;
   const int64_t columns = std::min<int64_t>(kPanelColumns, shape.hidden - column);
   const Weight* down = static_cast<const Weight*>(expert) + shape.gate_up_weights();
   const Columns bias =
@@ -192,7 +213,7 @@ extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t nu
   Step step = {x, x_stride, top_k, experts, sort_by_expert(ids, num_tokens * top_k, num_experts), nullptr, out};
   // Kept from call to call: fresh memory of this size would be cleared by the operating system each time.
   static thread_local std::vector<float> scratch;
-  const int64_t hidden_floats = int64_t(step.rows.places.size()) * shape.gate_up_panels() * kLanes;
+  const int64_t hidden_floats = int64_t(step.rows.places.size()) * shape.padded_intermediate();
   const int64_t needed = hidden_floats + (weights ? num_tokens * top_k * hidden : 0);
   if (int64_t(scratch.size()) < needed) scratch.resize(needed);
   step.hidden = scratch.data();

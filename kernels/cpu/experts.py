@@ -13,9 +13,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kernels.activation import glu
+from kernels.activation import activate
 from kernels.cpu.library import NativeKernels
-from kernels.cpu.panels import LANES, gate_beside_up, pack_panels, panel_elements
+from kernels.cpu.panels import LANES, PANEL_COLUMNS, gate_beside_up, pack_panels, panel_elements
 from kernels.linear import Linear, pack_linear
 from kernels.packed_experts import ExpertLayout, ExpertShape, SplitExperts
 from kernels.specs import Activation, ActivationKind
@@ -31,24 +31,29 @@ class PanelLayout(ExpertLayout):
         self.shape = shape
         self._kernels = kernels
         self.weight_dtype = torch.bfloat16 if shape.weight_dtype == torch.bfloat16 else torch.float32
-        self.padded_intermediate = -(-shape.intermediate_size // LANES) * LANES
         self.name = f"panels of {str(self.weight_dtype).removeprefix('torch.')}"
-        weights = panel_elements(2 * self.padded_intermediate, shape.hidden_size) + panel_elements(
+        # A panel has 16 gate columns and their 16 up columns, or 32 up columns.
+        channels = LANES if shape.is_gated else PANEL_COLUMNS
+        gate_up_columns = -(-shape.intermediate_size // channels) * PANEL_COLUMNS
+        weights = panel_elements(gate_up_columns, shape.hidden_size) + panel_elements(
             shape.hidden_size, shape.intermediate_size
         )
-        biases = 2 * self.padded_intermediate + shape.hidden_size if shape.has_bias else 0
+        biases = gate_up_columns + shape.hidden_size if shape.has_bias else 0
         self.num_bytes = weights * self.weight_dtype.itemsize + 4 * biases
 
     def pack(
         self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
     ) -> Tensor:
-        parts = [
-            pack_panels(gate_beside_up(gate_up.to(self.weight_dtype))),
-            pack_panels(down.to(self.weight_dtype)),
-        ]
+        parts = [pack_panels(self._ordered(gate_up.to(self.weight_dtype))), pack_panels(down.to(self.weight_dtype))]
         if gate_up_bias is not None and down_bias is not None:
-            parts += [bias.float().view(torch.uint8) for bias in (gate_beside_up(gate_up_bias), down_bias)]
+            parts += [bias.float().view(torch.uint8) for bias in (self._ordered(gate_up_bias), down_bias)]
         return torch.cat(parts)
+
+    def _ordered(self, rows: Tensor) -> Tensor:
+        """Rows of gate and up, [2I, ...] or [I, ...], in the order of a panel's columns, padded with zeros."""
+        if self.shape.is_gated:
+            return gate_beside_up(rows)
+        return torch.cat([rows, rows.new_zeros((-len(rows) % PANEL_COLUMNS, *rows.shape[1:]))])
 
     def experts(self, num_experts: int) -> SplitExperts:
         return _NativeExperts(self, self._kernels, num_experts)
@@ -96,6 +101,7 @@ class _NativeExperts(SplitExperts):
         """Write to out, [T, H], or without weights the products before they are summed, [T, k, H]."""
         num_tokens, top_k = expert_ids.shape
         shape = self._layout.shape
+        check_gate(shape, activation)
         if not num_tokens:
             return
         # A contiguous copy must outlive the call.
@@ -124,18 +130,18 @@ class _NativeExperts(SplitExperts):
 
 
 class RowLayout(ExpertLayout):
-    """gate_up [2I, H], down [H, I] and float32 biases one after another, row by row."""
+    """gate_up [2I, H], or [I, H] without a gate, down [H, I] and float32 biases one after another, row by row."""
 
     def __init__(self, shape: ExpertShape) -> None:
         self.shape = shape
         self.name = f"rows of {str(shape.weight_dtype).removeprefix('torch.')}"
         hidden, width, dtype = shape.hidden_size, shape.intermediate_size, shape.weight_dtype
         self._parts: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((2 * width, hidden), dtype),
+            ((shape.gate_up_rows, hidden), dtype),
             ((hidden, width), dtype),
         ]
         if shape.has_bias:
-            self._parts += [((2 * width,), torch.float32), ((hidden,), torch.float32)]
+            self._parts += [((shape.gate_up_rows,), torch.float32), ((hidden,), torch.float32)]
         self._part_bytes = [torch.Size(size).numel() * dtype.itemsize for size, dtype in self._parts]
         self.num_bytes = sum(self._part_bytes)
 
@@ -185,6 +191,7 @@ class _TorchExperts(SplitExperts):
         return self.combine(products, expert_weights)
 
     def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
+        check_gate(self._layout.shape, activation)
         flat_ids = expert_ids.flatten()
         chosen = (flat_ids >= 0).nonzero().flatten()
         ids = flat_ids[chosen]
@@ -212,10 +219,16 @@ class _TorchExperts(SplitExperts):
                 if linears is None:
                     raise ValueError(f"expert {expert} is not here")
                 gate_up, down = linears
-                hidden = glu(gate_up(rows[first : first + padded_rows(count)]), activation)
+                hidden = activate(gate_up(rows[first : first + padded_rows(count)]), activation)
                 results[first : first + count] = down(hidden)[:count]
                 first += count
         return results
+
+
+def check_gate(shape: ExpertShape, activation: Activation) -> None:
+    """Raise ValueError unless experts of this shape have a gate just where the activation has one."""
+    if shape.is_gated != activation.is_gated:
+        raise ValueError(f"experts {'with' if shape.is_gated else 'without'} a gate do not take {activation.kind}")
 
 
 def padded_rows(count: int) -> int:

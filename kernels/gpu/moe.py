@@ -116,6 +116,7 @@ def moe_experts(
         return result
     if x.stride(1) != 1 or not expert_ids.is_contiguous() or not expert_weights.is_contiguous():
         raise ValueError("rows of x, expert ids and expert weights must be contiguous")
+    _check_gate(experts, activation)
     slots = experts.expert_slot
     if config.variant == "gemv":
         hidden = workspace.hidden_of(num_pairs)
@@ -148,6 +149,7 @@ def moe_products(
         return
     if x.stride(1) != 1 or not expert_ids.is_contiguous() or not products.is_contiguous():
         raise ValueError("rows of x, expert ids and products must be contiguous")
+    _check_gate(experts, activation)
     up, down, slots = experts.gate_up, experts.down, experts.expert_slot
     hidden = workspace.hidden_of(num_pairs)
     block_m = config.block_m
@@ -163,6 +165,11 @@ def moe_products(
     else:
         gate_up_tiled(x, up, activation, top_k, tiles, block_m, config.gate_up, hidden)
         down_tiled(hidden, down, tiles, block_m, config.down, products)
+
+
+def _check_gate(experts: GpuExperts, activation: Activation) -> None:
+    if experts.is_gated != activation.is_gated:
+        raise ValueError(f"experts {'with' if experts.is_gated else 'without'} a gate do not take {activation.kind}")
 
 
 def combine_products(products: Tensor, expert_weights: Tensor) -> Tensor:
@@ -312,7 +319,7 @@ class SlotLayout(ExpertPacking):
         self.storage = storage or WeightStorage(FORMAT_OF[shape.weight_dtype])
         self._shape = shape
         self.name = f"gpu-{self.storage.name()}"
-        sizes = ((2 * shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
+        sizes = ((shape.gate_up_rows, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
         self._probes = [self._stored(torch.zeros((1, *size), dtype=shape.weight_dtype), size[0]) for size in sizes]
         fields = [field for probe in self._probes for field in (probe.values, probe.scale, probe.bias)]
         self.num_bytes = sum(_padded(field) for field in fields if field is not None)
@@ -327,7 +334,7 @@ class SlotLayout(ExpertPacking):
     def pack(
         self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
     ) -> Tensor:
-        """gate_up [2I, H] (gate rows first), down [H, I], biases [2I] and [H], on the CPU -> uint8 [num_bytes]."""
+        """See `ExpertPacking.pack`. All on the CPU."""
         packed = torch.zeros(self.num_bytes, dtype=torch.uint8)
         first = 0
         for weights, bias in ((gate_up, gate_up_bias), (down, down_bias)):

@@ -48,8 +48,11 @@ def gate_up_tiled(
     tile: Tile,
     h: Tensor,
 ) -> None:
-    """Write activation(x W_gate^T) * (x W_up^T) to h [pairs, I] in sorted order. x [T, H], rows contiguous."""
-    width = matrix.num_rows // 2
+    """Write activation(x W_gate^T) * (x W_up^T) to h [pairs, I] in sorted order. x [T, H], rows contiguous.
+
+    An activation without a gate takes x W_up^T alone.
+    """
+    width = matrix.num_rows // 2 if activation.is_gated else matrix.num_rows
     _gate_up_tiled_kernel[(tiles.max_tiles * triton.cdiv(width, tile.block_n),)](
         x,
         *matrix.pointers(),
@@ -142,8 +145,9 @@ def _gate_up_tiled_kernel(
     place = tl.load(tile_first + tile) + tl.minimum(row, rows - 1)
     token = tl.load(pairs + place).to(tl.int64) // TOP_K
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    GATED: tl.constexpr = KIND != "relu2"
     gate_row = tl.minimum(column, N - 1)
-    up_row = gate_row + N
+    up_row = gate_row + N if GATED else gate_row
     expert = w + slot * stride_we
     scales = scale + slot * stride_se
     gate, up = _products(
@@ -155,15 +159,16 @@ def _gate_up_tiled_kernel(
         stride_sg,
         K,
         FORMAT,
-        True,
+        GATED,
         BLOCK_M,
         BLOCK_N,
         BLOCK_K,
     )
     biases = bias + slot * stride_be
     gate = _finished(gate, scales, biases, gate_row[None, :], HAS_SCALE, HAS_BIAS)
-    up = _finished(up, scales, biases, up_row[None, :], HAS_SCALE, HAS_BIAS)
-    hidden = _gated(gate, up, KIND, ALPHA, LIMIT).to(h.dtype.element_ty)
+    if GATED:
+        up = _finished(up, scales, biases, up_row[None, :], HAS_SCALE, HAS_BIAS)
+    hidden = _activated(gate, up, KIND, ALPHA, LIMIT).to(h.dtype.element_ty)
     stored = (row[:, None] < rows) & (column[None, :] < N)
     tl.store(h + place.to(tl.int64)[:, None] * N + column[None, :], hidden, mask=stored)
 
@@ -248,7 +253,7 @@ def gate_up_gemv(
     h: Tensor,
 ) -> None:
     """Write activation(x W_gate^T) * (x W_up^T) to h [T * k, I] in the order of pairs; not for absent experts."""
-    width = matrix.num_rows // 2
+    width = matrix.num_rows // 2 if activation.is_gated else matrix.num_rows
     _gate_up_gemv_kernel[(triton.cdiv(width, tile.block_n), expert_ids.numel())](
         x,
         *matrix.pointers(),
@@ -366,8 +371,9 @@ def _gate_up_gemv_kernel(
     if slot < 0:
         return
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    GATED: tl.constexpr = KIND != "relu2"
     gate_row = tl.minimum(column, N - 1)
-    up_row = gate_row + N
+    up_row = gate_row + N if GATED else gate_row
     token = x + (pair // TOP_K) * stride_x
     expert = w + slot * stride_we
     scales = scale + slot * stride_se
@@ -382,14 +388,15 @@ def _gate_up_gemv_kernel(
         K,
         FORMAT,
         GROUP,
-        True,
+        GATED,
         BLOCK_N,
         BLOCK_K,
         STAGES,
     )
     gate = _finished(gate, scales, biases, gate_row, HAS_SCALE, HAS_BIAS)
-    up = _finished(up, scales, biases, up_row, HAS_SCALE, HAS_BIAS)
-    hidden = _gated(gate, up, KIND, ALPHA, LIMIT).to(h.dtype.element_ty)
+    if GATED:
+        up = _finished(up, scales, biases, up_row, HAS_SCALE, HAS_BIAS)
+    hidden = _activated(gate, up, KIND, ALPHA, LIMIT).to(h.dtype.element_ty)
     tl.store(h + pair * N + column, hidden, mask=column < N)
 
 
@@ -474,7 +481,7 @@ def gate_up_persistent(
     """As `gate_up_tiled`, for weights that `persistent_runs` accepts."""
     _, scale, bias = matrix.pointers()
     _, _, stride_scale, _, stride_bias = matrix.strides()
-    width = matrix.num_rows // 2
+    width = matrix.num_rows // 2 if activation.is_gated else matrix.num_rows
     _gate_up_persistent_kernel[(min(num_programs, tiles.max_tiles * triton.cdiv(width, tile.block_n)),)](
         x,
         _box(matrix.values, 1, tile.block_n, tile.block_k),
@@ -596,6 +603,7 @@ def _gate_up_persistent_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
+    GATED: tl.constexpr = KIND != "relu2"
     tiles = tl.load(num_tiles)
     for program in tl.range(tl.program_id(0), tiles * tl.cdiv(N, BLOCK_N), tl.num_programs(0)):
         tile, block = _tile_and_block(program, tiles, tl.cdiv(N, BLOCK_N), GROUP_M)
@@ -613,15 +621,17 @@ def _gate_up_persistent_kernel(
             a = _load_step(x_rows[:, None] + k[None, :], k[None, :], K, BLOCK_K)
             w_gate = w_box.load([slot, first_row, first]).reshape(BLOCK_N, BLOCK_K).to(a.dtype)
             gate = tl.dot(a, w_gate.T, gate, input_precision="ieee")
-            w_up = w_box.load([slot, first_row + N, first]).reshape(BLOCK_N, BLOCK_K).to(a.dtype)
-            up = tl.dot(a, w_up.T, up, input_precision="ieee")
+            if GATED:
+                w_up = w_box.load([slot, first_row + N, first]).reshape(BLOCK_N, BLOCK_K).to(a.dtype)
+                up = tl.dot(a, w_up.T, up, input_precision="ieee")
         column = block * BLOCK_N + tl.arange(0, BLOCK_N)
         gate_row = tl.minimum(column, N - 1)[None, :]
         scales = scale + slot.to(tl.int64) * stride_se
         biases = bias + slot.to(tl.int64) * stride_be
         gate = _finished(gate, scales, biases, gate_row, HAS_SCALE, HAS_BIAS)
-        up = _finished(up, scales, biases, gate_row + N, HAS_SCALE, HAS_BIAS)
-        hidden = _gated(gate, up, KIND, ALPHA, LIMIT).to(h.dtype.element_ty)
+        if GATED:
+            up = _finished(up, scales, biases, gate_row + N, HAS_SCALE, HAS_BIAS)
+        hidden = _activated(gate, up, KIND, ALPHA, LIMIT).to(h.dtype.element_ty)
         stored = (row[:, None] < rows) & (column[None, :] < N)
         tl.store(h + place.to(tl.int64)[:, None] * N + column[None, :], hidden, mask=stored)
 
@@ -900,10 +910,21 @@ def _finished(acc, scale, bias, rows, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.cons
 
 
 @triton.jit
-def _gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """activation(gate) * up in fp32; the kinds are those of `kernels.specs.Activation`."""
+def _activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """activation(gate) * up in fp32; the kinds are those of `kernels.specs.Activation`.
+
+    Without a gate `gate` holds the up channels, and `up` is not read.
+    """
+    if LIMIT > 0.0:
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        if KIND != "silu_capped":
+            gate = tl.minimum(gate, LIMIT)
     if KIND == "silu":
         act = gate / (1.0 + tl.exp(-gate))
+    elif KIND == "silu_capped":
+        act = gate / (1.0 + tl.exp(-gate))
+        if LIMIT > 0.0:
+            act = tl.minimum(act, LIMIT)
     elif KIND == "gelu":
         act = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
     elif KIND == "gelu_tanh":
@@ -911,9 +932,11 @@ def _gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexp
         act = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
     elif KIND == "relu":
         act = tl.maximum(gate, 0.0)
+    elif KIND == "relu2":
+        act = tl.maximum(gate, 0.0)
+        up = act
     else:
         tl.static_assert(KIND == "swigluoai", "unknown activation")
-        gate = tl.minimum(gate, LIMIT)
         act = gate / (1.0 + tl.exp(-ALPHA * gate))
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        up = up + 1.0
     return act * up

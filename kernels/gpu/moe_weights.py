@@ -112,6 +112,7 @@ class StoredMatrix:
 class GpuExperts:
     """The experts of one layer on one device: gate_up [S, 2I, H], gate rows first, and down [S, H, I].
 
+    Without a gate the first has I rows.
     expert_slot: [E] int32 on the device, the slot that holds each expert now, -1 for none; None when expert e is in
     slot e. Its contents may change between steps, its address may not.
     """
@@ -122,7 +123,8 @@ class GpuExperts:
 
     def __post_init__(self) -> None:
         up, down = self.gate_up, self.down
-        if up.num_slots != down.num_slots or up.num_rows != 2 * down.depth or down.num_rows != up.depth:
+        fit = up.num_rows in (down.depth, 2 * down.depth) and down.num_rows == up.depth
+        if up.num_slots != down.num_slots or not fit:
             raise ValueError(f"experts of {tuple(up.values.shape)} and {tuple(down.values.shape)} do not fit together")
         if up.format != down.format or up.group_size != down.group_size:
             raise ValueError("both projections are stored in one format")
@@ -139,9 +141,13 @@ class GpuExperts:
     def num_experts(self) -> int:
         return self.gate_up.num_slots if self.expert_slot is None else self.expert_slot.shape[0]
 
+    @property
+    def is_gated(self) -> bool:
+        return self.gate_up.num_rows != self.down.depth
+
     def shape(self, top_k: int) -> MoeShape:
         up = self.gate_up
-        return MoeShape(self.num_experts, up.num_rows // 2, up.depth, top_k, up.format, up.group_size)
+        return MoeShape(self.num_experts, self.down.depth, up.depth, top_k, up.format, up.group_size)
 
 
 def store_weights(weights: Tensor, storage: WeightStorage, bias: Tensor | None = None) -> StoredMatrix:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels.activation import Activation, glu
+from kernels.activation import Activation, activate
 from kernels.gpu import recurrent
 from kernels.gpu.attention import ExtendRun, PagedContext, Partials, Scoring, paged_attention
 from kernels.gpu.attention_config import PrefillConfig
@@ -94,7 +94,7 @@ class GpuOps:
         self, shape: ExpertShape, num_experts: int, matrices_of: Callable[[int], ExpertMatrices]
     ) -> GpuExperts:
         """Quantised on the device, one expert at a time."""
-        sizes = ((2 * shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
+        sizes = ((shape.gate_up_rows, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
         probes = [torch.zeros((1, *size), dtype=shape.dtype) for size in sizes]
         biases = [torch.zeros((1, size[0]), dtype=shape.dtype) if shape.has_bias else None for size in sizes]
         stored = [
@@ -273,4 +273,4 @@ class _TwoLinears:
         self._gate_up, self._down, self._activation = gate_up, down, activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._down(glu(self._gate_up(x), self._activation))
+        return self._down(activate(self._gate_up(x), self._activation))

@@ -13,13 +13,17 @@ from kernels.linear import linear_reference, pack_linear
 from kernels.moe import moe_experts, moe_experts_reference, pack_experts
 from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
 
+SILU, RELU2 = Activation(), Activation("relu2")
 NUM_EXPERTS, HIDDEN, INTERMEDIATE = 6, 80, 40
 ACTIVATIONS = [
-    Activation(),
+    SILU,
     Activation("gelu"),
     Activation("gelu_tanh"),
     Activation("relu"),
     Activation("swigluoai", alpha=1.702, limit=1.0),
+    Activation("silu", limit=0.7),
+    Activation("silu_capped", limit=0.7),
+    RELU2,
 ]
 
 
@@ -63,15 +67,17 @@ def test_a_linear_refuses_rows_of_another_dtype() -> None:
         pack_linear(torch.randn(8, 8))(torch.randn(2, 8, dtype=torch.float64))
 
 
-def layout_of(kind: str, weight_dtype: torch.dtype, has_bias: bool = False) -> ExpertLayout:
-    shape = ExpertShape(HIDDEN, INTERMEDIATE, torch.float32, weight_dtype, has_bias)
+def layout_of(
+    kind: str, weight_dtype: torch.dtype, has_bias: bool = False, activation: Activation = SILU
+) -> ExpertLayout:
+    shape = ExpertShape(HIDDEN, INTERMEDIATE, torch.float32, weight_dtype, has_bias, activation.is_gated)
     kernels = native_kernels()
     assert kernels is not None
     return PanelLayout(shape, kernels) if kind == "panels" else RowLayout(shape)
 
 
-def make_experts(weight_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    gate_up = torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN) / 8
+def make_experts(weight_dtype: torch.dtype = torch.float32, activation: Activation = SILU) -> tuple[Tensor, Tensor]:
+    gate_up = torch.randn(NUM_EXPERTS, (1 + activation.is_gated) * INTERMEDIATE, HIDDEN) / 8
     down = torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE) / 8
     return gate_up.to(weight_dtype), down.to(weight_dtype)
 
@@ -102,25 +108,44 @@ every_weight_dtype = pytest.mark.parametrize("weight_dtype", [torch.float32, tor
 def test_experts_match_the_token_by_token_reference(
     kind: str, weight_dtype: torch.dtype, num_tokens: int, top_k: int
 ) -> None:
-    gate_up, down = make_experts(weight_dtype)
     x = torch.randn(num_tokens, HIDDEN)
     ids, weights = choose(num_tokens, top_k)
     for activation in ACTIVATIONS:
-        out = moe_experts(x, ids, weights, packed(layout_of(kind, weight_dtype), gate_up, down), activation)
+        gate_up, down = make_experts(weight_dtype, activation)
+        experts = packed(layout_of(kind, weight_dtype, activation=activation), gate_up, down)
+        out = moe_experts(x, ids, weights, experts, activation)
         expected = moe_experts_reference(x, ids, weights, gate_up, down, activation)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 @every_layout
-def test_biases_stay_in_float32(kind: str) -> None:
-    gate_up, down = make_experts(torch.bfloat16)
-    biases = torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE), torch.randn(NUM_EXPERTS, HIDDEN)
-    experts = packed(layout_of(kind, torch.bfloat16, has_bias=True), gate_up, down, *biases)
+@pytest.mark.parametrize("activation", [SILU, RELU2], ids=lambda activation: activation.kind)
+def test_biases_stay_in_float32(kind: str, activation: Activation) -> None:
+    gate_up, down = make_experts(torch.bfloat16, activation)
+    biases = torch.randn(gate_up.shape[:2]), torch.randn(NUM_EXPERTS, HIDDEN)
+    layout = layout_of(kind, torch.bfloat16, has_bias=True, activation=activation)
+    experts = packed(layout, gate_up, down, *biases)
     x, ids = torch.randn(3, HIDDEN), torch.tensor([[2], [5], [0]])
     arguments = x, ids, torch.ones(3, 1)
-    out = moe_experts(*arguments, experts, Activation())
-    expected = moe_experts_reference(*arguments, gate_up, down, Activation(), *biases)
+    out = moe_experts(*arguments, experts, activation)
+    expected = moe_experts_reference(*arguments, gate_up, down, activation, *biases)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@every_layout
+def test_experts_refuse_an_activation_that_wants_other_matrices(kind: str) -> None:
+    arguments = torch.randn(1, HIDDEN), torch.tensor([[0]]), torch.ones(1, 1)
+    for own, other in ((SILU, RELU2), (RELU2, SILU)):
+        experts = packed(layout_of(kind, torch.float32, activation=own), *make_experts(activation=own))
+        with pytest.raises(ValueError, match=f"do not take {other.kind}"):
+            moe_experts(*arguments, experts, other)
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    x, ids, weights = torch.full((1, HIDDEN), torch.nan), torch.tensor([[0]]), torch.ones(1, 1)
+    for activation in ACTIVATIONS:
+        experts = pack_experts(*make_experts(activation=activation))
+        assert moe_experts(x, ids, weights, experts, activation).isnan().all(), activation
 
 
 def test_all_tokens_on_one_expert_and_empty_experts() -> None:
@@ -137,10 +162,11 @@ def test_all_tokens_on_one_expert_and_empty_experts() -> None:
 @every_layout
 @every_weight_dtype
 def test_a_token_gets_the_same_bits_from_its_experts_in_any_batch(kind: str, weight_dtype: torch.dtype) -> None:
-    experts = packed(layout_of(kind, weight_dtype), *make_experts(weight_dtype))
     x = torch.randn(40, HIDDEN)
     ids, weights = choose(40, 3)
     for activation in ACTIVATIONS:
+        layout = layout_of(kind, weight_dtype, activation=activation)
+        experts = packed(layout, *make_experts(weight_dtype, activation))
         whole = moe_experts(x, ids, weights, experts, activation)
         for first, last in [(0, 1), (17, 18), (0, 2), (5, 30), (39, 40)]:
             part = moe_experts(x[first:last], ids[first:last], weights[first:last], experts, activation)

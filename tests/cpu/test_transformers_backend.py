@@ -8,11 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from kernels.specs import Activation
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.llm import LLM
 from moeserve.memory_plan import plan_model
+from moeserve.model.hf.experts import activation_of
+from moeserve.model.hf.geometry import is_experts
+from moeserve.model.hf.modelling import empty_model
+from moeserve.model.hf.spec import experts_by_layer
 from moeserve.plan import SamplingParams
 from tests.support.tiny_models import save
+from tests.support.tiny_transformers import tiny_config
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=1)
 BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160, model_impl="transformers")
@@ -43,6 +49,29 @@ def test_the_memory_stated_before_loading_is_that_of_our_own_code(tmp_path: Path
     ours, theirs = (plan_model(tmp_path, replace(BASE, model_impl=impl)) for impl in ("native", "transformers"))
     assert theirs.weights_bytes == ours.weights_bytes
     assert theirs.kv == ours.kv
+
+
+@pytest.mark.parametrize(
+    ("model_type", "activation"),
+    [
+        ("qwen3_moe", Activation()),
+        ("deepseek_v4", Activation("silu", limit=10.0)),
+        ("gpt_oss", Activation("swigluoai", alpha=1.702, limit=7.0)),
+        ("nemotron_h", Activation("relu2")),
+        ("muse_spark", None),  # A norm behind each expert.
+    ],
+)
+def test_the_activation_of_experts_is_found(model_type: str, activation: Activation | None) -> None:
+    code = empty_model(tiny_config(model_type))
+    assert {activation_of(module) for module in code.body.modules() if is_experts(module)} == {activation}
+
+
+def test_experts_with_other_limits_in_other_layers_stay_with_transformers_code() -> None:
+    code = empty_model(tiny_config("deepseek_v4"))
+    modules = list(experts_by_layer(code).values())
+    assert len(modules) > 1
+    modules[1].limit = 3.0  # type: ignore[assignment]
+    assert experts_by_layer(code) == {}
 
 
 @pytest.mark.parametrize("setting", [{"expert_parallel_size": 2}, {"expert_memory": 2**20}, {"device": "cuda"}])

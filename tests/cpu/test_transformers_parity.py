@@ -15,8 +15,8 @@ from moeserve.model.spec import UnsupportedModel
 from tests.support.tiny_transformers import moe_types, save_tiny
 from tests.support.transformers_parity import DOCUMENT, TOLERANCE, Row, document, play
 
-# One of each kind: latent attention, shared keys, an indexer, three kinds of states, a form of its own, experts of
-# transformers, a model with vision.
+# One of each kind: latent attention, shared keys, an indexer, three kinds of states, forms of their own, experts
+# without a gate, those of transformers, a model with vision.
 _ALWAYS = (
     "mistral4",
     "gemma4",
@@ -26,6 +26,8 @@ _ALWAYS = (
     "jamba",
     "minimax",
     "deepseek_v4",
+    "nemotron_h",
+    "dbrx",
     "qwen3_vl_moe",
 )
 

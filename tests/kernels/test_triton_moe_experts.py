@@ -41,10 +41,11 @@ class Case:
 
         store = options.pop("store", lambda weights, bias: StoredMatrix(weights.to(dtype), bias=bias))
         bias = options.pop("bias", False)
+        rows = width * (2 if options.pop("is_gated", True) else 1)
         assert not options
-        up_bias, down_bias = (normal(num_experts, n).to(dtype) if bias else None for n in (2 * width, hidden))
+        up_bias, down_bias = (normal(num_experts, n).to(dtype) if bias else None for n in (rows, hidden))
         self.experts = GpuExperts(
-            store(normal(num_experts, 2 * width, hidden, scale=hidden**-0.5), up_bias),
+            store(normal(num_experts, rows, hidden, scale=hidden**-0.5), up_bias),
             store(normal(num_experts, hidden, width, scale=width**-0.5), down_bias),
         )
         self.x = normal(num_tokens, hidden).to(dtype)
@@ -91,11 +92,22 @@ def test_all_variants_equal_the_reference_for_odd_sizes(device, variant, dtype):
         Activation("gelu_tanh"),
         Activation("relu"),
         Activation("swigluoai", alpha=1.702, limit=0.7),
+        Activation("silu", limit=0.7),
+        Activation("silu_capped", limit=0.7),
+        Activation("relu2"),
     ],
-    ids=lambda activation: activation.kind,
+    ids=lambda activation: f"{activation.kind}-{activation.limit}",
 )
 def test_activations_and_biases(device, variant, activation):
-    Case(device, num_tokens=3, hidden=32, width=32, bias=True).check(config_of(variant), activation)
+    case = Case(device, num_tokens=3, hidden=32, width=32, bias=True, is_gated=activation.is_gated)
+    case.check(config_of(variant), activation)
+
+
+def test_experts_refuse_an_activation_that_wants_other_matrices(device):
+    with pytest.raises(ValueError, match="with a gate do not take relu2"):
+        Case(device).run(config_of("gemv"), Activation("relu2"))
+    with pytest.raises(ValueError, match="without a gate do not take silu"):
+        Case(device, is_gated=False).run(config_of("gemv"))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -161,6 +173,13 @@ STORES = {
 def test_quantised_experts_equal_their_expanded_reference(device, store, variant, dtype):
     case = Case(device, num_tokens=5, hidden=64, width=32, dtype=dtype, bias=True, store=STORES[store])
     case.check(config_of(variant))
+
+
+@pytest.mark.parametrize("variant", ["gemv", "tiled"])
+@pytest.mark.parametrize("store", STORES)
+def test_quantised_experts_without_a_gate(device, store, variant):
+    options = {"dtype": torch.float16, "is_gated": False, "store": STORES[store]}
+    Case(device, num_tokens=3, hidden=64, width=64, **options).check(config_of(variant), Activation("relu2"))
 
 
 @pytest.mark.parametrize(("store", "limit"), [("int8", 0.01), ("fp8", 0.04), ("int4", 0.12)])

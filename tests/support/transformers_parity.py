@@ -231,7 +231,7 @@ hit, and compares with the model's own forward (largest difference of logits: {t
 - **Code**: `native` is our own decoder; `--model-impl transformers` computes these types by transformers' code, too.
 - **Mixers**, on transformers' code: `together` is one call for all requests of a step. `apart` is one call per request
   (single tokens of layers that keep nothing but states share one); projections are read once per request there.
-- **Experts**: by our kernels, or by transformers' own code where they are no gated experts that our kernels know.
+- **Experts**: by our kernels, or by transformers' own code where our kernels do not know their form or activation.
 - Quantised checkpoints are read by native code alone; models on transformers' code run on a CPU.
 
 {counts}

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from experts.moe_layer import Dispatch
 from experts.observer import AnyObserver
-from kernels.activation import Activation, glu
+from kernels.activation import Activation, activate
 from kernels.ops import Experts
 from kernels.specs import ActivationKind
 
 _TRIED_ROWS, _TRIED_WIDTH = 5, 16
+# Of the tried rows, and the largest number of a module that may be a limit.
+_SCALES, _LARGEST = (3.0, 30.0, 1000.0), 1000.0
 
 
 class ExpertLayer(nn.Module):
@@ -49,28 +51,32 @@ class ExpertLayer(nn.Module):
 def activation_of(module: Any) -> Activation | None:
     """Return the activation of an empty module of experts; None for experts that our kernels do not compute.
 
-    The module's own gate is tried on random rows against each activation of ours.
+    The module's own one is tried on random rows against each activation of ours.
     """
-    if not module.has_gate or module.has_post_expert_norm:
+    if module.has_post_expert_norm:
         return None
-    gate_up = 3.0 * torch.randn((_TRIED_ROWS, 2 * _TRIED_WIDTH), generator=torch.Generator().manual_seed(0))
+    draw = torch.Generator().manual_seed(0)
+    # Some are larger than any limit among the candidates.
+    merged = torch.cat([scale * torch.randn((_TRIED_ROWS, 2 * _TRIED_WIDTH), generator=draw) for scale in _SCALES])
     order = torch.arange(2 * _TRIED_WIDTH)
     if not module.is_concatenated:  # Gate and up channels alternate.
         order = order.view(2, -1).T.flatten()
     try:
-        wanted = module._apply_gate(gate_up[:, order])
-    except Exception:  # A gate with weights of its own, which are not there yet.
+        wanted = module._apply_gate(merged[:, order]) if module.has_gate else module.act_fn(merged)
+    except Exception:  # One with weights of its own, which are not there yet.
         return None
-    for activation in _candidates(module):
-        if torch.allclose(glu(gate_up.clone(), activation), wanted, rtol=1e-4, atol=1e-4):
+    for activation in _gated(module) if module.has_gate else (Activation("relu2"),):
+        if torch.allclose(activate(merged.clone(), activation), wanted, rtol=1e-4, atol=1e-4):
             return activation
     return None
 
 
-def _candidates(module: Any) -> Iterator[Activation]:
-    kinds: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu")
-    for kind in kinds:
-        yield Activation(kind)
-    numbers = [value for value in vars(module).values() if type(value) in (int, float) and 0 < value < 1000]
+def _gated(module: Any) -> Iterator[Activation]:
+    """Yield the gated activations of ours, with the numbers that the module has."""
+    kinds: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu", "silu_capped")
+    numbers = [float(value) for value in vars(module).values() if type(value) in (int, float) and 0 < value < _LARGEST]
+    for limit in (0.0, *numbers):
+        for kind in kinds:
+            yield Activation(kind, limit=limit)
     for alpha, limit in itertools.product([1.0, *numbers], numbers):
-        yield Activation("swigluoai", alpha=float(alpha), limit=float(limit))
+        yield Activation("swigluoai", alpha=alpha, limit=limit)

@@ -94,17 +94,19 @@ def describe(code: ModellingCode, config: Any) -> TransformersSpec:
 def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:
     """Return the modules of experts that our kernels compute, by their layers' numbers in the body.
 
-    None are returned where layers have several modules of experts, or experts of another shape than other layers.
+    None are returned where layers have several modules of experts, or experts of another shape or activation than other
+    layers.
     """
     found: dict[int, nn.Module] = {}
     layers = [module for module in code.body.modules() if isinstance(module, GradientCheckpointingLayer)]
     for number, layer in enumerate(layers):
         modules = [module for module in layer.modules() if is_experts(module)]
-        if len(modules) > 1 or any(activation_of(module) is None for module in modules):
+        if len(modules) > 1:
             return {}
         if modules:
             found[number] = modules[0]
-    return found if len({module.down_proj.shape for module in found.values()}) == 1 else {}
+    kinds = {(module.down_proj.shape, activation_of(module)) for module in found.values()}
+    return found if len(kinds) == 1 and all(activation is not None for _, activation in kinds) else {}
 
 
 def _moe(text: Any, layers: Mapping[int, nn.Module]) -> MoeSpec | None:

@@ -133,7 +133,8 @@ class ExpertParameters:
             if parameter.startswith(f"{name}.") and "bias" not in parameter
         )
         kept = torch.bfloat16 if narrow else dtype
-        self.shape = ExpertShape(hidden, width, dtype, kept, module.has_bias)
+        self.shape = ExpertShape(hidden, width, dtype, kept, module.has_bias, module.has_gate)
+        self._first = "gate_up_proj" if module.has_gate else "up_proj"
 
     @property
     def layout(self) -> ExpertLayout:
@@ -144,15 +145,18 @@ class ExpertParameters:
         return self.layout.pack(*self.read_matrices(place))
 
     def read_matrices(self, place: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return gate_up [2I, H] (gate rows first), down [H, I] and their biases [2I] and [H], or None."""
+        """Return gate_up [2I, H] (gate rows first), down [H, I] and their biases [2I] and [H], or None.
+
+        Without a gate the first is up [I, H].
+        """
         expert, module = self.owned[place], self._module
-        gate_up, down = self._parameter("gate_up_proj", expert), self._parameter("down_proj", expert)
+        gate_up, down = self._parameter(self._first, expert), self._parameter("down_proj", expert)
         if module.is_transposed:
             gate_up, down = gate_up.T, down.T
         biases: list[Tensor | None] = [None, None]
         if module.has_bias:
-            biases = [self._parameter("gate_up_proj_bias", expert), self._parameter("down_proj_bias", expert)]
-        if not module.is_concatenated:  # Gate and up channels alternate.
+            biases = [self._parameter(f"{self._first}_bias", expert), self._parameter("down_proj_bias", expert)]
+        if module.has_gate and not module.is_concatenated:  # Gate and up channels alternate.
             gate_up = torch.cat([gate_up[0::2], gate_up[1::2]])
             if biases[0] is not None:
                 biases[0] = torch.cat([biases[0][0::2], biases[0][1::2]])
