@@ -1,4 +1,4 @@
-"""What the gates choose: the routing of a step as arrays, statistics of the latest steps, and affinity. Torch-free."""
+"""The gates' choices: the routing of a step as arrays, statistics of the latest steps, and affinity. Torch-free."""
 
 from __future__ import annotations
 

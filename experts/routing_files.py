@@ -118,7 +118,7 @@ class RoutingTrace:
 
 
 def uniform_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
-    """The same tokens, each choosing any k experts. The gates' guesses stay, and mean nothing."""
+    """Return the trace with k experts drawn at random for each token. The gates' guesses stay, and mean nothing."""
     num_layers, num_tokens, top_k = trace.ids.shape
     random = np.random.default_rng(seed)
     ids = np.empty_like(trace.ids)

@@ -337,7 +337,7 @@ class Simulation:
 
 
 class LoadsAhead(Protocol):
-    """What asks for experts ahead of need while steps are replayed."""
+    """Asks for experts ahead of need while steps are replayed."""
 
     def begin(self, trace: RoutingTrace, rows: Rows) -> None:
         """A step computes these rows of the trace."""

@@ -51,7 +51,7 @@ class NormWeights:
 
 @dataclass(slots=True)
 class StepInputs:
-    """What every layer needs of one step: attention the angles cos, sin [T, R/2], recurrent layers the states."""
+    """The inputs of a step that all layers share: cos, sin [T, R/2] for attention, states for recurrent layers."""
 
     cos: Tensor
     sin: Tensor
@@ -167,7 +167,7 @@ class Ops(Protocol):
         """See `kernels.moe.moe_experts`; all experts of the layer are here."""
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        """Of x's dtype."""
+        """Return the logistic function of x, in its dtype."""
 
     def short_conv(self, x: Tensor, weight: Tensor, states: Tensor, rows: StateRows) -> Tensor:
         """See `kernels.short_conv.short_conv`. Mutates `states`."""

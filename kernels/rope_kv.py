@@ -1,4 +1,4 @@
-"""What lies between the projection to queries, keys and values and attention: norms of heads, rotation, storing.
+"""The steps between the projection to queries, keys and values and attention: norms of heads, rotation, storing.
 
 Fused because each part alone costs little more than starting it.
 """

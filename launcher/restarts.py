@@ -1,4 +1,4 @@
-"""Whether and when a process that ended is started again. Pure: it knows no clock and no process."""
+"""Decide whether and when a process that ended is started again. Pure: the policy knows no clock and no process."""
 
 from __future__ import annotations
 

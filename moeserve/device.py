@@ -188,7 +188,7 @@ class KvBudget:
 
 @dataclass(frozen=True, slots=True)
 class StateDemand:
-    """What recurrent states ask of memory: bytes of one, requests at once, bytes for snapshots.
+    """The memory that recurrent states ask for: bytes of one, requests at once, bytes for snapshots.
 
     cache_memory: None for a default.
     """

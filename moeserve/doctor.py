@@ -1,4 +1,4 @@
-"""What a model is and what of it fits into a machine, from its configuration alone.
+"""Describe a model, and the part of it that fits into a machine, from its configuration alone.
 
 Nothing here is a second opinion: kinds and sizes come from the `DecoderSpec`, memory from the functions that plan it at
 a start (`moeserve.memory_plan`, `moeserve.device`).

@@ -18,7 +18,7 @@ from moeserve.steps import LocalExecutor, Steps
 
 @dataclass(slots=True)
 class Completion:
-    """What one prompt gave."""
+    """The answer to one prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

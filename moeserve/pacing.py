@@ -29,7 +29,7 @@ _MOST_GIVEN_UP = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What the service aims at: the time to the first token, and the time per output token (None: as it comes).
+    """The service's objectives: the time to the first token, and the time per output token (None: as it comes).
 
     `burst_s`: how long requests may wait unless the overload is a lasting one (`Patience`); then `ttft_s` bounds the
     wait: a burst is served late, a lasting overload is refused. The idea is that of controlled delay (Nichols and
@@ -42,7 +42,7 @@ class Slo:
 
 
 def service_slo(config: ServeConfig) -> Slo:
-    """Return what the settings aim at."""
+    """Return the objectives that the settings name."""
     limits = parse_limits(config.slo, ("ttft", "tpot"))
     return Slo(limits["ttft"], limits.get("tpot"), config.max_queue_seconds)
 
@@ -97,7 +97,7 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a request would find at time `at`.
+    """The load that a request would find at time `at`.
 
     `limit_s`: the longest wait of a request whose prompt needs one step. A step takes `step_s` and has room for
     `step_tokens` tokens of prompts. `places` requests run at once (fewer than allowed where memory is full), one ends

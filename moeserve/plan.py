@@ -64,7 +64,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class CacheWish:
-    """What a request asks of the prefix cache beside its use.
+    """The wishes of a request for the prefix cache, beside its use.
 
     `retentions`: (prompt tokens, seconds) of prefixes to be retained once the request has ended. `share` of the KV
     blocks that its account may retain, None for the service's setting. `report`: explain where the match ended.
@@ -198,7 +198,7 @@ class Request:
 
     @property
     def keeps_its_turn(self) -> bool:
-        """Whether no younger request of its tenant may go first: it has begun already, or is patient."""
+        """Return whether no younger request of its tenant may go first: it has begun already, or is patient."""
         return self.num_preemptions > 0 or self.terms.patient
 
     @property

@@ -64,8 +64,8 @@ class _ObservedStep:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the engine needs to know of a model. weights_bytes: of all ranks. kv_bytes: of this rank. state_row_bytes:
-    of one recurrent state, 0 without recurrent layers."""
+    """The facts about a loaded model that the engine needs. weights_bytes: of all ranks. kv_bytes: of this rank.
+    state_row_bytes: of one recurrent state, 0 without recurrent layers."""
 
     spec: ModelSpec
     defaults: GenerationDefaults

@@ -94,7 +94,7 @@ class Sharing:
 
 
 class Holdings:
-    """What the tenants' running requests hold of something that is scarce: places, or blocks of memory.
+    """The tenants' holdings of something scarce, by their running requests: places, or blocks of memory.
 
     It says who may have more and who has to give: no tenant gives below its share, and none takes beyond its own, so
     nothing is taken back and forth. Background requests give first, and take from nobody.

@@ -1,4 +1,4 @@
-"""What processes send to each other: frames, the messages between frontend and engine, the bytes of plans and results.
+"""The traffic between processes: frames, the messages between frontend and engine, the bytes of plans and results.
 
 `msgpack` reads and writes the bytes under limits; `msgspec.convert` gives them types. Each frame is
 `[incarnation, message]`, and a receiver drops frames of another incarnation of the engine. Token ids and block tables
@@ -472,7 +472,7 @@ def _unpack_logprobs(wire: _WireLogprobs) -> TokenLogprobs:
 
 
 class EngineNews(msgspec.Struct):
-    """What the supervisor tells a frontend, a line of JSON on a pipe: the incarnation of the engine's newest life.
+    """News from the supervisor to a frontend, a line of JSON on a pipe: the incarnation of the engine's newest life.
 
     None: there will be none any more, for this `reason`. `seconds`: how long a restart is likely to take.
     """

@@ -73,7 +73,8 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a server did at one rate. Rates and goodput per second, times in seconds; None where nothing was measured.
+    """The figures of a server at one rate. Rates and goodput are per second, times in seconds; None where nothing was
+    measured.
 
     `recovery_s`: from the last arrival until a new request met the objectives again.
     """

@@ -1,4 +1,4 @@
-"""What operators see of a service's experts (metrics, descriptions, the strategy in use) and may command about them."""
+"""Operators' view of a service's experts (metrics, descriptions, the strategy in use), and their commands."""
 
 from __future__ import annotations
 

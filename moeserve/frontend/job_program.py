@@ -1,4 +1,4 @@
-"""What a program of `job_process` does on its side, apart from what its owner imports: many of them are started."""
+"""The side of a program that `job_process` starts. It imports nothing of its owner's, since many are started."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _GRANTS = {USER: {USER}, METRICS: {METRICS}, ADMIN: {USER, METRICS, ADMIN}}
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What the key file grants a key.
+    """The rights that the key file grants a key.
 
     `retention`: the share of the KV blocks that may be retained for it, None for the service's setting. `weight`: of
     the key among all that have requests. `running` and `queue`: the shares of the places for running and for all
@@ -80,7 +80,7 @@ class Identity:
 
     @property
     def may_hurry(self) -> bool:
-        """Whether the key may ask for more than its turn: an urgent priority, or a pace that slows others down."""
+        """Return whether the key may ask for more than its turn: an urgent priority, or a pace that slows others."""
         return self.rights.priority or ADMIN in self.grants
 
 

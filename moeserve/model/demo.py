@@ -85,7 +85,7 @@ def locate_gguf() -> Path:
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the builder's process builds, and where: its only command-line argument, as JSON."""
+    """The task of the builder's process, sources and target: its only command-line argument, as JSON."""
 
     out_dir: str
     experts: int

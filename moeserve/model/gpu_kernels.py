@@ -26,7 +26,7 @@ def tuned_folder() -> Path:
 
 
 def platform_of(device: torch.device) -> Platform:
-    """What tuned files are keyed by; a name that no GPU has where there is none."""
+    """Return the key of tuned files; a name that no GPU has where there is none."""
     return Platform(torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter", triton.__version__)
 
 
@@ -109,7 +109,7 @@ def attention_shape(
 
 
 def kv_dtype_of(name: str) -> torch.dtype | None:
-    """What `--kv-cache-dtype` says of keys and values; None for the dtype of the activations."""
+    """Return the dtype of keys and values that `--kv-cache-dtype` names; None for the dtype of the activations."""
     return torch.float8_e4m3fn if name == "fp8_e4m3" else None
 
 

@@ -31,8 +31,8 @@ _LEAST_TEMPERATURE = 1e-5
 
 @dataclass(slots=True)
 class SampledStep:
-    """What the chunks of a step give: drawn tokens, None if no chunk draws one, and log probabilities of prompts by the
-    chunk's place."""
+    """The results of the chunks of a step: drawn tokens, None if no chunk draws one, and log probabilities of prompts
+    by the chunk's place."""
 
     chunks: Sequence[Chunk]
     drawn: Drawn | None

@@ -78,7 +78,7 @@ class DecoderSpec:
 
     @property
     def state_layers(self) -> tuple[tuple[StateShape, ...], ...]:
-        """What a request keeps in each recurrent layer: the inputs of the convolution, and a matrix per head."""
+        """Return the state of a request in each recurrent layer: inputs of the convolution, and a matrix per head."""
         net = self.delta_net
         if net is None:
             return ()
@@ -248,7 +248,7 @@ class RopeSpec:
 
 
 class ModelSpec(Protocol):
-    """What the service needs to know of a model, whichever code computes it.
+    """The facts about a model that the service needs, whichever code computes it.
 
     moe_layers: the indices of the layers with experts. max_position: as in `DecoderSpec`. last_layer_is_partial: the
     last layer has experts, and they see only the rows whose logits are wanted. keeps_snapshots: a request's states can

@@ -52,7 +52,7 @@ class ExtendLimits:
 
 
 def share_prompts(prompt_lens: Sequence[int], extends: ExtendLimits | None) -> tuple[tuple[int, int] | None, int]:
-    """Those computed as short extends (places first ... end - 1, None for none); the longest of the others, or 0."""
+    """Return the places (first, end) of prompts computed as short extends, None for none, and the longest other one."""
     first, end = (0, 0) if extends is None else extends.run(prompt_lens)
     return (first, end) if first < end else None, max([*prompt_lens[:first], *prompt_lens[end:]], default=0)
 
@@ -103,7 +103,7 @@ class StepArrays:
 
 
 def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
-    """What the device needs to know of `chunks`. Block tables are cut to the blocks that are in use."""
+    """Return `chunks` as the arrays that a device computes with. Block tables are cut to the blocks that are in use."""
     arrays = StepArrays()
     leading = True
     for chunk in chunks:

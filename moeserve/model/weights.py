@@ -15,7 +15,6 @@ from experts.moe_layer import Dispatch, MoeLayer
 from experts.observer import AnyObserver
 from kernels.gated_delta_rule import DeltaHeads
 from kernels.linear import Linear
-from kernels.moe import moe_experts
 from kernels.ops import CpuOps, GatedBlock, NormWeights, Ops
 from moeserve.model.checkpoint import (
     KEPT_IN_BFLOAT16,
@@ -36,11 +35,6 @@ DispatchOf = Callable[[int], Dispatch]
 Tensors = Mapping[str, StoredTensor]
 
 _NARROW = {"BF16": torch.bfloat16, "F8_E4M3": torch.bfloat16, "F16": torch.float16}
-
-
-def dispatch_here(_layer: int) -> Dispatch:
-    """All experts are in this process, on a CPU."""
-    return moe_experts
 
 
 def load_decoder(
@@ -128,7 +122,7 @@ class _Loader:
         return self._ops.pack_linear(rows, biases, dtype)
 
     def _mixer(self, tensors: Tensors, number: int) -> GqaAttention | MlaAttention | GatedDeltaNet:
-        """What mixes the tokens in layer ``number``."""
+        """Load the part that mixes the tokens in layer ``number``."""
         spec = self._spec
         if spec.delta_net is not None and spec.is_recurrent(number):
             return self._delta_net(tensors, spec.delta_net)

@@ -1,4 +1,4 @@
-"""What a client asks of the prompt cache, in the spellings of OpenAI, read for all dialects."""
+"""The wishes of a client for the prompt cache, in the spellings of OpenAI, read for all dialects."""
 
 from __future__ import annotations
 
