@@ -42,6 +42,7 @@ _ALWAYS_UNKNOWN = (
 )
 _OF_A_GPU = "What the largest step takes on a GPU, known once the model is loaded: KV gets that much less."
 _STATES_ON_A_GPU = "What fits into a GPU: the memory of recurrent states there is not planned before loading."
+_ON_A_CPU_ALONE = "What fits into a GPU: models on transformers' code are served on a CPU."
 _OF_EXPERT_MEMORY = "How often tokens choose experts that are not in memory, and so how fast --expert-memory is."
 
 
@@ -93,15 +94,15 @@ class _Report:
         machine = asdict(self._machine)
         if self._model is None:
             return {"machine": machine, "unknown": self._unknown()}
-        from moeserve.doctor import kinds_of_layers, sizes_of
+        from moeserve.doctor import implementation_of, kinds_of_layers, parameters_of, sizes_of
 
         model = self._model
         return {
             "model": {
                 "type": model.spec.model_type,
-                "implementation": model.implementation,
+                "implementation": implementation_of(model.spec),
                 "layers": [{"number": number, "with": kind} for number, kind in kinds_of_layers(model.spec)],
-                "parameters": asdict(model.parameters),
+                "parameters": asdict(parameters_of(model.spec)),
                 "max_model_len": model.spec.max_position,
                 "checkpoint": dict(model.stored),
                 "sizes": [asdict(sizes) for sizes in sizes_of(model)],
@@ -129,7 +130,9 @@ class _Report:
         if gpu_names() and not self._machine.gpus:
             sentences.append("What fits into the GPU: torch finds none that it can use.")
         if self._machine.gpus and self._setups and all(setup.device == "cpu" for setup in self._setups):
-            sentences.append(_STATES_ON_A_GPU)
+            from moeserve.doctor import NativeModel
+
+            sentences.append(_STATES_ON_A_GPU if isinstance(self._model, NativeModel) else _ON_A_CPU_ALONE)
         if any(setup.device == "cuda" for setup in self._setups):
             sentences.append(_OF_A_GPU)
         if any("--expert-memory" in setup.flags for setup in self._setups):
@@ -138,10 +141,10 @@ class _Report:
 
 
 def _model_lines(model: KnownModel) -> Iterator[str]:
-    from moeserve.doctor import kinds_of_layers, said_parameters, sizes_of
+    from moeserve.doctor import implementation_of, kinds_of_layers, parameters_of, said_parameters, sizes_of
 
     spec = model.spec
-    yield f"{spec.model_type} ({model.implementation}), {said_parameters(model.parameters)}"
+    yield f"{spec.model_type} ({implementation_of(spec)}), {said_parameters(parameters_of(spec))}"
     for place, (number, kind) in enumerate(kinds_of_layers(spec)):
         yield f"  {'layers' if place == 0 else '':<11} {number} with {kind}"
     yield f"  context     {spec.max_position:,} tokens"
@@ -150,9 +153,12 @@ def _model_lines(model: KnownModel) -> Iterator[str]:
     yield ""
     yield _row("numbers of", "weights", "KV of a token", f"KV of {spec.max_position:,} tokens", "state of a request")
     for sizes in sizes_of(model):
-        of_context = format_bytes(sizes.kv_bytes * spec.max_position)
-        state = format_bytes(sizes.state_bytes) if sizes.state_bytes else "none"
-        yield _row(sizes.name, format_bytes(sizes.weights_bytes), format_bytes(sizes.kv_bytes), of_context, state)
+        weights, kv_bytes, state = format_bytes(sizes.weights_bytes), sizes.kv_bytes, sizes.state_bytes
+        if kv_bytes is None or state is None:
+            yield _row(sizes.name, weights, *("not known",) * 3)
+            continue
+        of_context = format_bytes(kv_bytes * spec.max_position)
+        yield _row(sizes.name, weights, format_bytes(kv_bytes), of_context, format_bytes(state) if state else "none")
 
 
 def _row(name: str, weights: str, of_token: str, of_context: str, state: str) -> str:

@@ -1,7 +1,7 @@
 """Describe a model, and the part of it that fits into a machine, from its configuration alone.
 
-Nothing here is a second opinion: kinds and sizes come from the `DecoderSpec`, memory from the functions that plan it at
-a start (`moeserve.memory_plan`, `moeserve.device`).
+Nothing here is a second opinion: kinds and sizes come from the `DecoderSpec`, or from transformers' own classes without
+weights, memory from the functions that plan it at a start (`moeserve.memory_plan`, `moeserve.device`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,14 +18,26 @@ from experts.expert_file import round_to_page
 from moeserve.config import ConfigError, ServeConfig, flag_name
 from moeserve.device import RESERVE_BYTES, kv_memory, refuse_gpu_settings, share_kv
 from moeserve.machine import Gpu, Machine
-from moeserve.memory_plan import compute_dtype, keeps_narrow, no_experts, plan_on_cpu, weights_bytes
+from moeserve.memory_plan import (
+    ModelPlan,
+    compute_dtype,
+    keeps_narrow,
+    no_experts,
+    plan_in_memory,
+    plan_on_cpu,
+    weights_bytes,
+)
 from moeserve.model.checkpoint import TensorInfo, has_weights, loaded_bytes, plan_weights, read_index
 from moeserve.model.expert_store import common_layout
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.sizes import ParameterCount, count_parameters, expected_index, stored_dtype
-from moeserve.model.spec import CheckpointError, DecoderSpec, MlaSpec, ModelError, UnsupportedModel
+from moeserve.model.spec import CheckpointError, DecoderSpec, MlaSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
+
+if TYPE_CHECKING:
+    from moeserve.model.hf.sizes import SizedModel
+    from moeserve.model.hf.spec import TransformersSpec
 
 # Bits of a number, by the forms that weights and KV can take.
 WIDTHS = {"float32": 32, "bfloat16": 16, "8 bits": 8, "4 bits": 4}
@@ -32,38 +45,57 @@ WIDTHS = {"float32": 32, "bfloat16": 16, "8 bits": 8, "4 bits": 4}
 _SHARE_FOR_EXPERTS = 0.75
 _GIB, _MIB = 2**30, 2**20
 _UNITS = ((_GIB, "GiB"), (_MIB, "MiB"), (1, ""))
+_UNKNOWN_OF_BORROWED_CODE = (
+    "That transformers' code gives every request the numbers that it would get alone: a check at load decides that.",
+)
+_UNKNOWN_ACTIVE = "How many parameters one token takes: experts are in a form of transformers' own."
+_UNKNOWN_STATES = "All that a request keeps: transformers holds what some layers keep in a form of its own."
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
     """A model as its folder describes it.
 
-    implementation: whose code computes it; all that is served is `native`. index: the tensors of the checkpoint, or of
-    the one that the configuration describes where there are no weights. stored: dtypes of the checkpoint by bytes, the
-    most first. assumptions: what is not known of the model, in sentences.
+    index: the tensors of the checkpoint, or of the one that the configuration describes where there are no weights.
+    assumptions: what is not known of the model, in sentences.
     """
 
-    spec: DecoderSpec
-    implementation: str
-    parameters: ParameterCount
+    spec: ModelSpec
     index: Mapping[str, TensorInfo]
-    stored: tuple[tuple[str, int], ...]
     assumptions: tuple[str, ...]
 
     @property
-    def checkpoint_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self.stored)
+    def stored(self) -> tuple[tuple[str, int], ...]:
+        """The dtypes of the checkpoint by bytes, the most first."""
+        stored: Counter[str] = Counter()
+        for info in self.index.values():
+            stored[info.dtype] += info.num_bytes
+        return tuple(stored.most_common())
+
+
+@dataclass(frozen=True, slots=True)
+class NativeModel(KnownModel):
+    """A model on our own code."""
+
+    spec: DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class BorrowedModel(KnownModel):
+    """A model on transformers' code."""
+
+    sized: SizedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Bytes of a model whose numbers all had one width. kv_bytes: per token. state_bytes: of the recurrent layers, per
-    request and per snapshot; at least in part in float32."""
+    request and per snapshot; at least in part in float32. None: not known."""
 
     name: str
     weights_bytes: int
-    kv_bytes: int
-    state_bytes: int
+    kv_bytes: int | None
+    state_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +122,12 @@ class Setup:
 
 
 def examine(folder: Path) -> KnownModel:
-    """Read a folder that holds config.json and perhaps weights. Raises ModelError, also for a type that is not served.
+    """Read a folder that holds config.json and perhaps weights.
 
-    The place where transformers' code (`moeserve.model.hf`) plugs in, for types without a decoder of our own.
+    Raises ModelError, also for a type that is not served.
     """
-    model_type = read_model_type(folder)
-    if not is_native(model_type, "auto"):
-        raise UnsupportedModel(
-            f"Models of type {model_type!r} have no decoder of our own: whether transformers' code serves them and "
-            "what that takes is not described yet; moeserve serve says it."
-        )
+    if not is_native(read_model_type(folder), "auto"):
+        return _examine_borrowed(folder)
     config = load_config(folder)
     spec = build_spec(config)
     assumptions = []
@@ -113,14 +141,41 @@ def examine(folder: Path) -> KnownModel:
             assumptions.append("config.json names no dtype: bfloat16 is assumed.")
         index = expected_index(spec, dtype or "BF16")
     plan_weights(spec, index)
-    stored: Counter[str] = Counter()
-    for info in index.values():
-        stored[info.dtype] += info.num_bytes
-    return KnownModel(spec, "native", count_parameters(spec), index, tuple(stored.most_common()), tuple(assumptions))
+    return NativeModel(spec, index, tuple(assumptions))
 
 
-def kinds_of_layers(spec: DecoderSpec) -> list[tuple[int, str]]:
+def _examine_borrowed(folder: Path) -> BorrowedModel:
+    from moeserve.model.hf.sizes import size_model  # Imported late: it loads transformers' modelling code.
+
+    sized = size_model(folder)
+    unknown = list(_UNKNOWN_OF_BORROWED_CODE)
+    if sized.spec.parameters.active is None:
+        unknown.append(_UNKNOWN_ACTIVE)
+    if not sized.spec.keeps_snapshots:
+        unknown.append(_UNKNOWN_STATES)
+    return BorrowedModel(sized.spec, sized.weights.index, (*sized.assumptions, *unknown), sized)
+
+
+def implementation_of(spec: ModelSpec) -> str:
+    """Return whose code computes a model, as `--model-impl` names it."""
+    return "native" if isinstance(spec, DecoderSpec) else "transformers"
+
+
+def parameters_of(spec: ModelSpec) -> ParameterCount:
+    return count_parameters(spec) if isinstance(spec, DecoderSpec) else _borrowed(spec).parameters
+
+
+def _borrowed(spec: ModelSpec) -> TransformersSpec:
+    from moeserve.model.hf.spec import TransformersSpec  # Imported late: it loads transformers' modelling code.
+
+    assert isinstance(spec, TransformersSpec)
+    return spec
+
+
+def kinds_of_layers(spec: ModelSpec) -> list[tuple[int, str]]:
     """Return (number of layers, kind) of mixers, then of feed-forward blocks, each the most frequent first."""
+    if not isinstance(spec, DecoderSpec):
+        return list(_borrowed(spec).kinds)
     name = "latent attention" if isinstance(spec.attention, MlaSpec) else "attention"
     kinds: Counter[str] = Counter()
     for layer, window in enumerate(spec.windows):
@@ -138,14 +193,14 @@ def kinds_of_layers(spec: DecoderSpec) -> list[tuple[int, str]]:
     return [(number, kind) for kind, number in (*kinds.most_common(), *blocks.most_common())]
 
 
-def summary(spec: DecoderSpec, implementation: str = "native") -> str:
+def summary(spec: ModelSpec) -> str:
     """Say in one line what a model is, for the start of a service."""
     layers = "; ".join(f"{number} layers with {kind}" for number, kind in kinds_of_layers(spec))
-    return f"{spec.model_type} ({implementation}), {said_parameters(count_parameters(spec))}; {layers}"
+    return f"{spec.model_type} ({implementation_of(spec)}), {said_parameters(parameters_of(spec))}; {layers}"
 
 
 def said_parameters(count: ParameterCount) -> str:
-    active = "" if count.active == count.total else f", {in_billions(count.active)} active per token"
+    active = "" if count.active in (None, count.total) else f", {in_billions(count.active)} active per token"
     return f"{in_billions(count.total)} parameters{active}"
 
 
@@ -162,11 +217,16 @@ def sizes_of(model: KnownModel) -> list[Sizes]:
 
     Keys and values have 8 bits at least, states 16.
     """
-    numbers = kv_block_bytes(model.spec.kv_layers, 1, torch.uint8)
+    spec, total = model.spec, parameters_of(model.spec).total
+    numbers = kv_block_bytes(spec.kv_layers, 1, torch.uint8)
     sizes = []
     for name, bits in WIDTHS.items():
-        states = state_row_bytes(model.spec.state_layers, torch.float32 if bits == 32 else torch.bfloat16)
-        sizes.append(Sizes(name, model.parameters.total * bits // 8, numbers * max(bits, 8) // 8, states))
+        weights = total * bits // 8
+        if not spec.keeps_snapshots:  # It keeps something that nothing is known of.
+            sizes.append(Sizes(name, weights, None, None))
+            continue
+        states = state_row_bytes(spec.state_layers, torch.float32 if bits == 32 else torch.bfloat16)
+        sizes.append(Sizes(name, weights, numbers * max(bits, 8) // 8, states))
     return sizes
 
 
@@ -176,6 +236,9 @@ def setups_of(model: KnownModel, machine: Machine, config: ServeConfig) -> list[
     While nothing fits, further flags are tried that take less memory; the last setup of a device that fits is the one
     to use. config: its device is not looked at.
     """
+    if isinstance(model, BorrowedModel):
+        return list(_borrowed_on_cpu(model.sized, machine, replace(config, device="cpu")))
+    assert isinstance(model, NativeModel)
     setups = list(_on_cpu(model, machine, replace(config, device="cpu")))
     gpus = [gpu for gpu in machine.gpus if gpu.obstacle is None]
     # What states take of a GPU is not planned before loading.
@@ -185,7 +248,7 @@ def setups_of(model: KnownModel, machine: Machine, config: ServeConfig) -> list[
     return setups
 
 
-def _on_cpu(model: KnownModel, machine: Machine, config: ServeConfig) -> Iterator[Setup]:
+def _on_cpu(model: NativeModel, machine: Machine, config: ServeConfig) -> Iterator[Setup]:
     spec, index = model.spec, model.index
     setup = _cpu_setup(model, machine, config)
     yield setup
@@ -204,7 +267,7 @@ def _on_cpu(model: KnownModel, machine: Machine, config: ServeConfig) -> Iterato
             yield _cpu_setup(model, machine, replace(config, expert_memory=advised))
 
 
-def _cpu_setup(model: KnownModel, machine: Machine, config: ServeConfig) -> Setup:
+def _cpu_setup(model: NativeModel, machine: Machine, config: ServeConfig) -> Setup:
     spec, dtype, flags = model.spec, compute_dtype(config, "cpu"), _flags_of(config)
     try:
         refuse_gpu_settings(config, "--device cuda")
@@ -218,15 +281,22 @@ def _cpu_setup(model: KnownModel, machine: Machine, config: ServeConfig) -> Setu
         others = weights_bytes(spec, dtype, model.index, [no_experts])
         narrow = keeps_narrow(dtype)
         speed = machine.bandwidth / _read_per_token(model, plan.weights_bytes - others, others, dtype, narrow=narrow)
+    return _fitting(plan, config, flags, resident, speed)
+
+
+def _fitting(
+    plan: ModelPlan, config: ServeConfig, flags: tuple[str, ...], resident: int | None, speed: float | None
+) -> Setup:
+    """Return a setup on a CPU that takes the memory of `plan`."""
     return Setup(
         "cpu",
         flags,
         None,
         plan.weights_bytes,
-        plan.kv.num_blocks * kv_block_bytes(spec.kv_layers, config.block_size, dtype),
+        plan.kv.num_blocks * kv_block_bytes(plan.spec.kv_layers, config.block_size, plan.dtype),
         plan.kv.num_blocks * config.block_size,
         plan.kv.max_model_len,
-        plan.kv.num_state_rows * state_row_bytes(spec.state_layers, dtype),
+        plan.kv.num_state_rows * state_row_bytes(plan.spec.state_layers, plan.dtype),
         plan.kv.num_state_slots,
         plan.kv.num_snapshots,
         resident,
@@ -234,7 +304,32 @@ def _cpu_setup(model: KnownModel, machine: Machine, config: ServeConfig) -> Setu
     )
 
 
-def _read_per_token(model: KnownModel, experts: int, others: int, dtype: torch.dtype, *, narrow: bool) -> int:
+def _borrowed_on_cpu(sized: SizedModel, machine: Machine, config: ServeConfig) -> Iterator[Setup]:
+    """As `_on_cpu`; all experts are in memory."""
+    setup = _borrowed_setup(sized, machine, config)
+    yield setup
+    wide, half = (sized.loaded_bytes(d, narrow=keeps_narrow(d)) for d in (torch.float32, torch.bfloat16))
+    if setup.obstacle is not None and config.dtype == "auto" and config.expert_memory is None and 2 * half <= wide:
+        yield _borrowed_setup(sized, machine, replace(config, dtype="bfloat16"))
+
+
+def _borrowed_setup(sized: SizedModel, machine: Machine, config: ServeConfig) -> Setup:
+    spec, dtype, flags = sized.spec, compute_dtype(config, "cpu"), _flags_of(config)
+    narrow = keeps_narrow(dtype)
+    try:
+        refuse_gpu_settings(config, "a model on our own code, with --device cuda")
+        if config.expert_memory is not None:
+            raise ConfigError("What --expert-memory takes of a model on transformers' code is known when it is loaded.")
+        num_bytes = sized.loaded_bytes(dtype, narrow=narrow)
+        plan = plan_in_memory(spec, dtype, num_bytes, config, machine.free_bytes)
+    except (ModelError, ConfigError) as error:
+        return Setup("cpu", flags, str(error))
+    read = sized.read_per_token(dtype, narrow=narrow)
+    speed = None if read is None or machine.bandwidth is None else machine.bandwidth / read
+    return _fitting(plan, config, flags, None, speed)
+
+
+def _read_per_token(model: NativeModel, experts: int, others: int, dtype: torch.dtype, *, narrow: bool) -> int:
     """Return the bytes read for one token: the chosen experts, and all others but the embedding, of which it is a row.
 
     experts, others: bytes of all experts and of the other weights, loaded to compute in `dtype`.
@@ -245,7 +340,7 @@ def _read_per_token(model: KnownModel, experts: int, others: int, dtype: torch.d
     return chosen + others - loaded_bytes(embedding, dtype.itemsize, narrow)
 
 
-def _on_gpus(model: KnownModel, gpu: Gpu, num_gpus: int, config: ServeConfig) -> Iterator[Setup]:
+def _on_gpus(model: NativeModel, gpu: Gpu, num_gpus: int, config: ServeConfig) -> Iterator[Setup]:
     """gpu: of all, the one with the least memory free."""
     setup = _gpu_setup(model, gpu, config)
     yield setup
@@ -268,7 +363,7 @@ def _on_gpus(model: KnownModel, gpu: Gpu, num_gpus: int, config: ServeConfig) ->
     yield _gpu_setup(model, gpu, replace(config, expert_memory=advised))
 
 
-def _gpu_setup(model: KnownModel, gpu: Gpu, config: ServeConfig) -> Setup:
+def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig) -> Setup:
     """Plan the memory of one GPU, with equal shares of the experts on all ranks."""
     spec, dtype, flags = model.spec, compute_dtype(config, "cuda"), _flags_of(config)
     kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3" else dtype
@@ -341,7 +436,7 @@ def _slot_bytes(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> i
         return slot_layout(spec, dtype, expert_storage(spec, dtype, config.expert_quantization)).num_bytes
 
 
-def _gpu_others(model: KnownModel, dtype: torch.dtype) -> int:
+def _gpu_others(model: NativeModel, dtype: torch.dtype) -> int:
     """Return the bytes on each GPU of all weights but the experts."""
     return plan_weights(model.spec, model.index, no_experts).loaded_num_bytes(dtype.itemsize, narrow=False)
 

@@ -106,6 +106,13 @@ def plan_on_cpu(
     return _share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency)
 
 
+def plan_in_memory(
+    spec: ModelSpec, dtype: torch.dtype, num_bytes: int, config: ServeConfig, free_bytes: int
+) -> ModelPlan:
+    """As `plan_on_cpu`, for weights of `num_bytes` that are loaded with the model, experts included, on one rank."""
+    return _share_memory(spec, dtype, num_bytes, config, free_bytes)
+
+
 def _share_memory(
     spec: ModelSpec,
     dtype: torch.dtype,

@@ -22,7 +22,7 @@ from moeserve.engine import Engine, EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.experts.observe import ExpertRecording, plan_recording, signature_merger
 from moeserve.memory_plan import plan_model
-from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
+from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.pacing import service_slo
 from moeserve.rank import Rank, ServedModel
 from moeserve.steps import Executor, LocalExecutor, RanksObserver, Steps
@@ -188,7 +188,7 @@ def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
         "state_row_bytes": model.state_row_bytes,
         "max_model_len": ready.max_model_len,
         "model_max_len": model.spec.max_position,
-        "model": summary(model.spec) if isinstance(model.spec, DecoderSpec) else None,
+        "model": summary(model.spec),
         "no_compiled_kernels": native_kernels_absence() if model.device == "cpu" else None,
     }
 

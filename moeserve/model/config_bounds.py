@@ -121,6 +121,22 @@ def check_tree(config: Mapping[str, Any]) -> None:
     _check_tree(config, "config.json", 0)
 
 
+def check_counts(config: Mapping[str, Any]) -> None:
+    """Raise ModelError for a whole number, at any depth, that is above its bound or counts too many layers or experts.
+
+    For configurations of any type: what a number may be else is for its own class to check.
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            check_counts(value)
+        if type(value) is not int:
+            continue
+        counted = _LAYER if "layers" in str(name) else _EXPERTS if "experts" in str(name) else None
+        bounds = _INTEGERS.get(str(name), counted)
+        if bounds is not None and value > bounds[1]:
+            raise ModelError(f"The configuration's {str(name)[:60]} is {value}: it must be at most {bounds[1]}.")
+
+
 def _check_tree(value: Any, name: str, depth: int) -> None:
     """Check sizes and finiteness. name: of the innermost table's entry."""
     if depth > _MAX_DEPTH:

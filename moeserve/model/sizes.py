@@ -28,10 +28,10 @@ _NOWHERE = Path("config.json")
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
     """total: all numbers of the checkpoint; tied embeddings count once. active: of them, those that compute one token:
-    all but the experts that its gates do not choose. experts: of all experts of all layers."""
+    all but the experts that its gates do not choose; None if not known. experts: of all experts of all layers."""
 
     total: int
-    active: int
+    active: int | None
     experts: int
 
 

@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moeserve.model.config_bounds import check_tree
+from moeserve.model.config_bounds import check_counts, check_tree
 from moeserve.model.files import read_json
 from moeserve.model.spec import ModelError, UnsupportedModel
 
@@ -53,6 +53,7 @@ def read_hf_config(directory: Path) -> Any:
             f"Models of type {model_type!r} are not supported: transformers {transformers.__version__} has none either."
         )
     check_tree(_without(raw, _MAY_BE_INFINITE))
+    check_counts(raw)
     raw.pop("auto_map", None)
     try:
         return CONFIG_MAPPING[model_type].from_dict(raw)

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kernels.specs import Activation, GateSpec
+from moeserve.model.hf.description import count_parameters, kinds_of_layers, layers_of
 from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.geometry import Geometry, find_geometry, is_experts
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
+from moeserve.model.sizes import ParameterCount
 from moeserve.model.spec import KvLayerSpec, ModelError, MoeSpec, QuantizationSpec, StateShape, UnsupportedModel
 
 # Rotary embeddings that turn all tokens of a text otherwise once it is longer than the model was trained for.
@@ -25,7 +26,8 @@ class TransformersSpec:
     """A model on transformers' code, as `moeserve.model.spec.ModelSpec` describes models.
 
     geometry: what its layers keep of a request. max_position: the longest context, in tokens; of a rotary embedding
-    that changes with the length of the text it is the length up to which it does not.
+    that changes with the length of the text it is the length up to which it does not. kinds: number of layers and what
+    they have. parameters: of the text decoder.
     """
 
     model_type: str
@@ -38,6 +40,8 @@ class TransformersSpec:
     geometry: Geometry
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    kinds: tuple[tuple[int, str], ...]
+    parameters: ParameterCount
     quantization: QuantizationSpec | None = None
 
     @property
@@ -71,23 +75,39 @@ def read_transformers_spec(directory: Path) -> TransformersSpec:
 
 
 def describe(code: ModellingCode, config: Any) -> TransformersSpec:
-    """Describe an empty model. config: the folder's own, of which the body's may be a part."""
+    """Describe an empty model. config: the folder's own, of which the body's may be a part.
+
+    Raises ModelError or UnsupportedModel.
+    """
+    try:
+        return _describe(code, config)
+    except AttributeError as error:  # A configuration without what those of text decoders have.
+        reason = " ".join(str(error).split())
+        raise UnsupportedModel(f"Models of type {config.model_type!r} are not supported: {reason}.") from error
+
+
+def _describe(code: ModellingCode, config: Any) -> TransformersSpec:
     text, layers = code.config, experts_by_layer(code)
     if getattr(config, "quantization_config", None):
         raise UnsupportedModel(
             f"Quantised weights of models of type {config.model_type!r} are not supported yet: use a 16-bit checkpoint."
         )
+    geometry, top_k = find_geometry(code), top_k_of(text)
     return TransformersSpec(
         model_type=config.model_type,
         vocab_size=code.writer.get_output_embeddings().out_features,
         hidden_size=text.hidden_size,
         num_layers=text.num_hidden_layers,
         max_position=_max_position(text),
-        moe=_moe(text, layers),
+        moe=_moe(text, layers, top_k),
         moe_layers=tuple(layers),
-        geometry=find_geometry(code),
-        eos_token_ids=_token_ids(text.eos_token_id if text.eos_token_id is not None else config.eos_token_id),
+        geometry=geometry,
+        eos_token_ids=_token_ids(
+            text.eos_token_id if text.eos_token_id is not None else getattr(config, "eos_token_id", None)
+        ),
         bos_token_id=text.bos_token_id if isinstance(text.bos_token_id, int) else None,
+        kinds=kinds_of_layers(code, geometry, top_k),
+        parameters=count_parameters(code, top_k),
     )
 
 
@@ -98,8 +118,7 @@ def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:
     layers.
     """
     found: dict[int, nn.Module] = {}
-    layers = [module for module in code.body.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(layers_of(code)):
         modules = [module for module in layer.modules() if is_experts(module)]
         if len(modules) > 1:
             return {}
@@ -109,30 +128,33 @@ def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:
     return found if len(kinds) == 1 and all(activation is not None for _, activation in kinds) else {}
 
 
-def _moe(text: Any, layers: Mapping[int, nn.Module]) -> MoeSpec | None:
+def _moe(text: Any, layers: Mapping[int, nn.Module], top_k: int | None) -> MoeSpec | None:
     if not layers:
         return None
+    if top_k is None:
+        raise ModelError(
+            f"The configuration of this {text.model_type} model does not say how many experts a token chooses."
+        )
     experts: Any = next(iter(layers.values()))
     width = experts.down_proj.shape[1] if experts.is_transposed else experts.down_proj.shape[2]
     return MoeSpec(
         num_experts=experts.down_proj.shape[0],
         intermediate_size=width,
-        gate=GateSpec(_top_k(text)),
+        gate=GateSpec(top_k),
         activation=activation_of(experts) or Activation(),
         expert_bias=experts.has_bias,
     )
 
 
-def _top_k(text: Any) -> int:
+def top_k_of(text: Any) -> int | None:
+    """Return how many experts a token chooses, None if the configuration does not say it."""
     for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"):
         value = getattr(text, name, None)
         if isinstance(value, Sequence):
             value = max(value, default=None)
         if isinstance(value, int) and value > 0:
             return value
-    raise ModelError(
-        f"The configuration of this {text.model_type} model does not say how many experts a token chooses."
-    )
+    return None
 
 
 def _max_position(text: Any) -> int:

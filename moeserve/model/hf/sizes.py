@@ -1,0 +1,112 @@
+"""How large the weights of a model on transformers' code are, by a checkpoint's headers or by config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from moeserve.model.checkpoint import TensorInfo, has_weights, item_bits, read_index
+from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
+from moeserve.model.hf.spec import TransformersSpec, describe, experts_by_layer
+from moeserve.model.hf.weights import Source, WeightMap, map_weights, num_loaded_bytes
+from moeserve.model.sizes import stored_dtype
+from moeserve.model.spec import CheckpointError
+
+_NOWHERE = Path("config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class SizedModel:
+    """A model and its weights.
+
+    experts: how many experts there are in each module of experts that our kernels compute, by its name. embedding: the
+    name of the table of tokens. assumptions: what is not known of the weights, in sentences.
+    """
+
+    spec: TransformersSpec
+    weights: WeightMap
+    experts: Mapping[str, int]
+    embedding: str
+    assumptions: tuple[str, ...]
+
+    def loaded_bytes(self, dtype: torch.dtype, *, narrow: bool) -> int:
+        """Return the bytes of the weights in memory to compute in `dtype`; see `num_loaded_bytes`."""
+        return num_loaded_bytes(self.weights, dtype.itemsize, narrow=narrow, num_owned=self.experts)
+
+    def read_per_token(self, dtype: torch.dtype, *, narrow: bool) -> int | None:
+        """Return the bytes read for one token: chosen experts, and all others but the embedding, of which it is a row.
+
+        None if it is not known how much of the experts one token reads.
+        """
+        moe = self.spec.moe
+        if moe is None and self.spec.parameters.active != self.spec.parameters.total:
+            return None
+        chosen = 0 if moe is None else moe.gate.top_k
+        read = num_loaded_bytes(
+            self.weights, dtype.itemsize, narrow=narrow, num_owned=dict.fromkeys(self.experts, chosen)
+        )
+        table = self.weights.shapes[self.embedding]
+        source = self.weights.sources.get(self.embedding)
+        stays = narrow and source is not None and self.weights.is_narrow(source)
+        return read - table[0] * table[1] * (2 if stays else dtype.itemsize)
+
+
+def size_model(folder: Path) -> SizedModel:
+    """Describe the model of a folder that holds config.json and perhaps weights. Raises ModelError."""
+    config = read_hf_config(folder)
+    with _quiet():
+        code = empty_model(config)
+        spec = describe(code, config)
+    modules = set(experts_by_layer(code).values())
+    names = {name: module for name, module in code.outer.named_modules() if module in modules}
+    assumptions = []
+    try:
+        read_index(folder)
+    except CheckpointError as error:
+        reason = f"{error} Sizes" if has_weights(folder) else "There are no weights: sizes"
+        assumptions.append(f"{reason} go by config.json.")
+        dtype = stored_dtype(config.dtype)
+        if dtype is None:
+            assumptions.append("config.json names no dtype: bfloat16 is assumed.")
+        weights = _expected(code, names.keys(), dtype or "BF16")
+    else:
+        weights = map_weights(code, folder, list(names))
+    table = code.body.get_input_embeddings()
+    embedding = next(name for name, module in code.outer.named_modules() if module is table)
+    counts = {name: weights.shapes[f"{name}.down_proj"][0] for name in names}
+    if code.outer is not code.writer or code.body.config is not code.outer.config:
+        assumptions.append("What its towers for images, sound and video take: they are not served and not counted.")
+    return SizedModel(spec, weights, counts, f"{embedding}.weight", tuple(assumptions))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from advising about kernels that nothing is computed with here."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _expected(code: ModellingCode, experts: Iterable[str], dtype: str) -> WeightMap:
+    """Return the map of a checkpoint that holds each parameter as it is. dtype: of all, as safetensors names it."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in code.outer.state_dict().items()}
+    tied = dict(code.outer.all_tied_weights_keys)
+    index: dict[str, TensorInfo] = {}
+    sources: dict[str, Source] = {}
+    expert_sources: dict[str, Source] = {}
+    of_experts = set(experts)
+    for name, shape in shapes.items():
+        if name not in tied:
+            index[name] = TensorInfo(_NOWHERE, dtype, shape, prod(shape) * item_bits(dtype) // 8)
+            part = expert_sources if name.rpartition(".")[0] in of_experts else sources
+            part[name] = Source(None, {name: [name]})
+    return WeightMap(index, shapes, sources, expert_sources, tied)
