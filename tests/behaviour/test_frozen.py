@@ -15,10 +15,9 @@ from tests.behaviour.freeze import check, differences, first_difference
 @pytest.mark.parametrize(
     "parts",
     [
-        pytest.param(("plans", "cpu"), id="plans-cpu"),
-        pytest.param(("ranks",), id="ranks"),
+        # At once, since one part waits where another computes.
+        pytest.param(("plans", "cpu", "demo", "ranks"), id="cpu"),
         pytest.param(("gpu",), id="gpu", marks=pytest.mark.kernel_change),
-        pytest.param(("demo",), id="demo"),
     ],
 )
 def test_tokens_bits_and_plans_are_those_recorded(parts: tuple[str, ...]) -> None:

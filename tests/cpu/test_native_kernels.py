@@ -26,7 +26,9 @@ def test_the_kernels_are_compiled_where_the_suite_runs() -> None:
     assert native_kernels() is not None
 
 
-def test_a_library_is_built_once_and_found_again(tmp_path: Path) -> None:
+def test_a_library_is_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The one that compiles fastest; the suite computes with all of them.
+    monkeypatch.setattr(library, "_SOURCES", ("elementwise.cpp",))
     first = build_library(tmp_path)
     built = first.stat().st_mtime_ns
     assert build_library(tmp_path) == first

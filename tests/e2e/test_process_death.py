@@ -71,14 +71,14 @@ def test_ctrl_c_stops_at_once(running: Service) -> None:
     assert running.leaves_nothing()
 
 
-def test_a_killed_worker_gives_streams_a_terminal_error(executed: Service) -> None:
-    events = executed.stream(max_tokens=ENDLESS)
+def test_a_killed_worker_gives_streams_a_terminal_error(running: Service) -> None:
+    events = running.stream(max_tokens=ENDLESS)
     next(events)
-    os.kill(executed.pids["worker"], signal.SIGKILL)
+    os.kill(running.pids["worker"], signal.SIGKILL)
     assert "error" in list(events)[-1]
-    assert executed.end() == 1
-    assert "The model process was ended by SIGKILL" in executed.errors.read_text()
-    assert executed.leaves_nothing()
+    assert running.end() == 1
+    assert "The model process was ended by SIGKILL" in running.errors.read_text()
+    assert running.leaves_nothing()
 
 
 def test_a_stopped_worker_is_found_out_and_ends_the_service(running: Service) -> None:

@@ -47,6 +47,8 @@ from moeserve.wire import (
 from radix_cache import PrefixCache
 
 INCARNATION = 7
+# Of steps that may be made; each is counted one by one.
+PLENTY = 1000
 READY = EngineReady(
     pid=1,
     model_hash="abc",
@@ -69,7 +71,7 @@ class CountingExecutor:
     """The next token is the last one plus one; token 50 makes its request fail. Steps wait for `gate`."""
 
     def __init__(self) -> None:
-        self.gate = threading.Semaphore(10**6)
+        self.gate = threading.Semaphore(PLENTY)
 
     def launch(self, plans: Sequence[StepPlan]) -> Computed[list[StepResult]]:
         (plan,) = plans
@@ -175,7 +177,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     yield served
     stop.set()
     experts.disk.set()
-    executor.gate.release(10**6)
+    executor.gate.release(PLENTY)
     thread.join(10)
     assert not thread.is_alive()
     socket.close()
@@ -244,7 +246,7 @@ def test_a_full_queue_rejects_with_a_time_to_retry_and_an_abort_makes_room(serve
     assert rejected[0].retry_after_s is not None
     assert rejected[0].retry_after_s >= 1.0
     served.client.send(Abort("c"))
-    served.executor.gate.release(10**6)
+    served.executor.gate.release(PLENTY)
     assert served.client.outputs_of("c")[-1].finish_reason == FinishReason.ABORT
 
 
@@ -255,7 +257,7 @@ def test_finish_keeps_what_the_frontend_counts(served: Served) -> None:
     while not isinstance(served.client.receive(), Outputs):
         pass
     served.client.send(Finish("r", 1))
-    served.executor.gate.release(10**6)
+    served.executor.gate.release(PLENTY)
     last = served.client.outputs_of("r")[-1]
     assert last.finish_reason == FinishReason.STOP
     assert last.num_output_tokens == 1
@@ -312,7 +314,7 @@ def test_an_engine_that_is_stopped_says_no_more_about_open_requests(served: Serv
     while not isinstance(served.client.receive(), Outputs):
         pass
     served.stop.set()
-    served.executor.gate.release(10**6)
+    served.executor.gate.release(PLENTY)
     served.thread.join(10)
     last: list[Output] = []
     while served.client.socket.poll(0):
