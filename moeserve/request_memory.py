@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 
@@ -32,9 +33,9 @@ class RequestMemory:
         self._merge_annotations = merge_annotations
         self._block_size = cache.block_size
 
-    @property
-    def num_available_blocks(self) -> int:
-        return self._cache.num_available
+    def num_available_blocks(self, request: Request, *, sparing: bool) -> int:
+        """Count the blocks that the request could get now. See `grow` for `sparing`."""
+        return self._cache.num_available_to(request.namespace) if sparing else self._cache.num_available
 
     def share(self, request: Request) -> None:
         """Have prefixes evicted by the terms of the request's account."""
@@ -146,18 +147,22 @@ class RequestMemory:
         if self._states is not None:
             self._states.commit(request, chunk, keep=keep)
 
-    def grow(self, request: Request, count: int) -> Sequence[int] | None:
-        """Lease blocks for `count` more tokens. Return the new ids, or None with nothing changed if memory is short."""
+    def grow(self, request: Request, count: int, *, sparing: bool) -> Sequence[int] | None:
+        """Lease blocks for `count` more tokens. Return the new ids, or None with nothing changed if memory is short.
+
+        sparing: leave something to the cached prefixes of accounts that hold less (`PrefixCache.extend`).
+        """
         lease = request.lease
         assert lease is not None
         missing = (request.num_planned_tokens + count - 1) // self._block_size + 1 - len(lease.block_ids)
         if missing <= 0:
             return ()
-        return self._cache.extend(lease, missing)
+        return self._cache.extend(lease, missing, sparing=sparing)
 
-    def num_tokens_that_fit(self, request: Request) -> int:
-        """Count how many more tokens of the request could get a slot now."""
-        return self.num_empty_slots(request) + self._cache.num_available * self._block_size
+    def num_tokens_that_fit(self, request: Request, *, sparing: bool) -> int:
+        """Count how many more tokens of the request could get a slot now. See `grow` for `sparing`."""
+        num_blocks = self.num_available_blocks(request, sparing=sparing)
+        return self.num_empty_slots(request) + num_blocks * self._block_size
 
     def publish(self, request: Request, annotation: bytes | None = None) -> list[int] | None:
         """Publish the full blocks that the request has computed, annotated if `annotation` is given.
@@ -267,12 +272,13 @@ class RankLoads:
     It places a request where its prompt is cached or being computed, unless that rank has much more to do.
     """
 
-    __slots__ = ("_memories", "_num_promised_blocks", "_num_running", "_prompts", "_work")
+    __slots__ = ("_memories", "_num_of_tenant", "_num_promised_blocks", "_num_running", "_prompts", "_work")
 
     def __init__(self, memories: Sequence[RequestMemory], running: Iterable[Request]) -> None:
         self._memories = memories
         self._work = [0] * len(memories)
         self._num_running = [0] * len(memories)
+        self._num_of_tenant: Counter[tuple[int, str]] = Counter()
         # Running prompts will need memory for their next chunks.
         self._num_promised_blocks = [0] * len(memories)
         self._prompts: list[list[Request]] = [[] for _ in memories]
@@ -287,6 +293,7 @@ class RankLoads:
         if uncomputed > 1 or request.num_scheduled_tokens > 1:
             self._prompts[rank].append(request)
         self._num_running[rank] += 1
+        self._num_of_tenant[rank, request.terms.tenant] += 1
         self._num_promised_blocks[rank] += self._memories[rank].num_missing_blocks(request)
 
     def place(self, request: Request, prompts: Sequence[Request]) -> AdmissionOutcome:
@@ -335,4 +342,6 @@ class RankLoads:
         # A preempted request returns when all have room to grow, or it would be preempted again at once.
         headroom = self._num_running[rank] if request.num_preemptions else 0
         wanted = self._num_promised_blocks[rank] + memory.num_missing_blocks(request) + headroom
-        return wanted <= memory.num_available_blocks
+        # One request of a tenant finds all there is; further ones do not take what other tenants have cached.
+        is_further = self._num_of_tenant[rank, request.terms.tenant] > 0
+        return wanted <= memory.num_available_blocks(request, sparing=is_further)

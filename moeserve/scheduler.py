@@ -376,7 +376,8 @@ class Scheduler:
     def _plan_chunk(self, request: Request, limit: int, draft: PlanDraft) -> None:
         """Plan up to `limit` of the request's pending tokens: as many as fit into memory, preempting if none does.
 
-        The victim is the last request of the same rank. Without a victim the request waits for the others' memory.
+        The victim is the last request of the same rank. Without a victim the request waits for the others' memory. What
+        other tenants have cached within their shares is taken only for the one request that its tenant has there.
         """
         if limit <= 0:
             return
@@ -384,21 +385,37 @@ class Scheduler:
         memory = self._memories[rank]
         pending = len(request.token_ids) - request.num_planned_tokens
         count = wanted = memory.cut_chunk(request, min(pending, limit))
-        while (new := memory.grow(request, count)) is None:
-            count = memory.num_tokens_that_fit(request)
-            if not count:
-                victim = next(
-                    r
-                    for r in reversed(self._running)
-                    if r is request or (r.rank == rank and not r.num_scheduled_tokens)
-                )
-                if victim is request:
-                    return
+        sparing = True
+        while (new := memory.grow(request, count, sparing=sparing)) is None:
+            count = memory.num_tokens_that_fit(request, sparing=sparing)
+            if count:
+                continue
+            is_spared = memory.num_tokens_that_fit(request, sparing=False) > 0
+            if is_spared and not self._has_others(request):
+                sparing = False
+            elif (victim := self._last_running(request, of_tenant=is_spared)) is not None:
                 self._preempt(victim)
-                count = wanted
+            else:
+                return
+            count = wanted
         draft.plans[rank].zeroed_blocks.extend(new)
         draft.add(request, count, memory.use_state(request, count))
         self._tenants.charge(request, count)
+
+    def _has_others(self, request: Request) -> bool:
+        """Return whether other requests of the tenant run on the request's rank."""
+        others = (other for other in self._running if other is not request and other.rank == request.rank)
+        return any(other.terms.tenant == request.terms.tenant for other in others)
+
+    def _last_running(self, request: Request, *, of_tenant: bool) -> Request | None:
+        """Return the last request behind the given one on its rank that no plan names. of_tenant: of its tenant."""
+        for other in reversed(self._running):
+            if other is request:
+                return None
+            is_meant = not of_tenant or other.terms.tenant == request.terms.tenant
+            if is_meant and other.rank == request.rank and not other.num_scheduled_tokens:
+                return other
+        return None
 
     def _plan_unsampled(self, request: Request, draft: PlanDraft) -> None:
         """Plan the token that the plan before will sample for a request, if the request is sure to go on with it.
@@ -414,7 +431,7 @@ class Scheduler:
         if drawn_by is None or draft.budgets[request.rank] <= 0:
             return
         memory = self._memories[request.rank]
-        new = memory.grow(request, 1)
+        new = memory.grow(request, 1, sparing=True)
         if new is not None:
             draft.plans[request.rank].zeroed_blocks.extend(new)
             draft.add_unsampled(request, drawn_by, memory.use_state(request, 1))

@@ -58,6 +58,7 @@ def check_tree(tree: RadixTree, leases: Iterable[Lease], block_size: int) -> arr
     for node in nodes:
         held[account_of(node.namespace)] += len(node.blocks)
     require(held == Counter(tree.victims.num_blocks()), "the number of an account's blocks is wrong")
+    require(tree.victims.num_leased() == num_pinned, "the number of an account's leased blocks is wrong")
     require(num_pinned == tree.num_pinned_blocks, "num_pinned_blocks is wrong")
     _check_ledger(tree, nodes)
     for namespace, root in tree.roots.items():

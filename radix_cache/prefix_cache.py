@@ -17,6 +17,9 @@ from radix_cache.retention import account_of
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot
 from radix_cache.tree import RadixTree
 
+# Of all blocks: what `extend` with `sparing` leaves to accounts that hold less.
+_SPARED_SHARE = 0.25
+
 
 class PrefixCache:
     """All KV blocks of one rank: every one is free, cached, leased or a duplicate that waits for its `free`.
@@ -93,6 +96,14 @@ class PrefixCache:
     def num_available(self) -> int:
         """Blocks that `extend` could give to a lease now."""
         return self._allocator.num_free + self._tree.num_evictable_blocks
+
+    def num_available_to(self, namespace: str) -> int:
+        """Blocks that `extend` could give to a lease of a namespace now with `sparing`."""
+        num_evictable = self._tree.num_evictable_blocks
+        num_spared = int(_SPARED_SHARE * self.num_blocks)
+        if num_evictable and num_spared:
+            num_evictable -= min(num_spared, self._tree.num_to_spare(account_of(namespace)))
+        return self._allocator.num_free + num_evictable
 
     @property
     def num_leased(self) -> int:
@@ -179,16 +190,19 @@ class PrefixCache:
         replaced = lease.block_ids[first : first + len(adopted)]
         lease.block_ids[first : first + len(adopted)] = adopted
         self._allocator.free(replaced)
-        self._num_private_blocks -= len(replaced)
+        self._count_private(lease, -len(replaced))
         self._tree.move(lease.node, node)
         lease.node = node
         lease.num_cached_tokens += len(adopted) * self.block_size
         lease.num_published_tokens = num_published + len(adopted) * self.block_size
         return lease.num_published_tokens
 
-    def extend(self, lease: Lease, count: int) -> list[int] | None:
+    def extend(self, lease: Lease, count: int, *, sparing: bool = False) -> list[int] | None:
         """Append `count` blocks to the lease, evicting cached ones as needed: of the accounts that hold most (`share`),
         the least recently used ones first.
+
+        sparing: leave a quarter of all blocks to cached prefixes of accounts that hold less than the lease's, as far as
+        they have as many.
 
         Return the new ids, or None with nothing changed if fewer than `count` are available. Raises ValueError if
         `count` is negative.
@@ -198,14 +212,15 @@ class PrefixCache:
         allocator = self._allocator
         num_missing = count - allocator.num_free
         if num_missing > 0:
-            if num_missing > self._tree.num_evictable_blocks:
+            available = self.num_available_to(lease.namespace) if sparing else self.num_available
+            if count > available:
                 return None
-            allocator.free(self._tree.evict(num_missing))
+            allocator.free(self._tree.evict(num_missing, account_of(lease.namespace)))
         block_ids = lease.block_ids
         new = allocator.allocate(count, block_ids[-1] if block_ids else None)
         if new is not None:
             block_ids.extend(new)
-            self._num_private_blocks += count
+            self._count_private(lease, count)
         return new
 
     def publish(self, lease: Lease, tokens: array[int], num_computed_tokens: int) -> list[int]:
@@ -234,7 +249,7 @@ class PrefixCache:
         self._tree.move(lease.node, node)
         lease.node = node
         lease.num_published_tokens = stop * size
-        self._num_private_blocks -= len(own)
+        self._count_private(lease, -len(own))
         if not canonical:
             return []
         lease.block_ids[first : first + len(canonical)] = canonical
@@ -263,7 +278,7 @@ class PrefixCache:
         del self._leases[lease.number]
         num_published = lease.num_published_tokens // self.block_size
         private = lease.block_ids[num_published:]
-        self._num_private_blocks -= len(private)
+        self._count_private(lease, -len(private))
         self._tree.release(lease.node, lease.namespace)
         if keep_tokens is not None:
             num_dropped = num_published - max(0, keep_tokens) // self.block_size
@@ -453,6 +468,11 @@ class PrefixCache:
         self._tree.evictions.begin(account_of(lease.namespace))
         return explain_miss(self._tree, lease, tokens, self.block_size)
 
+    def _count_private(self, lease: Lease, change: int) -> None:
+        """Count blocks of a lease that are not in the tree."""
+        self._num_private_blocks += change
+        self._tree.victims.count_private(lease.namespace, change)
+
     def _budget(self, share: float | None) -> int:
         return int((self._retention_share if share is None else share) * self.num_blocks)
 
@@ -505,6 +525,7 @@ class PrefixCache:
         for block in self._duplicates:
             put(block, "a duplicate")
         require(num_private == self._num_private_blocks, "the number of unpublished blocks is wrong")
+        require(num_private == self._tree.victims.num_private(), "an account's unpublished blocks are miscounted")
         require(all(places), "a block is lost")
         check_snapshots(self._tree, self._leases.values(), self._tree.snapshots.rows)
 

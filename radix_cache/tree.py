@@ -30,9 +30,8 @@ class RadixTree:
     follows public runs as far as it can, then the namespace's own. A namespace whose name ends with APART has its own
     alone.
 
-    Retention (`ledger`) comes before all else: a leaf at which no retention ends is evicted before one where one does,
-    and that one before a pinned one. Then come the shares of accounts, then recency (`victims`). `now` is the caller's
-    time, told by `tell_time`.
+    Retention (`ledger`) and the shares of accounts (`victims`) come before recency. `now` is the caller's time, told by
+    `tell_time`.
     """
 
     __slots__ = (
@@ -145,7 +144,7 @@ class RadixTree:
         tokens, added = data[num_known * self._block_bytes :], blocks[num_known:]
         self.num_blocks += len(added)
         self.victims.count(namespace, len(added))
-        self.victims.use(namespace, self.now)
+        self.victims.use(namespace)
         num_other_refs = node.refs - 1 if node is start else node.refs
         is_alone = not node.children and num_other_refs == 0 and not node.annotation and node.retention is None
         if node.parent is not None and is_alone and node.namespace == namespace:
@@ -154,7 +153,7 @@ class RadixTree:
             node.tokens += tokens
             node.blocks.extend(added)
             if node.pins:
-                self.num_pinned_blocks += len(added)
+                self._protect(node, len(added))
             return node, canonical
         # An annotated or retained run that no lease refers to is a leaf in the eviction queue until now.
         node.queued = NOT_QUEUED
@@ -173,7 +172,7 @@ class RadixTree:
             current.pins += 1
             if current.pins > 1:
                 return
-            self.num_pinned_blocks += len(current.blocks)
+            self._protect(current, len(current.blocks))
             current = current.parent
 
     def move(self, source: Node, target: Node) -> None:
@@ -184,20 +183,25 @@ class RadixTree:
 
     def release(self, node: Node, namespace: str) -> None:
         """Drop the reference that `acquire` added for a lease of a namespace, and make the node the one used last."""
-        self.victims.use(namespace, self.now)
+        self.victims.use(namespace)
         self._clock += 1
         node.last_used = self._clock
         node.used_at = self.now
         self._drop_reference(node)
 
-    def evict(self, count: int) -> array[int]:
+    def num_to_spare(self, account: str) -> int:
+        """Count the evictable blocks that an account would take from others which hold less than it."""
+        accounts = self.ledger.accounts() if self.ledger.num_pins else {}
+        return self.victims.num_to_spare(account, {name: one.num_pinned_blocks for name, one in accounts.items()})
+
+    def evict(self, count: int, account: str | None = None) -> array[int]:
         """Remove `count` blocks, at most `num_evictable_blocks`, from the tails of leaves that no lease needs.
 
-        Retained leaves come after all others, pinned ones last; among equals see `Victims`. Return the ids, which the
-        caller owns from now on.
+        account: the one that takes them, None for nobody. See `Victims` for the order. Return the ids, which the caller
+        owns from now on.
         """
         evicted: array[int] = array("i")
-        for node, cut in self.victims.choose(count):
+        for node, cut in self.victims.choose(count, account):
             self.evictions.add(node, cut)
             evicted.extend(self._cut_tail(node, cut, lost=True))
         return evicted
@@ -300,6 +304,7 @@ class RadixTree:
     def tell_time(self, now: float) -> None:
         """Set the time, which never goes back, and end the retentions that are over."""
         self.now = now
+        self.victims.tell_time(now)
         for node in self.ledger.end_overdue(now):
             self._requeue(node)
 
@@ -367,10 +372,16 @@ class RadixTree:
             current.pins -= 1
             if current.pins:
                 break
-            self.num_pinned_blocks -= len(current.blocks)
+            self._protect(current, -len(current.blocks))
             current = current.parent
         if not node.children:
             self._became_leaf(node)
+
+    def _protect(self, node: Node, change: int) -> None:
+        """Count blocks of a node that a lease protects from now on; negative: that none protects any more."""
+        if change:
+            self.num_pinned_blocks += change
+            self.victims.count_leased(node.namespace, change)
 
     def _became_leaf(self, node: Node) -> None:
         """Queue `node`, which has neither children nor references, for eviction; drop it if it is a root."""

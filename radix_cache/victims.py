@@ -2,14 +2,17 @@
 
 An account that fills the cache with prompts that nobody asks for again evicts its own. The next victim belongs to the
 account that holds most blocks, weight for weight, so an account never loses a block while it holds less than its share
-and another one holds more. This is max-min fairness over the blocks in the tree, leased ones included. Accounts that
+and another one holds more. This is max-min fairness over all blocks, those of running requests included. Accounts that
 come no more would hold their shares for ever, so what an account holds counts double for every `HALF_LIFE_S` since its
 last request. With one account the order is that of age alone.
+
+Blocks are evicted for an account, the taker. Its own leaves, and those of accounts that hold as much as it does, come
+before those of accounts that hold less; of the latter a part can be spared (`num_to_spare`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, log2
 
@@ -21,26 +24,40 @@ HALF_LIFE_S = 600.0
 _HEAP_SLACK = 64
 _USUAL = (1.0, inf)
 
-# (rank of the retention, excess of the account with its sign turned, stamp, serial): the first victim has the lowest.
-Place = tuple[int, float, int, int]
+# (tier, rank of the retention, excess of the account with its sign turned, stamp, serial): the first victim has the
+# lowest. Tier 1: of accounts that hold less than the taker. Tier 2: pinned ones.
+Place = tuple[int, int, float, int, int]
+
+
+_PINNED = 2
 
 
 class Holding:
-    """What an account holds: `num_blocks` in the tree, and in `queue` its leaves that may go, the first victim first.
+    """What an account holds: `num_blocks` in the tree, `num_leased` of them protected by leases, `num_private` that its
+    leases have beside the tree, and in `queue` its leaves that may go, the first victim first.
 
     Entries of the queue are (rank of the retention, stamp, serial, entry, node). They have numbers; one whose number is
-    not the node's `queued` is dead. `used_at`: when a request of the account published or ended last. Beyond `limit`
-    blocks the account comes before all that are within theirs.
+    not the node's `queued` is dead. `used_at`: when a request of the account began, published or ended last. Beyond
+    `limit` blocks the account comes before all that are within theirs.
     """
 
-    __slots__ = ("limit", "num_blocks", "queue", "used_at", "weight")
+    __slots__ = ("limit", "num_blocks", "num_leased", "num_private", "queue", "used_at", "weight")
 
-    def __init__(self, weight: float, limit: float) -> None:
+    def __init__(self, weight: float, limit: float, now: float) -> None:
         self.weight = weight
         self.limit = limit
         self.num_blocks = 0
+        self.num_leased = 0
+        self.num_private = 0
         self.queue: list[tuple[int, int, int, int, Node]] = []
-        self.used_at = 0.0
+        self.used_at = now
+
+    def count(self, blocks: int = 0, leased: int = 0, private: int = 0) -> None:
+        """Add to the three numbers of blocks."""
+        self.num_blocks += blocks
+        self.num_leased += leased
+        self.num_private += private
+        self.bound_queue()
 
     def first(self) -> Node | None:
         """Return the next victim of the account, None without any. Forgets dead entries."""
@@ -52,12 +69,34 @@ class Holding:
             heappop(queue)
         return None
 
-    def place(self, node: Node, num_cut: int = 0) -> Place:
-        """Return the place of the account's next victim among all accounts', once `num_cut` blocks are gone."""
-        num_blocks = self.num_blocks - num_cut
+    def excess(self, num_cut: int = 0) -> float:
+        """Return what the account holds once `num_cut` blocks are gone: a logarithm, to be compared."""
+        num_held = self.num_blocks + self.num_private - num_cut
+        if not num_held:
+            return -inf
         # The factor 2 ** ((now - used_at) / HALF_LIFE_S) without `now`, which is the same for all.
-        excess = inf if num_blocks > self.limit else log2(num_blocks / self.weight) - self.used_at / HALF_LIFE_S
-        return self.queue[0][0], -excess, node.last_used, node.serial
+        return inf if num_held > self.limit else log2(num_held / self.weight) - self.used_at / HALF_LIFE_S
+
+    def num_beyond(self, excess: float) -> int:
+        """Count the blocks that the account could lose, one after another, each while it holds that much or more."""
+        num_held = self.num_blocks + self.num_private
+        over_limit = min(max(0, num_held - int(min(self.limit, num_held))), self.num_blocks)
+        level = excess + self.used_at / HALF_LIFE_S + log2(self.weight)
+        if level > log2(num_held) + 1:
+            return over_limit
+        count = min(max(over_limit, int(num_held + 1 - 2.0**level)), self.num_blocks)
+        # The power is rounded: what counts is the comparison.
+        while count < self.num_blocks and self.excess(count) >= excess:
+            count += 1
+        while count > over_limit and self.excess(count - 1) < excess:
+            count -= 1
+        return count
+
+    def place(self, node: Node, taker: Taker, num_cut: int = 0) -> Place:
+        """Return the place of the account's next victim among all accounts', once `num_cut` blocks are gone."""
+        rank, excess = self.queue[0][0], self.excess(num_cut)
+        tier = 2 if rank == _PINNED else 0 if self is taker.holding or excess >= taker.excess else 1
+        return tier, rank, -excess, node.last_used, node.serial
 
     def bound_queue(self) -> None:
         """Drop dead entries when there are more of them than of blocks."""
@@ -66,16 +105,31 @@ class Holding:
             heapify(self.queue)
 
 
-class Victims:
-    """The holdings of the accounts that have blocks in the tree. It removes no node from the tree."""
+class Taker:
+    """The account for which blocks are evicted; `excess` is what it holds before. It may hold nothing yet."""
 
-    __slots__ = ("_holdings", "_next_entry", "_terms")
+    __slots__ = ("excess", "holding")
+
+    def __init__(self, holding: Holding | None) -> None:
+        self.holding = holding
+        self.excess = -inf if holding is None else holding.excess()
+
+
+class Victims:
+    """The holdings of the accounts that have blocks. It removes no node from the tree."""
+
+    __slots__ = ("_holdings", "_next_entry", "_terms", "now")
 
     def __init__(self) -> None:
         self._holdings: dict[str, Holding] = {}
         # (weight, limit) of the accounts that have others than _USUAL.
         self._terms: dict[str, tuple[float, float]] = {}
         self._next_entry = 0
+        self.now = 0.0
+
+    def tell_time(self, now: float) -> None:
+        """Set the time, which never goes back, in seconds."""
+        self.now = now
 
     def share(self, account: str, weight: float, limit: float) -> None:
         """Set an account's weight among all, and how many blocks it may hold before it comes first."""
@@ -87,39 +141,60 @@ class Victims:
         if (holding := self._holdings.get(account)) is not None:
             holding.weight, holding.limit = weight, limit
 
-    def use(self, namespace: str, now: float) -> None:
+    def use(self, namespace: str) -> None:
         """Note that a request of a namespace has published or ended."""
         if (holding := self._holdings.get(account_of(namespace))) is not None:
-            holding.used_at = now
+            holding.used_at = self.now
 
     def count(self, namespace: str, change: int) -> None:
         """Note how many blocks a namespace has more, or fewer, in the tree."""
-        account = account_of(namespace)
-        holding = self._holdings.get(account)
-        if holding is None:
-            holding = self._holdings[account] = Holding(*self._terms.get(account, _USUAL))
-        holding.num_blocks += change
-        holding.bound_queue()
-        if not holding.num_blocks:
-            del self._holdings[account]
+        holding = self._of(namespace)
+        holding.count(blocks=change)
+        self._close(namespace, holding)
+
+    def count_private(self, namespace: str, change: int) -> None:
+        """Note how many blocks leases of a namespace have more, or fewer, beside the tree."""
+        if change:
+            holding = self._of(namespace)
+            holding.count(private=change)
+            self._close(namespace, holding)
+
+    def count_leased(self, namespace: str, change: int) -> None:
+        """Note how many blocks of a namespace in the tree leases protect more, or fewer."""
+        self._holdings[account_of(namespace)].count(leased=change)
 
     def add(self, node: Node) -> None:
         """Queue an unreferenced leaf, or queue it anew: its retention has changed."""
         retention = node.retention
-        rank = 0 if retention is None else 2 if retention.is_pinned else 1
+        rank = 0 if retention is None else _PINNED if retention.is_pinned else 1
         self._next_entry += 1
         node.queued = self._next_entry
         holding = self._holdings[account_of(node.namespace)]
         heappush(holding.queue, (rank, node.last_used, node.serial, node.queued, node))
         holding.bound_queue()
 
-    def choose(self, count: int) -> Iterator[tuple[Node, int]]:
-        """Yield (leaf, number of blocks to remove from its tail), `count` blocks in all.
+    def num_to_spare(self, account: str, pinned: Mapping[str, int]) -> int:
+        """Count the blocks of other accounts that may go, and that a taker could leave them: each holds less than it.
+
+        pinned: blocks that retentions without end cover, by account. They are not counted.
+        """
+        taker = Taker(self._holdings.get(account))
+        found = 0
+        for name, holding in self._holdings.items():
+            if holding is not taker.holding:
+                num_free = holding.num_blocks - holding.num_leased - pinned.get(name, 0)
+                found += max(0, num_free - holding.num_beyond(taker.excess))
+        return found
+
+    def choose(self, count: int, account: str | None) -> Iterator[tuple[Node, int]]:
+        """Yield (leaf, number of blocks to remove from its tail), `count` blocks in all, for an account or for none.
 
         The caller removes them, with `count`, before it asks for the next. There must be as many that may go.
         """
+        taker = Taker(None if account is None else self._holdings.get(account))
         while count:
-            turns = [(holding.place(node), holding) for holding in self._holdings.values() if (node := holding.first())]
+            leaves = [(holding, node) for holding in self._holdings.values() if (node := holding.first()) is not None]
+            turns = [(holding.place(node, taker), holding) for holding, node in leaves]
             require(bool(turns), f"{count} blocks are to be evicted, but none may go")
             # Places differ in their serials, so holdings are never compared.
             heapify(turns)
@@ -129,13 +204,13 @@ class Victims:
                 assert node is not None
                 parent = node.parent
                 assert parent is not None
-                cut = _num_blocks_to_cut(holding, node, count, min(turns[1:3], default=None))
+                cut = _num_blocks_to_cut(holding, node, taker, count, min(turns[1:3], default=None))
                 yield node, cut
                 count -= cut
                 if node.parent is None and parent.namespace != node.namespace:
                     break  # the parent, of another account, may be a leaf now
                 if (following := holding.first()) is not None:
-                    heapreplace(turns, (holding.place(following), holding))
+                    heapreplace(turns, (holding.place(following, taker), holding))
                 else:
                     heappop(turns)
 
@@ -148,19 +223,41 @@ class Victims:
         """Return how many blocks of the tree each account holds."""
         return {account: holding.num_blocks for account, holding in self._holdings.items()}
 
+    def num_leased(self) -> int:
+        """Return how many blocks of the tree leases protect."""
+        return sum(holding.num_leased for holding in self._holdings.values())
+
+    def num_private(self) -> int:
+        """Return how many blocks leases have beside the tree."""
+        return sum(holding.num_private for holding in self._holdings.values())
+
     def queued_serials(self) -> list[int]:
         """Return the serials of the leaves that may go. Raises InvariantError if dead entries pile up."""
         for holding in self._holdings.values():
             require(len(holding.queue) <= 2 * holding.num_blocks + _HEAP_SLACK, "a queue of victims outgrew its blocks")
         return [node.serial for account in self._holdings for node in self.of(account)]
 
+    def _of(self, namespace: str) -> Holding:
+        account = account_of(namespace)
+        holding = self._holdings.get(account)
+        if holding is None:
+            holding = self._holdings[account] = Holding(*self._terms.get(account, _USUAL), self.now)
+        return holding
 
-def _num_blocks_to_cut(holding: Holding, node: Node, count: int, following: tuple[Place, Holding] | None) -> int:
+    def _close(self, namespace: str, holding: Holding) -> None:
+        """Forget an account that holds nothing."""
+        if not holding.num_blocks and not holding.num_private:
+            del self._holdings[account_of(namespace)]
+
+
+def _num_blocks_to_cut(
+    holding: Holding, node: Node, taker: Taker, count: int, following: tuple[Place, Holding] | None
+) -> int:
     """Return how many blocks of `node`, at most `count`, are removed before it is another account's turn."""
     most = min(count, len(node.blocks))
     if following is None:
         return most
     cut = 1
-    while cut < most and holding.place(node, cut) < following[0]:
+    while cut < most and holding.place(node, taker, cut) < following[0]:
         cut += 1
     return cut

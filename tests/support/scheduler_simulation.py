@@ -153,7 +153,8 @@ class Simulation:
         assert len(planned) == len(chunks)
         for request, lease in ready:
             if request.request_id not in planned and request.lease is lease:
-                assert self.caches[request.rank].num_available == 0, "a decode was left out"
+                num_available = self.caches[request.rank].num_available_to(request.namespace)
+                assert num_available == 0, "a decode was left out"
         self.plans += plans
         for rank, plan in enumerate(plans):
             records = [self.records[chunk.request_id] for chunk in plan.chunks]

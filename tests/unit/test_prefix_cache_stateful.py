@@ -89,8 +89,9 @@ class World:
     def inner(self) -> set[Key]:
         return {(namespace, tokens[: -self.size]) for namespace, tokens in self.entries}
 
-    def evict(self, count: int) -> None:
+    def evict(self, count: int, taker: str | None) -> None:
         protected = self.protected()
+        taken = self.excess(taker)
         for _ in range(count):
             inner = self.inner()
             leaves = [key for key in self.entries if key not in protected and key not in inner]
@@ -100,7 +101,7 @@ class World:
             )
             victim = min(
                 (key for key in oldest if key is not None),
-                key=lambda key: (self.rank(key), -self.excess(account_of(key[0])), self.entries[key].stamp),
+                key=lambda key: (self.tier(key, taker, taken), *self.turn(key)),
             )
             self.num_lost += victim in self.retained(account_of(victim[0]))
             self.remove(victim)
@@ -109,12 +110,47 @@ class World:
         return self.rank(key), self.entries[key].stamp
 
     def held(self, account: str) -> int:
-        return sum(account_of(key[0]) == account for key in self.entries)
+        """Count the blocks of an account in the tree, and those of its running requests beside it."""
+        size = self.size
+        private = (
+            len(one.lease.block_ids) - one.lease.num_published_tokens // size
+            for one in self.running
+            if account_of(one.namespace) == account
+        )
+        return sum(account_of(key[0]) == account for key in self.entries) + sum(private)
 
-    def excess(self, account: str) -> float:
+    def turn(self, key: Key) -> tuple[int, float, int]:
+        return self.rank(key), -self.excess(account_of(key[0])), self.entries[key].stamp
+
+    def tier(self, key: Key, taker: str | None, taken: float) -> int:
+        """Return 2 for what is pinned, 1 for what others have cached that hold less than the taker."""
+        account = account_of(key[0])
+        return 2 if self.rank(key) == 2 else int(account != taker and self.excess(account) < taken)
+
+    def to_spare(self, taker: str) -> int:
+        """Count what others would lose, one block after another, while they hold less than the taker."""
+        protected, found = self.protected(), 0
+        taken = self.excess(taker)
+        for account in ACCOUNTS:
+            if account != taker:
+                may_go = sum(account_of(key[0]) == account and key not in protected for key in self.entries)
+                may_go -= len(self.retained(account, pinned=True))
+                held = self.held(account)
+                while may_go > 0 and held and self.excess(account, held) >= taken:
+                    may_go, held = may_go - 1, held - 1
+                found += max(0, may_go)
+        return found
+
+    def available_to(self, namespace: str) -> int:
+        evictable = len(self.entries) - len(self.protected())
+        return len(self.free) + evictable - min(self.cache.num_blocks // 4, self.to_spare(account_of(namespace)))
+
+    def excess(self, account: str | None, held: int | None = None) -> float:
         """Return what an account holds by its weight, doubled for every half-life that it was idle."""
+        if account is None:
+            return 0.0
         weight, most = self.terms[account]
-        held = self.held(account)
+        held = self.held(account) if held is None else held
         if most < 1 and held > most * self.cache.num_blocks:
             return inf
         return held / weight * 2 ** ((self.now - self.used_at[account]) / HALF_LIFE_S)
@@ -261,19 +297,25 @@ class World:
         self.running.append(Running(lease, name, ids, use_cache, lease.num_cached_tokens))
         self.log.append(blocks)
 
-    def extend(self, which: int, count: int) -> None:
+    def extend(self, which: int, count: int, sparing: bool = False) -> None:
         if one := self.pick(which):
             before = one.lease.block_ids.tolist()
             evictable = len(self.entries) - len(self.protected())
-            new = self.cache.extend(one.lease, count)
+            available = self.available_to(one.namespace) if sparing else len(self.free) + evictable
+            account = account_of(one.namespace)
+            is_first = not self.held(account)
+            if count <= available:
+                self.evict(max(0, count - len(self.free)), account)
+            new = self.cache.extend(one.lease, count, sparing=sparing)
             self.log.append(new)
-            if count > len(self.free) + evictable:
+            if count > available:
                 assert new is None
                 assert one.lease.block_ids.tolist() == before
                 return
             assert new is not None
             assert len(new) == count
-            self.evict(max(0, count - len(self.free)))
+            if is_first and count:
+                self.used_at[account] = self.now
             assert set(new) <= self.free
             self.free -= set(new)
             for block in new:
@@ -358,7 +400,7 @@ class World:
     def reset(self) -> None:
         evictable = len(self.entries) - len(self.protected())
         assert self.cache.reset() == evictable
-        self.evict(evictable)
+        self.evict(evictable, None)
 
     def check(self) -> None:
         cache, pinned = self.cache, len(self.protected())
@@ -367,6 +409,8 @@ class World:
         assert cache.num_free == len(self.free)
         assert cache.num_cached == len(self.entries) - pinned
         assert cache.num_available == len(self.free) + len(self.entries) - pinned
+        namespace = NAMESPACES[self.clock % 4]
+        assert cache.num_available_to(namespace) == self.available_to(namespace)
         assert cache.num_leased == private + pinned
         assert cache.num_duplicates == len(self.duplicates)
         retained = {name: len(self.retained(name)) for name in ACCOUNTS}
@@ -416,9 +460,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if one := self.world.pick(which):
             self.world.start(NAMESPACES.index(one.namespace), one.tokens.tolist(), True)
 
-    @rule(which=which, count=st.integers(0, 6))
-    def extend(self, which: int, count: int) -> None:
-        self.world.extend(which, count)
+    @rule(which=which, count=st.integers(0, 6), sparing=st.booleans())
+    def extend(self, which: int, count: int, sparing: bool) -> None:
+        self.world.extend(which, count, sparing)
 
     @rule(which=which, count=st.integers(1, 12))
     def compute(self, which: int, count: int) -> None:
@@ -522,7 +566,7 @@ def drive(seed: int, steps: int, check_every: int, caching: bool = True, retaini
             world.start(draw.choice((0, 0, 0, 1, 2, 3)), tokens, draw.random() < 0.9)
         elif kind < 0.65:
             world.advance(which)
-            world.extend(which, draw.randint(0, 4))
+            world.extend(which, draw.randint(0, 4), draw.random() < 0.5)
             world.compute(which, draw.randint(1, 12))
             world.publish(which, draw.choice((0, 0, 0, 2)))
         elif kind < 0.80:

@@ -180,9 +180,13 @@ def test_prompts_leave_running_streams_the_pace_that_they_were_promised() -> Non
     simulation.check_all_done()
 
 
+# Many running requests that fill the memory, and such as grow until it is full.
+@pytest.mark.parametrize(("num_prompt_tokens", "num_output_tokens"), [(200, 10), (8, 120)])
 @pytest.mark.parametrize(("flooder", "is_kept"), [("a", True), ("b/other", False)])
-def test_prompts_that_fill_the_cache_leave_the_prefixes_of_another_tenant_there(flooder: str, is_kept: bool) -> None:
-    simulation = Simulation(num_blocks=160, block_size=4, budget=64, max_num_seqs=2)
+def test_prompts_that_fill_the_cache_leave_the_prefixes_of_another_tenant_there(
+    flooder: str, is_kept: bool, num_prompt_tokens: int, num_output_tokens: int
+) -> None:
+    simulation = Simulation(num_blocks=160, block_size=4, budget=64, max_num_seqs=8)
     random = Random(1)
     prefix = [random.randrange(VOCAB_SIZE) for _ in range(80)]
 
@@ -194,18 +198,18 @@ def test_prompts_that_fill_the_cache_leave_the_prefixes_of_another_tenant_there(
     simulation.run()
     terms = Terms(flooder.partition("/")[0])
     found = []
-    for number in range(1, 9):
+    for number in range(1, 5):
         for index in range(8):
-            prompt = [random.randrange(VOCAB_SIZE) for _ in range(200)]
-            sampling = SamplingParams(max_tokens=10)
+            prompt = [random.randrange(VOCAB_SIZE) for _ in range(num_prompt_tokens)]
+            sampling = SamplingParams(max_tokens=num_output_tokens)
             simulation.add(f"a{number} {index}", prompt, sampling, namespace=flooder, terms=terms)
-        for _ in range(15):
+        for _ in range(15 if num_output_tokens < 100 else 130):
             simulation.step()
         record = ask(number)
         while record.finish_reason is None:
             simulation.step()
         found.append(record.request.num_cached_tokens)
-    assert (found == [80] * 8) == is_kept
+    assert (found == [80] * 4) == is_kept
     simulation.run()
     simulation.check_all_done()
 
@@ -225,3 +229,31 @@ def test_the_terms_of_a_tenant_hold_for_its_cached_prefixes() -> None:
         ask(f"{number}", A)
     kept = {name: simulation.cache.peek(array("i", [*prompt, 0]), name) for name, prompt in prompts.items()}
     assert kept == {"few": 16, "heavy": 40}
+
+
+def test_one_request_finds_memory_whatever_others_have_cached() -> None:
+    simulation = Simulation(num_blocks=40, block_size=4, budget=64)
+    for name in "bcd":
+        prompt = [ord(name) % VOCAB_SIZE] * 40
+        simulation.add(name, prompt, SamplingParams(max_tokens=1), namespace=name, terms=Terms(name))
+        simulation.run()
+    # All but one block, and the last ones as it grows.
+    giant = simulation.add("giant", [1] * 100, SamplingParams(max_tokens=56), namespace="a", terms=A)
+    simulation.run()
+    assert len(giant.output) == 56
+    assert simulation.scheduler.counters.preemptions == 0
+    simulation.check_all_done()
+
+
+def test_further_requests_wait_rather_than_take_what_others_have_cached() -> None:
+    simulation = Simulation(num_blocks=40, block_size=4, budget=200)
+    prefix = [9] * 36
+    simulation.add("b", prefix, SamplingParams(max_tokens=1), namespace="b", terms=B)
+    simulation.run()
+    for number in range(4):
+        simulation.add(f"a{number}", [number] * 40, SamplingParams(max_tokens=20), namespace="a", terms=A)
+    simulation.step()
+    assert (simulation.scheduler.num_running, simulation.scheduler.num_waiting) == (3, 1)
+    simulation.run()
+    assert simulation.cache.peek(array("i", [*prefix, 0]), "b") == 36
+    simulation.check_all_done()
