@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 from contextlib import suppress
 from typing import NoReturn
 
+from launcher.child import die_with_parent
 from moeserve.config import ConfigError
 from moeserve.frontend.logs import configure_logs
 from moeserve.frontend.server import serve
@@ -37,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     logs = configure_logs(run.config.log_level, run.config.log_format)
     try:
         services = Services.load(run, lambda: logs.num_dropped, options.news_fd)
+        # When the supervisor is killed clients are told, as on an interrupt; `launcher.janitor` sees to the end.
+        die_with_parent(os.getppid(), signal.SIGINT)
         serve(services, socket.socket(fileno=options.fd), options.beat_fd)
     except ConfigError as error:
         print(f"moeserve: {error}", file=sys.stderr)
