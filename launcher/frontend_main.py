@@ -35,12 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--beat-fd", type=int, help="pipe for the event loop's ticks")
     parser.add_argument("--news-fd", type=int, help="pipe for news of the engine's lives")
     options = parser.parse_args(arguments)
+    # When the supervisor is killed clients are told, as on an interrupt; `launcher.janitor` sees to the end.
+    die_with_parent(os.getppid(), signal.SIGINT)
     run = load_run_context(options.context)
     logs = configure_logs(run.config.log_level, run.config.log_format)
     try:
         services = Services.load(run, lambda: logs.num_dropped, options.news_fd)
-        # When the supervisor is killed clients are told, as on an interrupt; `launcher.janitor` sees to the end.
-        die_with_parent(os.getppid(), signal.SIGINT)
         serve(services, socket.socket(fileno=options.fd), options.beat_fd)
     except ConfigError as error:
         print(f"moeserve: {error}", file=sys.stderr)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import httpx2
@@ -19,9 +20,9 @@ from tests.support.kills import Kill, assert_nothing_is_left, assert_whole, kill
 from tests.support.service import Service, children_of, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
-pytestmark = pytest.mark.long
-
 SIGNALS = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM, signal.SIGSTOP)
+# What the short suite has of the matrix, beside the tests of single processes.
+SHORT = {("engine", "prefill"), ("engine", "drain"), ("rank 1", "migration")}
 BOTH = ("--max-restarts", "1000", "--max-model-len", "32768", "--max-num-batched-tokens", "256", "--slo", "ttft:100s")
 ONE = ("--engine-timeout", "2", *BOTH)
 TWO = ("--engine-timeout", "4", "--expert-parallel-size", "2", *BOTH)
@@ -73,8 +74,23 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return answers
 
 
-def by_name(number: signal.Signals) -> str:
-    return number.name
+def cells(
+    targets: Sequence[str], phases: Sequence[str], numbers: Sequence[signal.Signals] = SIGNALS
+) -> pytest.MarkDecorator:
+    """Parametrize a test by `target`, `phase` and `number`."""
+    return pytest.mark.parametrize(
+        ("target", "phase", "number"),
+        [
+            pytest.param(
+                target,
+                phase,
+                number,
+                id=f"{target}-{phase}-{number.name}",
+                marks=() if (target, phase) in SHORT and number == signal.SIGKILL else pytest.mark.long,
+            )
+            for target, phase, number in product(targets, phases, numbers)
+        ],
+    )
 
 
 def hit_amid(killing: Kill) -> Traffic:
@@ -119,35 +135,32 @@ def outlive(
         assert_whole(running, killing.seen)
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=by_name)
-@pytest.mark.parametrize("phase", ["start", "idle", "prefill", "decode"])
-@pytest.mark.parametrize("target", ["engine", "frontend"])
+@cells(["engine", "frontend"], ["start", "idle", "prefill", "decode"])
 def test_a_service_of_one_rank_goes_on(
     one: Service, undisturbed: dict[str, Answered], target: str, phase: str, number: signal.Signals
 ) -> None:
     outlive(one, target, phase, number, undisturbed)
 
 
-@pytest.mark.parametrize("phase", ["idle", "prefill", "decode"])
-def test_a_stopped_supervisor_holds_up_nobody(one: Service, undisturbed: dict[str, Answered], phase: str) -> None:
-    outlive(one, "supervisor", phase, signal.SIGSTOP, undisturbed)
+@cells(["supervisor"], ["idle", "prefill", "decode"], [signal.SIGSTOP])
+def test_a_stopped_supervisor_holds_up_nobody(
+    one: Service, undisturbed: dict[str, Answered], target: str, phase: str, number: signal.Signals
+) -> None:
+    outlive(one, target, phase, number, undisturbed)
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=by_name)
-@pytest.mark.parametrize("phase", ["start", "idle", "prefill", "decode"])
-@pytest.mark.parametrize("target", ["rank 0", "rank 1"])
+@cells(["rank 0", "rank 1"], ["start", "idle", "prefill", "decode"])
 def test_a_service_of_two_ranks_goes_on(
     two: Service, undisturbed: dict[str, Answered], target: str, phase: str, number: signal.Signals
 ) -> None:
     outlive(two, target, phase, number, undisturbed)
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=by_name)
-@pytest.mark.parametrize("target", ["rank 0", "rank 1", "frontend"])
+@cells(["rank 0", "rank 1", "frontend"], ["migration"])
 def test_a_service_that_moves_experts_goes_on(
-    restless: Service, undisturbed: dict[str, Answered], target: str, number: signal.Signals
+    restless: Service, undisturbed: dict[str, Answered], target: str, phase: str, number: signal.Signals
 ) -> None:
-    outlive(restless, target, "migration", number, undisturbed)
+    outlive(restless, target, phase, number, undisturbed)
 
 
 @contextmanager
@@ -166,12 +179,12 @@ def loading(model: Path, folder: Path, *arguments: str) -> Iterator[Service]:
         running.process.stdout.close()
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=by_name)
 @pytest.mark.parametrize("ranks", [ONE, TWO], ids=["one rank", "two ranks"])
+@cells(["supervisor"], ["start"])
 def test_a_supervisor_leaves_nothing_while_it_loads(
-    model: Path, tmp_path: Path, ranks: tuple[str, ...], number: signal.Signals
+    model: Path, tmp_path: Path, target: str, phase: str, number: signal.Signals, ranks: tuple[str, ...]
 ) -> None:
-    with loading(model, tmp_path, *ranks) as running, kill(running, "supervisor", "start", number) as killing:
+    with loading(model, tmp_path, *ranks) as running, kill(running, target, phase, number) as killing:
         killing.hit()
         if number == signal.SIGSTOP:
             running.process.send_signal(signal.SIGCONT)
@@ -182,13 +195,17 @@ def test_a_supervisor_leaves_nothing_while_it_loads(
         assert_nothing_is_left(running, killing)
 
 
-@pytest.mark.parametrize("number", [number for number in SIGNALS if number != signal.SIGSTOP], ids=by_name)
-@pytest.mark.parametrize("phase", ["idle", "prefill", "decode", "migration"])
+@cells(["supervisor"], ["idle", "prefill", "decode", "migration"], SIGNALS[:-1])
 def test_a_supervisor_leaves_nothing(
-    model: Path, tmp_path: Path, undisturbed: dict[str, Answered], phase: str, number: signal.Signals
+    model: Path,
+    tmp_path: Path,
+    undisturbed: dict[str, Answered],
+    target: str,
+    phase: str,
+    number: signal.Signals,
 ) -> None:
     settings = (*TWO, *RESTLESS) if phase == "migration" else ONE
-    with service(model, tmp_path, *settings) as running, kill(running, "supervisor", phase, number) as killing:
+    with service(model, tmp_path, *settings) as running, kill(running, target, phase, number) as killing:
         traffic = hit_amid(killing)
         drains = number == signal.SIGTERM
         late = {"cut", "error"} if phase == "idle" else set()
@@ -197,13 +214,17 @@ def test_a_supervisor_leaves_nothing(
         assert_nothing_is_left(running, killing)
 
 
-@pytest.mark.parametrize("number", SIGNALS, ids=by_name)
-@pytest.mark.parametrize("target", ["engine", "frontend", "supervisor", "rank 0", "rank 1"])
+@cells(["engine", "frontend", "supervisor", "rank 0", "rank 1"], ["drain"])
 def test_a_drain_goes_on_or_tells_of_its_end(
-    model: Path, tmp_path: Path, undisturbed: dict[str, Answered], target: str, number: signal.Signals
+    model: Path,
+    tmp_path: Path,
+    undisturbed: dict[str, Answered],
+    target: str,
+    phase: str,
+    number: signal.Signals,
 ) -> None:
     settings = TWO if target.startswith("rank") else ONE
-    with service(model, tmp_path, *settings) as running, kill(running, target, "drain", number) as killing:
+    with service(model, tmp_path, *settings) as running, kill(running, target, phase, number) as killing:
         traffic = Traffic(str(running.http.base_url), TRAFFIC).start()
         assert traffic.started.wait(60)
         running.process.send_signal(signal.SIGTERM)

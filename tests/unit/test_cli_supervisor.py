@@ -333,6 +333,18 @@ def test_a_hung_worker_is_started_again(start):
     assert service.leaves_nothing()
 
 
+@pytest.mark.slow
+def test_a_worker_that_hangs_while_it_loads_again_is_ended(start):
+    service = start(STANDIN_WORKER="loads for ever again", STANDIN_RESTARTS="2")
+    service.wait_until_ready()
+    os.kill(service.pids[0], signal.SIGKILL)
+    assert "was ended by SIGKILL" in service.wait_for("notice")
+    assert "did not load its model again within" in service.wait_for("notice")
+    service.process.send_signal(signal.SIGINT)
+    assert service.end() == 130
+    assert service.leaves_nothing()
+
+
 def test_a_worker_that_dies_during_a_drain_is_started_again_for_the_streams(start):
     service = start(STANDIN_FRONTEND="has streams", STANDIN_RESTARTS="1")
     service.wait_until_ready()
