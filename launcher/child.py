@@ -13,13 +13,13 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when its parent dies; exit if it has died already.
+def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent dies; exit if it has died already.
 
     The signal follows the parent's thread that started this process, so a supervisor starts children from its main
     thread.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent_pid:
         sys.exit(1)
 

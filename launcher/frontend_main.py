@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import signal
 import socket
 import sys
 from contextlib import suppress
 from typing import NoReturn
 
+from launcher.child import die_with_parent
 from moeserve.config import ConfigError
 from moeserve.frontend.logs import configure_logs
 from moeserve.frontend.server import serve
@@ -35,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--beat-fd", type=int, help="pipe for the event loop's ticks")
     parser.add_argument("--news-fd", type=int, help="pipe for news of the engine's lives")
     options = parser.parse_args(arguments)
+    # When the supervisor is killed clients are told, as on an interrupt; `launcher.janitor` sees to the end.
+    die_with_parent(os.getppid(), signal.SIGINT)
     run = load_run_context(options.context)
     logs = configure_logs(run.config.log_level, run.config.log_format)
     try:

@@ -89,6 +89,11 @@ class Child:
     def running(self) -> bool:
         return self._process.returncode is None
 
+    @property
+    def ended_well(self) -> bool:
+        """Whether it has ended with exit code 0, or by a SIGTERM that came before it could handle one."""
+        return self._process.returncode in (0, -signal.SIGTERM)
+
     def send_signal(self, number: signal.Signals) -> None:
         """Signal the child if it still runs."""
         if self.running:

@@ -44,6 +44,8 @@ def _torchrun_options(context: RunContext) -> list[str]:
         f"--nnodes={config.nnodes}",
         f"--nproc-per-node={config.expert_parallel_size // config.nnodes}",
         "--max-restarts=0",
+        # Torchrun would leave an empty directory of logs behind: the ranks write to this process's standard error.
+        f"--log-dir={os.devnull}",
     ]
     if config.nnodes > 1:
         return [

@@ -1,7 +1,8 @@
 """One run of a service: its private directory for sockets and its context, gone when the service is.
 
-A supervisor holds an exclusive lock on the file `lock` in its directory for as long as it lives, whatever ends it. So a
-directory whose lock can be taken belongs to no process, and the next supervisor removes it.
+A supervisor that is killed leaves its directory to a process beside it (`launcher.janitor`), which removes it. In case
+both are killed, a supervisor holds an exclusive lock on the file `lock` in its directory for as long as it lives,
+whatever ends it. So a directory whose lock can be taken belongs to no process, and the next supervisor removes it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import hashlib
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from launcher.preflight import LaunchError
@@ -23,6 +26,8 @@ from moeserve.wire import RunContext
 _PREFIX = "moeserve-"
 # sockaddr_un holds 108 bytes with the final NUL; the longest socket name is heartbeat.<incarnation>.
 _LONGEST_PATH = 107 - len("/heartbeat.4294967295")
+_JANITOR = Path(__file__).with_name("janitor.py")
+_SECONDS_FOR_JANITOR = 10.0
 _HASHED_FILE_BYTES = 16 * 2**20
 _DEMO_NAME = "demo"
 
@@ -34,10 +39,31 @@ def run_directory(environment: Mapping[str, str]) -> Iterator[Path]:
     remove_stale(base)
     path, lock = _create(base)
     try:
-        yield path
+        with _janitor(path):
+            yield path
     finally:
+        # In case that process was killed.
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+@contextmanager
+def _janitor(directory: Path) -> Iterator[None]:
+    """Have a process beside this one clean up when this one dies, or when the context ends."""
+    command = [sys.executable, "-I", "-S", str(_JANITOR), str(directory)]
+    silent = subprocess.DEVNULL
+    # Only this process has the other end of the pipe: descriptors are not inherited unless asked for.
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, cwd="/", start_new_session=True
+    ) as janitor:
+        try:
+            yield
+        finally:
+            assert janitor.stdin is not None
+            janitor.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                janitor.wait(_SECONDS_FOR_JANITOR)
+            janitor.kill()
 
 
 def remove_stale(base: Path) -> None:

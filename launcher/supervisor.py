@@ -38,9 +38,8 @@ WORKER_MODULE = "launcher.worker"
 GROUP_MODULE = "launcher.rank_group"
 FRONTEND_MODULE = "launcher.frontend_main"
 _WORKER, _FRONTEND = "model process", "HTTP process"
-# A model that is loaded again may take so many times as long as at first, and so many seconds in any case.
+# A model that is loaded again may take so many times as long as at first, or as a hang takes to be found.
 _START_PATIENCE = 5.0
-_SHORTEST_START_LIMIT = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +77,12 @@ class _Life:
     """One life of a child. `serves_since`: on the monotonic clock, None before. `why`: it was ended, or ended itself,
     in a sentence. `tasks` end with it.
 
-    An engine that is a copy of the child (`launcher.copies`) has a life, and `copy`, a pidfd, of its own.
+    An engine that is a copy of the child (`launcher.copies`) has a life, a `pid`, and `copy`, a pidfd, of its own.
     """
 
     child: Child
     began: float
+    pid: int
     copy: int | None = None
     has_ended: bool = False
     serves_since: float | None = None
@@ -272,7 +272,7 @@ class Supervisor:
         return life
 
     def _begin(self, child: Child) -> _Life:
-        life = _Life(child, time.monotonic())
+        life = _Life(child, time.monotonic(), child.pid)
         self._lives.append(life)
         return life
 
@@ -327,7 +327,7 @@ class Supervisor:
             self._events.put_nowait(_Stuck(life, f"The HTTP process hung ({why}) and was ended."))
 
     async def _await_start(self, life: _Life) -> None:
-        limit = max(_SHORTEST_START_LIMIT, _START_PATIENCE * self._seconds_to_load)
+        limit = _START_PATIENCE * max(self._seconds_to_load, self._context.config.engine_timeout)
         await asyncio.sleep(limit)
         if life.serves_since is None:
             sentence = f"The model process did not load its model again within {limit:.0f} s and was ended."
@@ -352,9 +352,17 @@ class Supervisor:
             case _Stuck(life=life, sentence=sentence):
                 life.why = life.why or sentence
                 life.kill()
+                if life.copy is not None:
+                    # The process that would tell of the copy's end may be stopped itself.
+                    asyncio.get_running_loop().call_later(self._grace.at_once, self._kill_silent, life)
             case _Due(name=name) if name in self._due:
                 self._due.remove(name)
                 self._restart(name)
+
+    def _kill_silent(self, life: _Life) -> None:
+        """Kill a child that has not told the end of its copy."""
+        if not life.has_ended:
+            life.child.send_signal(signal.SIGKILL)
 
     def _on_status(self, life: _Life, status: Status) -> None:
         match status:
@@ -376,7 +384,7 @@ class Supervisor:
         now = life.serves_since = time.monotonic()
         if self._makes_copies and status.pid not in (None, life.child.pid):
             with suppress(ProcessLookupError):
-                life.copy = os.pidfd_open(status.pid)
+                life.copy, life.pid = os.pidfd_open(status.pid), status.pid
         life.tasks.append(self._spawn(self._await_hang(life)))
         self._vitals.expect(_WORKER)
         if self._ready is None:
@@ -407,9 +415,7 @@ class Supervisor:
     def _state(self) -> str:
         """Return one line about the service and its processes."""
         doing = "loading" if self._ready is None else "serving"
-        lives = ", ".join(
-            f"{life.child.name} {life.child.pid} {self._vitals.of(life.child.name)}" for life in self._lives
-        )
+        lives = ", ".join(f"{life.child.name} {life.pid} {self._vitals.of(life.child.name)}" for life in self._lives)
         return f"{doing if self._exit_code is None else 'stopping'}; {lives}"
 
     def _drain(self) -> None:
@@ -421,7 +427,8 @@ class Supervisor:
             return
         self._frontend.child.send_signal(signal.SIGTERM)
         limit = self._context.config.shutdown_timeout + self._grace.after_drain
-        self._later(limit, self._frontend, signal.SIGKILL)
+        late = _Stuck(self._frontend, f"The HTTP process did not end within {limit:g} s of SIGTERM and was ended.")
+        asyncio.get_running_loop().call_later(limit, self._events.put_nowait, late)
 
     def _on_exit(self, life: _Life) -> None:
         if life is self._frontend:
@@ -438,7 +445,7 @@ class Supervisor:
     def _on_frontend_exit(self, life: _Life) -> None:
         if self._exit_code is None and self._has_served and self._starts_again(life):
             return
-        if self._exit_code is None or (self._exit_code == 0 and life.why is not None):
+        if self._exit_code is None or (self._exit_code == 0 and not life.child.ended_well):
             self._fail(life.why or self._why_no_frontend() or f"The HTTP process {life.child.end()}.")
         self._end_worker()
 
@@ -518,9 +525,14 @@ class Supervisor:
 
 
 def remove_files_of(context: RunContext) -> None:
-    """Remove sockets and other files of an engine that has ended, but its context, which a frontend may yet read."""
-    for path in Path(context.run_dir).glob(f"*.{context.incarnation}"):
-        path.unlink(missing_ok=True)
+    """Remove sockets and other files of an engine that has ended, and the contexts of engines before it.
+
+    Its own context stays, which a frontend may yet read.
+    """
+    run_dir = Path(context.run_dir)
+    for path in (*run_dir.glob(f"*.{context.incarnation}"), *run_dir.glob("run.*.json")):
+        if path != context.file:
+            path.unlink(missing_ok=True)
 
 
 def handled_signals() -> list[signal.Signals]:

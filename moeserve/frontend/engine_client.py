@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -47,6 +48,10 @@ class EngineClient:
     `ready` is what the newest engine said of itself, None until the first has loaded its model. `away_reason` is set
     while the engine is being restarted, `dead_reason` once none will come any more. `lost` is set with either, and
     another event takes its place with the next engine. `restart_seconds`: how long a restart is likely to take.
+
+    One of the requests that an engine died with may be the cause. So the next engine gets them one after the other,
+    each as soon as the one before is beyond the place where it was; if the engine dies meanwhile, only requests count
+    as present that are not.
     """
 
     def __init__(
@@ -64,6 +69,8 @@ class EngineClient:
         self._on_stats = on_stats
         self._news_fd = news_fd
         self._groups: dict[str, RequestGroup] = {}
+        self._suspects: deque[RequestGroup] = deque()
+        self._on_trial: RequestGroup | None = None
         self._controls: dict[int, asyncio.Future[ControlResult]] = {}
         self._next_control = 0
         self._link: EngineLink | None = None
@@ -113,6 +120,7 @@ class EngineClient:
             for request_id in group.close():
                 if self._link is not None:
                     self._link.send(Abort(request_id))
+            self._go_on_with_trials()
 
     async def control(self, command: str, arguments: dict[str, Any] | None = None) -> ControlResult:
         """Send an operator's command and return the engine's answer.
@@ -215,7 +223,9 @@ class EngineClient:
         self.lost.set()
         self._fail_controls(reason)
         for group in self._open_groups():
-            group.lose_engine()
+            group.lose_engine(counts=self._on_trial is None or not group.has_passed)
+        self._on_trial = None
+        self._suspects.clear()
 
     def _die(self, reason: str) -> None:
         if self._link is not None:
@@ -237,11 +247,24 @@ class EngineClient:
         self.num_restarts += self.ready is not None
         self.ready, self.away_reason, self.lost = ready, None, asyncio.Event()
         log.info("engine_ready", pid=ready.pid, device=ready.device, max_model_len=ready.max_model_len)
-        for group in self._open_groups():
+        self._suspects = deque(self._open_groups())
+        self._try_next()
+
+    def _try_next(self) -> None:
+        """Hand over the next of the requests that an engine died with, and on the way those that no engine had."""
+        self._on_trial = None
+        while self._suspects and self._on_trial is None:
+            group = self._suspects.popleft()
             try:
                 self._hand_over(group)
             except EngineGone as error:
                 group.fail(error)
+            if group.num_deaths and not group.has_passed:
+                self._on_trial = group
+
+    def _go_on_with_trials(self) -> None:
+        if self._on_trial is not None and self._on_trial.has_passed:
+            self._try_next()
 
     # The engine's messages.
 
@@ -257,9 +280,11 @@ class EngineClient:
                 for output in outputs:
                     if group := self._groups.get(output.request_id):
                         group.put(output)
+                self._go_on_with_trials()
             case Admitted(request_id=request_id) | Rejected(request_id=request_id):
                 if group := self._groups.get(request_id):
                     group.answer(message)
+                    self._go_on_with_trials()
             case Stats():
                 if self._on_stats is not None:
                     self._on_stats(message)

@@ -18,6 +18,8 @@ from moeserve.wire import Admitted, Generate, Output, Rejected, pack_token_ids
 
 # A request that was there when so many lives of the engine ended may be what ended them.
 _MAX_DEATHS = 2
+# The engine that died may have computed some that were never heard of; the step that it died in comes before this one.
+_TOKENS_TO_PASS = 4
 
 
 class EngineGone(Exception):
@@ -40,11 +42,13 @@ class RequestRejected(Exception):
 class _Sequence:
     """One request, and what has come of it: output tokens, and log probabilities of prompt tokens.
 
-    `kept_tokens` is set once the frontend has found a stop string.
+    `kept_tokens` is set once the frontend has found a stop string. `num_handed_over`: output tokens that the engine was
+    told of when it got the request.
     """
 
     generate: Generate
     output_ids: array[int] = field(default_factory=lambda: array("i"))
+    num_handed_over: int = 0
     num_prompt_logprobs: int = 0
     kept_tokens: int | None = None
 
@@ -55,6 +59,7 @@ class _Sequence:
 
     def rest(self) -> Generate:
         """Return the message that makes another life of the engine go on with the request, however long it waited."""
+        self.num_handed_over = len(self.output_ids)
         return msgspec.structs.replace(
             self.generate,
             terms=replace(self.generate.terms, patient=True),
@@ -87,14 +92,30 @@ class RequestGroup:
         self._until = math.inf  # when the handler's patience ends, on the loop's clock
         self._timer: asyncio.TimerHandle | None = None
         self._is_with_engine = False
+        self._had_engine = False
 
     @property
     def num_open(self) -> int:
         """Requests without a terminal output."""
         return len(self._open)
 
+    @property
+    def has_passed(self) -> bool:
+        """Whether each request has ended, or is beyond where it was when the engine before died."""
+        return self._failure is not None or all(
+            len(sequence.output_ids) >= sequence.num_handed_over + _TOKENS_TO_PASS
+            for request_id, sequence in zip(self._ids, self._sequences, strict=True)
+            if request_id in self._open
+        )
+
     def take_to_engine(self) -> list[Generate]:
-        """Return the messages for an engine that has none of the requests: for each open one what is left of it."""
+        """Return the messages for an engine that has none of the requests: for each open one what is left of it.
+
+        There are none for a group that has failed, which its handler may not have left yet.
+        """
+        if self._failure is not None:
+            return []
+        is_next_engine, self._had_engine = self._had_engine, True
         self._is_with_engine = True
         self._set_patience()
         messages = []
@@ -105,16 +126,19 @@ class RequestGroup:
                 # Its end is known: the engine was told so, and could only have confirmed it.
                 self.put(Output(request_id, [], FinishReason.STOP, num_output_tokens=sequence.kept_tokens))
             else:
-                messages.append(sequence.rest() if self.num_deaths else sequence.generate)
+                messages.append(sequence.rest() if is_next_engine else sequence.generate)
         return messages
 
-    def lose_engine(self) -> None:
-        """Note that the engine which had the requests is gone. Fail requests that have seen too many engines end."""
+    def lose_engine(self, *, counts: bool = True) -> None:
+        """Note that the engine which had the requests is gone. Fail requests that have seen too many engines end.
+
+        counts: whether they may be what ended it.
+        """
         if not self._is_with_engine:
             return
         self._is_with_engine = False
         self._set_patience()
-        self.num_deaths += 1
+        self.num_deaths += counts
         if self.num_deaths >= _MAX_DEATHS:
             self.fail(EngineGone(f"the engine ended {self.num_deaths} times while it had this request"))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from tests.support.service import Service, is_alive, service, wait_until
+from tests.support.service import Service, service, wait_until
 from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
 
 ENDLESS = MAX_POSITION // 2
@@ -116,9 +116,13 @@ def test_a_hangup_lets_streams_finish(running: Service) -> None:
     assert running.leaves_nothing()
 
 
-def test_a_killed_supervisor_takes_its_children_with_it(executed: Service) -> None:
+def test_a_killed_supervisor_gives_streams_a_terminal_error_and_leaves_nothing(executed: Service) -> None:
+    events = executed.stream(max_tokens=ENDLESS)
+    next(events)
     executed.process.kill()
-    wait_until(lambda: not any(is_alive(pid) for pid in executed.pids.values()))
+    assert "error" in list(events)[-1]
+    executed.process.wait()
+    wait_until(executed.leaves_nothing, timeout=5)
 
 
 def test_only_the_http_port_is_open_and_the_run_directory_is_private(running: Service) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,22 +67,29 @@ UNSEEDED = {"message"}
 
 @dataclass
 class Answered:
-    """What came of one request: its status and its body, or events, without ids, times and cache counts."""
+    """What came of one request: its status and its body, or events, without ids, times and cache counts.
+
+    error: of a connection that was cut. ended_at: on `time.monotonic`.
+    """
 
     status: int = 0
     content: Any = None
     num_events: int = 0
     error: str | None = None
+    ended_at: float = field(default=0.0, compare=False)
 
 
 @dataclass
 class Traffic:
-    """Requests of some kinds, all at once, each on a thread of its own. `started` is set with the first event of any
-    stream, or token's worth of it."""
+    """Requests of some kinds, all at once, each on a thread of its own.
+
+    `admitted` is set with the head of a streamed answer, `started` with the first events of one.
+    """
 
     base_url: str
     kinds: dict[str, tuple[str, dict[str, Any]]]
     answers: dict[str, Answered] = field(default_factory=dict)
+    admitted: threading.Event = field(default_factory=threading.Event)
     started: threading.Event = field(default_factory=threading.Event)
     _threads: list[threading.Thread] = field(default_factory=list)
 
@@ -109,16 +117,20 @@ class Traffic:
                     answered.content = comparable(json.loads(response.read()))
                     return
                 answered.content = []
+                self.admitted.set()
                 for line in response.iter_lines():
                     if line.startswith("data: {"):
                         answered.content.append(comparable(json.loads(line.removeprefix("data: "))))
                         answered.num_events += 1
                         if answered.num_events == 5:
                             self.started.set()
-                # Choices of one answer need not take turns.
-                answered.content.sort(key=choice_of)
         except httpx2.HTTPError as error:
             answered.error = repr(error)
+        finally:
+            answered.ended_at = time.monotonic()
+            if isinstance(answered.content, list):
+                # Choices of one answer need not take turns.
+                answered.content.sort(key=choice_of)
 
 
 def comparable(value: Any) -> Any:

@@ -30,13 +30,20 @@ class Service:
         """forked: whether its processes are forked from one that has imported everything (`tests.support.forking`)."""
         self.run_root = run_root
         self.errors = run_root.parent / "stderr.txt"
+        self._scratch = run_root.parent / "scratch"
+        self._scratch.mkdir()
         self.pids: dict[str, int] = {}
         with self.errors.open("w") as errors:
             start = popen if forked else subprocess.Popen
             self.process: subprocess.Popen[str] = start(
                 [sys.executable, "-m", "launcher.cli", "serve", str(model), "--port", "0", *arguments],
                 cwd=ROOT,
-                env={**os.environ, "XDG_RUNTIME_DIR": str(run_root), "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "XDG_RUNTIME_DIR": str(run_root),
+                    "TMPDIR": str(self._scratch),
+                    "OMP_NUM_THREADS": "1",
+                },
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
@@ -68,8 +75,11 @@ class Service:
         return self.process.wait(timeout)
 
     def leaves_nothing(self) -> bool:
-        """Whether every process and the run directory are gone."""
-        return not any(is_alive(pid) for pid in self.pids.values()) and not list(self.run_root.iterdir())
+        """Whether every process, the run directory and temporary files are gone."""
+        folders = (self.run_root, self._scratch)
+        return not any(is_alive(pid) for pid in self.pids.values()) and not any(
+            list(path.iterdir()) for path in folders
+        )
 
 
 @contextmanager
@@ -92,10 +102,12 @@ def service(model: Path, folder: Path, *arguments: str, forked: bool = True) -> 
 
 def children_of(pid: int) -> dict[str, int]:
     """Pids of a supervisor's children by what they run."""
+    names = {"launcher.worker": "worker", "launcher.rank_group": "worker", "launcher.frontend_main": "frontend"}
     pids = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        pids["worker" if "launcher.worker" in command or "launcher.rank_group" in command else "frontend"] = int(child)
+        # Its janitor is no server.
+        pids |= {names[part]: int(child) for part in command if part in names}
     return pids
 
 

@@ -64,6 +64,21 @@ def wait_until_dead(pids: list[int]) -> None:
         time.sleep(0.01)
 
 
+def wait_until_empty(folder: Path) -> None:
+    deadline = time.monotonic() + 10
+    while any(folder.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def processes_with(argument: str) -> Iterator[int]:
+    """Pids of the processes whose command line holds a text."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if os.fsencode(argument) in path.read_bytes():
+                yield int(path.parent.name)
+
+
 @pytest.fixture
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     services: list[Service] = []
@@ -198,6 +213,17 @@ def test_a_worker_that_dies_during_a_drain_makes_the_exit_code_one(start):
     assert service.leaves_nothing()
 
 
+def test_a_frontend_that_is_killed_during_a_drain_makes_the_exit_code_one(start):
+    service = start(STANDIN_FRONTEND="has streams")
+    service.wait_until_ready()
+    service.process.send_signal(signal.SIGTERM)
+    service.wait_for("frontend got a signal")
+    os.kill(service.pids[1], signal.SIGKILL)
+    assert "HTTP process was ended by SIGKILL" in service.wait_for("failed")
+    assert service.end() == 1
+    assert service.leaves_nothing()
+
+
 def test_a_killed_frontend_ends_the_service_with_a_sentence(start):
     service = start()
     service.wait_until_ready()
@@ -207,17 +233,39 @@ def test_a_killed_frontend_ends_the_service_with_a_sentence(start):
     assert service.leaves_nothing()
 
 
-@pytest.mark.slow
-def test_children_die_with_a_killed_supervisor_and_the_next_one_cleans_up(start):
-    service = start(STANDIN_FRONTEND="ignores signals")
+@pytest.mark.parametrize("manner", ["has streams", pytest.param("ignores signals", marks=pytest.mark.slow)])
+def test_a_killed_supervisor_leaves_nothing(start, manner):
+    service = start(STANDIN_FRONTEND=manner)
     service.wait_until_ready()
     service.process.kill()
+    # Clients are told: the HTTP process does not die as the model process does.
+    service.wait_for("frontend got a signal")
+    if manner == "has streams":
+        os.kill(service.pids[1], signal.SIGTERM)
     wait_until_dead(service.pids)
-    left = list(service.run_root.iterdir())
-    assert len(left) == 1
+    wait_until_empty(service.run_root)
+
+
+def test_a_supervisor_killed_while_it_loads_leaves_nothing(start):
+    service = start(STANDIN_WORKER="loads for ever")
+    service.wait_for("loading 1 2")
+    service.process.kill()
+    wait_until_empty(service.run_root)
+
+
+@pytest.mark.slow
+def test_what_a_supervisor_leaves_that_was_killed_with_its_janitor_the_next_one_removes(start):
+    service = start()
+    service.wait_until_ready()
+    [run_dir] = service.run_root.iterdir()
+    [janitor] = set(processes_with(str(run_dir))) - set(service.pids)
+    os.kill(janitor, signal.SIGKILL)
+    service.process.kill()
+    wait_until_dead(service.pids)
+    assert [run_dir] == list(service.run_root.iterdir())
     following = Service(service.run_root)
     following.wait_until_ready()
-    assert left[0] not in list(service.run_root.iterdir())
+    assert run_dir not in list(service.run_root.iterdir())
     following.process.send_signal(signal.SIGTERM)
     assert following.end() == 0
     assert following.process.stdout is not None
@@ -297,6 +345,18 @@ def test_a_hung_worker_is_started_again(start):
     assert "serves again" in service.wait_for("notice")
     service.process.send_signal(signal.SIGTERM)
     assert service.end() == 0
+    assert service.leaves_nothing()
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_while_it_loads_again_is_ended(start):
+    service = start(STANDIN_WORKER="loads for ever again", STANDIN_RESTARTS="2")
+    service.wait_until_ready()
+    os.kill(service.pids[0], signal.SIGKILL)
+    assert "was ended by SIGKILL" in service.wait_for("notice")
+    assert "did not load its model again within" in service.wait_for("notice")
+    service.process.send_signal(signal.SIGINT)
+    assert service.end() == 130
     assert service.leaves_nothing()
 
 

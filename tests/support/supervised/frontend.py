@@ -9,6 +9,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+from launcher.child import die_with_parent
 from moeserve.wire import decode_news, load_run_context
 
 
@@ -58,6 +59,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+    die_with_parent(os.getppid(), signal.SIGINT)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     threading.Thread(target=tick, args=(beats,), daemon=True).start()
     news = int(sys.argv[sys.argv.index("--news-fd") + 1])

@@ -38,7 +38,7 @@ def main() -> None:
         if manner == "refuses":
             report({"event": "error", "message": "The model is too big for this machine."})
             sys.exit(3)
-        if manner == "loads for ever":
+        if manner == "loads for ever" or (manner == "loads for ever again" and context.incarnation > 7):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             report({"event": "loading", "done": 1, "total": 2})
             threading.Event().wait()

@@ -1,0 +1,245 @@
+"""Every signal to every process of a service in every phase: each answer is whole and the same, or has one clear end.
+
+The table of docs/reliability.md comes from `KILLS_TABLE=FILE python -m pytest -m long tests/e2e/test_kills.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.support.crash_traffic import KINDS, Answered, Traffic
+from tests.support.kills import Kill, assert_nothing_is_left, assert_whole, kill, pid_of
+from tests.support.service import Service, children_of, service, wait_until
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+
+SIGNALS = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM, signal.SIGSTOP)
+# What the short suite has of the matrix, beside the tests of single processes.
+SHORT = {("engine", "prefill"), ("engine", "drain"), ("rank 1", "migration")}
+BOTH = ("--max-restarts", "1000", "--max-model-len", "32768", "--max-num-batched-tokens", "256", "--slo", "ttft:100s")
+ONE = ("--engine-timeout", "2", *BOTH)
+TWO = ("--engine-timeout", "4", "--expert-parallel-size", "2", *BOTH)
+# Experts are placed anew as often as that can be.
+RESTLESS = ("--rebalance-interval", "1", "--rebalance-threshold", "0")
+_WORDS = "It was the age of wisdom, it was the age of foolishness, " * 200
+PROMPTS = {
+    f"long prompt {number}": (
+        "/v1/completions",
+        {"prompt": f"{number} {_WORDS}", "max_tokens": 20, "temperature": 1.0, "seed": number, "stream": True},
+    )
+    for number in range(3)
+}
+TRAFFIC = {
+    name: KINDS[name]
+    for name in ("greedy", "sampled stream", "penalties", "several choices", "schema", "tool call", "pattern")
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+
+
+@pytest.fixture(scope="module")
+def one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(model, tmp_path_factory.mktemp("s"), *ONE) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(model, tmp_path_factory.mktemp("s"), *TWO) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def restless(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(model, tmp_path_factory.mktemp("s"), *TWO, *RESTLESS) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answered]:
+    """The answers of a service of one rank, which are those of several."""
+    with service(model, tmp_path_factory.mktemp("s"), *ONE) as running:
+        answers = Traffic(str(running.http.base_url), TRAFFIC | PROMPTS).start().wait()
+    assert {name: answer.status for name, answer in answers.items()} == dict.fromkeys(answers, 200)
+    return answers
+
+
+def cells(
+    targets: Sequence[str], phases: Sequence[str], numbers: Sequence[signal.Signals] = SIGNALS
+) -> pytest.MarkDecorator:
+    """Parametrize a test by `target`, `phase` and `number`."""
+    return pytest.mark.parametrize(
+        ("target", "phase", "number"),
+        [
+            pytest.param(
+                target,
+                phase,
+                number,
+                id=f"{target}-{phase}-{number.name}",
+                marks=() if (target, phase) in SHORT and number == signal.SIGKILL else pytest.mark.long,
+            )
+            for target, phase, number in product(targets, phases, numbers)
+        ],
+    )
+
+
+def hit_amid(killing: Kill) -> Traffic:
+    """Bring the service into the phase, send the signal, and return the requests that were open or came next."""
+    running = killing.running
+    traffic = Traffic(str(running.http.base_url), TRAFFIC | PROMPTS if killing.phase == "prefill" else TRAFFIC)
+    if killing.phase == "idle":
+        killing.hit()
+        return traffic.start()
+    if killing.phase == "start":
+        first = pid_of(running, killing.target)
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: pid_of(running, killing.target) not in (None, first), timeout=60)
+        traffic.start()
+    else:
+        traffic.start()
+        assert (traffic.admitted if killing.phase == "prefill" else traffic.started).wait(60)
+    if killing.phase == "migration":
+        placed = running.errors.read_text().count("layer_placed_anew")
+        wait_until(lambda: running.errors.read_text().count("layer_placed_anew") > placed)
+    killing.hit()
+    return traffic
+
+
+def outlive(
+    running: Service, target: str, phase: str, number: signal.Signals, undisturbed: dict[str, Answered]
+) -> None:
+    """Kill a process of a service that goes on, and see that nothing of it is left."""
+    running.http.post("/reset_prefix_cache")
+    with kill(running, target, phase, number) as killing:
+        traffic = hit_amid(killing)
+        allowed = {"same"}
+        if target == "frontend":
+            allowed |= {"cut", "error"}
+        elif phase in ("start", "idle"):
+            # Where a restart takes long they are told to come again.
+            allowed |= {"error"}
+        killing.judge(traffic, undisturbed, allowed)
+        if target == "supervisor":
+            running.process.send_signal(signal.SIGCONT)
+        assert_whole(running, killing.seen)
+
+
+@cells(["engine", "frontend"], ["start", "idle", "prefill", "decode"])
+def test_a_service_of_one_rank_goes_on(
+    one: Service, undisturbed: dict[str, Answered], target: str, phase: str, number: signal.Signals
+) -> None:
+    outlive(one, target, phase, number, undisturbed)
+
+
+@cells(["supervisor"], ["idle", "prefill", "decode"], [signal.SIGSTOP])
+def test_a_stopped_supervisor_holds_up_nobody(
+    one: Service, undisturbed: dict[str, Answered], target: str, phase: str, number: signal.Signals
+) -> None:
+    outlive(one, target, phase, number, undisturbed)
+
+
+@cells(["rank 0", "rank 1"], ["start", "idle", "prefill", "decode"])
+def test_a_service_of_two_ranks_goes_on(
+    two: Service, undisturbed: dict[str, Answered], target: str, phase: str, number: signal.Signals
+) -> None:
+    outlive(two, target, phase, number, undisturbed)
+
+
+@cells(["rank 0", "rank 1", "frontend"], ["migration"])
+def test_a_service_that_moves_experts_goes_on(
+    restless: Service, undisturbed: dict[str, Answered], target: str, phase: str, number: signal.Signals
+) -> None:
+    outlive(restless, target, phase, number, undisturbed)
+
+
+@contextmanager
+def loading(model: Path, folder: Path, *arguments: str) -> Iterator[Service]:
+    """A service that has just started its processes."""
+    (folder / "run").mkdir()
+    running = Service(model, folder / "run", "--served-model-name", "m", *arguments)
+    try:
+        wait_until(lambda: len(children_of(running.process.pid)) == 2)
+        yield running
+    finally:
+        running.process.kill()
+        running.process.wait()
+        running.http.close()
+        assert running.process.stdout is not None
+        running.process.stdout.close()
+
+
+@pytest.mark.parametrize("ranks", [ONE, TWO], ids=["one rank", "two ranks"])
+@cells(["supervisor"], ["start"])
+def test_a_supervisor_leaves_nothing_while_it_loads(
+    model: Path, tmp_path: Path, target: str, phase: str, number: signal.Signals, ranks: tuple[str, ...]
+) -> None:
+    with loading(model, tmp_path, *ranks) as running, kill(running, target, phase, number) as killing:
+        killing.hit()
+        if number == signal.SIGSTOP:
+            running.process.send_signal(signal.SIGCONT)
+            running.wait_until_ready()
+            running.process.send_signal(signal.SIGTERM)
+        code = running.end()
+        assert code == (0 if number in (signal.SIGTERM, signal.SIGSTOP) else -number)
+        assert_nothing_is_left(running, killing)
+
+
+@cells(["supervisor"], ["idle", "prefill", "decode", "migration"], SIGNALS[:-1])
+def test_a_supervisor_leaves_nothing(
+    model: Path,
+    tmp_path: Path,
+    undisturbed: dict[str, Answered],
+    target: str,
+    phase: str,
+    number: signal.Signals,
+) -> None:
+    settings = (*TWO, *RESTLESS) if phase == "migration" else ONE
+    with service(model, tmp_path, *settings) as running, kill(running, target, phase, number) as killing:
+        traffic = hit_amid(killing)
+        drains = number == signal.SIGTERM
+        late = {"cut", "error"} if phase == "idle" else set()
+        killing.judge(traffic, undisturbed, late | {"same" if drains else "error"})
+        assert running.end() == (0 if drains else -number)
+        assert_nothing_is_left(running, killing)
+
+
+@cells(["engine", "frontend", "supervisor", "rank 0", "rank 1"], ["drain"])
+def test_a_drain_goes_on_or_tells_of_its_end(
+    model: Path,
+    tmp_path: Path,
+    undisturbed: dict[str, Answered],
+    target: str,
+    phase: str,
+    number: signal.Signals,
+) -> None:
+    settings = TWO if target.startswith("rank") else ONE
+    with service(model, tmp_path, *settings) as running, kill(running, target, phase, number) as killing:
+        traffic = Traffic(str(running.http.base_url), TRAFFIC).start()
+        assert traffic.started.wait(60)
+        running.process.send_signal(signal.SIGTERM)
+        with httpx2.Client(base_url=running.http.base_url, timeout=10) as other:
+            wait_until(lambda: other.get("/ready").status_code == 503)
+        killing.hit()
+        ends_it = number not in (signal.SIGTERM, signal.SIGSTOP)
+        allowed, code = {"same"}, 0
+        if target == "frontend":
+            # A second SIGTERM stops it at once, and in an orderly way.
+            allowed, code = {"same", "error" if number == signal.SIGTERM else "cut"}, int(number != signal.SIGTERM)
+        elif target == "supervisor" and number != signal.SIGSTOP:
+            allowed, code = {"same", "error"}, -number if ends_it else 128 + number
+        killing.judge(traffic, undisturbed, allowed)
+        if target == "supervisor" and number == signal.SIGSTOP:
+            running.process.send_signal(signal.SIGCONT)
+        assert running.end() == code
+        assert_nothing_is_left(running, killing)
