@@ -1,7 +1,8 @@
 """One run of a service: its private directory for sockets and its context, gone when the service is.
 
-A supervisor holds an exclusive lock on the file `lock` in its directory for as long as it lives, whatever ends it. So a
-directory whose lock can be taken belongs to no process, and the next supervisor removes it.
+When a supervisor is killed, `launcher.sweeper` removes its directory. If that was killed as well, the next supervisor
+does: each holds an exclusive lock on the file `lock` in its directory for as long as it lives, so a directory whose
+lock can be taken belongs to no process.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import hashlib
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,15 +32,29 @@ _DEMO_NAME = "demo"
 
 @contextmanager
 def run_directory(environment: Mapping[str, str]) -> Iterator[Path]:
-    """Create a directory with mode 0700, locked by this process and removed at the end. Raises LaunchError."""
+    """Create a directory with mode 0700, locked by this process and removed at its end. Raises LaunchError."""
     base = _base(environment)
     remove_stale(base)
     path, lock = _create(base)
+    sweeper = _start_sweeper(path)
     try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+        sweeper.communicate()
+
+
+def _start_sweeper(path: Path) -> subprocess.Popen[bytes]:
+    """Start the process that removes the directory if this one is killed; it ends when its standard input does."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(__file__).with_name("sweeper.py")), str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,
+    )
 
 
 def remove_stale(base: Path) -> None:

@@ -31,6 +31,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+import prometheus_client.values
+
 ROOT = Path(__file__).resolve().parents[2]
 _LARGEST_REQUEST = 1 << 17
 # Room for the command line and the environment of what is forked, where `/proc` looks for them.
@@ -206,6 +208,8 @@ def _run(module: str, arguments: list[str]) -> None:
 
         # The library read the environment when it was loaded.
         torch.set_num_threads(int(threads))
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        importlib.reload(prometheus_client.values)
     if "sitecustomize" in sys.modules:
         # What it puts into the environment was the server's.
         importlib.reload(sys.modules["sitecustomize"])

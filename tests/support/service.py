@@ -91,11 +91,15 @@ def service(model: Path, folder: Path, *arguments: str, forked: bool = True) -> 
 
 
 def children_of(pid: int) -> dict[str, int]:
-    """Pids of a supervisor's children by what they run."""
+    """Pids of a supervisor's children by what they run: `worker`, `frontend`, `frontend 1` and so on."""
     pids = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        pids["worker" if "launcher.worker" in command or "launcher.rank_group" in command else "frontend"] = int(child)
+        if "launcher.worker" in command or "launcher.rank_group" in command:
+            pids["worker"] = int(child)
+        elif "launcher.frontend_main" in command:
+            number = command[command.index("--number") + 1]
+            pids["frontend" if number == "0" else f"frontend {number}"] = int(child)
     return pids
 
 
