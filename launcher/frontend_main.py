@@ -1,8 +1,8 @@
-"""The HTTP process: `python -m launcher.frontend_main CONTEXT --fd N --beat-fd M --news-fd L`.
+"""An HTTP process: `python -m launcher.frontend_main CONTEXT --fd N --number I --beat-fd M --news-fd L`.
 
 `CONTEXT` is the run context's file, `N` an inherited socket that the supervisor has bound, so that a taken port is
-known before the model loads. `M` is a pipe on which the event loop ticks, so that the supervisor sees it hang. On pipe
-`L` the supervisor tells of the engine's next lives.
+known before the model loads. `I` counts the HTTP processes of the service from 0. `M` is a pipe on which the event loop
+ticks, so that the supervisor sees it hang. On pipe `L` the supervisor tells of the engine's next lives.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="launcher.frontend_main")
     parser.add_argument("context", help="file of the run context")
     parser.add_argument("--fd", type=int, required=True, help="bound listening socket")
+    parser.add_argument("--number", type=int, default=0, help="number among the HTTP processes, from 0")
     parser.add_argument("--beat-fd", type=int, help="pipe for the event loop's ticks")
     parser.add_argument("--news-fd", type=int, help="pipe for news of the engine's lives")
     options = parser.parse_args(arguments)
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     run = load_run_context(options.context)
     logs = configure_logs(run.config.log_level, run.config.log_format)
     try:
-        services = Services.load(run, lambda: logs.num_dropped, options.news_fd)
+        services = Services.load(run, lambda: logs.num_dropped, options.news_fd, options.number)
         collect_seldom()
         serve(services, socket.socket(fileno=options.fd), options.beat_fd)
     except ConfigError as error:

@@ -34,7 +34,7 @@ _DEMO_NAME = "demo"
 
 @contextmanager
 def run_directory(environment: Mapping[str, str]) -> Iterator[Path]:
-    """Create a directory with mode 0700, locked by this process and removed at the end. Raises LaunchError."""
+    """Create a directory with mode 0700, locked by this process and removed at its end. Raises LaunchError."""
     base = _base(environment)
     remove_stale(base)
     path, lock = _create(base)

@@ -1,4 +1,4 @@
-"""Starts the model process and the HTTP process, watches them, starts them again when they fail, and ends them.
+"""Starts the model process and the HTTP processes, watches them, starts them again when they fail, and ends them.
 
 A signal, a child's end, a status or a hang is an event in one queue. Events are handled one after the other, so that no
 two reactions overlap. A reaction that acts later sets a timer, which signals a child or puts another event.
@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launcher.listener import reachable_address
 from launcher.processes import (
     Child,
     Ended,
@@ -31,13 +30,13 @@ from launcher.processes import (
     default_threads,
 )
 from launcher.restarts import RestartPolicy
-from launcher.watches import Vitals, wait_for_hang, wait_for_silence, wait_until_ok
+from launcher.watches import READY_TICK, Vitals, wait_for_hang, wait_for_silence
 from moeserve.wire import EngineNews, RunContext, encode_news
 
 WORKER_MODULE = "launcher.worker"
 GROUP_MODULE = "launcher.rank_group"
 FRONTEND_MODULE = "launcher.frontend_main"
-_WORKER, _FRONTEND = "model process", "HTTP process"
+_WORKER = "model process"
 # A model that is loaded again may take so many times as long as at first, or as a hang takes to be found.
 _START_PATIENCE = 5.0
 
@@ -124,7 +123,7 @@ class _Said:
 
 @dataclass(frozen=True)
 class _Serving:
-    """The HTTP process answers."""
+    """An HTTP process answers."""
 
     life: _Life
 
@@ -151,11 +150,12 @@ class Supervisor:
     With several ranks the worker is torchrun's agent (`launcher.rank_group`), and the ranks die with it, unless
     `worker_module` names another module. A worker that has served and ends is started again as the engine of the next
     incarnation, which the frontend is told, in a copy of the process that has loaded the model where there is one
-    (`launcher.copies`); a frontend that ends is started again on the same listener. Both end the
-    service after too many restarts (`RestartPolicy`), and at once where the ranks were not all started here.
+    (`launcher.copies`); a frontend that ends is started again on the same listener, while the others serve. Each ends
+    the service after too many restarts (`RestartPolicy`), and at once where the ranks were not all started here.
 
-    `listener` is the listening socket; it is closed here at the end. The modules are the children's entry points:
-    `WORKER CONTEXT --status-fd N` and `FRONTEND CONTEXT --fd N --beat-fd M --news-fd L`.
+    `listener` is the listening socket, closed here at the end. All frontends accept from its one queue, so that a
+    connection waits for none of them in particular. The modules are the children's entry points:
+    `WORKER CONTEXT --status-fd N` and `FRONTEND CONTEXT --fd N --number I --beat-fd M --news-fd L`.
 
     SIGTERM and SIGHUP drain, unless SIGHUP is ignored already (nohup); SIGINT and SIGQUIT stop at once, and so does a
     second signal; SIGUSR1 asks for the state.
@@ -175,19 +175,22 @@ class Supervisor:
         self._grace = grace or Grace()
         of_size = WORKER_MODULE if context.config.expert_parallel_size == 1 else GROUP_MODULE
         self._worker_module, self._frontend_module = worker_module or of_size, frontend_module
-        self._address = reachable_address(listener)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._lives: list[_Life] = []
         self._due: set[str] = set()
         max_restarts = 0 if context.meets_in_store else context.config.max_restarts
-        self._policies = {name: RestartPolicy(max_restarts) for name in (_WORKER, _FRONTEND)}
+        self._frontend_names = frontend_names(context.config.num_frontends)
+        self._policies = {name: RestartPolicy(max_restarts) for name in (_WORKER, *self._frontend_names)}
         self._makes_copies = max_restarts > 0 and self._worker_module == WORKER_MODULE
         self._ready: Ready | None = None
         self._has_served = False
         self._seconds_to_load = 0.0
         self._engine_lost_at = 0.0
-        self._news: int | None = None
+        self._num_engines_lost = 0
+        # By name: the newest life of each frontend, and the pipe on which it hears of the engine.
+        self._frontends: dict[str, _Life] = {}
+        self._news: dict[str, int] = {}
         self._orders: int | None = None
         # Set once, by the first event that ends the service; a failure on the way out overrides a clean 0.
         self._exit_code: int | None = None
@@ -198,18 +201,21 @@ class Supervisor:
         return self._worker.child.pid
 
     @property
-    def frontend_pid(self) -> int:
-        return self._frontend.child.pid
+    def frontend_pids(self) -> list[int]:
+        return [life.child.pid for life in self._frontends.values()]
 
     async def run(self) -> int:
-        """Serve until stopped and return the exit code. Both children are gone when it returns."""
+        """Serve until stopped and return the exit code. All children are gone when it returns."""
         loop = asyncio.get_running_loop()
         for number in handled_signals():
             loop.add_signal_handler(number, self._events.put_nowait, _Signal(number))
         self._context.save()
+        if self._context.shared_metrics is not None:
+            self._context.shared_metrics.mkdir(mode=0o700)
         try:
             self._worker = self._start_worker()
-            self._frontend = self._start_frontend()
+            for name in self._frontend_names:
+                self._start_frontend(name)
             while self._lives or self._due:
                 self._handle(await self._events.get())
         finally:
@@ -246,27 +252,32 @@ class Supervisor:
         self._spawn(self._announce_exit(child, after=status))
         return life
 
-    def _start_frontend(self) -> _Life:
+    def _start_frontend(self, name: str) -> _Life:
         (beats, beat), (hearing, news) = os.pipe(), os.pipe()
-        if self._news is not None:
-            os.close(self._news)
-        self._news = news
+        if (before := self._news.get(name)) is not None:
+            os.close(before)
+        self._news[name] = news
         os.set_blocking(news, False)
+        environment = child_environment(os.environ, 1)
+        if (folder := self._context.shared_metrics) is not None:
+            # prometheus_client takes it from there alone.
+            environment["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+        number = self._frontend_names.index(name)
         try:
             child = Child(
-                _FRONTEND,
+                name,
                 self._frontend_module,
                 [
-                    *(str(self._context.file), "--fd", str(self._listener.fileno())),
+                    *(str(self._context.file), "--fd", str(self._listener.fileno()), "--number", str(number)),
                     *("--beat-fd", str(beat), "--news-fd", str(hearing)),
                 ],
-                environment=child_environment(os.environ, 1),
+                environment=environment,
                 pass_fds=[self._listener.fileno(), beat, hearing],
             )
         finally:
             os.close(beat)
             os.close(hearing)
-        life = self._begin(child)
+        life = self._frontends[name] = self._begin(child)
         life.tasks.append(self._spawn(self._await_frontend_hang(life, beats)))
         self._spawn(self._announce_exit(child))
         return life
@@ -301,14 +312,11 @@ class Supervisor:
             while line := await reader.readline():
                 self._events.put_nowait(_Said(child, decode_status(line)))
 
-    async def _await_http(self, life: _Life, path: str) -> None:
-        try:
-            await asyncio.wait_for(wait_until_ok(*self._address, path), self._grace.http_ready)
-        except TimeoutError:
-            sentence = f"The HTTP process did not become ready within {self._grace.http_ready:.0f} s."
+    async def _await_http(self, life: _Life) -> None:
+        await asyncio.sleep(self._grace.http_ready)
+        if life.serves_since is None:
+            sentence = f"{subject(life.child.name)} did not become ready within {self._grace.http_ready:.0f} s."
             self._events.put_nowait(_Stuck(life, sentence))
-        else:
-            self._events.put_nowait(_Serving(life))
 
     async def _await_hang(self, life: _Life) -> None:
         context = self._context
@@ -322,9 +330,16 @@ class Supervisor:
 
     async def _await_frontend_hang(self, life: _Life, descriptor: int) -> None:
         timeout = self._context.config.engine_timeout
-        why = await wait_for_silence(descriptor, timeout, partial(self._vitals.note, _FRONTEND))
+        why = await wait_for_silence(descriptor, timeout, partial(self._on_ticks, life))
         if why is not None:
-            self._events.put_nowait(_Stuck(life, f"The HTTP process hung ({why}) and was ended."))
+            self._events.put_nowait(_Stuck(life, f"{subject(life.child.name)} hung ({why}) and was ended."))
+
+    def _on_ticks(self, life: _Life, ticks: bytes) -> None:
+        """Note that a frontend shows life. The service is ready once all have been; after that one that answers serves,
+        for the engine may be away."""
+        self._vitals.note(life.child.name)
+        if life.serves_since is None and (self._has_served or READY_TICK in ticks):
+            self._events.put_nowait(_Serving(life))
 
     async def _await_start(self, life: _Life) -> None:
         limit = _START_PATIENCE * max(self._seconds_to_load, self._context.config.engine_timeout)
@@ -337,11 +352,9 @@ class Supervisor:
         match event:
             case _Said(child=child, status=status):
                 self._on_status(self._life_of(child), status)
-            case _Serving(life=life):
+            case _Serving(life=life) if life.serves_since is None:
                 life.serves_since = time.monotonic()
-                if self._ready is not None and self._exit_code is None and not self._has_served:
-                    self._has_served = True
-                    self._tell.ready(self._ready)
+                self._on_serving()
             case _Signal(number=number):
                 self._on_signal(number)
             case _Exited(child=child):
@@ -363,6 +376,14 @@ class Supervisor:
         """Kill a child that has not told the end of its copy."""
         if not life.has_ended:
             life.child.send_signal(signal.SIGKILL)
+
+    def _on_serving(self) -> None:
+        """Tell that the service is ready, once, when all of it is."""
+        if self._ready is None or self._exit_code is not None or self._has_served:
+            return
+        if all(life.serves_since is not None for life in self._frontends.values()):
+            self._has_served = True
+            self._tell.ready(self._ready)
 
     def _on_status(self, life: _Life, status: Status) -> None:
         match status:
@@ -390,8 +411,10 @@ class Supervisor:
         if self._ready is None:
             self._ready = status
             self._seconds_to_load = now - life.began
-            self._tell_frontend(EngineNews(self._context.incarnation, seconds=self._seconds_to_load))
-            self._spawn(self._await_http(self._frontend, "/ready"))
+            self._tell_frontends(self._engine_news())
+            for frontend in self._frontends.values():
+                frontend.tasks.append(self._spawn(self._await_http(frontend)))
+            self._on_serving()
         elif self._exit_code in (None, 0):
             self._tell.notice(f"The model process serves again, {now - self._engine_lost_at:.1f} s after its end.")
 
@@ -407,7 +430,8 @@ class Supervisor:
         if self._exit_code in (None, 0):
             self._exit_code = 128 + number
         self._due.clear()
-        self._frontend.child.send_signal(signal.SIGTERM if drains else signal.SIGINT)
+        for frontend in self._frontends.values():
+            frontend.child.send_signal(signal.SIGTERM if drains else signal.SIGINT)
         self._worker.child.send_signal(signal.SIGTERM)
         for life in self._lives:
             self._later(self._grace.at_once, life, signal.SIGKILL)
@@ -419,35 +443,51 @@ class Supervisor:
         return f"{doing if self._exit_code is None else 'stopping'}; {lives}"
 
     def _drain(self) -> None:
-        """Let the frontend finish its streams; the worker ends after it."""
+        """Let the frontends finish their streams; the worker ends after the last."""
         self._exit_code = 0
         self._listener.close()
-        if not self._frontend.child.running:
+        self._drain_frontends()
+        if not self._has_frontend:
             self._end_worker()
-            return
-        self._frontend.child.send_signal(signal.SIGTERM)
+
+    def _drain_frontends(self) -> None:
+        self._due &= {_WORKER}
         limit = self._context.config.shutdown_timeout + self._grace.after_drain
-        late = _Stuck(self._frontend, f"The HTTP process did not end within {limit:g} s of SIGTERM and was ended.")
-        asyncio.get_running_loop().call_later(limit, self._events.put_nowait, late)
+        loop = asyncio.get_running_loop()
+        for frontend in self._frontends.values():
+            frontend.child.send_signal(signal.SIGTERM)
+            sentence = f"{subject(frontend.child.name)} did not end within {limit:g} s of SIGTERM and was ended."
+            loop.call_later(limit, self._events.put_nowait, _Stuck(frontend, sentence))
+
+    @property
+    def _has_frontend(self) -> bool:
+        """Whether one runs."""
+        return any(life.child.running for life in self._frontends.values())
 
     def _on_exit(self, life: _Life) -> None:
-        if life is self._frontend:
+        if life.child.name in self._frontends:
             self._on_frontend_exit(life)
-        elif (self._exit_code is None or self._frontend.child.running) and not self._starts_again(life):
+        elif (self._exit_code is None or self._has_frontend) and not self._starts_again(life):
             if self._exit_code in (None, 0):
                 self._fail(life.why or f"The model process {life.child.end()}.")
-            # The frontend tells its clients, if it can have any.
-            self._tell_frontend(EngineNews(None, "the engine process ended"))
+            # The frontends tell their clients, if they can have any.
+            self._tell_frontends(EngineNews(None, "the engine process ended"))
             patience = self._grace.telling if self._ready else 0.0
-            self._later(patience, self._frontend, signal.SIGTERM)
-            self._later(patience + self._grace.after_failure, self._frontend, signal.SIGKILL)
+            for frontend in self._frontends.values():
+                self._later(patience, frontend, signal.SIGTERM)
+                self._later(patience + self._grace.after_failure, frontend, signal.SIGKILL)
 
     def _on_frontend_exit(self, life: _Life) -> None:
         if self._exit_code is None and self._has_served and self._starts_again(life):
             return
         if self._exit_code is None or (self._exit_code == 0 and not life.child.ended_well):
-            self._fail(life.why or self._why_no_frontend() or f"The HTTP process {life.child.end()}.")
-        self._end_worker()
+            was_serving = self._exit_code is None
+            self._fail(life.why or self._why_no_frontend() or f"{subject(life.child.name)} {life.child.end()}.")
+            if was_serving and self._has_frontend:
+                # The others finish what they have.
+                self._drain_frontends()
+        if not self._has_frontend:
+            self._end_worker()
 
     def _end_worker(self) -> None:
         """End the worker, which nobody needs any more."""
@@ -469,8 +509,9 @@ class Supervisor:
             return False
         if name == _WORKER and life.serves_since is not None:
             self._engine_lost_at = now
+            self._num_engines_lost += 1
         self._vitals.excuse(name)
-        why = (life.why or f"The {name} {life.child.end()}.").removesuffix(".")
+        why = (life.why or f"{subject(name)} {life.child.end()}.").removesuffix(".")
         when = f" in {delay:g} s" if delay else ""
         count = f"{policy.num_restarts} of at most {policy.max_restarts} in a row"
         self._tell.notice(f"{why}; it is started again{when} ({count}).")
@@ -479,11 +520,11 @@ class Supervisor:
         return True
 
     def _restart(self, name: str) -> None:
-        if name == _FRONTEND:
-            self._frontend = self._start_frontend()
-            self._tell_frontend(EngineNews(self._context.incarnation, seconds=self._seconds_to_load))
-            self._vitals.expect(_FRONTEND)
-            self._frontend.tasks.append(self._spawn(self._await_http(self._frontend, "/health")))
+        if name != _WORKER:
+            life = self._start_frontend(name)
+            self._write(self._news[name], encode_news(self._engine_news()))
+            self._vitals.expect(name)
+            life.tasks.append(self._spawn(self._await_http(life)))
             return
         remove_files_of(self._context)
         self._context = replace(self._context, incarnation=self._context.incarnation + 1)
@@ -496,10 +537,15 @@ class Supervisor:
         else:
             self._worker = self._start_worker()
         self._worker.tasks.append(self._spawn(self._await_start(self._worker)))
-        self._tell_frontend(EngineNews(self._context.incarnation, seconds=self._seconds_to_load))
+        self._tell_frontends(self._engine_news())
 
-    def _tell_frontend(self, news: EngineNews) -> None:
-        self._write(self._news, encode_news(news))
+    def _engine_news(self) -> EngineNews:
+        """Return what frontends are to know of the engine's newest life."""
+        return EngineNews(self._context.incarnation, seconds=self._seconds_to_load, num_restarts=self._num_engines_lost)
+
+    def _tell_frontends(self, news: EngineNews) -> None:
+        for pipe in self._news.values():
+            self._write(pipe, encode_news(news))
 
     def _write(self, pipe: int | None, line: bytes) -> None:
         """Tell a child something. One that does not listen any more is about to be found out."""
@@ -522,6 +568,16 @@ class Supervisor:
 
     def _later(self, delay: float, life: _Life, number: signal.Signals) -> None:
         asyncio.get_running_loop().call_later(delay, life.child.send_signal, number)
+
+
+def frontend_names(count: int) -> list[str]:
+    """Return a name for each HTTP process, for sentences; with a number from 0 where there are several."""
+    return ["HTTP process"] if count == 1 else [f"HTTP process {number}" for number in range(count)]
+
+
+def subject(name: str) -> str:
+    """Return a process's name as the subject that begins a sentence."""
+    return name if name[-1].isdigit() else f"The {name}"
 
 
 def remove_files_of(context: RunContext) -> None:

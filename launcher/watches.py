@@ -1,4 +1,4 @@
-"""How the supervisor sees that a process hangs: heartbeats of the engine, ticks of a frontend, answers over HTTP."""
+"""How the supervisor sees that a process hangs: heartbeats of the engine, ticks of a frontend."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import zmq.asyncio
 from moeserve.wire import DecodeError, Heartbeat, decode
 
 _SECONDS_BETWEEN_HEARTBEAT_CHECKS = 0.25
-_SECONDS_BETWEEN_READY_CHECKS = 0.05
 _SECONDS_BETWEEN_BEATING = 1.0
+# The bytes that a frontend writes while it answers: it would admit a generation, or not.
+READY_TICK, TICK = b"+", b"."
 
 
 class ProgressWatch:
@@ -55,30 +56,33 @@ class ProgressWatch:
 
 
 class _Ticks(asyncio.Protocol):
-    """Counts the bytes that come through a pipe."""
+    """Counts the bytes that come through a pipe, and hands them to `heard`."""
 
-    def __init__(self) -> None:
+    def __init__(self, heard: Callable[[bytes], None]) -> None:
         self.count = 0
         self.first = asyncio.Event()
         self.ended = False
+        self._heard = heard
 
     def data_received(self, data: bytes) -> None:
         self.count += len(data)
         self.first.set()
+        self._heard(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended = True
         self.first.set()
 
 
-async def wait_for_silence(descriptor: int, timeout: float, note: Callable[[], None]) -> str | None:
+async def wait_for_silence(descriptor: int, timeout: float, heard: Callable[[bytes], None]) -> str | None:
     """Listen to the ticks of an event loop, bytes of a pipe; return why it counts as hung, once it does.
 
     Return None when the pipe ends. The time counts from the first tick on: what comes before it has other limits.
-    note: called for ticks that came.
+    heard: called with the ticks that came.
     """
-    with open(descriptor, "rb", buffering=0) as pipe:
-        _, ticks = await asyncio.get_running_loop().connect_read_pipe(_Ticks, pipe)
+    pipe = open(descriptor, "rb", buffering=0)  # noqa: SIM115 - the transport closes it
+    transport, ticks = await asyncio.get_running_loop().connect_read_pipe(lambda: _Ticks(heard), pipe)
+    try:
         await ticks.first.wait()
         watch = ProgressWatch(timeout, time.monotonic())
         seen = 0
@@ -86,10 +90,12 @@ async def wait_for_silence(descriptor: int, timeout: float, note: Callable[[], N
             if ticks.count != seen:
                 seen = ticks.count
                 watch.observe(Heartbeat(0, seen, False), time.monotonic())
-                note()
             if verdict := watch.verdict(time.monotonic()):
                 return verdict
             await asyncio.sleep(_SECONDS_BETWEEN_HEARTBEAT_CHECKS)
+    finally:
+        # The loop must forget the descriptor, which is soon another pipe's.
+        transport.close()
     return None
 
 
@@ -125,26 +131,6 @@ async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, watch: 
             watch.observe(heartbeat, time.monotonic())
             heard = True
     return heard
-
-
-async def wait_until_ok(host: str, port: int, path: str) -> None:
-    """Return once `GET path` answers 200. Never gives up: the caller sets the limit."""
-    while not await _is_ok(host, port, path):
-        await asyncio.sleep(_SECONDS_BETWEEN_READY_CHECKS)
-
-
-async def _is_ok(host: str, port: int, path: str) -> bool:
-    try:
-        reader, writer = await asyncio.open_connection(host, port)
-    except OSError:
-        return False
-    try:
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-        return b" 200 " in await reader.readline()
-    except OSError:
-        return False
-    finally:
-        writer.close()
 
 
 class Vitals:

@@ -282,9 +282,12 @@ class ServeConfig:
         group="HTTP",
         choices=REASONING_PARSERS,
     )
+    num_frontends: int = setting(
+        1, "HTTP processes that share the port and the engine.", group="HTTP", minimum=1, maximum=64
+    )
     max_connections: int = setting(
         1024,
-        "HTTP connections at once; requests on further ones get 503, but for health, readiness and metrics.",
+        "Connections to each HTTP process at once; requests on more get 503, but for health, readiness and metrics.",
         group="HTTP",
         minimum=1,
     )
@@ -297,13 +300,13 @@ class ServeConfig:
     )
     engine_timeout: float = setting(
         10.0,
-        "Seconds without progress of the engine or of the HTTP process before it is taken for hung.",
+        "Seconds without progress of the engine or of an HTTP process before it is taken for hung.",
         group="Operation",
         minimum=1,
     )
     max_restarts: int = setting(
         5,
-        "How often in a row the model process or the HTTP process is started again after its end; 0 ends the service. "
+        "How often in a row the model process or an HTTP process is started again after its end; 0 ends the service. "
         "One that has served for a minute begins a new count. Always 0 with several nodes.",
         group="Operation",
         minimum=0,

@@ -248,6 +248,8 @@ class Engine:
         stats = self._stats.snapshot(self._steps.step, features)
         for frontend in list(self._frontends):
             self._send(frontend, stats)
+            # Frontends observe queue times and count together: each time is told to one of them.
+            stats.queue_seconds = []
 
     def _send(self, receiver: bytes, message: Message) -> None:
         if self._socket.send(receiver, message):
@@ -257,7 +259,8 @@ class Engine:
             log.info("frontend_gone")
         for request_id in [name for name, asker in self._asked_by.items() if asker == receiver]:
             del self._asked_by[request_id]
-            self._scheduler.abort(request_id)
+            if (ended := self._scheduler.abort(request_id)) is not None:
+                self._stats.count_end(ended.request)
 
 
 def _to_message(output: RequestOutput) -> Output:

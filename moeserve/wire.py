@@ -475,11 +475,13 @@ class EngineNews(msgspec.Struct):
     """News from the supervisor to a frontend, a line of JSON on a pipe: the incarnation of the engine's newest life.
 
     None: there will be none any more, for this `reason`. `seconds`: how long a restart is likely to take.
+    `num_restarts`: the engines that have taken, or take, the place of one that had served.
     """
 
     incarnation: int | None
     reason: str = ""
     seconds: float = 0.0
+    num_restarts: int = 0
 
 
 def encode_news(news: EngineNews) -> bytes:
@@ -538,6 +540,15 @@ class RunContext:
     def frontend_failure(self) -> Path:
         """The file that holds the sentence why the frontend could not start, if it could not."""
         return Path(self.run_dir) / "frontend.failure"
+
+    @property
+    def shared_metrics(self) -> Path | None:
+        """The folder in which several frontends count together; None for a single one."""
+        return Path(self.run_dir) / "metrics" if self.config.num_frontends > 1 else None
+
+    def peer_address(self, number: int) -> str:
+        """A frontend answers the others here; with a single one nobody binds it."""
+        return f"ipc://{self.run_dir}/frontend.{number}"
 
     @property
     def file(self) -> Path:

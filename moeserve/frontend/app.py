@@ -24,6 +24,7 @@ from moeserve.frontend.live_routes import LiveRoutes
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.openapi import DescriptionRoutes
 from moeserve.frontend.pages import FILES, Pages
+from moeserve.frontend.peers import Peers
 from moeserve.frontend.public_prefixes import load_public_prefixes, publish_prefixes
 from moeserve.frontend.response_store import ResponseStore
 from moeserve.frontend.responses import KeptResponseRoutes, ResponsesRoute
@@ -43,19 +44,25 @@ def create_app(services: Services) -> Starlette:
     config = services.run.config
     keys = load_keys(config.api_key, config.api_key_file)
     public = load_public_prefixes(config.public_prefixes)
-    routes = _routes(services)
+    store = ResponseStore()
+    peers = Peers(services.run, services.number, store)
+    routes = _routes(services, store, peers)
     paths = frozenset(route.path for route in routes if isinstance(route, Route))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await services.start()
-        publishing = asyncio.create_task(publish_prefixes(services, public)) if public else None
+        await peers.start()
+        # One of several frontends is enough: all share the engine, and one that ends is started again.
+        is_publisher = bool(public) and services.number == 0
+        publishing = asyncio.create_task(publish_prefixes(services, public)) if is_publisher else None
         try:
             yield
         finally:
             if publishing is not None:
                 publishing.cancel()
                 await asyncio.gather(publishing, return_exceptions=True)
+            await peers.stop()
             await services.stop()
 
     app = Starlette(
@@ -72,17 +79,16 @@ def create_app(services: Services) -> Starlette:
     return app
 
 
-def _routes(services: Services) -> list[BaseRoute]:
+def _routes(services: Services, store: ResponseStore, peers: Peers) -> list[BaseRoute]:
     service, tokens, experts = ServiceRoutes(services), TokenRoutes(services), ExpertRoutes(services)
-    store, cache = ResponseStore(), CacheRoutes(services)
-    kept = KeptResponseRoutes(store)
+    kept, cache = KeptResponseRoutes(store, peers), CacheRoutes(services)
     live, description, pages = LiveRoutes(services), DescriptionRoutes(services), Pages()
     return [
         Route("/v1/chat/completions", GenerateRoute(services, CHAT), methods=["POST"]),
         Route("/v1/completions", GenerateRoute(services, COMPLETIONS), methods=["POST"]),
         Route("/v1/messages", GenerateRoute(services, MESSAGES), methods=["POST"]),
         Route("/v1/messages/count_tokens", tokens.count_message, methods=["POST"]),
-        Route("/v1/responses", ResponsesRoute(services, store), methods=["POST"]),
+        Route("/v1/responses", ResponsesRoute(services, store, peers), methods=["POST"]),
         Route("/v1/responses/resp_{name}", kept.one, methods=["GET", "DELETE"]),
         Route("/v1/responses/resp_{name}/input_items", kept.input_items, methods=["GET"]),
         Route("/v1/models", service.models),

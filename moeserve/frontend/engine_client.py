@@ -48,6 +48,7 @@ class EngineClient:
     `ready` is what the newest engine said of itself, None until the first has loaded its model. `away_reason` is set
     while the engine is being restarted, `dead_reason` once none will come any more. `lost` is set with either, and
     another event takes its place with the next engine. `restart_seconds`: how long a restart is likely to take.
+    `num_restarts`: the engines that took the place of one that had served, as the supervisor counts.
 
     One of the requests that an engine died with may be the cause. So the next engine gets them one after the other,
     each as soon as the one before is beyond the place where it was; if the engine dies meanwhile, only requests count
@@ -75,6 +76,7 @@ class EngineClient:
         self._next_control = 0
         self._link: EngineLink | None = None
         self._incarnation = context.incarnation
+        self._num_restarts_told = 0
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -202,6 +204,7 @@ class EngineClient:
                     self._die(news.reason)
                     return
                 self.restart_seconds = news.seconds
+                self._num_restarts_told = news.num_restarts
                 if news.incarnation != self._incarnation:
                     self._lose("another one takes its place")
                     self._incarnation = news.incarnation
@@ -244,7 +247,7 @@ class EngineClient:
         self._link.watch(ready.pid)
         if self._link is None:
             return
-        self.num_restarts += self.ready is not None
+        self.num_restarts = self._num_restarts_told
         self.ready, self.away_reason, self.lost = ready, None, asyncio.Event()
         log.info("engine_ready", pid=ready.pid, device=ready.device, max_model_len=ready.max_model_len)
         self._suspects = deque(self._open_groups())

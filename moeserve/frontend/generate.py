@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,13 +51,15 @@ _OUTPUTS_AT_ONCE = 4
 class Dialect:
     """The parts of one API: the prefix of its answer ids, how it reads requests and writes answers.
 
-    off_loop: a thread may call `parse` and the formatter's `complete`, which use nothing of the event loop's.
+    off_loop: a thread may call `parse` and the formatter's `complete`, which use nothing of the event loop's. prepare:
+    gets the body before `parse` does, to fetch what that needs.
     """
 
     id_prefix: str
     parse: Callable[[bytes, ModelFacts], GenerateRequest]
     formatter: Callable[[str, int, GenerateRequest, TextTokenizer, str], Formatter]
     off_loop: bool = True
+    prepare: Callable[[bytes], Awaitable[None]] | None = None
 
 
 CHAT = Dialect("chatcmpl-", chat.parse, chat.ChatFormatter)
@@ -81,6 +83,8 @@ class GenerateRoute:
             max_bytes=services.run.config.max_request_bytes,
             timeout_s=limits.RECEIVE_TIMEOUT_S,
         )
+        if self._dialect.prepare is not None:
+            await self._dialect.prepare(body)
         facts = services.check_serving()
         request = await self._parse(body, facts)
         del body
@@ -135,6 +139,7 @@ class GenerateRoute:
                 group = await self._submit(stack, generates, facts)
                 stack.callback(_note_deaths, group, state["log"])
                 if request.stream:
+                    scope.setdefault("extensions", {})["moeserve.half_closed"] = group.interrupt
                     stream = EventStream(send)
                     hold_back_s = services.admission.hold_back_s()
                     await _Streaming(group, answer, formatter, progress, stream).run(hold_back_s)

@@ -1,4 +1,4 @@
-"""Live figures: a sample a second of the engine's stats and of this frontend's latencies.
+"""Live figures: a sample a second of the engine's stats and of the latencies that frontends measured.
 
 Rates and quantiles are derived here, so that the dashboard and `moeserve top` show the same figures.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import msgspec
-from prometheus_client import Histogram
 
 from moeserve.frontend.metrics import Metrics
 from moeserve.wire import FeatureSamples, Stats
@@ -99,10 +97,10 @@ class LiveStats:
         now = self._clock()
         if self._points and now - self._points[-1].at < _INTERVAL_S - _EARLY_S:
             return
-        ttft, inter_token = self._metrics.time_to_first_token, self._metrics.inter_token
-        point = _Point(now, stats, bucket_counts(ttft), bucket_counts(inter_token))
+        ttft, inter_token = self._metrics.latencies()
+        point = _Point(now, stats, ttft.counts, inter_token.counts)
         if self._points:
-            self.samples.append(_sample(self._points, point, bounds(ttft), bounds(inter_token)))
+            self.samples.append(_sample(self._points, point, ttft.upper, inter_token.upper))
         self._points.append(point)
         self._wake()
 
@@ -178,20 +176,6 @@ def _total(features: FeatureSamples, name: str) -> float | None:
 
 def _gain(before: FeatureSamples, now: FeatureSamples, name: str) -> float:
     return (_total(now, name) or 0.0) - (_total(before, name) or 0.0)
-
-
-def bounds(histogram: Histogram) -> tuple[float, ...]:
-    """Return the buckets' upper bounds; the last is infinite."""
-    return tuple(float(sample.labels["le"]) for sample in _buckets(histogram))
-
-
-def bucket_counts(histogram: Histogram) -> tuple[float, ...]:
-    """Return the cumulative counts by bucket."""
-    return tuple(sample.value for sample in _buckets(histogram))
-
-
-def _buckets(histogram: Histogram) -> Iterable[Any]:
-    return (sample for metric in histogram.collect() for sample in metric.samples if sample.name.endswith("_bucket"))
 
 
 def quantiles(upper: Sequence[float], before: Sequence[float], now: Sequence[float]) -> Quantiles | None:

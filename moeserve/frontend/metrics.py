@@ -1,13 +1,21 @@
-"""The metrics that Prometheus scrapes: what this frontend measures, and the engine's newest counters."""
+"""The metrics that Prometheus scrapes: what the frontends measure, and the engine's newest counters.
+
+Several frontends count in files of one folder (the multiprocess mode of prometheus_client), so that whichever of them
+is scraped tells the sums of all, and a frontend that ends takes nothing with it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from moeserve.frontend.dialects.fields import HARMLESS
 from moeserve.wire import FeatureSamples, Stats
@@ -17,20 +25,38 @@ CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 _ITL = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
+_REJECTIONS = "moeserve_rejections"
 _QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
-class Metrics:
-    """The metrics of one frontend, in one registry. Latencies are in seconds."""
+class Buckets(NamedTuple):
+    """A histogram: the upper bounds of its buckets, the last of them infinite, and the cumulative counts."""
+
+    upper: tuple[float, ...]
+    counts: tuple[float, ...]
+
+
+class Metrics(Collector):
+    """What this frontend counts and, where several count together, the sums of all. Latencies are in seconds."""
 
     def __init__(
-        self, num_dropped_lines: Callable[[], int] = lambda: 0, num_restarts: Callable[[], int] = lambda: 0
+        self,
+        num_dropped_lines: Callable[[], int] = lambda: 0,
+        num_restarts: Callable[[], int] = lambda: 0,
+        shared: Path | None = None,
     ) -> None:
-        """num_dropped_lines: log lines of this process that were dropped so far. num_restarts: of the engine."""
-        self.registry = CollectorRegistry()
+        """num_dropped_lines: log lines of this process that were dropped so far. num_restarts: of the engine.
+
+        shared: the folder of the frontends' files, which the environment variable PROMETHEUS_MULTIPROC_DIR names too.
+        """
         self.rejections: Tally[str] = Tally()
-        self._engine = _EngineCollector(self.rejections, num_dropped_lines, num_restarts)
-        self.registry.register(self._engine)
+        self._num_dropped_lines = num_dropped_lines
+        self._num_restarts = num_restarts
+        self._stats: Stats | None = None
+        self._registry = CollectorRegistry()
+        self._counted: Collector = self._registry
+        if shared is not None:
+            self._counted = MultiProcessCollector(None, str(shared))  # type: ignore[no-untyped-call]
         self.time_to_first_token = self._histogram(
             "moeserve_time_to_first_token_seconds", "From the request's arrival to its first token", _TTFT
         )
@@ -43,21 +69,24 @@ class Metrics:
         self.queue_time = self._histogram(
             "moeserve_request_queue_seconds", "From admission to the first scheduled token", _QUEUE
         )
-        self._responses = Counter(
-            "moeserve_http_responses", "Responses by route and status", ["route", "status"], registry=self.registry
+        self._responses = self._counter("moeserve_http_responses", "Responses by route and status", "route", "status")
+        self._ignored = self._counter("moeserve_ignored_fields", "Request fields that were not understood", "field")
+        self._disconnects = self._counter(
+            "moeserve_client_disconnects", "Clients that left before their answer was complete"
         )
-        self._ignored = Counter(
-            "moeserve_ignored_fields", "Request fields that were not understood", ["field"], registry=self.registry
+        self._rejected = self._counter(_REJECTIONS, "Requests that were refused, by reason", "reason")
+        self._dropped_lines = self._counter(
+            "moeserve_log_lines_dropped", "Log lines of HTTP processes that nobody read in time"
         )
-        self._disconnects = Counter(
-            "moeserve_client_disconnects", "Clients that left before their answer was complete", registry=self.registry
-        )
+        self._settled: Tally[str] = Tally()
+        self._num_settled_lines = 0
 
     def on_stats(self, stats: Stats) -> None:
         """Keep the engine's newest counters and observe its queue times."""
-        self._engine.update(stats)
+        self._stats = stats
         for seconds in stats.queue_seconds:
             self.queue_time.observe(seconds)
+        self._settle()
 
     def count_response(self, route: str, status: int) -> None:
         self._responses.labels(route, str(status)).inc()
@@ -72,51 +101,63 @@ class Metrics:
 
     def render(self) -> bytes:
         """Return the text that Prometheus scrapes."""
-        return generate_latest(self.registry)
+        return generate_latest(self)
 
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, documentation, buckets=buckets, registry=self.registry)
-
-
-class _EngineCollector(Collector):
-    """Exports the engine's newest `Stats`; before the first one only what this process counts itself."""
-
-    def __init__(
-        self, rejections: Tally[str], num_dropped_lines: Callable[[], int], num_restarts: Callable[[], int]
-    ) -> None:
-        self._num_dropped_lines = num_dropped_lines
-        self._num_restarts = num_restarts
-        self._stats: Stats | None = None
-        self._rejections = rejections
-
-    def update(self, stats: Stats) -> None:
-        self._stats = stats
+    def latencies(self) -> tuple[Buckets, Buckets]:
+        """Return the times to the first token and those between tokens."""
+        families = {family.name: family for family in self._counted.collect()}
+        first, between = (
+            [sample for sample in families[metric.name].samples if sample.name.endswith("_bucket")]
+            for histogram in (self.time_to_first_token, self.inter_token)
+            for metric in histogram.describe()
+        )
+        return _buckets(first), _buckets(between)
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterator[Metric]:
+        """Yield what was counted, and the engine's newest `Stats`, if there are any yet."""
+        self._settle()
         stats = self._stats
-        reasons = Tally(stats.rejections if stats else {}) + self._rejections
-        rejected = CounterMetricFamily(
-            "moeserve_rejections", "Requests that were refused, by reason", labels=["reason"]
-        )
+        reasons = Tally[str](stats.rejections if stats else {})
+        for family in self._counted.collect():
+            if family.name != _REJECTIONS:
+                yield family
+                continue
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    reasons[sample.labels["reason"]] += int(sample.value)
+        rejected = CounterMetricFamily(_REJECTIONS, "Requests that were refused, by reason", labels=["reason"])
         for reason, count in sorted(reasons.items()):
             rejected.add_metric([reason], count)
         yield rejected
         yield CounterMetricFamily(
-            "moeserve_log_lines_dropped",
-            "Log lines of the HTTP process that nobody read in time",
-            value=self._num_dropped_lines(),
-        )
-        yield CounterMetricFamily(
-            "moeserve_engine_restarts",
-            "Engines that took the place of one that ended, since this HTTP process began",
-            value=self._num_restarts(),
+            "moeserve_engine_restarts", "Engines that took the place of one that ended", value=self._num_restarts()
         )
         if stats is not None:
             yield from _engine_metrics(stats)
             yield from feature_metrics(stats.features)
+
+    def _settle(self) -> None:
+        """Add to the counters what was tallied elsewhere in this process."""
+        for reason, count in self.rejections.items():
+            if new := count - self._settled[reason]:
+                self._rejected.labels(reason).inc(new)
+        self._settled.update(self.rejections - self._settled)
+        num_lines = self._num_dropped_lines()
+        self._dropped_lines.inc(num_lines - self._num_settled_lines)
+        self._num_settled_lines = num_lines
+
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, documentation, buckets=buckets, registry=self._registry)
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(name, documentation, labels, registry=self._registry)
+
+
+def _buckets(samples: Sequence[Sample]) -> Buckets:
+    return Buckets(tuple(float(sample.labels["le"]) for sample in samples), tuple(sample.value for sample in samples))
 
 
 def _engine_metrics(stats: Stats) -> Iterator[Metric]:

@@ -208,6 +208,11 @@ class RequestGroup:
         batch, self._queue = self._queue, []
         return batch
 
+    def interrupt(self) -> None:
+        """Have a call of `next` that waits return, with nothing."""
+        self._until = -math.inf
+        self._news.set()
+
     def finish(self, index: int, keep_tokens: int) -> None:
         """End a request at a stop string; its terminal output follows. No effect on a request that has ended."""
         if self._ids[index] in self._open:

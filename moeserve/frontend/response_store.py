@@ -7,7 +7,7 @@ counts once however many turns it has. Memory that a later turn still needs coun
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,15 @@ class KeptResponse:
     def output_items(self) -> list[Item]:
         items: list[Item] = msgspec.json.decode(self.response)["output"]
         return items
+
+
+class LentTurn(msgspec.Struct, array_like=True, frozen=True):
+    """A kept response for another process. One that is not `found` by its id is there as the past of others alone."""
+
+    response_id: str
+    response: bytes
+    input: bytes
+    found: bool
 
 
 class Shelf:
@@ -106,6 +115,33 @@ class Shelf:
             self.drop_oldest()
         self._make_room()
         return response_id in self._kept
+
+    def knows(self, name: str) -> bool:
+        """Return whether a response, or an item of one, has that id."""
+        return name in self._kept or name in self._by_item
+
+    def lend(self, name: str) -> list[LentTurn]:
+        """Return the conversation up to the response that has that id, or an item with it; empty without one."""
+        kept = self._kept.get(name) or self._by_item.get(name)
+        if kept is None:
+            return []
+        self.find(kept.response_id)
+        return [
+            LentTurn(turn.response_id, turn.response, turn.input, turn.response_id in self._kept)
+            for turn in reversed(list(_turns(kept)))
+        ]
+
+    def adopt(self, conversation: Sequence[LentTurn]) -> None:
+        """Keep a conversation of another process as one's own, as far as it is not known."""
+        previous_id, hidden = None, []
+        for turn in conversation:
+            if turn.response_id not in self._kept:
+                self.put(turn.response_id, turn.response, msgspec.json.decode(turn.input), previous_id)
+                if not turn.found:
+                    hidden.append(turn.response_id)
+            previous_id = turn.response_id
+        for response_id in hidden:
+            self.delete(response_id)
 
     def delete(self, response_id: str) -> bool:
         """Drop a response; return whether there was one. Later turns that have it in their past keep it there."""

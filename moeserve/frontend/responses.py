@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from moeserve.frontend.dialects import responses, responses_answer
 from moeserve.frontend.generate import Dialect, GenerateRoute
 from moeserve.frontend.http import ApiError, invalid, unsupported
+from moeserve.frontend.peers import Peers
 from moeserve.frontend.response_store import Item, KeptResponse, ResponseStore, Shelf
 from moeserve.frontend.services import Services
 
@@ -22,17 +23,23 @@ _DEFAULT_PAGE, _MAX_PAGE = 20, 100
 class ResponsesRoute:
     """The ASGI endpoint of `POST /v1/responses`: the dialect, tied to the shelf of whoever calls."""
 
-    def __init__(self, services: Services, store: ResponseStore) -> None:
+    def __init__(self, services: Services, store: ResponseStore, peers: Peers) -> None:
         self._services = services
         self._store = store
+        self._peers = peers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shelf = _shelf(self._store, scope)
+
+        async def borrow(body: bytes) -> None:
+            await self._peers.borrow(_caller(scope), responses.earlier_names(body))
+
         dialect = Dialect(
             responses_answer.ID_PREFIX,
             partial(responses.parse, earlier=shelf),
             partial(responses_answer.ResponsesFormatter, keep=shelf.put),
             off_loop=False,
+            prepare=borrow if self._peers.has_others else None,
         )
         await GenerateRoute(self._services, dialect)(scope, receive, send)
 
@@ -40,26 +47,27 @@ class ResponsesRoute:
 class KeptResponseRoutes:
     """Responses by id. Nobody learns whether an id exists that is another caller's."""
 
-    def __init__(self, store: ResponseStore) -> None:
+    def __init__(self, store: ResponseStore, peers: Peers) -> None:
         self._store = store
+        self._peers = peers
 
     async def one(self, request: Request) -> Response:
         """Answer GET with a response, DELETE by dropping it."""
-        return self._delete(request) if request.method == "DELETE" else self._get(request)
+        return await (self._delete(request) if request.method == "DELETE" else self._get(request))
 
-    def _get(self, request: Request) -> Response:
+    async def _get(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
             raise unsupported("stream")
-        return _json(self._find(request).response)
+        return _json((await self._find(request)).response)
 
-    def _delete(self, request: Request) -> Response:
-        kept = self._find(request)
-        _shelf(self._store, request.scope).delete(kept.response_id)
+    async def _delete(self, request: Request) -> Response:
+        kept = await self._find(request)
+        await self._peers.drop(_caller(request.scope), kept.response_id)
         return _json(msgspec.json.encode({"id": kept.response_id, "object": "response", "deleted": True}))
 
     async def input_items(self, request: Request) -> Response:
         """Answer with the input of one request, in pages, the latest item first unless `order` is `asc`."""
-        kept = self._find(request)
+        kept = await self._find(request)
         query = request.query_params
         order, limit = query.get("order", "desc"), query.get("limit", str(_DEFAULT_PAGE))
         if order not in ("asc", "desc"):
@@ -87,8 +95,9 @@ class KeptResponseRoutes:
             )
         )
 
-    def _find(self, request: Request) -> KeptResponse:
+    async def _find(self, request: Request) -> KeptResponse:
         response_id = responses_answer.ID_PREFIX + request.path_params["name"]
+        await self._peers.borrow(_caller(request.scope), [response_id])
         kept = _shelf(self._store, request.scope).find(response_id)
         if kept is None:
             raise ApiError(
@@ -101,7 +110,12 @@ class KeptResponseRoutes:
 
 
 def _shelf(store: ResponseStore, scope: Scope) -> Shelf:
-    return store.shelf(scope["state"]["identity"].digest)
+    return store.shelf(_caller(scope))
+
+
+def _caller(scope: Scope) -> bytes:
+    digest: bytes = scope["state"]["identity"].digest
+    return digest
 
 
 def _json(body: bytes) -> Response:

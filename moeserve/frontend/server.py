@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, cast
@@ -34,19 +34,26 @@ _TICK_S = 0.2
 _OTHER_FILES = 128
 OPEN_PATHS = ("/health", "/ready", "/metrics")
 _KEEP_ALIVE_TIMEOUT_S = 30
+_SECONDS_BETWEEN_PROBES = 0.2
+_TCP_CLOSE = 7  # the first byte of Linux's tcp_info
 
 
 def serve(services: Services, listener: socket.socket, beat_fd: int | None = None) -> None:
     """Answer on a bound socket until a signal ends the server. beat_fd: a pipe on which the event loop ticks."""
     allow_connections(services.run.config.max_connections)
-    FrontendServer(services, None if beat_fd is None else Ticker(beat_fd)).run(sockets=[listener])
+    ticker = None if beat_fd is None else Ticker(beat_fd, lambda: services.not_ready_reason() is None)
+    FrontendServer(services, ticker).run(sockets=[listener])
 
 
 class Ticker:
-    """Writes a byte into a pipe a few times a second, as long as the event loop turns."""
+    """Writes a byte into a pipe a few times a second, as long as the event loop turns: `+` while `is_ready`, else `.`.
 
-    def __init__(self, descriptor: int) -> None:
+    The supervisor knows them (`launcher.watches`).
+    """
+
+    def __init__(self, descriptor: int, is_ready: Callable[[], bool]) -> None:
         self._descriptor = descriptor
+        self._is_ready = is_ready
         self._next: asyncio.TimerHandle | None = None
         os.set_blocking(descriptor, False)
         os.set_inheritable(descriptor, False)
@@ -55,7 +62,7 @@ class Ticker:
         """Tick now, and from now on."""
         # A full pipe is no reason to wait, and one without a reader none to fail.
         with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._descriptor, b".")
+            os.write(self._descriptor, b"+" if self._is_ready() else b".")
         self._next = asyncio.get_running_loop().call_later(_TICK_S, self.start)
 
     def stop(self) -> None:
@@ -90,12 +97,10 @@ class FrontendServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install the handlers on the event loop, in place of uvicorn's, and tick as long as they are there."""
+        """Install the handlers on the event loop, in place of uvicorn's."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_sigterm)
         loop.add_signal_handler(signal.SIGINT, self._on_sigint)
-        if self._ticker is not None:
-            self._ticker.start()
         try:
             yield
         finally:
@@ -103,6 +108,12 @@ class FrontendServer(uvicorn.Server):
                 self._ticker.stop()
             loop.remove_signal_handler(signal.SIGTERM)
             loop.remove_signal_handler(signal.SIGINT)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and tick from then on."""
+        await super().startup(sockets)
+        if self._ticker is not None:
+            self._ticker.start()
 
     def _on_sigterm(self) -> None:
         if self._drain is not None:
@@ -149,6 +160,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     uvicorn with httptools bounds neither the size of headers nor the time they may take, and an application cannot: it
     is called when they are complete. `scope["extensions"]["moeserve.abort"]` drops the connection and its buffer.
 
+    A client may close its sending half after its request and gets its answer. One that has closed the connection has
+    sent the same, but resets the connection when something comes: so something is sent (`100 Continue` until the answer
+    begins, at the end of the request and now and then), and the reset looked out for. Where the answer has begun,
+    `scope["extensions"]["moeserve.half_closed"]`, which an application may set, is called to have it write something.
+
     most_connections: requests on further connections are refused and counted in `rejections`, but for OPEN_PATHS;
     twice as many are dropped unheard.
     """
@@ -162,6 +178,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._header_bytes = 0  # of complete header fields
         self._in_headers = True
         self._deadline: asyncio.TimerHandle | None = None
+        self._is_half_closed = False
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._next_interim = 0.0  # when another `100 Continue` is due, on the loop's clock
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -177,12 +196,29 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
-        if self._end is not None:
-            self._end.cancel()
+        for timer in (self._end, self._probe_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the connection stays open: the client sends no more, and has an answer to come."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        self._is_half_closed = True
+        if cycle.response_started:
+            half_closed = cast("dict[str, Any]", cycle.scope)["extensions"].get("moeserve.half_closed")
+            if half_closed is not None:
+                half_closed()
+        self._probe()
+        return True
+
     def on_response_complete(self) -> None:
+        is_last = not self.pipeline
         super().on_response_complete()
+        if self._is_half_closed and is_last:
+            self.transport.close()
         self._end_soon()
 
     def send_400_response(self, msg: str) -> None:
@@ -230,6 +266,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing() and self._end is None:
             self._end = self.loop.call_later(limits.SEND_TIMEOUT_S, self.transport.abort)
 
+    def _probe(self) -> None:
+        """Drop a half-closed connection whose client has reset it, else send what would make it do so."""
+        if self.transport.is_closing():
+            return
+        if has_been_reset(self.transport):
+            self.transport.abort()
+            return
+        now, cycle = self.loop.time(), self.cycle
+        has_begun = cycle.response_started or bool(self.pipeline)
+        # Older clients do not know interim answers.
+        if not has_begun and cycle.scope["http_version"] == "1.1" and now >= self._next_interim:
+            self._next_interim = now + limits.KEEP_ALIVE_S
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe_timer = self.loop.call_later(_SECONDS_BETWEEN_PROBES, self._probe)
+
     def _arm(self) -> None:
         self._deadline = self.loop.call_later(limits.RECEIVE_TIMEOUT_S, self._too_slow)
 
@@ -243,6 +294,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.close()
             self._end_soon()
+
+
+def has_been_reset(transport: asyncio.Transport) -> bool:
+    """Return whether a TCP connection was ended for both directions. Its transport does not say so while it reads
+    nothing."""
+    state: bytes = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    return state[0] == _TCP_CLOSE
 
 
 def refuse_unless_open(app: Any) -> Any:

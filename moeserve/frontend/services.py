@@ -45,14 +45,16 @@ class Services:
         shape: OutputShape = PLAIN,
         num_dropped_lines: Callable[[], int] = lambda: 0,
         news_fd: int | None = None,
+        number: int = 0,
     ) -> None:
         """shape: how the model writes reasoning and calls. num_dropped_lines: of this process's logs, for a metric.
-        news_fd: see `EngineClient`."""
+        news_fd: see `EngineClient`. number: of this frontend among those of the service, from 0."""
         self.run = run
+        self.number = number
         self.tokenizer = tokenizer
         self.template = template
         self.shape = shape
-        self.metrics = Metrics(num_dropped_lines, lambda: self.engine.num_restarts)
+        self.metrics = Metrics(num_dropped_lines, lambda: self.engine.num_restarts, run.shared_metrics)
         self.live = LiveStats(self.metrics)
         self.grammars = GrammarChecker(Path(run.model_dir) / "tokenizer.json")
         self.engine = EngineClient(run, self._on_stats, news_fd)
@@ -64,12 +66,17 @@ class Services:
         self._draining = False
         self.created = int(time.time())
         self.fingerprint = f"fp_{run.model_hash[:12]}"
-        self._seeds = random.Random(run.config.seed)
+        # Each frontend draws others.
+        self._seeds = random.Random(run.config.seed + (number << 64))
         self._facts: ModelFacts | None = None
 
     @classmethod
     def load(
-        cls, run: RunContext, num_dropped_lines: Callable[[], int] = lambda: 0, news_fd: int | None = None
+        cls,
+        run: RunContext,
+        num_dropped_lines: Callable[[], int] = lambda: 0,
+        news_fd: int | None = None,
+        number: int = 0,
     ) -> Services:
         """Read the checkpoint's tokenizer and template. Raises ModelError if they cannot be used."""
         folder = Path(run.model_dir)
@@ -78,7 +85,7 @@ class Services:
         sources = read_sources(folder)
         shape = choose_shape(sources, _model_type(folder), run.config.tool_call_parser, run.config.reasoning_parser)
         template = TemplateRenderer(folder) if sources else None
-        return cls(run, tokenizer, template, shape, num_dropped_lines, news_fd)
+        return cls(run, tokenizer, template, shape, num_dropped_lines, news_fd, number)
 
     async def start(self) -> None:
         """Connect to the engine without waiting, and start the template's process, so that no conversation does."""

@@ -141,10 +141,14 @@ def _fork(job: _Job) -> int:
     """Returns the child's pid in this process, and never in the child."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # A signal that came to the child before it has handlers of its own would be told to the parent's loop.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
-    if pid == 0:
+    if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    else:
         # Objects of the parent's would close descriptors that are the child's now, were they ever collected.
         gc.freeze()
         _become(job)
@@ -221,6 +225,8 @@ def _run(module: str, arguments: list[str]) -> None:
     if "torch" in sys.modules and (threads := os.environ.get("OMP_NUM_THREADS")):
         # The library read the environment when it was loaded.
         sys.modules["torch"].set_num_threads(int(threads))
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ and "prometheus_client.values" in sys.modules:
+        importlib.reload(sys.modules["prometheus_client.values"])
     if "sitecustomize" in sys.modules:
         # What it puts into the environment was the server's.
         importlib.reload(sys.modules["sitecustomize"])

@@ -101,13 +101,15 @@ def service(model: Path, folder: Path, *arguments: str, forked: bool = True) -> 
 
 
 def children_of(pid: int) -> dict[str, int]:
-    """Pids of a supervisor's children by what they run."""
-    names = {"launcher.worker": "worker", "launcher.rank_group": "worker", "launcher.frontend_main": "frontend"}
+    """Pids of a supervisor's children by what they run: `worker`, `frontend`, `frontend 1` and so on."""
     pids = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        # Its janitor is no server.
-        pids |= {names[part]: int(child) for part in command if part in names}
+        if "launcher.worker" in command or "launcher.rank_group" in command:
+            pids["worker"] = int(child)
+        elif "launcher.frontend_main" in command:
+            number = command[command.index("--number") + 1]
+            pids["frontend" if number == "0" else f"frontend {number}"] = int(child)
     return pids
 
 

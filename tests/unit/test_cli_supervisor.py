@@ -235,13 +235,15 @@ def test_a_killed_frontend_ends_the_service_with_a_sentence(start):
 
 @pytest.mark.parametrize("manner", ["has streams", pytest.param("ignores signals", marks=pytest.mark.slow)])
 def test_a_killed_supervisor_leaves_nothing(start, manner):
-    service = start(STANDIN_FRONTEND=manner)
+    service = start(STANDIN_FRONTENDS="2", STANDIN_FRONTEND=manner)
     service.wait_until_ready()
     service.process.kill()
-    # Clients are told: the HTTP process does not die as the model process does.
-    service.wait_for("frontend got a signal")
+    # Clients are told: the HTTP processes do not die as the model process does.
+    for _ in range(2):
+        service.wait_for("frontend got a signal")
     if manner == "has streams":
-        os.kill(service.pids[1], signal.SIGTERM)
+        for pid in service.pids[1:]:
+            os.kill(pid, signal.SIGTERM)
     wait_until_dead(service.pids)
     wait_until_empty(service.run_root)
 
@@ -392,6 +394,92 @@ def test_a_killed_frontend_is_started_again_on_the_same_port(start):
     os.kill(int(new), signal.SIGKILL)
     assert "HTTP process was ended by SIGKILL" in service.wait_for("failed")
     assert service.end() == 1
+    assert service.leaves_nothing()
+
+
+def test_a_killed_frontend_of_two_is_started_again_and_hears_of_the_engine(start):
+    service = start(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1")
+    service.wait_until_ready()
+    worker, first, second = service.pids
+    os.kill(second, signal.SIGKILL)
+    said = service.wait_for("notice")
+    assert "HTTP process 1 was ended by SIGKILL (often: out of memory); it is started again (1 of at most 1" in said
+    assert service.wait_for("frontend hears") == "frontend hears of engine 7"
+    for _ in range(2):
+        service.wait_for("beating")
+    service.process.send_signal(signal.SIGUSR1)
+    state = service.wait_for("state")
+    assert f"model process {worker} heard" in state
+    assert f"HTTP process 0 {first} heard" in state
+    [new] = re.findall(r"HTTP process 1 (\d+) heard", state)
+    assert int(new) not in service.pids
+    service.process.send_signal(signal.SIGTERM)
+    assert service.end() == 0
+    service.pids.append(int(new))
+    assert service.leaves_nothing()
+
+
+@pytest.mark.slow
+def test_a_stopped_frontend_of_two_is_killed_and_started_again(start):
+    service = start(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1")
+    service.wait_until_ready()
+    os.kill(service.pids[1], signal.SIGSTOP)
+    assert "HTTP process 0 hung (no heartbeat for 1 s) and was ended; it is started" in service.wait_for("notice")
+    for _ in range(2):
+        service.wait_for("beating")
+    assert is_alive(service.pids[2])
+    assert not is_alive(service.pids[1])
+    service.process.send_signal(signal.SIGTERM)
+    assert service.end() == 0
+    assert service.leaves_nothing()
+
+
+def test_every_frontend_hears_of_the_next_engine(start):
+    service = start(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1")
+    service.wait_until_ready()
+    os.kill(service.pids[0], signal.SIGKILL)
+    assert [service.wait_for("frontend hears of engine 8") for _ in range(2)]
+    service.process.send_signal(signal.SIGTERM)
+    assert service.end() == 0
+    assert service.leaves_nothing()
+
+
+def test_a_drain_waits_for_the_last_frontend(start):
+    service = start(STANDIN_FRONTENDS="2", STANDIN_FRONTEND="has streams")
+    service.wait_until_ready()
+    service.process.send_signal(signal.SIGTERM)
+    for _ in range(2):
+        service.wait_for("frontend got a signal")
+    worker, first, second = service.pids
+    os.kill(first, signal.SIGTERM)
+    wait_until_dead([first])
+    assert is_alive(worker)
+    assert is_alive(second)
+    os.kill(second, signal.SIGTERM)
+    assert service.end() == 0
+    assert service.leaves_nothing()
+
+
+def test_a_frontend_that_ends_too_often_lets_the_others_finish_and_ends_the_service(start):
+    service = start(STANDIN_FRONTENDS="2", STANDIN_FRONTEND="has streams")
+    service.wait_until_ready()
+    worker, first, second = service.pids
+    os.kill(first, signal.SIGKILL)
+    assert "HTTP process 0 was ended by SIGKILL" in service.wait_for("failed")
+    service.wait_for("frontend got a signal")
+    assert is_alive(worker)
+    os.kill(second, signal.SIGTERM)
+    assert service.end() == 1
+    assert service.leaves_nothing()
+
+
+def test_a_frontend_that_is_between_two_lives_does_not_outlast_a_drain(start):
+    service = start(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1")
+    service.wait_until_ready()
+    os.kill(service.pids[1], signal.SIGKILL)
+    service.wait_for("notice")
+    service.process.send_signal(signal.SIGTERM)
+    assert service.end() == 0
     assert service.leaves_nothing()
 
 

@@ -45,6 +45,7 @@ from moeserve.wire import (
     pack_token_ids,
 )
 from radix_cache import PrefixCache
+from tests.support.service import wait_until
 
 INCARNATION = 7
 # Of steps that may be made; each is counted one by one.
@@ -129,6 +130,16 @@ class Client:
             if not isinstance(message, Stats):
                 return message
 
+    def stats(self, count: int) -> list[Stats]:
+        """The next messages of that number that are Stats."""
+        found: list[Stats] = []
+        while len(found) < count:
+            assert self.socket.poll(5000), "no message came"
+            _, message = decode(self.socket.recv(), FromEngine)
+            if isinstance(message, Stats):
+                found.append(message)
+        return found
+
     def outputs_of(self, request_id: str) -> list[Output]:
         """All outputs of a request up to its terminal one, which must be the only such."""
         found: list[Output] = []
@@ -150,6 +161,7 @@ class Served:
     scheduler: Scheduler
     engine: Engine
     disk: threading.Event
+    cache: PrefixCache
 
     def connect(self) -> Client:
         socket = self.context.socket(zmq.DEALER)
@@ -171,7 +183,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     engine = Engine(socket, scheduler, [cache], steps, READY, experts)  # type: ignore[arg-type]
     stop = threading.Event()
     thread = threading.Thread(target=engine.run, args=(stop,))
-    served = Served(Client(None), executor, stop, thread, context, address, scheduler, engine, experts.disk)  # type: ignore[arg-type]
+    served = Served(Client(None), executor, stop, thread, context, address, scheduler, engine, experts.disk, cache)  # type: ignore[arg-type]
     served.client = served.connect()
     thread.start()
     yield served
@@ -279,6 +291,39 @@ def test_outputs_go_to_who_asked(served: Served) -> None:
     served.client.send(generate("mine", [10], max_tokens=2))
     assert [o.token_ids for o in other.outputs_of("theirs")] == [[21], [22]]
     assert [o.token_ids for o in served.client.outputs_of("mine")] == [[11], [12]]
+
+
+def test_requests_of_a_frontend_that_is_gone_give_their_memory_back_and_others_go_on(served: Served) -> None:
+    other = served.connect()
+    for client in (other, served.client):
+        client.send(Hello(PROTOCOL_VERSION, "abc"))
+        assert client.receive() == READY
+    served.executor.gate = threading.Semaphore(2)
+    other.send(generate("theirs", [20, 21], max_tokens=60))
+    other.send(generate("theirs too", [30, 31], max_tokens=60))
+    other.send(generate("theirs that waits", [40, 41], max_tokens=60))
+    assert [other.receive().request_id for _ in range(1)] == ["theirs"]
+    other.socket.close()
+    served.executor.gate.release(10**6)
+    wait_until(lambda: served.scheduler.is_idle)
+    # There is room for it at once.
+    served.client.send(generate("mine", [10], max_tokens=2))
+    assert served.client.receive() == Admitted("mine")
+    assert [o.token_ids for o in served.client.outputs_of("mine")] == [[11], [12]]
+    cache = served.cache
+    assert cache.num_leased == 0
+    assert cache.num_free + cache.num_cached == 32
+
+
+def test_frontends_hear_of_each_queue_time_once(served: Served) -> None:
+    other = served.connect()
+    for client in (other, served.client):
+        client.send(Hello(PROTOCOL_VERSION, "abc"))
+        assert client.receive() == READY
+    for number in range(3):
+        served.client.send(generate(f"r{number}", [10], max_tokens=2))
+        served.client.outputs_of(f"r{number}")
+    assert sum(len(stats.queue_seconds) for client in (other, served.client) for stats in client.stats(6)) == 3
 
 
 def test_the_prefix_cache_can_be_reset(served: Served) -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,3 +82,36 @@ def test_the_length_of_a_trace_is_bounded(max_tokens: int) -> None:
     with pytest.raises(ApiError, match="`max_tokens` must be at least 1 and at most 2147483647") as caught:
         asyncio.run(ExpertRoutes(services).trace(Request(scope, receive)))
     assert (caught.value.status, caught.value.param) == (400, "max_tokens")
+
+
+_COUNTING = """
+import sys
+from pathlib import Path
+from moeserve.frontend.metrics import Metrics
+
+metrics = Metrics(lambda: 2, shared=Path(sys.argv[1]))
+metrics.count_response("/v1/completions", 200)
+metrics.rejections["queue_full"] += 1
+metrics.time_to_first_token.observe(float(sys.argv[2]))
+metrics.render()
+print(metrics.render().decode() if sys.argv[2] == "30" else "", metrics.latencies()[0].counts[-1])
+"""
+
+
+def test_several_frontends_count_together_and_one_that_ends_takes_nothing_with_it(tmp_path: Path) -> None:
+    for number, seconds in enumerate(("0.2", "30")):
+        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", _COUNTING, str(tmp_path), seconds]
+        told = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        assert float(told.split()[-1]) == number + 1
+    lines = told.splitlines()
+    for line in (
+        'moeserve_http_responses_total{route="/v1/completions",status="200"} 2.0',
+        'moeserve_rejections_total{reason="queue_full"} 2.0',
+        "moeserve_log_lines_dropped_total 4.0",
+        'moeserve_time_to_first_token_seconds_bucket{le="0.25"} 1.0',
+        "moeserve_time_to_first_token_seconds_count 2.0",
+        "moeserve_engine_restarts_total 0.0",
+    ):
+        assert line in lines
+    assert sum(line.startswith("# TYPE moeserve_rejections_total") for line in lines) == 1

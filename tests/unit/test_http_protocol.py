@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from moeserve.frontend import limits
-from moeserve.frontend.http import PatientSend, SlowReader, send_body
+from moeserve.frontend.http import EventStream, PatientSend, SlowReader, read_body, send_body, until_disconnect
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.server import BoundedHttpProtocol
@@ -46,8 +46,8 @@ class Server:
         protocol = partial(Noted, most_connections=most_connections, rejections=self.rejections)
         config = uvicorn.Config(boundary, http=cast("type[asyncio.Protocol]", protocol), loop="uvloop", log_config=None)
         config.load()
-        self._state = uvicorn.Server(config).server_state
-        self._create = partial(protocol, config=config, server_state=self._state, app_state={})
+        self.state = uvicorn.Server(config).server_state
+        self._create = partial(protocol, config=config, server_state=self.state, app_state={})
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[int]:
@@ -179,6 +179,149 @@ def test_twice_as_many_connections_are_dropped() -> None:
             assert len(server.transports) == 3
             for _, open_writer in [*silent, (reader, writer)]:
                 open_writer.close()
+
+    run(scenario())
+
+
+async def slow(scope: Any, receive: Any, send: Any) -> None:
+    """Answers a while after the client has closed its sending half, unless it leaves."""
+    waiting = asyncio.sleep(0.3 if scope["path"] == "/" else 60)
+
+    async def answer() -> None:
+        await waiting
+        await send_body(send, 200, scope["path"].encode())
+
+    await until_disconnect(receive, answer())
+
+
+async def events(scope: Any, receive: Any, send: Any) -> None:
+    """Streams, and waits for ever after the first event unless it is woken."""
+    woken = asyncio.Event()
+    scope["extensions"]["moeserve.half_closed"] = woken.set
+    stream = EventStream(send)
+
+    async def answer() -> None:
+        await stream.start()
+        await stream.write(b"data: 1\n\n")
+        await woken.wait()
+        await stream.write(b": keep-alive\n\n")
+        if scope["path"] == "/for-ever":
+            await asyncio.Event().wait()
+        await stream.write(b"data: 2\n\n", last=True)
+
+    await until_disconnect(receive, answer())
+
+
+def half_closed(port: int, *requests: str, version: str = "1.1") -> socket.socket:
+    """A client that sends requests and closes its sending half."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=20)
+    for path in requests:
+        client.sendall(f"GET {path} HTTP/{version}\r\nHost: x\r\n\r\n".encode())
+    client.shutdown(socket.SHUT_WR)
+    return client
+
+
+async def all_of(client: socket.socket) -> bytes:
+    """All that comes until the connection ends."""
+    client.settimeout(None)
+    client.setblocking(False)
+    loop, received = asyncio.get_running_loop(), b""
+    while data := await loop.sock_recv(client, 65536):
+        received += data
+    return received
+
+
+def test_a_client_that_has_closed_its_sending_half_gets_its_answer() -> None:
+    async def scenario() -> None:
+        server = Server(slow, 10)
+        async with server.listening() as port:
+            with half_closed(port, "/") as client:
+                interim, _, answer = (await all_of(client)).partition(b"\r\n\r\n")
+            assert interim == b"HTTP/1.1 100 Continue"
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            assert body == b"/"
+            with half_closed(port, "/", version="1.0") as client:
+                assert (await all_of(client)).startswith(b"HTTP/1.1 200")
+            assert not server.state.connections
+
+    run(scenario())
+
+
+def test_requests_that_wait_for_their_turn_are_answered_as_well() -> None:
+    async def scenario() -> None:
+        server = Server(slow, 10)
+        async with server.listening() as port:
+            with half_closed(port, "/", "/?2", "/?3") as client:
+                received = await all_of(client)
+            assert received.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"").count(b"HTTP/1.1 200") == 3
+
+    run(scenario())
+
+
+def test_a_half_closed_stream_goes_on_and_is_woken_to_write() -> None:
+    async def scenario() -> None:
+        server = Server(events, 10)
+        async with server.listening() as port:
+            client = socket.create_connection(("127.0.0.1", port), timeout=20)
+            with client:
+                client.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+                begun = b""
+                while b"data: 1" not in begun:
+                    begun += await loop.sock_recv(client, 65536)
+                client.shutdown(socket.SHUT_WR)
+                rest = await all_of(client)
+            assert b": keep-alive" in rest
+            assert b"data: 2" in rest
+            assert b"100 Continue" not in begun + rest
+            assert rest.endswith(b"0\r\n\r\n")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("app", "path"), [(slow, "/for-ever"), (events, "/for-ever")], ids=["whole", "stream"])
+def test_a_client_that_has_closed_the_connection_is_found_out(app: Any, path: str) -> None:
+    async def scenario() -> None:
+        ended = asyncio.Event()
+
+        async def noted(scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await app(scope, receive, send)
+            finally:
+                ended.set()
+
+        server = Server(noted, 10)
+        async with server.listening() as port:
+            client = socket.create_connection(("127.0.0.1", port), timeout=20)
+            client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            if app is events:
+                client.setblocking(False)
+                received = b""
+                while b"data: 1" not in received:
+                    received += await asyncio.get_running_loop().sock_recv(client, 65536)
+            client.close()
+            async with asyncio.timeout(10):
+                await ended.wait()
+        assert server.metrics.render().count(b"moeserve_client_disconnects_total 1.0") == 1
+
+    run(scenario())
+
+
+def test_half_a_request_gets_no_answer() -> None:
+    async def reading(scope: Any, receive: Any, send: Any) -> None:
+        await read_body(scope, receive, max_bytes=1000, timeout_s=20)
+        await send_body(send, 200, b"{}")
+
+    async def scenario() -> None:
+        server = Server(reading, 10)
+        async with server.listening() as port:
+            for half in (b"GET / HT", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc"):
+                with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+                    client.sendall(half)
+                    client.shutdown(socket.SHUT_WR)
+                    assert b"200" not in await all_of(client)
 
     run(scenario())
 

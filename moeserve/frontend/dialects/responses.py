@@ -101,6 +101,28 @@ class Turn:
     seals_reasoning: bool
 
 
+class _Names(msgspec.Struct):
+    previous_response_id: str | None = None
+    input: str | list[_ItemName] | None = None
+
+
+class _ItemName(msgspec.Struct):
+    type: str | None = None
+    role: str | None = None
+    id: str | None = None
+
+
+def earlier_names(body: bytes) -> list[str]:
+    """Return the ids of the earlier responses and items that a request refers to; none of a body that is no request."""
+    try:
+        named = msgspec.json.decode(body, type=_Names)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return []
+    items = named.input if isinstance(named.input, list) else []
+    referred = [item.id for item in items if item.type in ("item_reference", None) and item.role is None and item.id]
+    return list(dict.fromkeys([*filter(None, [named.previous_response_id]), *referred]))
+
+
 def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
     """Return the internal request; its `repeated` holds a `turn`. Raises ApiError with the status for the client."""
     asked, ignored = fields.decode_json(body, ResponsesBody)

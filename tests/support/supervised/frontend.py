@@ -1,38 +1,27 @@
-"""Stands in for the HTTP process: answers `/ready`, says what it hears of the engine, and takes SIGTERM as
-STANDIN_FRONTEND says."""
+"""Stands in for an HTTP process: ticks, tells what it hears of the engine, takes SIGTERM as STANDIN_FRONTEND says."""
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from launcher.child import die_with_parent
+from launcher.watches import READY_TICK, TICK
 from moeserve.wire import decode_news, load_run_context
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Says nothing."""
-
-
-def tick(descriptor: int) -> None:
+def tick(descriptor: int, heard: threading.Event) -> None:
     while True:
-        os.write(descriptor, b".")
+        os.write(descriptor, READY_TICK if heard.is_set() else TICK)
         time.sleep(0.1)
 
 
-def hear(descriptor: int) -> None:
+def hear(descriptor: int, heard: threading.Event) -> None:
     with open(descriptor, "rb", buffering=0) as pipe:
         for line in pipe:
             say(f"frontend hears of engine {decode_news(line).incarnation}")
+            heard.set()
 
 
 def say(line: str) -> None:
@@ -46,11 +35,7 @@ def main() -> None:
     if manner == "cannot serve the model":
         load_run_context(sys.argv[1]).frontend_failure.write_text("The tokenizer is none.")
         sys.exit(3)
-    listener = socket.socket(fileno=int(sys.argv[sys.argv.index("--fd") + 1]))
-    server = HTTPServer(listener.getsockname()[:2], Handler, bind_and_activate=False)
-    server.socket.close()
-    server.socket = listener
-    terms = threading.Semaphore(0)
+    terms, heard = threading.Semaphore(0), threading.Event()
     beats = int(sys.argv[sys.argv.index("--beat-fd") + 1])
 
     def on_signal(*_: object) -> None:
@@ -60,10 +45,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     die_with_parent(os.getppid(), signal.SIGINT)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    threading.Thread(target=tick, args=(beats,), daemon=True).start()
+    threading.Thread(target=tick, args=(beats, heard), daemon=True).start()
     news = int(sys.argv[sys.argv.index("--news-fd") + 1])
-    threading.Thread(target=hear, args=(news,), daemon=True).start()
+    threading.Thread(target=hear, args=(news, heard), daemon=True).start()
     terms.acquire()
     if manner == "has streams":
         terms.acquire()

@@ -21,7 +21,10 @@ def say(*words: object) -> None:
 
 def main() -> int:
     max_restarts = int(os.environ.get("STANDIN_RESTARTS", "0"))
-    config = ServeConfig(port=0, engine_timeout=1.0, shutdown_timeout=20.0, max_restarts=max_restarts)
+    num_frontends = int(os.environ.get("STANDIN_FRONTENDS", "1"))
+    config = ServeConfig(
+        port=0, engine_timeout=1.0, shutdown_timeout=20.0, max_restarts=max_restarts, num_frontends=num_frontends
+    )
     listener = open_listener(config.host, config.port)
     with run_directory(os.environ) as directory:
         context = RunContext(
@@ -38,10 +41,10 @@ def main() -> int:
             listener,
             Listeners(
                 loading=lambda status: say("loading", status.done, status.total),
-                ready=lambda _: say("ready", supervisor.worker_pid, supervisor.frontend_pid),
+                ready=lambda _: say("ready", supervisor.worker_pid, *supervisor.frontend_pids),
                 stopping=lambda: say("stopping"),
                 failed=lambda sentence: say("failed", sentence),
-                notice=lambda sentence: say("notice", sentence, supervisor.worker_pid, supervisor.frontend_pid),
+                notice=lambda sentence: say("notice", sentence, supervisor.worker_pid, *supervisor.frontend_pids),
                 state=lambda sentence: say("state", sentence),
                 beating=lambda: say("beating"),
             ),

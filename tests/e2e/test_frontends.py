@@ -1,0 +1,197 @@
+"""Several HTTP processes in front of one engine: each costs its own clients only, and together they are one service."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.service import Service, children_of, descendants, is_alive, service, wait_until
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+
+SAMPLED = {"prompt": "once upon a time", "temperature": 1.1, "seed": 4, "max_tokens": 300, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    model = write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+    settings = ("--num-frontends", "2", "--engine-timeout", "2", "--max-restarts", "1000", "--max-model-len", "4096")
+    with service(model, tmp_path_factory.mktemp("s"), *settings) as started:
+        yield started
+
+
+class Connection:
+    """A connection that one of the HTTP processes has accepted."""
+
+    def __init__(self, running: Service) -> None:
+        host, port = running.http.base_url.host, running.http.base_url.port
+        self._http = http.client.HTTPConnection(host, port, timeout=30)
+        self.get("/health")
+        self.name = holder(running, self._http.sock.getsockname()[1])
+
+    def get(self, path: str) -> str:
+        return self._answer("GET", path, None)
+
+    def post(self, path: str, **body: Any) -> Any:
+        return json.loads(self._answer("POST", path, {"model": "m", **body}))
+
+    def delete(self, path: str) -> Any:
+        return json.loads(self._answer("DELETE", path, None))
+
+    def stream(self, **body: Any) -> Iterator[str]:
+        """Pieces of the text of a completion; ends without an error where the connection is cut."""
+        self._send("POST", "/v1/completions", {"model": "m", "stream": True, **body})
+        with suppress(http.client.IncompleteRead, ConnectionResetError):
+            answer = self._http.getresponse()
+            assert answer.status == 200
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))["choices"][0]["text"]
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _answer(self, method: str, path: str, body: Any) -> str:
+        self._send(method, path, body)
+        return self._http.getresponse().read().decode()
+
+    def _send(self, method: str, path: str, body: Any) -> None:
+        self._http.request(method, path, None if body is None else json.dumps(body))
+
+
+def holder(running: Service, port: int) -> str:
+    """Return which child holds the connection whose other end has that port."""
+    inode = next(
+        fields[9]
+        for fields in map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:])
+        if fields[2].endswith(f":{port:04X}") and fields[3] == "01"
+    )
+    for name, pid in children_of(running.process.pid).items():
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                if os.readlink(link) == f"socket:[{inode}]":
+                    return name
+    raise AssertionError("no child holds the connection")
+
+
+@pytest.fixture
+def both(running: Service) -> Iterator[list[Connection]]:
+    """A connection to each process, in their order."""
+    found: dict[str, Connection] = {}
+    others = []
+    while len(found) < 2:
+        assert len(others) < 300, "one process accepts everything"
+        connection = Connection(running)
+        others.append(connection)
+        found.setdefault(connection.name, connection)
+    yield [found["frontend"], found["frontend 1"]]
+    for connection in others:
+        connection.close()
+
+
+def metric(connection: Connection, name: str) -> float:
+    found = re.search(rf"^{re.escape(name)} (\S+)", connection.get("/metrics"), re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def wait_until_whole(running: Service) -> None:
+    """Wait until both HTTP processes run and the engine holds nothing."""
+    wait_until(lambda: len(children_of(running.process.pid)) == 3)
+    wait_until(lambda: 'moeserve_kv_blocks{state="leased"} 0.0' in running.http.get("/metrics").text)
+
+
+def test_they_serve_the_same_engine(running: Service, both: list[Connection]) -> None:
+    texts = [connection.post("/v1/completions", **SAMPLED)["choices"][0]["text"] for connection in both]
+    assert texts[0] == texts[1]
+    assert texts[0]
+    [run_dir] = running.run_root.iterdir()
+    assert len(list(run_dir.glob("frontend.*"))) == 2
+
+
+def test_a_killed_process_costs_its_own_streams_only(running: Service, both: list[Connection]) -> None:
+    undisturbed = "".join(both[0].stream(**SAMPLED))
+    before = metric(both[0], 'moeserve_http_responses_total{route="/v1/completions",status="200"}')
+    pids = children_of(running.process.pid)
+    streams = [connection.stream(**SAMPLED) for connection in both]
+    begun = [next(stream) for stream in streams]
+    os.kill(pids["frontend 1"], signal.SIGKILL)
+    assert begun[0] + "".join(streams[0]) == undisturbed
+    assert len(begun[1] + "".join(streams[1])) < len(undisturbed)
+    wait_until_whole(running)
+    after = children_of(running.process.pid)
+    assert after["frontend 1"] != pids["frontend 1"]
+    assert {name: after[name] for name in ("worker", "frontend")} == {
+        name: pids[name] for name in ("worker", "frontend")
+    }
+    # Nothing that the dead process had counted is lost.
+    assert metric(both[0], 'moeserve_http_responses_total{route="/v1/completions",status="200"}') == before + 1
+
+
+def test_whichever_is_scraped_tells_of_all(both: list[Connection]) -> None:
+    name = 'moeserve_http_responses_total{route="/v1/completions",status="200"}'
+    before = metric(both[0], name)
+    for connection in both:
+        connection.post("/v1/completions", prompt="x", max_tokens=1)
+    assert [metric(connection, name) for connection in both] == [before + 2] * 2
+    firsts = [metric(connection, "moeserve_time_to_first_token_seconds_count") for connection in both]
+    assert firsts[0] == firsts[1] >= 2
+
+
+def test_a_conversation_goes_on_in_another_process(both: list[Connection]) -> None:
+    first = both[0].post("/v1/responses", input="My name is Ada.", max_output_tokens=5)
+    second = both[1].post(
+        "/v1/responses", input="And what is it?", previous_response_id=first["id"], max_output_tokens=5
+    )
+    assert second["previous_response_id"] == first["id"]
+    assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+    assert json.loads(both[0].get(f"/v1/responses/{second['id']}"))["id"] == second["id"]
+    assert both[0].delete(f"/v1/responses/{second['id']}")["deleted"]
+    assert json.loads(both[1].get(f"/v1/responses/{second['id']}"))["error"]["code"] == "response_not_found"
+
+
+def test_requests_of_both_go_on_after_a_crash_of_the_engine(running: Service, both: list[Connection]) -> None:
+    undisturbed = "".join(both[0].stream(**SAMPLED))
+    streams = [connection.stream(**SAMPLED) for connection in both]
+    begun = [next(stream) for stream in streams]
+    [engine] = descendants(children_of(running.process.pid)["worker"])
+    os.kill(engine, signal.SIGKILL)
+    assert [text + "".join(stream) for text, stream in zip(begun, streams, strict=True)] == [undisturbed] * 2
+    restarts = [metric(connection, "moeserve_engine_restarts_total") for connection in both]
+    assert restarts[0] == restarts[1] >= 1
+    wait_until_whole(running)
+
+
+def test_a_hung_process_is_killed_and_costs_its_own_streams_only(running: Service, both: list[Connection]) -> None:
+    undisturbed = "".join(both[1].stream(**SAMPLED))
+    pid = children_of(running.process.pid)["frontend"]
+    streams = [
+        connection.stream(**{**SAMPLED, "max_tokens": 3000 if index == 0 else 300})
+        for index, connection in enumerate(both)
+    ]
+    begun = [next(stream) for stream in streams]
+    os.kill(pid, signal.SIGSTOP)
+    assert begun[1] + "".join(streams[1]) == undisturbed
+    # Nobody waits for the one that hangs to accept: the other takes new connections.
+    assert Connection(running).name == "frontend 1"
+    assert "".join(streams[0]) is not None
+    wait_until(lambda: not is_alive(pid))
+    wait_until_whole(running)
+    assert "HTTP process 0 hung (no heartbeat for 2 s) and was ended" in running.errors.read_text()
+
+
+def test_nothing_is_left_of_a_killed_supervisor(running: Service) -> None:
+    """The last test of the file: the service is gone after it."""
+    everyone = descendants(running.process.pid)
+    assert len(everyone) >= 6
+    shared = set(os.listdir("/dev/shm"))
+    running.process.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in everyone) and not list(running.run_root.iterdir()), timeout=5)
+    assert set(os.listdir("/dev/shm")) <= shared
