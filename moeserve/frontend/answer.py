@@ -137,6 +137,7 @@ class Answer:
         """shape: how the model writes reasoning and calls. prompt_texts: of all prompts if the request shows them."""
         self.finishes: list[tuple[int, int]] = []
         self.num_open = request.num_choices
+        self._resumed = False
         self._n, self._best, self._echoes = request.n, request.best, request.echo
         self._prompts = prompts
         self._tokenizer = tokenizer
@@ -184,7 +185,12 @@ class Answer:
             cached_tokens=sum(cached or 0 for cached in self._cached),
             reasoning_tokens=sum(text.num_reasoning_tokens for text in self._texts),
             cache_report=self._report() if self._reports else None,
+            resumed=self._resumed,
         )
+
+    def resume(self) -> None:
+        """Note that another engine has gone on with the request."""
+        self._resumed = True
 
     def take(self, choice: int, output: Output) -> list[Delta]:
         """Return the deltas of one output of a choice. Raises ApiError if the request failed."""
