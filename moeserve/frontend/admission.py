@@ -87,11 +87,15 @@ class Admission:
     """Counts choices in flight, and refuses too many, or what would wait too long, before any work is done for them.
 
     `clock` gives seconds, monotonic and the same for the engine. Refusals are counted in `rejections`. `jitter` draws
-    from [0, 1).
+    from [0, 1). Each of `num_frontends` sees its part of the requests.
     """
 
     def __init__(
-        self, rejections: Counter[str], jitter: Callable[[], float], clock: Callable[[], float] = time.monotonic
+        self,
+        rejections: Counter[str],
+        jitter: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+        num_frontends: int = 1,
     ) -> None:
         self.in_flight = 0
         self.idle = asyncio.Event()
@@ -99,6 +103,7 @@ class Admission:
         self._rejections = rejections
         self._jitter = jitter
         self._clock = clock
+        self._num_frontends = num_frontends
         self._held: Counter[tuple[str, bool]] = Counter()
         self._weights: dict[tuple[str, bool], float] = {}
         self._load: Load | None = None
@@ -206,11 +211,12 @@ class Admission:
 
     def _retry_after_s(self, terms: Terms, wait_s: float | None = None) -> float:
         """Return when to come back, 1 to 60 s from now: after the predicted wait, and after those of the tenant that
-        were sent away before and will come back as well, one for each request that is served meanwhile. Up to a
-        quarter is added at random.
+        were sent away before and will come back as well, one for each request that is served meanwhile; the other
+        frontends send back theirs. Up to a quarter is added at random.
         """
-        now, load = self._clock(), self._load
+        now = self._clock()
+        apart_s = 0.0 if self._load is None else self._num_frontends * self._load.request_s
         wait_s = max(1.0, self._wait_s(terms) if wait_s is None else wait_s)
-        at = max(now + wait_s, self._promised.get(terms.tenant, 0.0) + (load.request_s if load is not None else 0.0))
+        at = max(now + wait_s, self._promised.get(terms.tenant, 0.0) + apart_s)
         self._promised[terms.tenant] = at = min(at, now + _LONGEST_WAIT_S)
         return min((at - now) * (1 + 0.25 * self._jitter()), _LONGEST_WAIT_S)

@@ -182,6 +182,10 @@ class Answer:
         """The counts so far, which later outputs change. A prompt counts once, however many samples it has."""
         return self._usage
 
+    def resume(self) -> None:
+        """Note that another engine has gone on with the request."""
+        self._usage.resumed = True
+
     def take(self, choice: int, output: Output) -> list[Delta]:
         """Return the deltas of one output of a choice. Raises ApiError if the request failed."""
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LATE):

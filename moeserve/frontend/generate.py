@@ -44,6 +44,8 @@ from moeserve.plan import FinishReason, Terms
 from moeserve.wire import Generate, Output, Rejected
 
 _MAX_HEADER_CHARS = 200
+# A comment in a stream that goes on in another life of the engine: usage tells of it only where it is asked for.
+_RESUMED = b": resumed\n\n"
 _OUTPUTS_AT_ONCE = 4
 
 
@@ -233,6 +235,8 @@ async def _whole(group: RequestGroup, answer: Answer, progress: Progress) -> lis
 def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
     """Return the deltas of a batch of outputs, and tell the engine about stop strings that were found."""
     progress.note(batch)
+    if group.num_deaths:
+        answer.resume()
     deltas = [delta for choice, output in batch for delta in answer.take(choice, output)]
     while answer.finishes:
         group.finish(*answer.finishes.pop())
@@ -275,11 +279,15 @@ class _Streaming:
     async def _events(self, first: list[tuple[int, Output]]) -> None:
         """Write the events of the outputs that are here already, and of all that follow."""
         started: set[int] = set()
+        num_deaths = 0
         while self.answer.num_open:
             batch = first or await self.group.next(limits.KEEP_ALIVE_S)
             first = []
             deltas = _take(self.group, self.answer, batch, self.progress)
             events = []
+            if batch and self.group.num_deaths > num_deaths:
+                num_deaths = self.group.num_deaths
+                events.append(_RESUMED)
             usage = self.answer.usage
             for delta in deltas:
                 if delta.index not in started:

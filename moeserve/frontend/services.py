@@ -62,7 +62,7 @@ class Services:
         self.workers = Workers("generation", _THREADS, limits.MAX_WAITING_CHARS)
         self.token_workers = Workers("tokens", 1, limits.MAX_WAITING_CHARS)
         self.slo = service_slo(run.config)
-        self.admission = Admission(self.metrics.rejections, random.random)
+        self.admission = Admission(self.metrics.rejections, random.random, num_frontends=run.config.num_frontends)
         self._draining = False
         self.created = int(time.time())
         self.fingerprint = f"fp_{run.model_hash[:12]}"

@@ -86,7 +86,10 @@ def test_open_requests_of_every_kind_go_on_after_a_crash(running: Service, undis
     traffic = Traffic(str(running.http.base_url), COMPARED).start()
     assert traffic.started.wait(20)
     worker = hit(running, signal.SIGKILL)
-    assert_same(traffic.wait(), undisturbed)
+    answers = traffic.wait()
+    assert_same(answers, undisturbed)
+    assert {answers[name].resumed for name in ("greedy", "greedy stream", "chat", "response")} == {True}
+    assert {answer.resumed for answer in undisturbed.values()} == {False}
     assert not is_alive(worker)
     assert_nothing_is_left(running)
     assert num_restarts(running) == before + 1

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from moeserve.wire import Abort, Generate
-from tests.support.fake_engine import Script, admit_only, ignore, say, trickle
+from moeserve.plan import FinishReason
+from moeserve.wire import Abort, Admitted, Generate
+from tests.support.fake_engine import FakeEngine, Script, admit_only, ignore, say, trickle
 from tests.support.frontend import Frontend, frontend
 from tests.support.service import wait_until
 
@@ -43,6 +44,42 @@ def test_leaving_aborts_every_choice_once(server: Frontend, script: Script, stre
     assert server.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi"}).status_code == 200
     aborted = [abort.request_id for abort in server.engine.of(Abort)]
     assert sorted(aborted) == sorted(generate.request_id for generate in generates)
+
+
+@pytest.mark.parametrize(
+    ("stream", "sign"), [(False, b"100 Continue"), (True, b": keep-alive")], ids=["whole", "stream"]
+)
+def test_a_client_that_has_closed_its_sending_half_gets_its_whole_answer(
+    server: Frontend, stream: bool, sign: bytes
+) -> None:
+    server.engine.received.clear()
+    asked: list[Generate] = []
+
+    def late(engine: FakeEngine, generate: Generate) -> None:
+        """Answers the first request together with the second."""
+        engine.send(Admitted(generate.request_id))
+        asked.append(generate)
+        for waiting in asked if len(asked) == 2 else ():
+            engine.output(waiting, list(b"late"), num_cached_tokens=0)
+            engine.output(waiting, [], finish_reason=FinishReason.STOP, num_output_tokens=4, num_cached_tokens=0)
+
+    server.engine.script = late
+    received = b""
+    with connect(server, stream=stream) as connection:
+        server.engine.wait_for(Generate, 1)
+        while stream and b"200 OK" not in received:
+            received += connection.recv(4096)
+        connection.shutdown(socket.SHUT_WR)
+        # It has been noticed.
+        while sign not in received:
+            received += connection.recv(4096)
+        assert server.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi"}).status_code == 200
+        while data := connection.recv(4096):
+            received += data
+    assert b"200 OK" in received
+    assert b"late" in received
+    assert not stream or b"[DONE]" in received
+    assert server.engine.of(Abort) == []
 
 
 def test_a_complete_answer_is_not_aborted(server: Frontend) -> None:

@@ -69,7 +69,8 @@ UNSEEDED = {"message"}
 class Answered:
     """What came of one request: its status and its body, or events, without ids, times and cache counts.
 
-    error: of a connection that was cut. ended_at: on `time.monotonic`.
+    error: of a connection that was cut. ended_at: on `time.monotonic`. resumed: the answer says that another engine went
+    on with it.
     """
 
     status: int = 0
@@ -77,6 +78,7 @@ class Answered:
     num_events: int = 0
     error: str | None = None
     ended_at: float = field(default=0.0, compare=False)
+    resumed: bool = field(default=False, compare=False)
 
 
 @dataclass
@@ -114,11 +116,14 @@ class Traffic:
             ):
                 answered.status = response.status_code
                 if not body.get("stream"):
-                    answered.content = comparable(json.loads(response.read()))
+                    whole = json.loads(response.read())
+                    answered.content = comparable(whole)
+                    answered.resumed = whole.get("usage", {}).get("resumed", False)
                     return
                 answered.content = []
                 self.admitted.set()
                 for line in response.iter_lines():
+                    answered.resumed |= line == ": resumed"
                     if line.startswith("data: {"):
                         answered.content.append(comparable(json.loads(line.removeprefix("data: "))))
                         answered.num_events += 1
@@ -137,6 +142,7 @@ def comparable(value: Any) -> Any:
     """Return a JSON value without what differs from request to request, or by what the cache holds."""
     if isinstance(value, dict):
         differs = {"id", "created", "created_at", "completed_at", "cached_tokens", "cache_read_input_tokens", "item_id"}
+        differs.add("resumed")
         return {key: comparable(item) for key, item in value.items() if key not in differs}
     return [comparable(item) for item in value] if isinstance(value, list) else value
 

@@ -6,6 +6,7 @@ import pytest
 from tokenizers import AddedToken
 
 from moeserve.frontend.answer import Answer, OutputText, build_generates, check_length, decode_prompt, derive_seed
+from moeserve.frontend.dialects.fields import openai_usage
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Tool, ToolChoice
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
@@ -324,3 +325,12 @@ def test_the_best_of_several_are_given_by_mean_log_probability() -> None:
     given = answer.best(choices)
     assert [(found.index, found.text) for found in given] == [(0, "1"), (1, "2"), (2, "5"), (3, "4")]
     assert Answer(request(), [[1]], TOKENIZER).best(choices[:1]) == choices[:1]
+
+
+def test_an_answer_that_went_on_in_another_engine_says_so() -> None:
+    answer = Answer(request(), [[65]], TOKENIZER)
+    assert answer.usage.extensions == {}
+    assert "resumed" not in openai_usage(answer.usage)
+    answer.resume()
+    assert answer.usage.extensions == {"resumed": True}
+    assert openai_usage(answer.usage)["resumed"] is True

@@ -125,3 +125,14 @@ async def test_only_an_engine_that_has_the_requests_is_told_of_an_abort() -> Non
     assert group.close() == ["a", "b"]
     waiting = group_of("c")
     assert waiting.close() == []
+
+
+@on_a_loop
+async def test_a_call_that_waits_for_outputs_can_be_interrupted() -> None:
+    group = group_of("a")
+    for patience_s in (None, 60.0):
+        waiting = asyncio.create_task(group.next(patience_s))
+        await asyncio.sleep(0)
+        group.interrupt()
+        assert await waiting == []
+    group.close()

@@ -357,16 +357,14 @@ class EventWriter:
 
 def openai_usage(usage: Usage) -> dict[str, Any]:
     """Return the `usage` object of chat and of completions."""
-    counts: dict[str, Any] = {
+    return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        **usage.extensions,
     }
-    if usage.cache_report is not None:
-        counts["cache_report"] = usage.cache_report
-    return counts
 
 
 def prompt_logprobs(tokens: Sequence[TokenText], tokenizer: TextTokenizer) -> list[dict[str, Any] | None]:

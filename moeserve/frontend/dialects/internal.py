@@ -211,13 +211,20 @@ class Delta:
 class Usage:
     """Token counts of an answer; `cached_tokens` of the prompt tokens came from the prefix cache, `reasoning_tokens` of
     the completion tokens were reasoning. `cache_report`: what `CacheOptions.report` asked for, of one prompt or, as a
-    list, of several."""
+    list, of several. `resumed`: an engine ended while it had the request, and another one went on with it."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     cache_report: dict[str, Any] | list[dict[str, Any]] | None = None
+    resumed: bool = False
+
+    @property
+    def extensions(self) -> dict[str, Any]:
+        """The fields of the usage that no dialect has of its own, as far as there is something to say."""
+        report = {} if self.cache_report is None else {"cache_report": self.cache_report}
+        return {**report, "resumed": True} if self.resumed else report
 
 
 class Formatter(Protocol):

@@ -167,7 +167,6 @@ class MessageFormatter:
         as in Anthropic's API, else as plain input.
         """
         new = usage.prompt_tokens - usage.cached_tokens
-        report = {} if usage.cache_report is None else {"cache_report": usage.cache_report}
         return {
             "input_tokens": 0 if self._writes_cache else new,
             "cache_creation_input_tokens": new if self._writes_cache else 0,
@@ -175,7 +174,7 @@ class MessageFormatter:
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
             "server_tool_use": None,
-            **report,
+            **usage.extensions,
         }
 
     def _usage(self, usage: Usage) -> dict[str, Any]:

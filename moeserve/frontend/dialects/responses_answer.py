@@ -305,13 +305,11 @@ class ResponsesFormatter:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    counts: dict[str, Any] = {
+    return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        **usage.extensions,
     }
-    if usage.cache_report is not None:
-        counts["cache_report"] = usage.cache_report
-    return counts
