@@ -56,11 +56,13 @@ $(STAMP): pyproject.toml constraints.txt requirements-demo.txt
 	$$install --no-deps --requirement requirements-demo.txt
 	@touch $@
 
-# Torch-free tests but the slow ones, and one model that generates.
+# Torch-free tests but the slow ones; beside them, in a process that imports torch, ranks and one model that generates.
 GENERATION := 'tests/cpu/test_llm.py::test_greedy_tokens_equal_those_of_transformers[mixtral]'
 quick: lint
-	@echo "-- unit tests, contracts and one generation"
-	@export OMP_NUM_THREADS=1; $(TIMED) $(RUN) -m pytest $(UNIT) -m 'not slow and not long' tests/unit tests/contracts $(GENERATION)
+	@echo "-- unit tests, contracts, ranks and one generation"
+	@export OMP_NUM_THREADS=1; $(TIMED) ( \
+	  $(RUN) -m pytest -m 'not slow and not long' tests/cpu/test_rank*.py $(GENERATION) & \
+	  $(RUN) -m pytest $(UNIT) -m 'not slow and not long' tests/unit tests/contracts; unit=$$?; wait $$! && exit $$unit )
 
 test: lint unit cpu kernels behaviour e2e
 	@$(RUN) -m tests.support.checked_kernels --record
@@ -92,8 +94,7 @@ behaviour: venv
 	@echo "-- tokens, bits and plans are those recorded"
 	@$(TIMED) $(RUN) -m pytest -m "$(MARKS)" tests/behaviour
 
-# Services are forked from a process for each of the tests' processes, which takes half a gigabyte. Tests wait for them
-# half of the time.
+# Tests wait for their services half of the time.
 FEW := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 E2E_TESTS := -n $(FEW) --dist worksteal tests/e2e
 e2e: venv

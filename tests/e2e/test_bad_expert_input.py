@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from experts.expert_file import round_to_page
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_files import save_statistics
-from moeserve.config import ServeConfig
-from moeserve.memory_plan import read_spec
-from moeserve.model.expert_store import layout_in_store
+from tests.support.saved_models import saved_model
 from tests.support.service import Service, service
+from tests.support.slot_bytes import slots_on_cpu
 from tests.support.tiny_model import write_model_dir
-from tests.support.tiny_models import save
 
 ONE: tuple[str, ...] = ()
 TWO = ("--expert-parallel-size", "2", "--engine-timeout", "6")
@@ -39,17 +36,22 @@ def on_ranks(short: int) -> pytest.MarkDecorator:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixtral")
     write_model_dir(folder)
-    save("mixtral", folder)
+    saved_model("mixtral", folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def bounded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Settings under which experts are read from a file, which is there."""
-    spec, dtype = read_spec(model, ServeConfig())
-    slots = 2 * len(spec.moe_layers) * round_to_page(layout_in_store(model, spec, dtype).num_bytes)
     store = tmp_path_factory.mktemp("store")
-    settings = ("--expert-memory", str(slots), "--expert-prefetch", "off", "--expert-store-dir", str(store))
+    settings = (
+        "--expert-memory",
+        str(slots_on_cpu(model, 2)),
+        "--expert-prefetch",
+        "off",
+        "--expert-store-dir",
+        str(store),
+    )
     with service(model, tmp_path_factory.mktemp("first"), *settings) as first:
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 0

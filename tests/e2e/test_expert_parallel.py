@@ -17,10 +17,10 @@ from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_files import load_statistics, save_statistics
 from moeserve.experts.settings import statistics_key
+from tests.support.saved_models import saved_model
 from tests.support.service import Service, children_of, descendants, is_alive, listening_addresses, service, wait_until
 from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
 from tests.support.tiny_model import write_model_dir
-from tests.support.tiny_models import save
 
 REPLICAS = ("--num-redundant-experts", "4")
 # Experts are placed anew as often as that can be.
@@ -134,7 +134,7 @@ def test_several_ranks_give_the_text_of_one_and_end_cleanly(
 ) -> None:
     model = tmp_path_factory.mktemp(case)
     write_model_dir(model)
-    save(case, model)
+    saved_model(case, model)
     if "coactivation" in settings:
         settings = [*settings, "--expert-statistics", str(write_statistics(model))]
     with service(model, tmp_path_factory.mktemp("one")) as one:

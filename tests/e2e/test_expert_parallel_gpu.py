@@ -10,17 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
-from experts.expert_file import round_to_page
-from moeserve.experts.gpu_memory import slot_layout
+from moeserve.model.families import build_spec, load_config
 from tests.e2e.test_expert_parallel import RESTLESS, ranks_of
-from tests.support.checkpoints import spec_of
+from tests.support.saved_models import saved_model
 from tests.support.service import ROOT, Service, is_alive, service, wait_until
+from tests.support.slot_bytes import slots_on_gpu
 from tests.support.tiny_model import write_model_dir
-from tests.support.tiny_models import save
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="made for the interpreter")
 PROMPTS = [[3, 14, 15, 9, 26, 5], [27, 18], [3, 14, 15, 9, 26, 7, 8]]
 LIMITS = ("--max-model-len", "32", "--max-num-batched-tokens", "8", "--max-num-seqs", "4", "--block-size", "4")
 SMALL = (*LIMITS, "--dtype", "float32", "--kv-cache-memory", "64KiB")
@@ -29,11 +26,19 @@ RANKS += ("--max-restarts", "0")
 NUM_SLOTS = 3
 
 
+@pytest.fixture(autouse=True)
+def no_gpu() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("made for the interpreter")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("m")
     write_model_dir(folder)
-    save("qwen3_moe", folder)
+    saved_model("qwen3_moe", folder)
     return folder
 
 
@@ -65,8 +70,7 @@ def test_two_ranks_with_few_slots_say_what_a_cpu_says_and_a_killed_one_is_named(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "two").mkdir()
-    spec = spec_of(model)
-    size = NUM_SLOTS * len(spec.moe_layers) * round_to_page(slot_layout(spec, torch.float32).num_bytes)
+    spec, size = build_spec(load_config(model)), slots_on_gpu(model, NUM_SLOTS)
     bounded = ("--expert-memory", str(size), "--expert-prefetch", "gate")
     with service(model, tmp_path / "two", *SMALL, *RANKS, *bounded) as two:
         pids = ranks_of(two)

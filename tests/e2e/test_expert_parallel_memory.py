@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
-from experts.expert_file import round_to_page
-from moeserve.config import ServeConfig
-from moeserve.memory_plan import read_spec
-from moeserve.model.expert_store import layout_in_store
 from tests.e2e.test_expert_parallel import REPLICAS, RESTLESS, TWO, complete_all
+from tests.support.saved_models import saved_model
 from tests.support.service import Service, service, wait_until
+from tests.support.slot_bytes import slots_on_cpu
 from tests.support.tiny_model import write_model_dir
-from tests.support.tiny_models import save
-
-
-def bytes_for(model: Path, num_slots: int) -> int:
-    """What so many slots in each layer take."""
-    spec, dtype = read_spec(model, ServeConfig())
-    return num_slots * len(spec.moe_layers) * round_to_page(layout_in_store(model, spec, dtype).num_bytes)
 
 
 def of_ranks(running: Service, name: str, before: str = "", after: str = "") -> list[float]:
@@ -56,11 +46,11 @@ def test_bounded_memory_on_two_ranks_changes_no_token(
 ) -> None:
     model = tmp_path_factory.mktemp(case)
     write_model_dir(model)
-    save(case, model)
+    saved_model(case, model)
     with service(model, tmp_path_factory.mktemp("all"), *TWO) as everything:
         expected = [text for text, _ in complete_all(everything)]
     store = tmp_path_factory.mktemp("store")
-    bounded = ["--expert-memory", str(bytes_for(model, num_slots)), "--expert-store-dir", str(store), *settings]
+    bounded = ["--expert-memory", str(slots_on_cpu(model, num_slots)), "--expert-store-dir", str(store), *settings]
     bounded += ["--expert-prefetch", prefetch]
     with service(model, tmp_path_factory.mktemp("some"), *TWO, *bounded) as some:
         assert [text for text, _ in complete_all(some)] == expected

@@ -5,19 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from experts.expert_file import round_to_page
 from experts.routing_files import load_trace
-from moeserve.experts.gpu_memory import slot_layout
-from moeserve.experts.prefetch import keep_fitted_gates
 from moeserve.model.families import build_spec, load_config
-from tests.support.fitted_gates import some_gates
+from tests.support.saved_models import saved_model
 from tests.support.service import ROOT, Service, service
+from tests.support.slot_bytes import slots_on_gpu
 from tests.support.tiny_model import write_model_dir
-from tests.support.tiny_models import save
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="made for the interpreter")
 LIMITS = ("--max-model-len", "32", "--max-num-batched-tokens", "8", "--max-num-seqs", "4", "--block-size", "4")
 SMALL = (*LIMITS, "--dtype", "float32", "--kv-cache-memory", "64KiB")
 # The last one finds the first one's prefix in the cache.
@@ -37,14 +32,25 @@ def complete_all(running: Service) -> tuple[list[str], int]:
     return texts, num_computed
 
 
+@pytest.fixture(autouse=True)
+def no_gpu() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("made for the interpreter")
+
+
 @pytest.mark.kernel_change
 def test_a_gpu_with_few_slots_says_what_a_cpu_says_and_tells_what_its_gates_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from moeserve.experts.prefetch import keep_fitted_gates
+    from tests.support.fitted_gates import some_gates
+
     model = tmp_path / "m"
     model.mkdir()
     write_model_dir(model)
-    save("qwen3_moe", model)
+    saved_model("qwen3_moe", model)
     spec = build_spec(load_config(model))
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
     keep_fitted_gates(model, some_gates(spec))
@@ -52,7 +58,7 @@ def test_a_gpu_with_few_slots_says_what_a_cpu_says_and_tells_what_its_gates_chos
     with service(model, tmp_path / "cpu", *SMALL) as on_cpu:
         expected, _ = complete_all(on_cpu)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
-    size = 4 * len(spec.moe_layers) * round_to_page(slot_layout(spec, torch.float32).num_bytes)
+    size = slots_on_gpu(model, 4)
     (tmp_path / "gpu").mkdir()
     bounded = ("--device", "cuda", "--expert-memory", str(size), "--expert-prefetch", "fitted")
     with service(model, tmp_path / "gpu", *SMALL, *bounded) as on_gpu:

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 
 from tests.support.service import Service, service
 from tests.support.tiny_model import SPECIALS, TEMPLATE, write_model_dir
-from tests.support.tiny_models import build
 
 MAX_TOKENS = 16
-SHARED = [int(token) for token in torch.randint(1, 250, (70,), generator=torch.Generator().manual_seed(1))]
+SHARED = Random(1).choices(range(1, 250), k=70)
 PROMPTS = [SHARED, [*SHARED[:64], 5, 6, 7], [*SHARED[:33], 9], [8] * 3]
 
 
@@ -28,6 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[str]:
     """What transformers generates. Write the model to `folder`."""
+    import torch
+
+    from tests.support.tiny_models import build
+
     model = build("qwen3_5_moe_text", vocab_size=256 + len(SPECIALS))
     write_model_dir(folder, TEMPLATE, SPECIALS)
     model.save_pretrained(folder)

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
+from tests.support.saved_models import saved_model
 from tests.support.service import Service, service
 from tests.support.tiny_model import write_model_dir
-from tests.support.tiny_models import save
 
 ORIGINAL = 64
 NUM_TOKENS = 24
@@ -26,7 +24,7 @@ LENGTHS = (20, 50, 63, 64, 65, 100)
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """phimoe with a configuration as it is published: `rope_scaling`, and the original context beside it."""
     folder = write_model_dir(tmp_path_factory.mktemp("model"))
-    save("phimoe-longrope", folder)
+    saved_model("phimoe-longrope", folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
@@ -53,6 +51,9 @@ def ask(running: Service, prompts: list[list[int]]) -> tuple[list[str], dict[str
 
 
 def test_text_is_that_of_transformers_on_both_sides_of_the_original_context(model_dir: Path, running: Service) -> None:
+    import torch
+    import transformers
+
     reference = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     rng = random.Random(3)
     beginning = [rng.randrange(1, 128) for _ in range(max(LENGTHS))]

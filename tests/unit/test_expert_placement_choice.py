@@ -84,6 +84,7 @@ def plan(folder: Path, **settings: object) -> object:
     return plan_placement(folder, build_spec(load_config(folder)), config)
 
 
+@pytest.mark.slow
 def test_a_service_learns_from_the_file_of_its_own_model_only(tmp_path: Path) -> None:
     folder, file = model(tmp_path / "m"), tmp_path / "statistics.safetensors"
     with pytest.raises(ConfigError, match="--placement balanced needs --expert-statistics"):

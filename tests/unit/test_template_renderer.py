@@ -46,7 +46,7 @@ def test_a_sound_folder_passes(folder: Path) -> None:
     [
         ("{{ 'a' * 15000000000 }}", "chat template of .* cannot be used: it takes too much memory"),
         ("{{ '%1000000000d' % 1 }}", "chat template of .* cannot be used: it takes too much memory"),
-        (SPINS, "The chat template of .* cannot be used: it takes too long"),
+        pytest.param(SPINS, "The chat template of .* cannot be used: it takes too long", marks=pytest.mark.slow),
         ("{% if %}", "The chat template does not compile: Expected an expression"),
         ("{{ 1 }}" * 200_000, "has 1400000 characters"),
     ],
@@ -148,6 +148,7 @@ GO_WRONG = [
 ]
 
 
+@pytest.mark.slow
 def test_a_render_that_goes_wrong_is_an_error_of_its_request_alone(folder: Path) -> None:
     cases = [f"{{% elif messages[0].content == 'bad {n} \u00e9' %}}{bad}" for n, (bad, _) in enumerate(GO_WRONG)]
     source = "{% if false %}" + "".join(cases) + "{% else %}{{ messages[0].content }}{% endif %}"
@@ -178,6 +179,7 @@ def test_a_client_that_leaves_costs_the_next_one_nothing(folder: Path) -> None:
     rendered(folder, use)
 
 
+@pytest.mark.slow
 def test_a_template_that_spins_for_one_holds_up_no_other(folder: Path) -> None:
     source = "{% if messages[0].content == 'spin' %}" + SPINS + "{% else %}{{ messages[0].content }}{% endif %}"
     (folder / "chat_template.jinja").write_text(source)
