@@ -8,6 +8,8 @@ known before the model loads. `M` is a pipe on which the event loop ticks, so th
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import os
 import socket
 import sys
@@ -23,6 +25,9 @@ from moeserve.wire import load_run_context
 
 # The model cannot be served, so another start would fail alike.
 EXIT_MODEL = 3
+_SWITCH_S = 0.001
+# Of glibc's `mallopt`: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX.
+_ALLOCATOR = ((-3, 256 * 1024), (-1, 2 * 2**20), (-8, 2))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     logs = configure_logs(run.config.log_level, run.config.log_format)
     try:
         services = Services.load(run, lambda: logs.num_dropped, options.news_fd)
+        settle()
         serve(services, socket.socket(fileno=options.fd), options.beat_fd)
     except ConfigError as error:
         print(f"moeserve: {error}", file=sys.stderr)
@@ -48,6 +54,21 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         logs.drain()
     return 0
+
+
+def settle() -> None:
+    """Let long work of threads hold up the event loop less, and let big bodies give their memory back.
+
+    By default a thread computes for 5 ms before another one gets the interpreter, the collector goes through all that
+    was imported, and the allocator keeps what was freed, in one pool per core.
+    """
+    sys.setswitchinterval(_SWITCH_S)
+    gc.collect()
+    gc.freeze()
+    with suppress(AttributeError):  # a C library without it
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, value in _ALLOCATOR:
+            mallopt(option, value)
 
 
 def leave(status: int) -> NoReturn:
