@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ from moeserve.frontend.request_group import EngineGone
 from moeserve.frontend.routes import json_response
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
+from moeserve.frontend.workers import InlineBudget
 from moeserve.plan import SamplingParams
 from moeserve.wire import pack_token_ids
 from radix_cache import APART
@@ -254,14 +256,15 @@ class CacheRoutes:
             max_bytes=services.run.config.max_request_bytes,
             timeout_s=limits.RECEIVE_TIMEOUT_S,
         )
-        body, ignored = fields.decode_json(data, kind)
+        body, ignored = await services.read(data, partial(fields.decode_json, expected=kind))
         services.metrics.count_ignored(ignored)
         if isinstance(body, UnpinBody) and body.id is not None:
             if body.prompt is not None or body.messages is not None:
                 raise invalid("Give either `id` or a prefix", "id")
             return body, None
         check_prefix(body, PIN_FIELDS)
-        return body, await services.encode(read_prefix(body, facts), facts)
+        prefix = await services.read(data, lambda _: read_prefix(body, facts))
+        return body, await services.encode(prefix, facts, InlineBudget.of(data))
 
     def _namespace(self, request: Request, body: PrefixBody) -> str:
         salt = fields.read_cache_salt(body.cache_salt)

@@ -19,7 +19,7 @@ from moeserve.frontend.admission import read_terms
 from moeserve.frontend.answer import Answer, build_generates, prompt_tail, shows_prompts
 from moeserve.frontend.cache_report import asks_for_report
 from moeserve.frontend.cache_wishes import cache_wishes
-from moeserve.frontend.constraints import constraint_of, of_calls
+from moeserve.frontend.constraints import Constraint, constraint_of, of_calls
 from moeserve.frontend.dialects import chat, completions, messages, messages_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.http import (
@@ -39,7 +39,7 @@ from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.request_group import EngineGone, RequestGroup, RequestRejected
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
-from moeserve.frontend.workers import InlineBudget
+from moeserve.frontend.workers import InlineBudget, Workers
 from moeserve.plan import FinishReason, Terms
 from moeserve.wire import Generate, Output, Rejected
 
@@ -53,14 +53,14 @@ _OUTPUTS_AT_ONCE = 4
 class Dialect:
     """The parts of one API: the prefix of its answer ids, how it reads requests and writes answers.
 
-    off_loop: a thread may call `parse` and the formatter's `complete`, which use nothing of the event loop's. prepare:
-    gets the body before `parse` does, to fetch what that needs.
+    A thread may call `parse`, and the formatter's `complete` if it `completes_off_loop`. prepare: gets the body before
+    `parse` does, to fetch what that needs.
     """
 
     id_prefix: str
     parse: Callable[[bytes, ModelFacts], GenerateRequest]
     formatter: Callable[[str, int, GenerateRequest, TextTokenizer, str], Formatter]
-    off_loop: bool = True
+    completes_off_loop: bool = True
     prepare: Callable[[bytes], Awaitable[None]] | None = None
 
 
@@ -88,7 +88,8 @@ class GenerateRoute:
         if self._dialect.prepare is not None:
             await self._dialect.prepare(body)
         facts = services.check_serving()
-        request = await self._parse(body, facts)
+        request = await services.read(body, lambda data: self._dialect.parse(data, facts))
+        budget = InlineBudget.of(body)
         del body
         services.metrics.count_ignored(request.ignored)
         if request.dropped_tools:
@@ -98,13 +99,7 @@ class GenerateRoute:
             request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
         terms = read_terms(scope, services.run.secret, request, services.slo)
         with services.admission.hold(request.num_choices, services.capacity, terms):
-            await until_disconnect(receive, self._serve(scope, send, request, facts, terms))
-
-    async def _parse(self, body: bytes, facts: ModelFacts) -> GenerateRequest:
-        if len(body) < limits.INLINE_BODY_BYTES or not self._dialect.off_loop:
-            return self._dialect.parse(body, facts)
-        parse = partial(self._dialect.parse, body, facts)
-        return await self._services.workers.run(len(body) // limits.BODY_BYTES_PER_CHAR, parse)
+            await until_disconnect(receive, self._serve(scope, send, request, facts, terms, budget))
 
     def _warn(self, scope: Scope, send: Send, dropped: tuple[str, ...]) -> Send:
         """Count and log built-in tools that do not exist here; return a `send` that names them in a header."""
@@ -113,11 +108,12 @@ class GenerateRoute:
         scope["state"]["log"]["dropped_tools"] = kinds
         return with_headers(send, [(b"x-moeserve-dropped-tools", kinds.encode())])
 
-    async def _serve(self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts, terms: Terms) -> None:
+    async def _serve(
+        self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts, terms: Terms, budget: InlineBudget
+    ) -> None:
         services, state = self._services, scope["state"]
-        budget = InlineBudget(limits.INLINE_CHARS)
         prompts = [await services.encode(prompt, facts, budget) for prompt in request.prompts]
-        request = await self._constrain(request, prompts, facts)
+        request = await self._constrain(request, prompts, facts, budget)
         answer_id = self._dialect.id_prefix + secrets.token_hex(12)
         generates = build_generates(
             request,
@@ -132,6 +128,8 @@ class GenerateRoute:
         )
         prompt_texts = await services.prompt_texts(prompts, budget) if shows_prompts(request) else ()
         answer = Answer(request, prompts, services.tokenizer, services.shape, prompt_texts)
+        shown = request.num_choices * sum(map(len, prompts)) if prompt_texts else 0
+        workers = services.workers if shown > limits.INLINE_TOKENS else None
         progress = Progress(services.metrics, state["arrival"], request.num_choices)
         formatter = self._dialect.formatter(
             answer_id, int(time.time()), request, services.tokenizer, services.fingerprint
@@ -144,9 +142,9 @@ class GenerateRoute:
                     scope.setdefault("extensions", {})["moeserve.half_closed"] = group.interrupt
                     stream = EventStream(send)
                     hold_back_s = services.admission.hold_back_s()
-                    await _Streaming(group, answer, formatter, progress, stream).run(hold_back_s)
+                    await _Streaming(group, answer, formatter, progress, stream, workers).run(hold_back_s)
                 else:
-                    choices = await _whole(group, answer, progress)
+                    choices = await _whole(group, answer, progress, workers)
                     await send_body(send, 200, await self._complete(formatter, choices, answer))
         except ApiError as error:
             if error.code == OVERLOADED and error.retry_after_s is None:
@@ -156,20 +154,24 @@ class GenerateRoute:
             progress.end(answer, state["log"])
 
     async def _constrain(
-        self, request: GenerateRequest, prompts: list[list[int]], facts: ModelFacts
+        self, request: GenerateRequest, prompts: list[list[int]], facts: ModelFacts, budget: InlineBudget
     ) -> GenerateRequest:
         """Return the request with the grammar that its format, its tools or the model's reasoning need, if any."""
-        services, tokenizer = self._services, self._services.tokenizer
-        calls = services.shape.grammar(request, prompt_tail(tokenizer, prompts[0]), tokenizer.added_ids)
-        if calls is not None:
-            constraint = of_calls(calls, request.output_format)
-        elif request.output_format is not None:
-            constraint = constraint_of(request.output_format)
-        else:
+        services = self._services
+        find = partial(self._constraint, request, prompts[0])
+        constraint = find() if budget.is_small else await services.workers.run(0, find)
+        if constraint is None:
             return request
         return replace(
             request, sampling=await services.grammars.constrain(constraint, request.sampling, facts.eos_token_ids)
         )
+
+    def _constraint(self, request: GenerateRequest, prompt: list[int]) -> Constraint | None:
+        tokenizer = self._services.tokenizer
+        calls = self._services.shape.grammar(request, prompt_tail(tokenizer, prompt), tokenizer.added_ids)
+        if calls is not None:
+            return of_calls(calls, request.output_format)
+        return None if request.output_format is None else constraint_of(request.output_format)
 
     async def _submit(self, stack: AsyncExitStack, generates: list[Generate], facts: ModelFacts) -> RequestGroup:
         """Send the requests to the engine and wait until it has admitted all of them."""
@@ -186,7 +188,7 @@ class GenerateRoute:
         """Return the body of an answer; one with many tokens is written by a thread."""
         complete = partial(formatter.complete, choices, answer.usage)
         num_tokens = sum(len(choice.tokens) + len(choice.prompt) for choice in choices)
-        if num_tokens <= limits.INLINE_TOKENS or not self._dialect.off_loop:
+        if num_tokens <= limits.INLINE_TOKENS or not self._dialect.completes_off_loop:
             return complete()
         # Nothing is refused any more once the answer is there.
         return await self._services.workers.run(0, complete)
@@ -216,20 +218,34 @@ def _note_deaths(group: RequestGroup, log_fields: dict[str, Any]) -> None:
         log_fields["engine_deaths"] = group.num_deaths
 
 
-async def _whole(group: RequestGroup, answer: Answer, progress: Progress) -> list[Delta]:
-    """Wait for the whole answer, and return its choices."""
+async def _whole(group: RequestGroup, answer: Answer, progress: Progress, workers: Workers | None) -> list[Delta]:
+    """Wait for the whole answer, and return its choices. workers: see `_taken`."""
     choices: dict[int, Delta] = {}
     try:
         while answer.num_open:
             batch = await group.next()
             for number in range(0, len(batch), _OUTPUTS_AT_ONCE):
-                for delta in _take(group, answer, batch[number : number + _OUTPUTS_AT_ONCE], progress):
+                some = batch[number : number + _OUTPUTS_AT_ONCE]
+                for delta in await _taken(group, answer, some, progress, workers):
                     choices.setdefault(delta.index, Delta(delta.index)).append(delta)
                 # An output may bring a whole prompt's tokens with it.
                 await asyncio.sleep(0)
     except EngineGone as error:
         raise unavailable(f"The answer broke off: {error}", "engine_dead") from error
     return answer.best([choices[index] for index in sorted(choices)])
+
+
+async def _taken(
+    group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress, workers: Workers | None
+) -> list[Delta]:
+    """Return the deltas of a batch of outputs; with `workers`, for long prompts that are shown, a thread makes them."""
+    if workers is None:
+        return _take(group, answer, batch, progress)
+    progress.note(batch)
+    deltas = await workers.run(0, lambda: [delta for choice, output in batch for delta in answer.take(choice, output)])
+    while answer.finishes:
+        group.finish(*answer.finishes.pop())
+    return deltas
 
 
 def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
@@ -252,6 +268,7 @@ class _Streaming:
     formatter: Formatter
     progress: Progress
     stream: EventStream
+    workers: Workers | None
 
     async def run(self, hold_back_s: float) -> None:
         """Write events until every choice has ended, or until an error event.
@@ -283,7 +300,7 @@ class _Streaming:
         while self.answer.num_open:
             batch = first or await self.group.next(limits.KEEP_ALIVE_S)
             first = []
-            deltas = _take(self.group, self.answer, batch, self.progress)
+            deltas = await _taken(self.group, self.answer, batch, self.progress, self.workers)
             events = []
             if batch and self.group.num_deaths > num_deaths:
                 num_deaths = self.group.num_deaths

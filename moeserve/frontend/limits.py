@@ -52,6 +52,8 @@ INLINE_CHARS = 4096
 # A body from this size on is read by a thread, which takes about so many bytes in the time of one character.
 INLINE_BODY_BYTES = 64 * 1024
 BODY_BYTES_PER_CHAR = 16
+# Commas in a body: with tiny values between them 4 MB would take a second to read, and a hundred times the memory.
+MAX_BODY_COMMAS = 524_288
 # An answer with more tokens in it, each with its log probability, is written by a thread.
 INLINE_TOKENS = 2048
 # What `/tokenize` and `/detokenize` take at once, and what waits for threads in all.

@@ -211,7 +211,7 @@ class RequestGroup:
     def interrupt(self) -> None:
         """Have a call of `next` that waits return, with nothing."""
         self._until = -math.inf
-        self._news.set()
+        self._wake()
 
     def finish(self, index: int, keep_tokens: int) -> None:
         """End a request at a stop string; its terminal output follows. No effect on a request that has ended."""

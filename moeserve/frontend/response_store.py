@@ -48,6 +48,15 @@ class KeptResponse:
         items: list[Item] = msgspec.json.decode(self.response)["output"]
         return items
 
+    def item(self, item_id: str) -> Item | None:
+        """Return an item that was put out, None for an unknown one."""
+        return next((item for item in self.output_items() if item.get("id") == item_id), None)
+
+    def conversation(self) -> list[Item]:
+        """Return all items up to the end of the response, oldest first."""
+        turns = reversed(list(_turns(self)))
+        return [item for turn in turns for item in (*turn.input_items(), *turn.output_items())]
+
 
 class LentTurn(msgspec.Struct, array_like=True, frozen=True):
     """A kept response for another process. One that is not `found` by its id is there as the past of others alone."""
@@ -81,20 +90,19 @@ class Shelf:
                     self._kept.move_to_end(turn.response_id)
         return kept
 
+    def find_item(self, item_id: str) -> KeptResponse | None:
+        """Return the response that has put out an item, None for an unknown one."""
+        return self._by_item.get(item_id)
+
     def conversation(self, response_id: str) -> list[Item] | None:
         """Return all items up to the end of a response, oldest first; None for an unknown response."""
         kept = self.find(response_id)
-        if kept is None:
-            return None
-        turns = reversed(list(_turns(kept)))
-        return [item for turn in turns for item in (*turn.input_items(), *turn.output_items())]
+        return None if kept is None else kept.conversation()
 
     def item(self, item_id: str) -> Item | None:
         """Return an item that a kept response has put out, None for an unknown one."""
-        kept = self._by_item.get(item_id)
-        if kept is None:
-            return None
-        return next((item for item in kept.output_items() if item.get("id") == item_id), None)
+        kept = self.find_item(item_id)
+        return None if kept is None else kept.item(item_id)
 
     def put(self, response_id: str, response: bytes, input_items: list[Item], previous_id: str | None) -> bool:
         """Keep a response. Return False, with nothing kept, if its conversation is too long or its past is gone."""

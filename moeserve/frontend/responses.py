@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +21,33 @@ from moeserve.frontend.response_store import Item, KeptResponse, ResponseStore, 
 from moeserve.frontend.services import Services
 
 _DEFAULT_PAGE, _MAX_PAGE = 20, 100
+_LONGEST_WAIT_S = 30.0
+
+
+class EarlierResponses:
+    """The responses on a shelf for the reader of a request, which may run in a thread. The shelf is the event loop's;
+    what it finds does not change any more, and is read where it is asked for."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._loop = asyncio.get_running_loop()
+
+    def conversation(self, response_id: str) -> list[Item] | None:
+        kept = self._on_loop(partial(self._shelf.find, response_id))
+        return None if kept is None else kept.conversation()
+
+    def item(self, item_id: str) -> Item | None:
+        kept = self._on_loop(partial(self._shelf.find_item, item_id))
+        return None if kept is None else kept.item(item_id)
+
+    def _on_loop(self, find: Callable[[], KeptResponse | None]) -> KeptResponse | None:
+        if threading.current_thread() is threading.main_thread():
+            return find()
+
+        async def found() -> KeptResponse | None:
+            return find()
+
+        return asyncio.run_coroutine_threadsafe(found(), self._loop).result(_LONGEST_WAIT_S)
 
 
 class ResponsesRoute:
@@ -32,13 +62,14 @@ class ResponsesRoute:
         shelf = _shelf(self._store, scope)
 
         async def borrow(body: bytes) -> None:
-            await self._peers.borrow(_caller(scope), responses.earlier_names(body))
+            names = await self._services.read(body, responses.earlier_names)
+            await self._peers.borrow(_caller(scope), names)
 
         dialect = Dialect(
             responses_answer.ID_PREFIX,
-            partial(responses.parse, earlier=shelf),
+            partial(responses.parse, earlier=EarlierResponses(shelf)),
             partial(responses_answer.ResponsesFormatter, keep=shelf.put),
-            off_loop=False,
+            completes_off_loop=False,
             prepare=borrow if self._peers.has_others else None,
         )
         await GenerateRoute(self._services, dialect)(scope, receive, send)

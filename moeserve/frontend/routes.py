@@ -15,11 +15,12 @@ from moeserve.config import VERSION
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields, messages
 from moeserve.frontend.dialects.chat import ChatBody, read_chat_prompt
-from moeserve.frontend.dialects.internal import ModelFacts
+from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
 from moeserve.frontend.http import ApiError, invalid, read_body, unknown_model
 from moeserve.frontend.metrics import CONTENT_TYPE
 from moeserve.frontend.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
+from moeserve.frontend.workers import InlineBudget
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -100,6 +101,16 @@ class TokenizeBody(ChatBody, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+def _read_tokenize(data: bytes, model: ModelFacts) -> TokenizeBody | ChatPrompt:
+    """Return a body with a `prompt`, or the conversation of one with `messages`. Raises ApiError."""
+    body, _ = fields.decode_json(data, TokenizeBody)
+    if body.model is not None:
+        fields.check_model(body.model, model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("Give either `prompt` or `messages`", "prompt")
+    return body if body.messages is None else read_chat_prompt(body)
+
+
 class DetokenizeBody(msgspec.Struct):
     tokens: list[int]
     model: str | None = None
@@ -115,14 +126,12 @@ class TokenRoutes:
         """Tokenise `prompt` as `/v1/completions` does, or `messages` as `/v1/chat/completions` does."""
         services = self._services
         facts = services.check_serving()
-        body, _ = fields.decode_json(await self._body(request), TokenizeBody)
-        if body.model is not None:
-            fields.check_model(body.model, facts)
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("Give either `prompt` or `messages`", "prompt")
-        if body.prompt is None:
-            token_ids = await services.encode(read_chat_prompt(body), facts, workers=services.token_workers)
+        data = await self._body(request)
+        body = await services.read(data, partial(_read_tokenize, model=facts))
+        if isinstance(body, ChatPrompt):
+            token_ids = await services.encode(body, facts, InlineBudget.of(data), services.token_workers)
         else:
+            assert body.prompt is not None
             num_chars = len(body.prompt)
             if num_chars > limits.MAX_TOKENIZE_CHARS:
                 raise invalid(f"`prompt` has {num_chars} characters; at most {limits.MAX_TOKENIZE_CHARS}", "prompt")
@@ -150,8 +159,9 @@ class TokenRoutes:
     async def count_message(self, request: Request) -> Response:
         """Count the prompt tokens that the request would have on `/v1/messages`."""
         facts = self._services.check_serving()
-        prompt = messages.parse_count(await self._body(request), facts)
-        token_ids = await self._services.encode(prompt, facts, workers=self._services.token_workers)
+        services, data = self._services, await self._body(request)
+        prompt = await services.read(data, partial(messages.parse_count, model=facts))
+        token_ids = await services.encode(prompt, facts, InlineBudget.of(data), services.token_workers)
         return json_response({"input_tokens": len(token_ids)})
 
     async def _body(self, request: Request) -> bytes:
@@ -191,7 +201,7 @@ class ExpertRoutes:
         data = await read_body(
             request.scope,
             request.receive,
-            max_bytes=self._services.run.config.max_request_bytes,
+            max_bytes=min(self._services.run.config.max_request_bytes, limits.INLINE_BODY_BYTES),
             timeout_s=limits.RECEIVE_TIMEOUT_S,
         )
         body, _ = fields.decode_json(data, TraceBody)

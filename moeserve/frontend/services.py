@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from moeserve.frontend import limits
 from moeserve.frontend.admission import Admission
@@ -19,13 +21,15 @@ from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape
 from moeserve.frontend.request_group import EngineGone, EngineSilent
-from moeserve.frontend.template_renderer import TemplateRenderer, check_model_texts
-from moeserve.frontend.templates import guard_prompt, read_sources
+from moeserve.frontend.template_renderer import TemplateRenderer, check_model_texts, render_job
+from moeserve.frontend.templates import GuardedPrompt, guard_prompt, read_sources
 from moeserve.frontend.text import TextTokenizer
 from moeserve.frontend.workers import InlineBudget, Workers
 from moeserve.model.files import read_json
 from moeserve.pacing import service_slo
 from moeserve.wire import RunContext, Stats
+
+_T = TypeVar("_T")
 
 _THREADS = 2
 _RETRY_WHILE_LOADING_S = 5.0
@@ -61,6 +65,8 @@ class Services:
         # Apart, so that counting tokens holds up no generation.
         self.workers = Workers("generation", _THREADS, limits.MAX_WAITING_CHARS)
         self.token_workers = Workers("tokens", 1, limits.MAX_WAITING_CHARS)
+        # One big body is read at a time: what it becomes takes many times its size.
+        self._readers = Workers("bodies", 1, limits.MAX_WAITING_CHARS)
         self.slo = service_slo(run.config)
         self.admission = Admission(self.metrics.rejections, random.random, num_frontends=run.config.num_frontends)
         self._draining = False
@@ -101,6 +107,7 @@ class Services:
             await self.template.stop()
         self.workers.stop()
         self.token_workers.stop()
+        self._readers.stop()
 
     def begin_drain(self) -> None:
         """Refuse new generations from now on."""
@@ -154,6 +161,12 @@ class Services:
         self.live.on_stats(stats)
         if stats.load is not None:
             self.admission.on_load(stats.load)
+
+    async def read(self, body: bytes, parse: Callable[[bytes], _T]) -> _T:
+        """Return what `parse` makes of a body; a big one is read by a thread. Raises ApiError as it does, and 503."""
+        if len(body) < limits.INLINE_BODY_BYTES:
+            return parse(body)
+        return await self._readers.run(len(body) // limits.BODY_BYTES_PER_CHAR, partial(parse, body))
 
     async def encode(
         self,
@@ -211,11 +224,14 @@ class Services:
             )
 
         size = sum(len(message["content"]) for message in prompt.messages) + _CHARS_PER_TOOL * len(prompt.tools)
-        if budget.take(size):
-            guarded = guard_prompt(self.tokenizer, prompt)
-        else:
-            guarded = await workers.run(size, partial(guard_prompt, self.tokenizer, prompt))
-        return guarded.cut(await template.render(guarded.messages, guarded.arguments)), guarded.mark
+        guard = partial(self._guard, prompt)
+        job, guarded = guard() if budget.take(size) else await workers.run(size, guard)
+        return guarded.cut(await template.render(job)), guarded.mark
+
+    def _guard(self, prompt: ChatPrompt) -> tuple[bytes, GuardedPrompt]:
+        """Return a prompt for the template's process, and what its text still needs."""
+        guarded = guard_prompt(self.tokenizer, prompt)
+        return render_job(guarded.messages, guarded.arguments), replace(guarded, messages=[], arguments={})
 
 
 def engine_unavailable(error: EngineGone) -> ApiError:

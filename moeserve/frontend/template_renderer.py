@@ -48,6 +48,18 @@ def check_model_texts(folder: Path) -> None:
         raise ModelError(f"The {part} of {folder} cannot be used: loading it breaks its library.")
 
 
+def render_job(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> bytes:
+    """Return the job of rendering a conversation. Raises ApiError (400) for one that is nested too deeply.
+
+    arguments: of `ChatTemplate.render`, beside the messages.
+    """
+    try:
+        # Not MessagePack: integers of clients are of any size.
+        return json.dumps([messages, arguments], separators=(",", ":")).encode()
+    except (ValueError, RecursionError):
+        raise invalid("The messages cannot be given to the chat template: they are nested too deeply") from None
+
+
 class TemplateRenderer:
     """Owns the processes, which `start` or conversations start. Used by the frontend's event loop alone."""
 
@@ -55,16 +67,11 @@ class TemplateRenderer:
         """folder: of a model with a chat template."""
         self._processes = JobProcesses(_MODULE, [str(folder)], _NUM_PROCESSES, _MAX_ANSWER_BYTES)
 
-    async def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+    async def render(self, job: bytes) -> str:
         """Return the text of a conversation. Raises ApiError (400) if the template refuses it, or takes too much.
 
-        arguments: of `ChatTemplate.render`, beside the messages.
+        job: of `render_job`.
         """
-        try:
-            # Not MessagePack: integers of clients are of any size.
-            job = json.dumps([messages, arguments], separators=(",", ":")).encode()
-        except (ValueError, RecursionError):
-            raise invalid("The messages cannot be given to the chat template: they are nested too deeply") from None
         answer = await self._processes.ask(job)
         if not answer:
             raise invalid("The chat template takes too long for these messages, or too much memory", "messages")

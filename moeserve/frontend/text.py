@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,6 +29,8 @@ _REASONING_MARKERS = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})
 NO_IDS: frozenset[int] = frozenset()
 # Tokens that may wait for the end of a character; a character has four bytes at most.
 _MOST_PENDING = 32
+# Characters that are searched for special tokens in one go, which takes about a millisecond.
+_SEARCHED_AT_ONCE = 16_384
 
 
 class TextTokenizer:
@@ -48,6 +50,7 @@ class TextTokenizer:
         markers = {token.content for token in added.values() if _MARKER.fullmatch(token.content)}
         self._user_pattern = _any_of({*specials, *markers})
         self._model_pattern = _any_of({*specials} - _REASONING_MARKERS)
+        self._longest_special = max(map(len, specials | markers), default=1)
         self.longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self.token_bytes = lru_cache(maxsize=65_536)(self._token_bytes)
 
@@ -76,7 +79,7 @@ class TextTokenizer:
 
     def spells_special(self, text: str) -> bool:
         """Return whether a token that `protect` cuts is spelled out in `text`."""
-        return self._user_pattern is not None and self._user_pattern.search(text) is not None
+        return self._user_pattern is not None and next(self._spelled(self._user_pattern, text), None) is not None
 
     def protect(self, text: str, mark: str, *, of_model: bool = False) -> str:
         """Return `text` with `mark` inside every special token that is spelled out in it.
@@ -85,7 +88,28 @@ class TextTokenizer:
         earlier answer, in which those and the marks of reasoning may stand.
         """
         pattern = self._model_pattern if of_model else self._user_pattern
-        return text if pattern is None else pattern.sub(lambda match: match[0][0] + mark + match[0][1:], text)
+        if pattern is None:
+            return text
+        pieces, end = [], 0
+        for start in self._spelled(pattern, text):
+            # Behind the token's first character.
+            pieces += [text[end : start + 1], mark]
+            end = start + 1
+        return "".join([*pieces, text[end:]])
+
+    def _spelled(self, pattern: re.Pattern[str], text: str) -> Iterator[int]:
+        """Yield where the tokens of a pattern begin in a text.
+
+        The text is searched in parts: a search holds the interpreter for as long as it takes.
+        """
+        end = 0
+        for part in range(0, len(text), _SEARCHED_AT_ONCE):
+            limit = part + _SEARCHED_AT_ONCE
+            for match in pattern.finditer(text, max(part, end), limit + self._longest_special - 1):
+                if match.start() >= limit:
+                    break
+                end = match.end()
+                yield match.start()
 
     def encode_rendered(self, text: str, mark: str) -> list[int]:
         """Return the token ids of a rendered template whose messages went through `protect` with the same mark."""

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
-from moeserve.frontend.http import unavailable
+from moeserve.frontend import limits
+from moeserve.frontend.http import ApiError, unavailable
 
 _T = TypeVar("_T")
 
@@ -31,7 +32,7 @@ class Workers:
             raise unavailable("The server is converting too much text already", "too_much_text")
         self._chars += chars
         loop = asyncio.get_running_loop()
-        future = self._pool.submit(work)
+        future = self._pool.submit(_without_frames, work)
 
         def release(_: object) -> None:
             # A client that leaves does not end work that has begun, which counts until it ends.
@@ -49,11 +50,27 @@ class Workers:
         self._chars -= chars
 
 
+def _without_frames(work: Callable[[], _T]) -> _T:
+    """Return the result of `work`. A refusal keeps nothing of what was read, which would be freed on the event loop."""
+    try:
+        return work()
+    except ApiError as error:
+        error.__context__ = None
+        raise error.with_traceback(None) from None
+
+
 class InlineBudget:
     """The work that one request may still do on the event loop itself, in characters."""
 
     def __init__(self, chars: int) -> None:
+        """is_small: whether there was anything at first."""
+        self.is_small = chars > 0
         self._left = chars
+
+    @classmethod
+    def of(cls, body: bytes) -> InlineBudget:
+        """Return the budget of a request; of what a big body holds, nothing is done on the loop."""
+        return cls(limits.INLINE_CHARS if len(body) < limits.INLINE_BODY_BYTES else 0)
 
     def take(self, chars: int) -> bool:
         """Return whether work on so many characters may be done at once, and count it."""

@@ -15,7 +15,7 @@ import pytest
 from launcher import frontend_main
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.job_process import JobProcesses
-from moeserve.frontend.template_renderer import TemplateRenderer, check_model_texts
+from moeserve.frontend.template_renderer import TemplateRenderer, check_model_texts, render_job
 from moeserve.model.spec import ModelError
 from tests.support.frontend import run_context
 from tests.support.tiny_model import write_model_dir
@@ -107,13 +107,14 @@ def rendered(folder: Path, use: Callable[[TemplateRenderer], Awaitable[None]]) -
     asyncio.run(run())
 
 
-def said(text: str, **variables: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    return [{"role": "user", "content": text}], {**variables, "add_generation_prompt": True, "tools": None}
+def said(text: str, **variables: Any) -> bytes:
+    arguments = {**variables, "add_generation_prompt": True, "tools": None}
+    return render_job([{"role": "user", "content": text}], arguments)
 
 
 def test_conversations_are_rendered_beside_the_event_loop(folder: Path) -> None:
     async def use(renderer: TemplateRenderer) -> None:
-        texts = await asyncio.gather(*(renderer.render(*said(f"number {n} \u00e9")) for n in range(5)))
+        texts = await asyncio.gather(*(renderer.render(said(f"number {n} \u00e9")) for n in range(5)))
         assert texts == [f"<|bos|><|user|>number {n} \u00e9<|end|><|assistant|>" for n in range(5)]
 
     rendered(folder, use)
@@ -123,14 +124,14 @@ def test_numbers_of_any_size_reach_the_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ budget }}")
 
     async def use(renderer: TemplateRenderer) -> None:
-        assert await renderer.render(*said("x", budget=2**70)) == str(2**70)
+        assert await renderer.render(said("x", budget=2**70)) == str(2**70)
 
     rendered(folder, use)
 
 
 def test_variables_may_have_any_name(folder: Path) -> None:
     async def use(renderer: TemplateRenderer) -> None:
-        assert "hi" in await renderer.render(*said("hi", **{"self": 1, "template": 2, "args": 3}))
+        assert "hi" in await renderer.render(said("hi", **{"self": 1, "template": 2, "args": 3}))
 
     rendered(folder, use)
 
@@ -158,7 +159,7 @@ def test_a_render_that_goes_wrong_is_an_error_of_its_request_alone(folder: Path)
     async def use(renderer: TemplateRenderer) -> None:
         for number, (_, sentence) in enumerate(GO_WRONG):
             answers = await asyncio.gather(
-                *(renderer.render(*said(text)) for text in ("one", f"bad {number} \u00e9", "two")),
+                *(renderer.render(said(text)) for text in ("one", f"bad {number} \u00e9", "two")),
                 return_exceptions=True,
             )
             assert answers[::2] == ["one", "two"]
@@ -171,10 +172,10 @@ def test_a_render_that_goes_wrong_is_an_error_of_its_request_alone(folder: Path)
 
 def test_a_client_that_leaves_costs_the_next_one_nothing(folder: Path) -> None:
     async def use(renderer: TemplateRenderer) -> None:
-        leaving = asyncio.ensure_future(renderer.render(*said("left")))
+        leaving = asyncio.ensure_future(renderer.render(said("left")))
         await asyncio.sleep(0)
         leaving.cancel()
-        assert "stayed" in await renderer.render(*said("stayed"))
+        assert "stayed" in await renderer.render(said("stayed"))
 
     rendered(folder, use)
 
@@ -186,8 +187,8 @@ def test_a_template_that_spins_for_one_holds_up_no_other(folder: Path) -> None:
 
     async def use(renderer: TemplateRenderer) -> None:
         await renderer.start()
-        spinning = asyncio.ensure_future(renderer.render(*said("spin")))
-        assert [await renderer.render(*said(text)) for text in ("one", "two")] == ["one", "two"]
+        spinning = asyncio.ensure_future(renderer.render(said("spin")))
+        assert [await renderer.render(said(text)) for text in ("one", "two")] == ["one", "two"]
         assert not spinning.done()
         with pytest.raises(ApiError, match="takes too long"):
             await spinning
@@ -201,7 +202,7 @@ def test_an_answer_beyond_its_bound_ends_the_process_and_the_next_job_has_anothe
     async def use() -> None:
         processes = JobProcesses("moeserve.frontend.template_process", [str(folder)], 1, max_answer_bytes=6)
         try:
-            answers = [await processes.ask(json.dumps(said(text)).encode()) for text in ("a" * 5, "b" * 6, "c" * 5)]
+            answers = [await processes.ask(said(text)) for text in ("a" * 5, "b" * 6, "c" * 5)]
             assert answers == [b"\0aaaaa", None, b"\0ccccc"]
         finally:
             await processes.stop()

@@ -112,6 +112,8 @@ _B = TypeVar("_B", bound=msgspec.Struct)
 
 def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
     """Return the typed body, and the names of its fields that `expected` lacks. Raises ApiError for a bad body."""
+    if body.count(b",") > limits.MAX_BODY_COMMAS:
+        raise invalid(f"The body has more than {limits.MAX_BODY_COMMAS} commas", code="too_many_values")
     try:
         body.decode("utf-8")
         raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])

@@ -1,0 +1,386 @@
+"""`python -m benchmarks.poison`: what the dearest requests do to everybody else in the HTTP process.
+
+Each request of `benchmarks.poison_corpus` is sent alone and 16 times at once, over an engine that computes nothing,
+while two processes of their own watch `/health` every 10 ms and a stream of a token every 20 ms. Before each request
+they watch an idle server for as long as `--pause`, so that what the machine itself does shows.
+
+Printed are the delays of both and the longest time for which the event loop did nothing but one thing: on the clock,
+which counts what the machine and other threads take, and in processor time of its own thread, which does not.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
+
+import click
+import zmq
+
+from benchmarks.poison_corpus import SIZE, Poison, poisons
+from benchmarks.ticking_frontend import TICK
+from moeserve import wire
+from moeserve.config import ServeConfig
+from moeserve.model.demo import ensure_demo
+from moeserve.plan import FinishReason
+from moeserve.wire import (
+    Abort,
+    Admitted,
+    Control,
+    ControlResult,
+    EngineReady,
+    Generate,
+    Heartbeat,
+    Hello,
+    Message,
+    Output,
+    Outputs,
+    RunContext,
+)
+
+MODEL = "m"
+CONTEXT = 65_536
+STEP_S = 0.02
+PROBE_S = 0.01
+ENDLESS = 30_000
+TOKEN = 72
+ANSWER_TIMEOUT_S = 120
+
+# When something was asked or seen, on `time.perf_counter`, and how long it took.
+Sample = tuple[float, float]
+
+
+class Engine:
+    """Speaks the wire's protocol in a thread: a request for `ENDLESS` tokens gets one every `STEP_S`, others get theirs
+    at once."""
+
+    def __init__(self, run: RunContext, vocab_size: int) -> None:
+        self._run = run
+        self._ready = EngineReady(
+            pid=1,
+            model_hash=run.model_hash,
+            max_model_len=CONTEXT,
+            vocab_size=vocab_size,
+            eos_token_ids=[0],
+            default_sampling={},
+            max_num_seqs=64,
+            max_num_queued_reqs=256,
+            num_blocks=1,
+            block_size=16,
+            device="cpu",
+            dtype="float32",
+            weights_bytes=1,
+            kv_bytes=1,
+        )
+        self._paced: set[str] = set()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+
+    def __enter__(self) -> Engine:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        context = zmq.Context()
+        router, beats = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
+        router.bind(self._run.engine_address)
+        beats.bind(self._run.heartbeat_address)
+        peer, due, turn = b"", time.monotonic(), 0
+        while not self._stop.is_set():
+            if router.poll(max(0, round(1000 * (due - time.monotonic())))):
+                peer, frame = router.recv_multipart()
+                self._receive(router, peer, wire.decode(frame, wire.ToEngine)[1])
+            if time.monotonic() >= due:
+                due += STEP_S
+                turn += 1
+                beats.send(wire.encode(Heartbeat(1, turn, False), self._run.incarnation))
+                if self._paced:
+                    self._send(router, peer, Outputs([Output(name, [TOKEN]) for name in self._paced]))
+        context.destroy(linger=0)
+
+    def _receive(self, router: zmq.Socket[bytes], peer: bytes, message: Message) -> None:
+        match message:
+            case Hello():
+                self._send(router, peer, self._ready)
+            case Generate():
+                self._send(router, peer, Admitted(message.request_id))
+                tokens = [TOKEN] * min(message.sampling.max_tokens, 64)
+                if message.sampling.max_tokens == ENDLESS:
+                    self._paced.add(message.request_id)
+                else:
+                    end = Output(message.request_id, tokens, FinishReason.LENGTH, 0, len(tokens))
+                    self._send(router, peer, Outputs([end]))
+            case Control():
+                self._send(router, peer, ControlResult(message.control_id, {}))
+            case Abort():
+                self._paced.discard(message.request_id)
+
+    def _send(self, router: zmq.Socket[bytes], peer: bytes, message: Message) -> None:
+        router.send_multipart([peer, wire.encode(message, self._run.incarnation)])
+
+
+class Memory:
+    """The resident memory of a process and, apart, of the processes that it has started, in MiB."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def helpers(self) -> list[int]:
+        return [int(pid) for pid in Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()]
+
+    def forget_peaks(self) -> None:
+        for pid in (self._pid, *self.helpers()):
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+    def peaks(self) -> tuple[float, float]:
+        """Return the most since `forget_peaks`: of the process, and of its helpers together."""
+        return _peak(self._pid), sum(map(_peak, self.helpers()))
+
+
+def _peak(pid: int) -> float:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except FileNotFoundError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM")), 0.0)
+
+
+@dataclass
+class Ticks:
+    """What the event loop told: when it turned, and the processor time of its thread until then."""
+
+    turns: list[tuple[float, float, float]] = field(default_factory=list)
+
+    def read(self, pipe: IO[bytes]) -> None:
+        while len(record := pipe.read(TICK.size)) == TICK.size:
+            self.turns.append(TICK.unpack(record))
+
+    def longest(self, start: float, end: float) -> tuple[float, float]:
+        """Return the longest time between two turns, on the clock and of the thread, in seconds."""
+        found = [turn for turn in self.turns if start <= turn[0] <= end]
+        pairs = list(pairwise(found))
+        return max((b[0] - a[0] for a, b in pairs), default=0.0), max((b[1] - a[1] for a, b in pairs), default=0.0)
+
+
+@dataclass
+class Watched:
+    """A frontend and all who watch it."""
+
+    port: int
+    memory: Memory
+    ticks: Ticks
+
+
+@contextmanager
+def watched_frontend(model: Path, folder: Path) -> Iterator[Watched]:
+    """Yield a frontend that is ready."""
+    run = RunContext(
+        config=ServeConfig(log_level="error"),
+        model_dir=str(model),
+        model_hash="0",
+        run_dir=str(folder),
+        incarnation=1,
+        secret="00" * 32,
+        served_model_names=(MODEL,),
+    )
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    beats, ticking = os.pipe()
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener, Engine(run, vocab_size):
+        port = listener.getsockname()[1]
+        command = [sys.executable, "-m", "benchmarks.ticking_frontend", str(run.save())]
+        command += ["--fd", str(listener.fileno()), "--beat-fd", str(ticking)]
+        process = subprocess.Popen(command, pass_fds=[listener.fileno(), ticking])
+        os.close(ticking)
+        ticks = Ticks()
+        reading = threading.Thread(target=ticks.read, args=(os.fdopen(beats, "rb"),))
+        reading.start()
+        try:
+            while ask(port, b"GET", "/ready", b"") != 200:
+                if process.poll() is not None:
+                    raise click.ClickException("the HTTP process ended")
+                time.sleep(0.05)
+            yield Watched(port, Memory(process.pid), ticks)
+        finally:
+            process.kill()
+            process.wait()
+            reading.join()
+
+
+def _request(method: bytes, path: str, body: bytes, keep: bool = False) -> bytes:
+    connection = b"keep-alive" if keep else b"close"
+    head = b"%b %b HTTP/1.1\r\nHost: x\r\nConnection: %b\r\n" % (method, path.encode(), connection)
+    return head + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+def ask(port: int, method: bytes, path: str, body: bytes) -> int:
+    """Return the status of the answer, read to its end; 0 without one."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=ANSWER_TIMEOUT_S) as connection:
+            # An answer may come before the whole body has gone.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.sendall(_request(method, path, body))
+            answer = b""
+            while piece := connection.recv(1 << 16):
+                answer = answer or piece
+            return int(answer.split(b" ", 2)[1]) if answer else 0
+    except OSError:
+        return 0
+
+
+def watch_health(port: int, stop: Connection) -> None:
+    """Ask for `/health` every `PROBE_S`, or as soon as it has answered; give the samples back."""
+    request, samples = _request(b"GET", "/health", b"", keep=True), []
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        while not stop.poll():
+            started = time.perf_counter()
+            connection.sendall(request)
+            connection.recv(1 << 16)
+            took = time.perf_counter() - started
+            samples.append((started, took))
+            time.sleep(max(0.0, PROBE_S - took))
+    stop.send(samples)
+
+
+def watch_stream(port: int, stop: Connection) -> None:
+    """Read an endless stream; give back when each piece was due after the one before, and how late it was."""
+    body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": ENDLESS, "stream": True}).encode()
+    samples = []
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(_request(b"POST", "/v1/completions", body))
+        connection.recv(1 << 16)
+        latest = time.perf_counter()
+        while not stop.poll():
+            connection.recv(1 << 16)
+            now = time.perf_counter()
+            samples.append((latest + STEP_S, max(0.0, now - latest - STEP_S)))
+            latest = now
+    stop.send(samples)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One poison, some times at once: from when to when, what it was answered, and memory in MiB."""
+
+    poison: str
+    copies: int
+    quiet_from: float
+    start: float
+    end: float
+    statuses: Counter[int]
+    memory: float
+    helpers: float
+
+
+def play(watched: Watched, poison: Poison, copies: int, pause: float) -> Round:
+    """Watch an idle server for `pause` seconds, then send a poison."""
+    watched.memory.forget_peaks()
+    quiet_from = time.perf_counter()
+    time.sleep(pause)
+    start = time.perf_counter()
+    with ThreadPoolExecutor(copies) as pool:
+        asked = [pool.submit(ask, watched.port, b"POST", poison.path, poison.body) for _ in range(copies)]
+        statuses = Counter(answer.result() for answer in asked)
+    # What freeing memory takes, and threads that go on, belong to it.
+    time.sleep(0.1)
+    memory, helpers = watched.memory.peaks()
+    return Round(poison.name, copies, quiet_from, start, time.perf_counter(), statuses, memory, helpers)
+
+
+def _within(samples: list[Sample], start: float, end: float) -> list[float]:
+    """Return how long the samples took that fell between two times, wholly or in part; at least one number."""
+    return [took for at, took in samples if at <= end and at + took >= start] or [0.0]
+
+
+def _spread(values: list[float]) -> str:
+    """Return median, 99th percentile and maximum in ms."""
+    ordered = sorted(values)
+    picked = (ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)], ordered[-1])
+    return " / ".join(f"{1000 * value:.1f}" for value in picked)
+
+
+def report(rounds: list[Round], health: list[Sample], stream: list[Sample], ticks: Ticks, worst: int) -> None:
+    """Print a table of the worst rounds, and one of all."""
+    for copies in sorted({one.copies for one in rounds}):
+        some = [one for one in rounds if one.copies == copies]
+        figures = []
+        for one in some:
+            clock, thread = ticks.longest(one.start, one.end)
+            asked = max(_within(health, one.start, one.end))
+            figures.append((max(asked, clock), asked, max(_within(stream, one.start, one.end)), clock, thread, one))
+        figures.sort(key=lambda figure: -figure[0])
+        click.echo(f"\n{copies} at once, the worst {worst} of {len(some)}: longest times in ms, memory in MiB\n")
+        click.echo("| request | answers | s | `/health` | stream | loop, clock | loop, CPU | memory | helpers |")
+        click.echo("|---|---|---|---|---|---|---|---|---|")
+        for _, asked, late, clock, thread, one in figures[:worst]:
+            answers = ", ".join(f"{count} x {status}" for status, count in sorted(one.statuses.items()))
+            told = " | ".join(f"{1000 * value:.0f}" for value in (asked, late, clock, thread))
+            seconds = one.end - one.start
+            click.echo(f"| {one.poison} | {answers} | {seconds:.1f} | {told} | {one.memory:.0f} | {one.helpers:.0f} |")
+    click.echo("\n| | `/health` p50 / p99 / max, ms | stream late p50 / p99 / max, ms | loop, clock | loop, CPU |")
+    click.echo("|---|---|---|---|---|")
+    spans = {"quiet": [(one.quiet_from, one.start) for one in rounds]}
+    for copies in sorted({one.copies for one in rounds}):
+        spans[f"{copies} at once"] = [(one.start, one.end) for one in rounds if one.copies == copies]
+    for name, times in spans.items():
+        spreads = [_spread([took for span in times for took in _within(seen, *span)]) for seen in (health, stream)]
+        held = [ticks.longest(*span) for span in times]
+        longest = " | ".join(f"{1000 * max(column):.0f}" for column in zip(*held, strict=True))
+        click.echo(f"| {name} | {' | '.join(spreads)} | {longest} |")
+    most, helpers = max(one.memory for one in rounds), max(one.helpers for one in rounds)
+    click.echo(f"\nmemory of the HTTP process at most {most:.0f} MiB, of its helpers together {helpers:.0f} MiB")
+    statuses = sum((one.statuses for one in rounds), Counter[int]())
+    click.echo("answers: " + ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items())))
+
+
+@click.command()
+@click.option("--model", type=click.Path(path_type=Path), help="Folder of a model; the demo unless given.")
+@click.option("--only", default="", help="Poisons whose names contain this.")
+@click.option("--copies", default="1,16", show_default=True, help="How many times at once, separated by commas.")
+@click.option("--size", default=SIZE, show_default=True, help="Bytes of a body at most.")
+@click.option("--pause", default=0.3, show_default=True, help="Seconds of quiet before each.")
+@click.option("--worst", default=15, show_default=True, help="Rows of the tables.")
+def command(model: Path | None, only: str, copies: str, size: int, pause: float, worst: int) -> None:
+    """Print tables."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, watched_frontend(model or ensure_demo(), Path(folder)) as watched:
+        watchers = []
+        for watch in (watch_health, watch_stream):
+            mine, its = spawn.Pipe()
+            process = spawn.Process(target=watch, args=(watched.port, its), daemon=True)
+            process.start()
+            watchers.append(mine)
+        time.sleep(2.0)  # Until the watchers have started.
+        rounds = []
+        for poison in poisons(size):
+            if only not in poison.name:
+                continue
+            for count in map(int, copies.split(",")):
+                rounds.append(play(watched, poison, count, pause))
+                click.echo(f"{poison.name} x {count}: {dict(rounds[-1].statuses)}", err=True)
+        for watcher in watchers:
+            watcher.send(None)
+        health, stream = (watcher.recv() for watcher in watchers)
+        report(rounds, health, stream, watched.ticks, worst)
+
+
+if __name__ == "__main__":
+    command()
