@@ -216,9 +216,12 @@ def plan_weights(
     return WeightPlan(outer, tuple(layers), _bytes_to_read(outer.values(), layers, spec))
 
 
-def plan_experts(spec: DecoderSpec, index: Mapping[str, TensorInfo], layer: int, experts: Sequence[int]) -> ExpertsPlan:
-    """Find the tensors of some experts of one layer. The checkpoint is one that `plan_weights` has accepted."""
-    return _Matcher(spec, index).match_experts(layer, _owned(spec, layer, lambda _: experts))
+def plan_experts(
+    spec: DecoderSpec, index: Mapping[str, TensorInfo], layer: int, experts: Sequence[int] | None
+) -> ExpertsPlan:
+    """Find the tensors of some experts of one layer, None for all. `plan_weights` has accepted the checkpoint."""
+    owned = None if experts is None else lambda _: experts
+    return _Matcher(spec, index).match_experts(layer, _owned(spec, layer, owned))
 
 
 def _bytes_to_read(outer: Iterable[StoredTensor], layers: Iterable[LayerPlan], spec: DecoderSpec) -> int:

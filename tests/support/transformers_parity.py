@@ -70,6 +70,7 @@ def play(model_type: str) -> Row:
         try:
             spec = read_transformers_spec(folder)
             decoder = load_transformers_decoder(folder, spec)
+            decoder.settle(lambda _: None)
         except ModelError as error:
             return Row(model_type, refusal=_first_sentence(error))
         return _row(model_type, own, spec, decoder)

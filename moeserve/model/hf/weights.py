@@ -1,7 +1,7 @@
 """Where each parameter of transformers' modelling code lies in a checkpoint, by transformers' own conversion mappings.
 
 The mappings are data: renamings, and converters that say which stored tensors become one parameter, by which
-operations. Experts are read one at a time: a converter gets the tensors of a single expert.
+operations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from kernels.moe import expert_layout
-from kernels.packed_experts import ExpertLayout, ExpertShape
 from moeserve.model.checkpoint import StoredTensor, TensorInfo, read_index
 from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.spec import CheckpointError
-from moeserve.model.tensor_reader import Progress, TensorReader
+from moeserve.model.tensor_reader import TensorReader
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -59,9 +57,9 @@ class WeightMap:
         """Return whether all that is read is stored in bfloat16."""
         return all(self.index[name].dtype == "BF16" for name in source.names)
 
-    def reader(self, progress: Progress | None = None) -> TensorReader:
-        names = {name for part in (self.sources, self.expert_sources) for s in part.values() for name in s.names}
-        return TensorReader(self.index, sum(self.index[name].num_bytes for name in names), progress=progress)
+    def num_stored_bytes(self, source: Source) -> int:
+        """Return the bytes to read for all that a conversion reads."""
+        return sum(self.index[name].num_bytes for name in source.names)
 
     def stored(self, name: str) -> StoredTensor:
         info = self.index[name]
@@ -99,87 +97,12 @@ def map_weights(code: ModellingCode, directory: Path, experts: Sequence[str]) ->
 def convert(weights: WeightMap, target: str, reader: TensorReader, code: ModellingCode) -> dict[str, Tensor]:
     """Read the parameters that one conversion gives, by name, as they are stored. target: a key of `sources`."""
     source = weights.sources[target]
-    parts = {pattern: [_read(weights, reader, name) for name in names] for pattern, names in source.tensors.items()}
+    parts = {
+        pattern: [read_tensor(weights, reader, name) for name in names] for pattern, names in source.tensors.items()
+    }
     if source.converter is None:
         return {target: next(iter(parts.values()))[0]}
-    return _run(source.converter, target, parts, code)
-
-
-class ExpertParameters:
-    """Reads the experts of one layer one by one, in the form in which our kernels take them.
-
-    owned: the experts in the order of their places. shape, layout: of one packed expert.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: Any,
-        weights: WeightMap,
-        reader: TensorReader,
-        code: ModellingCode,
-        owned: Sequence[int] | None,
-        dtype: torch.dtype,
-    ) -> None:
-        """name: of the module of experts in `code.outer`. owned: None for all. dtype: in which they compute."""
-        self._name, self._module, self._weights, self._reader, self._code = name, module, weights, reader, code
-        self._num_experts = weights.shapes[f"{name}.down_proj"][0]
-        self.owned = tuple(range(self._num_experts)) if owned is None else tuple(owned)
-        _, rows, columns = weights.shapes[f"{name}.down_proj"]
-        hidden, width = (columns, rows) if module.is_transposed else (rows, columns)
-        narrow = dtype == torch.float32 and all(
-            weights.is_narrow(source)
-            for parameter, source in weights.expert_sources.items()
-            if parameter.startswith(f"{name}.") and "bias" not in parameter
-        )
-        kept = torch.bfloat16 if narrow else dtype
-        self.shape = ExpertShape(hidden, width, dtype, kept, module.has_bias)
-
-    @property
-    def layout(self) -> ExpertLayout:
-        return expert_layout(self.shape)
-
-    def read(self, place: int) -> Tensor:
-        """Return the packed bytes of the expert at a place, uint8 [layout.num_bytes]."""
-        return self.layout.pack(*self.read_matrices(place))
-
-    def read_matrices(self, place: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return gate_up [2I, H] (gate rows first), down [H, I] and their biases [2I] and [H], or None."""
-        expert, module = self.owned[place], self._module
-        gate_up, down = self._parameter("gate_up_proj", expert), self._parameter("down_proj", expert)
-        if module.is_transposed:
-            gate_up, down = gate_up.T, down.T
-        biases: list[Tensor | None] = [None, None]
-        if module.has_bias:
-            biases = [self._parameter("gate_up_proj_bias", expert), self._parameter("down_proj_bias", expert)]
-        if not module.is_concatenated:  # Gate and up channels alternate.
-            gate_up = torch.cat([gate_up[0::2], gate_up[1::2]])
-            if biases[0] is not None:
-                biases[0] = torch.cat([biases[0][0::2], biases[0][1::2]])
-        dtype = self.shape.weight_dtype
-        wide = [None if bias is None else bias.to(self.shape.dtype) for bias in biases]
-        return gate_up.to(dtype).contiguous(), down.to(dtype).contiguous(), wide[0], wide[1]
-
-    def _parameter(self, parameter: str, expert: int) -> Tensor:
-        """Read an expert's part of a parameter alone."""
-        target = f"{self._name}.{parameter}"
-        source = self._weights.expert_sources[target]
-        parts = {pattern: [self._part(names, expert)] for pattern, names in source.tensors.items()}
-        if source.converter is None:
-            return next(iter(parts.values()))[0][0]
-        converted = _run(source.converter, target, parts, self._code, _OneExpert(self._weights))
-        found = [tensor for name, tensor in converted.items() if name.endswith(parameter)]
-        return (found or list(converted.values()))[0][0]
-
-    def _part(self, names: list[str], expert: int) -> Tensor:
-        if len(names) == self._num_experts:
-            return _read(self._weights, self._reader, names[expert])
-        if len(names) > 1:
-            raise CheckpointError(f"{len(names)} tensors such as {names[0]} hold {self._num_experts} experts.")
-        stored = self._weights.stored(names[0])
-        out = torch.empty((1, *stored.shape[1:]), dtype=_FLOATS[stored.dtype])
-        self._reader.read_expert_into(stored, expert, out)
-        return out
+    return run_conversion(source.converter, target, parts, code)
 
 
 def num_loaded_bytes(weights: WeightMap, item_size: int, *, narrow: bool, num_owned: Mapping[str, int]) -> int:
@@ -193,7 +116,9 @@ def num_loaded_bytes(weights: WeightMap, item_size: int, *, narrow: bool, num_ow
         source = weights.sources.get(name) or weights.expert_sources.get(name)
         if source is None and name in weights.tied:
             source = weights.sources.get(weights.tied[name])
-        stays = narrow and len(shape) > 1 and source is not None and weights.is_narrow(source)
+        # Of experts the first dimension counts them, and biases are never narrow.
+        matrix = len(shape) > (2 if name in weights.expert_sources else 1)
+        stays = narrow and matrix and source is not None and weights.is_narrow(source)
         count = prod(shape)
         if module in num_owned:
             count = count // shape[0] * num_owned[module]
@@ -201,28 +126,23 @@ def num_loaded_bytes(weights: WeightMap, item_size: int, *, narrow: bool, num_ow
     return total
 
 
-def _read(weights: WeightMap, reader: TensorReader, name: str) -> Tensor:
-    """Read a whole tensor as it is stored."""
+def read_tensor(weights: WeightMap, reader: TensorReader, name: str) -> Tensor:
+    """Return a whole tensor as it is stored."""
     stored = weights.stored(name)
-    return reader.read(stored, _FLOATS.get(stored.dtype, torch.int64))
+    return reader.read(stored, stored_as(stored))
 
 
-class _OneExpert:
-    """The model of a conversion that gets the tensors of one expert: parameters of experts have a single one."""
-
-    def __init__(self, weights: WeightMap) -> None:
-        self._weights = weights
-
-    def get_parameter(self, name: str) -> Tensor:
-        return torch.empty((1, *self._weights.shapes[name][1:]), device="meta")
+def stored_as(stored: StoredTensor) -> torch.dtype:
+    """Return the dtype in which a stored tensor is read."""
+    return _FLOATS.get(stored.dtype, torch.int64)
 
 
-def _run(
+def run_conversion(
     converter: WeightConverter,
     target: str,
     parts: dict[str, list[Tensor]],
     code: ModellingCode,
-    model: _OneExpert | None = None,
+    model: Any = None,
 ) -> dict[str, Tensor]:
     own: Any = deepcopy(converter)
     own.collected_tensors = parts
