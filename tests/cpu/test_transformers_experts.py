@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 from experts.expert_file import round_to_page
 from moeserve.config import ServeConfig
 from moeserve.llm import LLM
-from moeserve.memory_plan import read_any_spec
+from moeserve.memory_plan import plan_model, read_any_spec
 from moeserve.model.expert_store import layout_in_store
+from moeserve.model.tensor_reader import dequantise_mxfp4
 from moeserve.plan import SamplingParams
+from tests.support.checkpoints import change_tensors
 from tests.support.forking import popen
+from tests.support.fp8 import to_fp8
 from tests.support.tiny_transformers import save_tiny
 from tests.support.transformers_rank import CONFIG, NUM_TOKENS, PROMPTS, Job, Said
 
@@ -122,3 +128,47 @@ def test_ranks_record_what_the_gates_of_transformers_chose(of_ranks: tuple[Job, 
         for said, prompts in zip(of_model, PROMPTS, strict=True):
             assert sum(said.chosen) == 2 * sum(len(prompt) + NUM_TOKENS - 1 for prompt in prompts)
             assert sum(map(bool, said.chosen)) > 2
+
+
+def in_fp8(directory: Path) -> dict[str, Tensor]:
+    return to_fp8(directory, (16, 32))
+
+
+def in_mxfp4(directory: Path) -> dict[str, Tensor]:
+    """As gpt-oss is published. Return the values that the experts stand for, by name."""
+    values: dict[str, Tensor] = {}
+    draw = torch.Generator().manual_seed(2)
+
+    def compress(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            num_experts, columns, rows = tensors.pop(name).shape
+            blocks = torch.randint(256, (num_experts, rows, columns // 32, 16), generator=draw, dtype=torch.uint8)
+            scales = torch.randint(120, 124, blocks.shape[:3], generator=draw, dtype=torch.uint8)
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+            expanded = zip(blocks, scales, strict=True)
+            values[name] = torch.stack([dequantise_mxfp4(b, s, torch.bfloat16).T for b, s in expanded])
+
+    change_tensors(directory, compress)
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "mxfp4"}}))
+    return values
+
+
+@pytest.mark.parametrize(("model_type", "compress"), [("glm_moe_dsa", in_fp8), ("gpt_oss", in_mxfp4)])
+def test_compressed_weights_compute_as_their_values_and_take_sixteen_bits(
+    model_type: str, compress: Callable[[Path], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    small, plain = tmp_path / "small", tmp_path / "plain"
+    save_tiny(model_type, small)
+    shutil.copytree(small, plain)
+    values = compress(small)
+    change_tensors(plain, lambda tensors: tensors.update({name: v.bfloat16() for name, v in values.items()}))
+    assert any("expert" in name for name in values)
+    assert plan_model(small, BASE).weights_bytes == plan_model(plain, BASE).weights_bytes
+    prompts = [[5 + n % 90 for n in range(count)] for count in (30, 4)]
+    expected = LLM(plain, BASE).generate(prompts, GREEDY)
+    assert LLM(small, BASE).generate(prompts, GREEDY) == expected
+    bounded = replace(BASE, expert_memory=few_slots(small), expert_store_dir=str(tmp_path / "store"))
+    llm = LLM(small, bounded)
+    assert llm.generate(prompts, GREEDY) == expected
+    llm.close()

@@ -233,7 +233,7 @@ hit, and compares with the model's own forward (largest difference of logits: {t
 - **Mixers**, on transformers' code: `together` is one call for all requests of a step. `apart` is one call per request
   (single tokens of layers that keep nothing but states share one); projections are read once per request there.
 - **Experts**: by our kernels, or by transformers' own code where they are no gated experts that our kernels know.
-- Quantised checkpoints are read by native code alone; models on transformers' code run on a CPU.
+- Models on transformers' code run on a CPU.
 
 {counts}
 

@@ -14,15 +14,15 @@ from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, ExpertShape
 from moeserve.model.checkpoint import OwnedExperts, TensorInfo
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
-from moeserve.model.hf.spec import experts_by_layer
+from moeserve.model.hf.spec import experts_by_layer, quantization_of
 from moeserve.model.hf.weights import (
     Source,
     WeightMap,
     map_weights,
     num_loaded_bytes,
+    read_expert,
     read_tensor,
     run_conversion,
-    stored_as,
 )
 from moeserve.model.spec import CheckpointError
 from moeserve.model.tensor_reader import Progress, TensorReader
@@ -54,11 +54,13 @@ class MappedModel:
 
 def map_model(directory: Path) -> MappedModel:
     """Map the checkpoint in `directory` from its headers alone. Raises ModelError."""
-    code = empty_model(read_hf_config(directory))
+    config = read_hf_config(directory)
+    code, quantization = empty_model(config), quantization_of(config)
     layer_of = {module: layer for layer, module in experts_by_layer(code).items()}
     modules = {name: module for name, module in code.outer.named_modules() if module in layer_of}
     experts = {layer_of[module]: name for name, module in modules.items()}
-    return MappedModel(code, map_weights(code, directory, list(modules)), dict(sorted(experts.items())), modules)
+    weights = map_weights(code, directory, list(modules), quantization)
+    return MappedModel(code, weights, dict(sorted(experts.items())), modules)
 
 
 class TransformersExperts:
@@ -90,7 +92,7 @@ class TransformersExperts:
         return total
 
     def reader(self, total_bytes: int, progress: Progress | None = None) -> TensorReader:
-        return TensorReader(self.index, total_bytes, progress=progress)
+        return TensorReader(self.index, total_bytes, quantization=self._model.weights.quantization, progress=progress)
 
     def layer(self, layer: int, owned: Sequence[int] | None, reader: TensorReader) -> ExpertParameters:
         return ExpertParameters(self._model, self._model.experts[layer], reader, owned, self._dtype)
@@ -163,10 +165,7 @@ class ExpertParameters:
             return read_tensor(self._weights, self._reader, names[expert])
         if len(names) > 1:
             raise CheckpointError(f"{len(names)} tensors such as {names[0]} hold {self._num_experts} experts.")
-        stored = self._weights.stored(names[0])
-        out = torch.empty((1, *stored.shape[1:]), dtype=stored_as(stored))
-        self._reader.read_expert_into(stored, expert, out)
-        return out
+        return read_expert(self._weights, self._reader, names[0], expert)
 
 
 class _OneExpert:

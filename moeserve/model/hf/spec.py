@@ -11,10 +11,11 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kernels.specs import Activation, GateSpec
+from moeserve.model.families import quantization_spec
 from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.geometry import Geometry, find_geometry, is_experts
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
-from moeserve.model.spec import KvLayerSpec, ModelError, MoeSpec, QuantizationSpec, StateShape, UnsupportedModel
+from moeserve.model.spec import KvLayerSpec, ModelError, MoeSpec, QuantizationSpec, StateShape
 
 # Rotary embeddings that turn all tokens of a text otherwise once it is longer than the model was trained for.
 _SWITCHING_ROPE = ("dynamic", "longrope")
@@ -73,10 +74,6 @@ def read_transformers_spec(directory: Path) -> TransformersSpec:
 def describe(code: ModellingCode, config: Any) -> TransformersSpec:
     """Describe an empty model. config: the folder's own, of which the body's may be a part."""
     text, layers = code.config, experts_by_layer(code)
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedModel(
-            f"Quantised weights of models of type {config.model_type!r} are not supported yet: use a 16-bit checkpoint."
-        )
     return TransformersSpec(
         model_type=config.model_type,
         vocab_size=code.writer.get_output_embeddings().out_features,
@@ -88,7 +85,14 @@ def describe(code: ModellingCode, config: Any) -> TransformersSpec:
         geometry=find_geometry(code),
         eos_token_ids=_token_ids(text.eos_token_id if text.eos_token_id is not None else config.eos_token_id),
         bos_token_id=text.bos_token_id if isinstance(text.bos_token_id, int) else None,
+        quantization=quantization_of(config),
     )
+
+
+def quantization_of(config: Any) -> QuantizationSpec | None:
+    """Return how the weights are compressed. config: the folder's own. Raises UnsupportedModel for a way that cannot be
+    read."""
+    return quantization_spec(getattr(config, "quantization_config", None))
 
 
 def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:

@@ -18,12 +18,18 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from moeserve.model.checkpoint import StoredTensor, TensorInfo, read_index
+from moeserve.model.checkpoint import KEPT_IN_BFLOAT16, StoredTensor, TensorInfo, fp8_tensor, read_index
 from moeserve.model.hf.modelling import ModellingCode
-from moeserve.model.spec import CheckpointError
+from moeserve.model.spec import CheckpointError, QuantizationSpec
 from moeserve.model.tensor_reader import TensorReader
 
+# Compressed matrices are expanded into 16 bits.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS |= {"F8_E4M3": torch.bfloat16, "MXFP4": torch.bfloat16}
+_NARROW = KEPT_IN_BFLOAT16 | {"MXFP4"}
+_WHOLE_NUMBERS = ("I", "U", "BOOL")
+# Ends of the names of what compressed tensors consist of.
+_BLOCKS, _SCALES, _FP8_SCALE = "_blocks", "_scales", "_scale_inv"
 
 
 @dataclass(slots=True)
@@ -42,45 +48,46 @@ class Source:
 class WeightMap:
     """The parameters of a model and the stored tensors that they come from.
 
-    shapes: of all parameters and buffers that a checkpoint holds, by name. sources: of those outside experts.
+    index, quantization: of the checkpoint. tensors: that it holds, by name; one that it holds as blocks and scales has
+    the name and the shape without compression. shapes: of all parameters and buffers that a checkpoint holds, by name.
+    sources: of those outside experts.
     expert_sources: of the parameters of experts, whose first dimension counts them. tied: parameters that are another
     one once more.
     """
 
     index: Mapping[str, TensorInfo]
+    quantization: QuantizationSpec | None
+    tensors: Mapping[str, StoredTensor]
     shapes: Mapping[str, tuple[int, ...]]
     sources: Mapping[str, Source]
     expert_sources: Mapping[str, Source]
     tied: Mapping[str, str]
 
     def is_narrow(self, source: Source) -> bool:
-        """Return whether all that is read is stored in bfloat16."""
-        return all(self.index[name].dtype == "BF16" for name in source.names)
+        """Return whether all that is read is stored in bfloat16, or in fewer bits."""
+        return all(self.tensors[name].dtype in _NARROW for name in source.names)
 
     def num_stored_bytes(self, source: Source) -> int:
         """Return the bytes to read for all that a conversion reads."""
-        return sum(self.index[name].num_bytes for name in source.names)
-
-    def stored(self, name: str) -> StoredTensor:
-        info = self.index[name]
-        if info.dtype not in _FLOATS and not info.dtype.startswith(("I", "U", "BOOL")):
-            raise CheckpointError(f"{name} is stored as {info.dtype}, which cannot be read.")
-        return StoredTensor(name, info.shape, info.num_bytes, info.dtype)
+        return sum(self.tensors[name].num_bytes for name in source.names)
 
 
-def map_weights(code: ModellingCode, directory: Path, experts: Sequence[str]) -> WeightMap:
+def map_weights(
+    code: ModellingCode, directory: Path, experts: Sequence[str], quantization: QuantizationSpec | None = None
+) -> WeightMap:
     """Plan from the headers alone. experts: the names of the modules of experts in `code.outer`, which is empty.
 
     Raises CheckpointError for a parameter without stored tensors.
     """
     index, state = read_index(directory), code.outer.state_dict()
+    tensors = _stored_tensors(index, quantization)
     mapping = get_model_conversion_mapping(code.outer)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     sources: dict[str, Source] = {}
     expert_sources: dict[str, Source] = {}
-    for name in sorted(index, key=dot_natural_key):
+    for name in sorted(tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, code.outer.base_model_prefix, state)
         if target not in state and name in state:
             target, pattern = name, None
@@ -91,7 +98,26 @@ def map_weights(code: ModellingCode, directory: Path, experts: Sequence[str]) ->
         source.tensors.setdefault(pattern or name, []).append(name)
     tied = {name: other for name, other in code.outer.all_tied_weights_keys.items() if name not in sources}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    return WeightMap(index, shapes, sources, expert_sources, tied)
+    return WeightMap(index, quantization, tensors, shapes, sources, expert_sources, tied)
+
+
+def _stored_tensors(index: Mapping[str, TensorInfo], quantization: QuantizationSpec | None) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
+    for name, info in index.items():
+        blocks, scales = name.removesuffix(_SCALES) + _BLOCKS, name.removesuffix(_BLOCKS) + _SCALES
+        if name.endswith(_BLOCKS) and scales in index:
+            # Blocks [E, N, G, 16] of two numbers per byte; matrices are [K, N] once they are expanded.
+            num_experts, rows, groups, size = info.shape
+            shape = (num_experts, 2 * groups * size, rows)
+            num_bytes = info.num_bytes + index[scales].num_bytes
+            found[name.removesuffix(_BLOCKS)] = StoredTensor(name.removesuffix(_BLOCKS), shape, num_bytes, "MXFP4")
+        elif info.dtype == "F8_E4M3":
+            found[name] = fp8_tensor(index, name, info, info.shape, quantization)
+        elif not (name.removesuffix(_FP8_SCALE) in index and name.endswith(_FP8_SCALE)) and not (
+            name.endswith(_SCALES) and blocks in index
+        ):
+            found[name] = StoredTensor(name, info.shape, info.num_bytes, info.dtype)
+    return found
 
 
 def convert(weights: WeightMap, target: str, reader: TensorReader, code: ModellingCode) -> dict[str, Tensor]:
@@ -127,13 +153,32 @@ def num_loaded_bytes(weights: WeightMap, item_size: int, *, narrow: bool, num_ow
 
 
 def read_tensor(weights: WeightMap, reader: TensorReader, name: str) -> Tensor:
-    """Return a whole tensor as it is stored."""
-    stored = weights.stored(name)
-    return reader.read(stored, stored_as(stored))
+    """Read a whole tensor as it is stored, or expanded into 16 bits."""
+    stored = weights.tensors[name]
+    if stored.dtype == "MXFP4":
+        return torch.cat([read_expert(weights, reader, name, expert) for expert in range(stored.shape[0])])
+    return reader.read(stored, _read_as(stored))
 
 
-def stored_as(stored: StoredTensor) -> torch.dtype:
-    """Return the dtype in which a stored tensor is read."""
+def read_expert(weights: WeightMap, reader: TensorReader, name: str, expert: int) -> Tensor:
+    """Read one expert's part of a tensor of all experts, [1, ...]; see `read_tensor`."""
+    stored = weights.tensors[name]
+    out = torch.empty((1, *stored.shape[1:]), dtype=_read_as(stored))
+    if stored.dtype == "MXFP4":
+        parts = (weights.index[name + suffix] for suffix in (_BLOCKS, _SCALES))
+        blocks, scales = (
+            StoredTensor(name + suffix, part.shape, part.num_bytes, part.dtype)
+            for suffix, part in zip((_BLOCKS, _SCALES), parts, strict=True)
+        )
+        reader.read_mxfp4_expert_into(blocks, scales, expert, out[0].T)
+    else:
+        reader.read_expert_into(stored, expert, out)
+    return out
+
+
+def _read_as(stored: StoredTensor) -> torch.dtype:
+    if stored.dtype not in _FLOATS and not stored.dtype.startswith(_WHOLE_NUMBERS):
+        raise CheckpointError(f"{stored.name} is stored as {stored.dtype}, which cannot be read.")
     return _FLOATS.get(stored.dtype, torch.int64)
 
 
