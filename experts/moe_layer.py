@@ -21,6 +21,39 @@ Dispatch = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 LocalExperts = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 
 
+class RoutedExperts:
+    """The experts of one layer, behind any gate: observers hear its choice, then rows go to their experts.
+
+    experts: the local ones; a migration puts others in their slots, between two steps. dispatch: reaches all experts.
+    place: of the layer among those with experts.
+    """
+
+    __slots__ = ("_activation", "_dispatch", "_observers", "_place", "experts")
+
+    def __init__(
+        self,
+        experts: Experts,
+        activation: Activation,
+        dispatch: Dispatch,
+        place: int = 0,
+        observers: Sequence[AnyObserver] = (),
+    ) -> None:
+        self.experts = experts
+        self._activation, self._dispatch = activation, dispatch
+        self._place, self._observers = place, observers
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H], ids [T, k] int64, weights [T, k] fp32 -> [T, H], a new tensor unless T is 0."""
+        for observer in self._observers:
+            observer.chose(self._place, x, ids, weights)
+        return self._dispatch(x, ids, weights, self.experts, self._activation)
+
+    def serve_others(self, no_rows: Tensor, top_k: int) -> None:
+        """Have the experts compute what other ranks send while this one has nothing. no_rows: [0, H]."""
+        ids = torch.empty((0, top_k), dtype=torch.int64, device=no_rows.device)
+        self(no_rows, ids, ids.float())
+
+
 class MoeLayer:
     """Applies the chosen experts to every token and adds the shared expert, if there is one.
 
@@ -31,16 +64,12 @@ class MoeLayer:
     """
 
     __slots__ = (
-        "_activation",
         "_correction_bias",
-        "_dispatch",
-        "_experts",
         "_gate",
         "_gate_dtype",
         "_gate_spec",
-        "_observers",
         "_ops",
-        "_place",
+        "_routed",
         "_serves_others",
         "_shared",
         "_shared_gate",
@@ -66,16 +95,15 @@ class MoeLayer:
             raise ValueError(f"{len(experts)} of {gate.out_features} experts are here and nothing reaches the others")
         self._ops = ops
         self._gate, self._gate_spec, self._gate_dtype = gate, gate_spec, gate_dtype
-        self._experts, self._activation = experts, activation
         self._correction_bias = correction_bias
         self._shared, self._shared_gate = shared, shared_gate
-        self._dispatch, self._serves_others = dispatch or ops.compute_experts, dispatch is not None
-        self._place, self._observers = place, observers
+        self._serves_others = dispatch is not None
+        self._routed = RoutedExperts(experts, activation, dispatch or ops.compute_experts, place, observers)
 
     @property
     def experts(self) -> Experts:
-        """The local experts; a migration puts others in their slots, between two steps."""
-        return self._experts
+        """The local experts, see `RoutedExperts`."""
+        return self._routed.experts
 
     @property
     def num_experts(self) -> int:
@@ -88,9 +116,7 @@ class MoeLayer:
         ops = self._ops
         logits = self._gate(x if x.dtype is self._gate_dtype else x.to(self._gate_dtype))
         ids, weights = ops.select_experts(logits, self._gate_spec, self._correction_bias, num_valid)
-        for observer in self._observers:
-            observer.chose(self._place, x, ids, weights)
-        out = self._dispatch(x, ids, weights, self._experts, self._activation)
+        out = self._routed(x, ids, weights)
         if self._shared is not None:
             shared = self._shared(x)
             if self._shared_gate is not None:
@@ -100,13 +126,8 @@ class MoeLayer:
 
     def serve_others(self, no_rows: Tensor) -> None:
         """Has the experts compute what other ranks send while this one has nothing. no_rows: [0, H]."""
-        if not self._serves_others:
-            return
-        ids = torch.empty((0, self._gate_spec.top_k), dtype=torch.int64, device=no_rows.device)
-        weights = ids.float()
-        for observer in self._observers:
-            observer.chose(self._place, no_rows, ids, weights)
-        self._dispatch(no_rows, ids, weights, self._experts, self._activation)
+        if self._serves_others:
+            self._routed.serve_others(no_rows, self._gate_spec.top_k)
 
     def preview(self, x: Tensor) -> Tensor:
         """Rank the experts for a state x [T, H] that is not the gate's own input: [T, E], the larger the likelier."""

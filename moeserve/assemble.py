@@ -32,7 +32,8 @@ from moeserve.experts.resident_model import ResidentModel, experts_of, in_mib
 from moeserve.memory_plan import ModelPlan, no_experts, owned_experts, state_demand
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import StepDecoder
-from moeserve.model.expert_weights import ExpertReader, Rereader
+from moeserve.model.expert_store import stored_experts
+from moeserve.model.expert_weights import LayerExperts, Rereader
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.grammars import Grammars
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
@@ -87,7 +88,7 @@ class Body(Protocol):
     def compute_of(self, layer: int) -> Compute[Any]:
         """Return the function that computes arrived rows in a decoder layer. Only for several ranks."""
 
-    def take_expert(self, reader: ExpertReader) -> Any:
+    def take_expert(self, reader: LayerExperts) -> Any:
         """Read a migrating expert, the only one of `reader`, into memory of its own."""
 
     def install_expert(self, experts: Experts, slot: int, taken: Any) -> None:
@@ -121,7 +122,7 @@ class _CpuBody:
     def compute_of(self, layer: int) -> Compute[Any]:
         return moe_experts_partial if self.resident is None else self.resident.layers[layer].partial
 
-    def take_expert(self, reader: ExpertReader) -> Tensor:
+    def take_expert(self, reader: LayerExperts) -> Tensor:
         return reader.read(0)
 
     def install_expert(self, experts: Experts, slot: int, taken: Tensor) -> None:
@@ -217,7 +218,6 @@ def _open_body(
             log.warning("cpu_kernels_not_compiled", reason=absence, consequence="torch computes, several times slower")
         resident = None
         if plan.residency is not None:
-            assert isinstance(plan.spec, DecoderSpec)
             resident = open_experts(directory, plan.spec, plan.residency, config, report, observers)
             slots = resident.slots
             log.info(
@@ -263,7 +263,7 @@ def _make_group(plan: ModelPlan, body: Body, collectives: Collectives) -> Group:
         collectives,
         plan.placement,
         spec.moe_layers,
-        last_layer=spec.num_layers - 1,
+        last_layer=spec.num_layers - 1 if spec.last_layer_is_partial else -1,
         compute=body.compute_of(spec.moe_layers[0]),
         local_of=None if body.resident is None else body.compute_of,
         for_devices=plan.device == "cuda",
@@ -361,8 +361,7 @@ class LoadedRank:
     def _make_migrator(self, group: Group, owned: OwnedExperts) -> ExpertMigrator[Any]:
         """Make the migrator. owned: the experts that this rank holds before the first migration."""
         plan, body, experts = self._plan, self._body, self._decoder.experts
-        assert isinstance(plan.spec, DecoderSpec)
-        reread = Rereader(self._directory, plan.spec, plan.dtype, owned, body.take_expert)
+        reread = Rereader(lambda: stored_experts(self._directory, plan.spec, plan.dtype), owned, body.take_expert)
         return ExpertMigrator(
             group.experts, reread, lambda layer, slot, taken: body.install_expert(experts[layer], slot, taken)
         )
@@ -398,7 +397,9 @@ class LoadedRank:
         prefetching = start_prefetching(choice, resident, self._decoder, share, fitted)
         if prefetching is None:
             if choice != "off":
-                log.info("no_expert_prefetch", reason="the model has one layer with experts: no gate comes after it")
+                one = "the model has one layer with experts: no gate comes after it"
+                unknown = "the gates of this model are transformers' own: --expert-prefetch affinity does without them"
+                log.info("no_expert_prefetch", reason=one if len(spec.moe_layers) == 1 else unknown)
             return None
         log.info("expert_prefetch", by=choice, gates_fitted=fitted is not None and choice != "gate")
         self._observers += prefetching.observers

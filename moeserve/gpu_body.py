@@ -26,7 +26,7 @@ from moeserve.experts.gpu_memory import (
 from moeserve.experts.settings import measured_load
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import Decoder, StepDecoder
-from moeserve.model.expert_weights import ExpertReader
+from moeserve.model.expert_weights import LayerExperts
 from moeserve.model.gpu_kernels import expert_configs, expert_storage, kv_dtype_of, rows_at_once, triton_moe
 from moeserve.model.gpu_model import (
     GpuSettings,
@@ -155,7 +155,7 @@ class GpuBody:
         assert self._in_pieces is not None
         return self._in_pieces
 
-    def take_expert(self, reader: ExpertReader) -> GpuExperts:
+    def take_expert(self, reader: LayerExperts) -> GpuExperts:
         """Read into host memory, quantised."""
         return store_expert(reader.read_matrices(0), self._storage, self._dtype, torch.device("cpu"))
 

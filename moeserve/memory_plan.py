@@ -15,6 +15,7 @@ from moeserve.device import KvBudget, StateDemand, available_bytes, choose_devic
 from moeserve.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, TensorInfo, plan_weights, read_index
+from moeserve.model.expert_store import common_layout, layout_of
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
@@ -50,15 +51,12 @@ def compute_dtype(config: ServeConfig, device: str) -> torch.dtype:
     return dtype
 
 
-def _read_any_spec(directory: Path, config: ServeConfig, device: str) -> tuple[ModelSpec, torch.dtype]:
+def read_any_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[ModelSpec, torch.dtype]:
     """As `read_spec`, of a model on our own code or on transformers'."""
     if is_native(read_model_type(directory), config.model_impl):
         return read_spec(directory, config, device)
     if device != "cpu":
         raise ConfigError("A model on transformers' code is served on a CPU only so far: give --device cpu.")
-    if config.expert_parallel_size > 1 or config.expert_memory is not None:
-        given = "--expert-parallel-size" if config.expert_parallel_size > 1 else "--expert-memory"
-        raise ConfigError(f"{given} needs a model on our own code; this one is computed by transformers' code.")
     from moeserve.model.hf.spec import read_transformers_spec  # Imported late: it loads transformers' modelling code.
 
     spec = read_transformers_spec(directory)
@@ -71,7 +69,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     Raises ConfigError or ModelError for what cannot be served.
     """
     device = choose_device(config, cuda_absence)
-    spec, dtype = _read_any_spec(directory, config, device)
+    spec, dtype = read_any_spec(directory, config, device)
     placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
     if device == "cuda":
         return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device)
@@ -80,10 +78,13 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
         read_statistics(directory, config)
     if isinstance(spec, DecoderSpec):
         return plan_on_cpu(spec, dtype, read_index(directory), config, available_bytes(), placement)
-    from moeserve.model.hf.loading import weights_bytes as transformers_weights_bytes
+    from moeserve.model.hf.expert_weights import TransformersExperts, map_model
 
-    num_bytes = transformers_weights_bytes(directory, spec, dtype, None, narrow=keeps_narrow(dtype))
-    return _share_memory(spec, dtype, num_bytes, config, available_bytes())
+    model, narrow = map_model(directory), keeps_narrow(dtype)
+    residency = plan_residency(lambda: layout_of(TransformersExperts(model, dtype)), spec, dtype, config, placement)
+    owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
+    num_bytes = sum(model.num_bytes(dtype.itemsize, owned, narrow=narrow) for owned in owned_by)
+    return _share_memory(spec, dtype, num_bytes, config, available_bytes(), placement, residency)
 
 
 def plan_on_cpu(
@@ -98,11 +99,9 @@ def plan_on_cpu(
 
     Raises ConfigError or ModelError for what does not fit.
     """
-    num_ranks = config.expert_parallel_size
-    residency = plan_residency(index, spec, dtype, config, placement)
-    num_bytes = weights_bytes(spec, dtype, index, _owned_by(spec, num_ranks, placement, residency))
-    if residency is not None:
-        num_bytes += num_ranks * residency.slots.num_bytes
+    residency = plan_residency(lambda: common_layout(index, spec, dtype), spec, dtype, config, placement)
+    owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
+    num_bytes = weights_bytes(spec, dtype, index, owned_by)
     return _share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency)
 
 
@@ -122,7 +121,12 @@ def _share_memory(
     placement: Placement | None = None,
     residency: ResidencyPlan | None = None,
 ) -> ModelPlan:
-    """Give what `num_bytes` of weights leave of `free_bytes` to keys, values and states."""
+    """Give what weights and slots of experts leave of `free_bytes` to keys, values and states.
+
+    num_bytes: of the weights that are loaded with the model, on all ranks together.
+    """
+    if residency is not None:
+        num_bytes += config.expert_parallel_size * residency.slots.num_bytes
     if num_bytes > free_bytes:
         name = str(dtype).removeprefix("torch.")
         raise ModelError(
@@ -162,7 +166,7 @@ def plan_as_told(
 ) -> ModelPlan:
     """What rank 0 has planned, for another rank's own copy of the model. num_slots: see `residency_with`."""
     device = choose_device(config, cuda_absence)
-    spec, dtype = read_spec(directory, config, device)
+    spec, dtype = read_any_spec(directory, config, device)
     residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype)
     return ModelPlan(spec, dtype, kv, 0, placement, residency, device)
 
@@ -198,7 +202,7 @@ def keeps_narrow(dtype: torch.dtype) -> bool:
 
 
 def _owned_by(
-    spec: DecoderSpec, num_ranks: int, placement: Placement | None, residency: ResidencyPlan | None
+    spec: ModelSpec, num_ranks: int, placement: Placement | None, residency: ResidencyPlan | None
 ) -> list[OwnedExperts | None]:
     """What each rank loads with the model."""
     if residency is not None:

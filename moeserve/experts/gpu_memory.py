@@ -20,7 +20,7 @@ from kernels.packed_experts import ExpertShape
 from kernels.specs import Activation
 from moeserve.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.model.checkpoint import OwnedExperts, read_index
-from moeserve.model.expert_weights import packed_experts
+from moeserve.model.expert_weights import NativeExperts, packed_experts
 from moeserve.model.gpu_kernels import expert_configs, expert_storage, rows_at_once, triton_moe
 from moeserve.model.spec import DecoderSpec, ModelError, Progress
 
@@ -180,16 +180,18 @@ def open_gpu_experts(
 def _open_tier(
     directory: Path, plan: GpuResidencyPlan, settings: GpuExpertSettings, device: torch.device, progress: Progress
 ) -> tuple[str, ExpertTier]:
-    spec, layout, dtype = plan.spec, plan.layout, plan.dtype
+    spec, layout = plan.spec, plan.layout
+    stored = NativeExperts(read_index(directory), spec, plan.dtype)
     if sum(map(len, plan.held)) * plan.slots.slot_bytes > settings.host_bytes:
         # Imported late: only building the file needs these packages.
         from moeserve.model.expert_store import ensure_expert_store
 
-        store = ensure_expert_store(directory, spec, layout, dtype, settings.store_dir, progress)
+        moe = experts_of(spec)
+        store = ensure_expert_store(directory, stored, moe.num_experts, layout, settings.store_dir, progress)
         return f"disk, {store.path}", DiskTier(store.path, store.source)
     tier = HostTier(plan.held, layout.num_bytes, device)
     of_layer = dict(zip(spec.moe_layers, plan.held, strict=True))
-    packed = packed_experts(spec, layout, dtype, read_index(directory), progress, of_layer.__getitem__)
+    packed = packed_experts(stored, layout, progress, of_layer.__getitem__)
     for place, expert in zip(tier.experts, packed, strict=True):
         tier.put(*place, expert)
     return "host memory", tier

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from kernels.packed_experts import ExpertLayout, SplitExperts
 from moeserve.config import ServeConfig
 from moeserve.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.experts.settings import measured_load
-from moeserve.model.checkpoint import TensorInfo
-from moeserve.model.expert_store import common_layout, ensure_expert_store, layout_in_store
-from moeserve.model.spec import DecoderSpec, ModelError
+from moeserve.model.expert_store import ensure_expert_store, layout_in_store, stored_experts
+from moeserve.model.spec import ModelError, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +39,22 @@ CpuResidentModel = ResidentModel[ResidentExperts]
 
 
 def plan_residency(
-    index: Mapping[str, TensorInfo],
-    spec: DecoderSpec,
+    find_layout: Callable[[], ExpertLayout],
+    spec: ModelSpec,
     dtype: torch.dtype,
     config: ServeConfig,
     placement: Placement | None = None,
 ) -> ResidencyPlan | None:
     """Plan the slots that `--expert-memory` pays for on each rank; None without it or where a rank's experts all fit.
 
-    index: of the checkpoint. dtype: the dtype that the experts compute in. placement: None on a single rank. Raise
-    ConfigError if a layer could not hold the experts that one token may choose on a rank, and ModelError for a
-    checkpoint whose experts cannot lie in slots.
+    find_layout: looks it up in the checkpoint. dtype: the dtype that the experts compute in. placement: None on a
+    single rank. Raise ConfigError if a layer could not hold the experts that one token may choose on a rank, and
+    ModelError for a checkpoint whose experts cannot lie in slots.
     """
     if config.expert_memory is None:
         return None
     moe, num_layers = experts_of(spec), len(spec.moe_layers)
-    layout = common_layout(index, spec, dtype)
+    layout = find_layout()
     held = [moe.num_experts if placement is None else placement.slots_per_rank(layer) for layer in range(num_layers)]
     slots = plan_slots(
         config.expert_memory, layout.num_bytes, held, moe.gate.top_k, several_ranks=placement is not None
@@ -63,7 +62,7 @@ def plan_residency(
     return None if slots is None else ResidencyPlan(layout, dtype, slots)
 
 
-def residency_with(num_slots: tuple[int, ...], directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> ResidencyPlan:
+def residency_with(num_slots: tuple[int, ...], directory: Path, spec: ModelSpec, dtype: torch.dtype) -> ResidencyPlan:
     """Return the plan of a rank for the numbers of slots that rank 0 has decided on. Raise ModelError."""
     layout = layout_in_store(directory, spec, dtype)
     return ResidencyPlan(layout, dtype, SlotPlan(num_slots, round_to_page(layout.num_bytes)))
@@ -71,7 +70,7 @@ def residency_with(num_slots: tuple[int, ...], directory: Path, spec: DecoderSpe
 
 def open_experts(
     directory: Path,
-    spec: DecoderSpec,
+    spec: ModelSpec,
     plan: ResidencyPlan,
     config: ServeConfig,
     report: Callable[[dict[str, Any]], None],
@@ -87,7 +86,8 @@ def open_experts(
         report({"event": "loading", "done": done, "total": total, "stage": stage})
 
     root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
-    store = ensure_expert_store(directory, spec, plan.layout, plan.dtype, root, progress)
+    stored = stored_experts(directory, spec, plan.dtype)
+    store = ensure_expert_store(directory, stored, moe.num_experts, plan.layout, root, progress)
     nvme, obstacle = _deep_nvme(slots.num_bytes)
     locked = None if nvme is None else nvme.locked_memory(slots.num_bytes)
     open_reads = PositionedReads if nvme is None else nvme.open

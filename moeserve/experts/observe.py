@@ -229,7 +229,7 @@ def plan_recording(config: ServeConfig, model_dir: Path, spec: ModelSpec) -> Rec
     if shape is None:
         if path is not None or config.expert_trace is not None:
             flag = "--expert-trace" if path is None else "--expert-statistics"
-            raise ConfigError(f"{flag}: this model has no experts.")
+            raise ConfigError(f"{flag}: this model has no experts that moeserve computes itself.")
         return None
     if not config.record_experts:
         if config.expert_trace is not None:

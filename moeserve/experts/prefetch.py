@@ -95,7 +95,7 @@ def start_prefetching(
     if choice == "affinity":
         observers.append(asks := _affinity_prefetcher(experts, decoder.spec, share))
     else:
-        if len(decoder.spec.moe_layers) == 1:
+        if len(decoder.gated_blocks()) < 2:
             return None
         preview = _make_preview(decoder, None if choice == "gate" else fitted)
         judge = PrefetchJudge(PrefetchSwitch()) if choice == "auto" else None

@@ -56,7 +56,7 @@ def plan_slots(
 def experts_of(spec: ModelSpec) -> MoeSpec:
     """Return the spec of the experts. Raise ConfigError for a model without experts."""
     if spec.moe is None:
-        raise ConfigError(f"--expert-memory: a {spec.model_type} model has no experts.")
+        raise ConfigError(f"--expert-memory: a {spec.model_type} model has no experts that moeserve computes itself.")
     return spec.moe
 
 

@@ -25,7 +25,10 @@ def plan_placement(directory: Path, spec: ModelSpec, config: ServeConfig) -> Pla
     """Choose the placement on rank 0, before any rank loads. Raise ConfigError, one sentence, if there is none."""
     num_ranks = config.expert_parallel_size
     if spec.moe is None:
-        raise ConfigError(f"--expert-parallel-size {num_ranks}: a {spec.model_type} model has no experts to share.")
+        raise ConfigError(
+            f"--expert-parallel-size {num_ranks}: a {spec.model_type} model has no experts to share that moeserve "
+            "computes itself."
+        )
     try:
         return choose_placement(
             config.placement,

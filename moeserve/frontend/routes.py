@@ -222,7 +222,7 @@ class ExpertRoutes:
         self._services.check_serving()
         ready = self._services.engine.ready
         if ready is not None and not ready.num_experts:
-            raise ApiError(404, "This model has no experts: its layers are dense", code="no_experts")
+            raise ApiError(404, "This model has no experts that moeserve computes itself", code="no_experts")
 
     async def _command(self, name: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
         self._check_experts()

@@ -22,6 +22,7 @@ from moeserve.model.spec import (
     MlaSpec,
     ModelError,
     MoeSpec,
+    QuantizationSpec,
 )
 
 _INDEX = "model.safetensors.index.json"
@@ -216,9 +217,12 @@ def plan_weights(
     return WeightPlan(outer, tuple(layers), _bytes_to_read(outer.values(), layers, spec))
 
 
-def plan_experts(spec: DecoderSpec, index: Mapping[str, TensorInfo], layer: int, experts: Sequence[int]) -> ExpertsPlan:
-    """Find the tensors of some experts of one layer. The checkpoint is one that `plan_weights` has accepted."""
-    return _Matcher(spec, index).match_experts(layer, _owned(spec, layer, lambda _: experts))
+def plan_experts(
+    spec: DecoderSpec, index: Mapping[str, TensorInfo], layer: int, experts: Sequence[int] | None
+) -> ExpertsPlan:
+    """Find the tensors of some experts of one layer, None for all. `plan_weights` has accepted the checkpoint."""
+    owned = None if experts is None else lambda _: experts
+    return _Matcher(spec, index).match_experts(layer, _owned(spec, layer, owned))
 
 
 def _bytes_to_read(outer: Iterable[StoredTensor], layers: Iterable[LayerPlan], spec: DecoderSpec) -> int:
@@ -319,17 +323,10 @@ class _Matcher:
         return self._match_fp8(name, info, ref)
 
     def _match_fp8(self, name: str, info: TensorInfo, ref: TensorRef) -> StoredTensor:
-        quantization, scale = self._spec.quantization, f"{name}_scale_inv"
-        if quantization is None or quantization.kind != "fp8":
-            raise CheckpointError(f"{name} is stored in FP8, but the configuration gives no block size for its scales.")
-        if scale not in self._index:
-            raise CheckpointError(f"{name} is stored in FP8, but its scales {scale} are missing.")
-        *leading, rows, columns = ref.shape
-        row_block, column_block = quantization.block
-        expected = (*leading, -(-rows // row_block), -(-columns // column_block))
-        _check_shape(scale, self._index[scale].shape, expected)
-        self._used.add(scale)
-        return StoredTensor(name, ref.shape, info.num_bytes + self._index[scale].num_bytes, info.dtype, scale)
+        stored = fp8_tensor(self._index, name, info, ref.shape, self._spec.quantization)
+        assert stored.scale is not None
+        self._used.add(stored.scale)
+        return stored
 
     def _match_bytes(self, key: str, ref: TensorRef) -> StoredTensor:
         if key.endswith(".bias"):
@@ -347,6 +344,27 @@ class _Matcher:
         _check_shape(name, info.shape, ref.shape)
         self._used.add(name)
         return name, info
+
+
+def fp8_tensor(
+    index: Mapping[str, TensorInfo],
+    name: str,
+    info: TensorInfo,
+    shape: tuple[int, ...],
+    quantization: QuantizationSpec | None,
+) -> StoredTensor:
+    """Return a matrix in FP8 with its block scales. shape: as it is used. Raises CheckpointError if they do not fit."""
+    scale = f"{name}_scale_inv"
+    if quantization is None or quantization.kind != "fp8":
+        raise CheckpointError(f"{name} is stored in FP8, but the configuration gives no block size for its scales.")
+    if scale not in index:
+        raise CheckpointError(f"{name} is stored in FP8, but its scales {scale} are missing.")
+    if len(shape) < 2:
+        raise CheckpointError(f"{name} is stored in FP8, but is no matrix.")
+    *leading, rows, columns = shape
+    row_block, column_block = quantization.block
+    _check_shape(scale, index[scale].shape, (*leading, -(-rows // row_block), -(-columns // column_block)))
+    return StoredTensor(name, shape, info.num_bytes + index[scale].num_bytes, info.dtype, scale)
 
 
 def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -5,7 +5,7 @@ It computes through `kernels.ops.Ops`, whose bodies were chosen for the device w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -197,6 +197,12 @@ class StepDecoder(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    def settle(self, begin_step: Callable[[int], None]) -> None:
+        """Choose how steps are computed by computing a few, before the first one. All ranks do so together.
+
+        begin_step: is told each step's number of rows. Raises ModelError for a model that cannot be served after all.
+        """
+
     @property
     def experts(self) -> list[Experts]:
         """See `Decoder.experts`."""
@@ -307,6 +313,9 @@ class Decoder:
         # Of the layers with experts but the last layer, their places among those.
         self._observed = {layer: place for place, layer in enumerate(spec.moe_layers) if layer != spec.num_layers - 1}
         self._observers = observers
+
+    def settle(self, begin_step: Callable[[int], None]) -> None:
+        """Do nothing: there is nothing to choose. See `StepDecoder.settle`."""
 
     @property
     def experts(self) -> list[Experts]:

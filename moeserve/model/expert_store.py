@@ -14,9 +14,9 @@ from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, ExpertPacking
 from moeserve.config import cache_root
 from moeserve.model.cache import ensure_built
-from moeserve.model.checkpoint import TensorInfo, plan_weights, read_index
-from moeserve.model.expert_weights import expert_plans, expert_shape, packed_experts
-from moeserve.model.spec import DecoderSpec, ModelError, Progress
+from moeserve.model.checkpoint import TensorInfo, read_index
+from moeserve.model.expert_weights import NativeExperts, StoredExperts, packed_experts
+from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec, Progress
 
 _FILE_NAME = "experts.bin"
 
@@ -29,36 +29,48 @@ class ExpertStore:
     source: bytes
 
 
-def layout_in_store(directory: Path, spec: DecoderSpec, dtype: torch.dtype) -> ExpertLayout:
-    """See `common_layout`."""
-    return common_layout(read_index(directory), spec, dtype)
+def stored_experts(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> StoredExperts:
+    """Return the experts of the checkpoint in `directory`, to compute in `dtype`. Raises ModelError."""
+    if isinstance(spec, DecoderSpec):
+        return NativeExperts(read_index(directory), spec, dtype)
+    from moeserve.model.hf.expert_weights import open_experts  # Imported late: it loads modelling code.
+
+    return open_experts(directory, dtype)
+
+
+def layout_in_store(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> ExpertLayout:
+    """See `layout_of`."""
+    return layout_of(stored_experts(directory, spec, dtype))
 
 
 def common_layout(index: Mapping[str, TensorInfo], spec: DecoderSpec, dtype: torch.dtype) -> ExpertLayout:
-    """Return the layout of experts that compute in `dtype`. Raises ModelError if layers of the checkpoint differ."""
-    shapes = {expert_shape(spec, plan, dtype) for plan in expert_plans(plan_weights(spec, index))}
+    """See `layout_of`; of a model on our own code."""
+    return layout_of(NativeExperts(index, spec, dtype))
+
+
+def layout_of(stored: StoredExperts) -> ExpertLayout:
+    """Return the layout of the experts on a CPU. Raises ModelError if layers of the checkpoint differ."""
+    shapes = stored.shapes()
     if len(shapes) > 1:
         raise ModelError("The checkpoint's experts are stored in several precisions: --expert-memory needs one.")
-    return expert_layout(shapes.pop())
+    return expert_layout(*shapes)
 
 
 def ensure_expert_store(
     directory: Path,
-    spec: DecoderSpec,
+    stored: StoredExperts,
+    num_experts: int,
     packing: ExpertPacking,
-    dtype: torch.dtype,
     root: Path | None,
     progress: Progress,
 ) -> ExpertStore:
     """Return the expert file of the checkpoint in `directory`, below `root` (default: the cache). Build it if missing.
 
-    packing: of experts that compute in `dtype`; `layout_in_store` gives that of a CPU. Raises ModelError if the file
-    cannot be built or is damaged: a file of many gigabytes that changed under its name is for its owner to look at.
+    num_experts: of each layer. packing: of the stored experts; `layout_in_store` gives that of a CPU. Raises ModelError
+    if the file cannot be built or is damaged: a file of many gigabytes that changed under its name is for its owner to
+    look at.
     """
-    index = read_index(directory)
-    source = _source(directory, index, packing)
-    assert spec.moe is not None
-    num_layers, num_experts = len(spec.moe_layers), spec.moe.num_experts
+    source, num_layers = _source(directory, stored.index, packing), len(stored.layers)
 
     def build(folder: Path, report: Progress) -> None:
         folder.mkdir(parents=True)
@@ -68,7 +80,7 @@ def ensure_expert_store(
             num_layers=num_layers,
             num_experts=num_experts,
             expert_bytes=packing.num_bytes,
-            experts=(expert.numpy().data for expert in packed_experts(spec, packing, dtype, index, report)),
+            experts=(expert.numpy().data for expert in packed_experts(stored, packing, report)),
         )
 
     folder = ensure_built(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from kernels.moe import expert_layout
-from kernels.packed_experts import ExpertPacking, ExpertShape
+from kernels.packed_experts import ExpertLayout, ExpertPacking, ExpertShape
 from moeserve.model.checkpoint import (
     KEPT_IN_BFLOAT16,
     ExpertsPlan,
@@ -20,17 +19,83 @@ from moeserve.model.checkpoint import (
     WeightPlan,
     plan_experts,
     plan_weights,
-    read_index,
 )
 from moeserve.model.spec import CheckpointError, DecoderSpec, Progress
+from moeserve.model.tensor_reader import Progress as ReadProgress
 from moeserve.model.tensor_reader import TensorReader
 
 
-class ExpertReader:
+class LayerExperts(Protocol):
     """Reads and packs the owned experts of one layer, one at a time.
 
-    owned: the experts in the order of their places. layout: of the packed bytes.
+    owned: the experts in the order of their places. shape: of each. layout: of the packed bytes.
     """
+
+    @property
+    def owned(self) -> Sequence[int]: ...
+
+    @property
+    def shape(self) -> ExpertShape: ...
+
+    @property
+    def layout(self) -> ExpertLayout: ...
+
+    def read(self, place: int) -> Tensor:
+        """Return the packed bytes of the expert at a place, uint8 [layout.num_bytes], in memory of their own."""
+
+    def read_matrices(self, place: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return gate_up [2I, H], down [H, I] and their biases [2I] and [H], or None, of the expert at a place."""
+
+
+class StoredExperts(Protocol):
+    """The experts of a checkpoint, whichever code computes the model. layers: those with experts, in order.
+
+    All methods raise CheckpointError for tensors that are missing or of another shape.
+    """
+
+    @property
+    def index(self) -> Mapping[str, TensorInfo]: ...
+
+    @property
+    def layers(self) -> Sequence[int]: ...
+
+    def shapes(self) -> frozenset[ExpertShape]:
+        """Return the shapes of the experts of all layers."""
+
+    def num_bytes(self, owned: OwnedExperts | None) -> int:
+        """Return the bytes to read for the owned experts of all layers."""
+
+    def reader(self, total_bytes: int, progress: ReadProgress | None = None) -> TensorReader:
+        """Return the reader for `layer`. total_bytes, progress: see `TensorReader`."""
+
+    def layer(self, layer: int, owned: Sequence[int] | None, reader: TensorReader) -> LayerExperts:
+        """Return what reads the owned experts of a layer, None for all of them."""
+
+
+class NativeExperts:
+    """The experts of a model on our own code. See `StoredExperts`."""
+
+    def __init__(self, index: Mapping[str, TensorInfo], spec: DecoderSpec, dtype: torch.dtype) -> None:
+        """dtype: in which the experts compute."""
+        self.index, self.layers = index, spec.moe_layers
+        self._spec, self._dtype = spec, dtype
+
+    def shapes(self) -> frozenset[ExpertShape]:
+        plans = _expert_plans(plan_weights(self._spec, self.index))
+        return frozenset(expert_shape(self._spec, plan, self._dtype) for plan in plans)
+
+    def num_bytes(self, owned: OwnedExperts | None) -> int:
+        return _bytes_of_experts(plan_weights(self._spec, self.index, owned))
+
+    def reader(self, total_bytes: int, progress: ReadProgress | None = None) -> TensorReader:
+        return TensorReader(self.index, total_bytes, quantization=self._spec.quantization, progress=progress)
+
+    def layer(self, layer: int, owned: Sequence[int] | None, reader: TensorReader) -> ExpertReader:
+        return ExpertReader(self._spec, plan_experts(self._spec, self.index, layer, owned), reader, self._dtype)
+
+
+class ExpertReader:
+    """Reads the experts of one layer of a model on our own code. See `LayerExperts`."""
 
     def __init__(self, spec: DecoderSpec, plan: ExpertsPlan, reader: TensorReader, dtype: torch.dtype) -> None:
         """dtype: in which the experts compute."""
@@ -41,11 +106,9 @@ class ExpertReader:
         self.layout = expert_layout(self.shape)
 
     def read(self, place: int) -> Tensor:
-        """Return the packed bytes of the expert at a place, uint8 [layout.num_bytes], in memory of their own."""
         return self.layout.pack(*self.read_matrices(place))
 
     def read_matrices(self, place: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return gate_up [2I, H], down [H, I] and their biases [2I] and [H], or None, of the expert at a place."""
         hidden, width, dtype = self.shape.hidden_size, self.shape.intermediate_size, self.shape.weight_dtype
         gate_up, down = torch.empty((2 * width, hidden), dtype=dtype), torch.empty((hidden, width), dtype=dtype)
         tensors, expert = self._plan.tensors[place if self._plan.storage == "split" else 0], self.owned[place]
@@ -80,29 +143,21 @@ class ExpertReader:
 
 
 def packed_experts(
-    spec: DecoderSpec,
-    packing: ExpertPacking,
-    dtype: torch.dtype,
-    index: Mapping[str, TensorInfo],
-    report: Progress,
-    owned: OwnedExperts | None = None,
+    stored: StoredExperts, packing: ExpertPacking, report: Progress, owned: OwnedExperts | None = None
 ) -> Iterator[Tensor]:
-    """Yield the experts of all sparse layers, or only the `owned` ones, packed: uint8 [packing.num_bytes] each."""
-    plan = plan_weights(spec, index, owned)
-    with TensorReader(
-        index,
-        _bytes_of_experts(plan),
-        quantization=spec.quantization,
-        progress=lambda done, total: report("store experts", done, total),
-    ) as reader:
-        for layer in expert_plans(plan):
-            experts = ExpertReader(spec, layer, reader, dtype)
+    """Yield the experts of all layers, or only the `owned` ones, packed: uint8 [packing.num_bytes] each."""
+
+    def progress(done: int, total: int) -> None:
+        report("store experts", done, total)
+
+    with stored.reader(stored.num_bytes(owned), progress) as reader:
+        for layer in stored.layers:
+            experts = stored.layer(layer, None if owned is None else owned(layer), reader)
             for place in range(len(experts.owned)):
                 yield packing.pack(*experts.read_matrices(place))
 
 
-def expert_plans(plan: WeightPlan) -> list[ExpertsPlan]:
-    """Return the plans of the sparse layers' experts, in the order of the layers."""
+def _expert_plans(plan: WeightPlan) -> list[ExpertsPlan]:
     return [layer.experts for layer in plan.layers if layer.experts is not None]
 
 
@@ -143,30 +198,21 @@ class Rereader(Generic[TakenT]):
     """Reads single experts of a checkpoint that has been loaded before. Layers are those with experts."""
 
     def __init__(
-        self,
-        directory: Path,
-        spec: DecoderSpec,
-        dtype: torch.dtype,
-        owned: OwnedExperts,
-        take: Callable[[ExpertReader], TakenT],
+        self, stored: Callable[[], StoredExperts], owned: OwnedExperts, take: Callable[[LayerExperts], TakenT]
     ) -> None:
-        """owned: what was loaded. take: how it was, from a reader with one expert, into memory of its own."""
-        self._directory = directory
-        self._spec = spec
-        self._dtype = dtype
+        """stored: looks the checkpoint up, once. owned: what was loaded. take: how it was, from a reader with one
+        expert, into memory of its own."""
+        self._look_up = stored
         self._owned = owned
         self._take = take
-        self._index: Mapping[str, TensorInfo] | None = None
+        self._stored: StoredExperts | None = None
 
     def __call__(self, number: int, expert: int) -> TakenT:
         """Raises CheckpointError."""
-        spec, index = self._spec, self._index or read_index(self._directory)
-        self._index, layer = index, spec.moe_layers[number]
-        with TensorReader(index, 0, quantization=spec.quantization) as reader:
-            loaded, one = (
-                ExpertReader(spec, plan_experts(spec, index, layer, experts), reader, self._dtype)
-                for experts in (self._owned(layer), [expert])
-            )
+        stored = self._stored = self._stored or self._look_up()
+        layer = stored.layers[number]
+        with stored.reader(0) as reader:
+            loaded, one = (stored.layer(layer, experts, reader) for experts in (self._owned(layer), [expert]))
             if one.shape != loaded.shape:
                 raise CheckpointError(f"Expert {expert} of layer {layer} is stored otherwise than the others.")
             return self._take(one)

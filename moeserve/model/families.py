@@ -420,7 +420,7 @@ def _base(c: Config, *, rotary_dim: int | None = None, interleaved: bool = False
         tie_embeddings=bool(c.get("tie_word_embeddings")),
         eos_token_ids=_token_ids(c.get("eos_token_id")),
         bos_token_id=c.get("bos_token_id"),
-        quantization=_quantization(c.get("quantization_config")),
+        quantization=quantization_spec(c.get("quantization_config")),
     )
     return replace(spec, **fields) if fields else spec
 
@@ -558,7 +558,9 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _quantization(config: Config | None) -> QuantizationSpec | None:
+def quantization_spec(config: Config | None) -> QuantizationSpec | None:
+    """Return how a configuration's `quantization_config` compresses weights, None without one. Raises UnsupportedModel
+    for a way that cannot be read."""
     if not config:
         return None
     method = config.get("quant_method")

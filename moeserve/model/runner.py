@@ -74,14 +74,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None) -> None:
-        """Computes a few steps of usual sizes, for which the matrix library prepares itself once.
+        """Has the decoder settle, and computes a few steps of usual sizes, for which the matrix library prepares itself
+        once.
 
         `begin_step` is told each step's number of rows. Several ranks warm up together.
 
         Writes into state slot 0 and into blocks from 0 on, as many as `max_num_tokens` tokens need or there are; nobody
         may hold them yet.
-        Raises CheckpointError if logits are not finite, after the last step, which other ranks wait for.
+        Raises ModelError for a model that cannot be served, and CheckpointError if logits are not finite, after the
+        last step, which other ranks wait for.
         """
+        self._decoder.settle(begin_step)
         finite = True
         capacity = self._kv_pool.num_blocks * self._kv_pool.block_size
         largest = min(max_num_tokens, capacity, self._decoder.max_model_len)

@@ -18,7 +18,7 @@ from moeserve.model.hf.modelling import empty_model
 from moeserve.model.hf.spec import experts_by_layer
 from moeserve.plan import SamplingParams
 from tests.support.tiny_models import save
-from tests.support.tiny_transformers import tiny_config
+from tests.support.tiny_transformers import save_tiny, tiny_config
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=1)
 BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160, model_impl="transformers")
@@ -74,8 +74,14 @@ def test_experts_with_other_limits_in_other_layers_stay_with_transformers_code()
     assert experts_by_layer(code) == {}
 
 
-@pytest.mark.parametrize("setting", [{"expert_parallel_size": 2}, {"expert_memory": 2**20}, {"device": "cuda"}])
-def test_what_transformers_code_does_not_do_yet_is_refused(setting: dict[str, object], tmp_path: Path) -> None:
+def test_a_gpu_is_refused(tmp_path: Path) -> None:
     save("mixtral", tmp_path)
     with pytest.raises(ConfigError):
+        plan_model(tmp_path, replace(BASE, device="cuda"))
+
+
+@pytest.mark.parametrize("setting", [{"expert_parallel_size": 2}, {"expert_memory": 2**20}])
+def test_experts_that_transformers_computes_are_not_shared_out(setting: dict[str, int], tmp_path: Path) -> None:
+    save_tiny("dbrx", tmp_path)
+    with pytest.raises(ConfigError, match=r"a dbrx model has no experts .*that moeserve computes itself"):
         plan_model(tmp_path, replace(BASE, **setting))  # type: ignore[arg-type]

@@ -70,6 +70,7 @@ def play(model_type: str) -> Row:
         try:
             spec = read_transformers_spec(folder)
             decoder = load_transformers_decoder(folder, spec)
+            decoder.settle(lambda _: None)
         except ModelError as error:
             return Row(model_type, refusal=_first_sentence(error))
         return _row(model_type, own, spec, decoder)
@@ -232,7 +233,7 @@ hit, and compares with the model's own forward (largest difference of logits: {t
 - **Mixers**, on transformers' code: `together` is one call for all requests of a step. `apart` is one call per request
   (single tokens of layers that keep nothing but states share one); projections are read once per request there.
 - **Experts**: by our kernels, or by transformers' own code where our kernels do not know their form or activation.
-- Quantised checkpoints are read by native code alone; models on transformers' code run on a CPU.
+- Models on transformers' code run on a CPU.
 
 {counts}
 

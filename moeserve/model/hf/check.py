@@ -7,20 +7,21 @@ in steps of ours. Faults of modelling code show here, whichever type it is of.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from experts.errors import CollectiveError, ExpertStoreError
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.ops import PagedRows
 from kernels.state_rows import StateRows
-from moeserve.model.decoder import ForwardBatch
-from moeserve.model.hf.decoder import TransformersDecoder
+from moeserve.model.decoder import ForwardBatch, KvPools
 from moeserve.model.hf.mixers import ALL_WAYS, Ways
 from moeserve.model.kv_pool import KVPool
-from moeserve.model.spec import UnsupportedModel
+from moeserve.model.spec import ModelError, ModelSpec, UnsupportedModel
 from moeserve.model.state_pool import StatePool
 
 _BLOCK_SIZE = 4
@@ -47,6 +48,32 @@ _SCENES = (
 _TOLERANCES = {torch.float32: 2e-3, torch.float16: 0.2, torch.bfloat16: 0.4}
 
 
+class CheckedDecoder(Protocol):
+    """What the check asks of `moeserve.model.hf.decoder.TransformersDecoder`, which describes these methods."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def own_states(self, pieces: Sequence[Sequence[int]]) -> Iterator[Tensor]: ...
+
+    def states(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor: ...
+
+    def logits(self, states: Tensor) -> Tensor: ...
+
+    def can_use(self, ways: Ways) -> bool: ...
+
+    def use(self, ways: Ways) -> None: ...
+
+    def arrange_pools(self, kv_layers: KvPools, state_pool: StatePool | None) -> KvPools: ...
+
+
+# Tells other ranks, which compute the same, how many rows the next step has.
+BeginStep = Callable[[int], None]
+
+
 @dataclass(frozen=True, slots=True)
 class _Case:
     """Texts, and the logits [_MORE + 1, vocab] behind each one's prompt and further tokens."""
@@ -56,18 +83,18 @@ class _Case:
 
 
 @torch.inference_mode()
-def choose_ways(decoder: TransformersDecoder) -> Ways:
-    """Call the decoder's mixers in the cheapest ways that pass; return them.
+def choose_ways(decoder: CheckedDecoder, begin_step: BeginStep = lambda _: None) -> Ways:
+    """Call the decoder's mixers in the cheapest ways that pass; return them. Several ranks do so together.
 
     Raises UnsupportedModel, whose sentence names what goes wrong, if none do.
     """
-    case = _own_answers(decoder)
+    case = _own_answers(decoder, begin_step)
     faults = []
     for ways in ALL_WAYS:
         if not decoder.can_use(ways):
             continue
         decoder.use(ways)
-        fault = _fault(decoder, case)
+        fault = _fault(decoder, case, begin_step)
         if fault is None:
             return ways
         faults.append(fault)
@@ -79,22 +106,29 @@ def choose_ways(decoder: TransformersDecoder) -> Ways:
     )
 
 
-def _own_answers(decoder: TransformersDecoder) -> _Case:
+def _own_answers(decoder: CheckedDecoder, begin_step: BeginStep) -> _Case:
     draw = torch.Generator().manual_seed(5)
     vocab = decoder.spec.vocab_size
     texts = [torch.randint(vocab // 8, vocab, (n + _MORE,), generator=draw).tolist() for n in _PROMPTS]
     wanted = []
     for text, count in zip(texts, _PROMPTS, strict=True):
         pieces = [text[:count], *([token] for token in text[count:])]
-        wanted.append(decoder.logits(torch.cat([states[-1:] for states in decoder.own_states(pieces)])))
+        answers, last = decoder.own_states(pieces), []
+        for piece in pieces:
+            begin_step(len(piece))
+            last.append(next(answers)[-1:])
+        wanted.append(decoder.logits(torch.cat(last)))
     return _Case(texts, wanted)
 
 
-def _fault(decoder: TransformersDecoder, case: _Case) -> tuple[int, str, str] | None:
+def _fault(decoder: CheckedDecoder, case: _Case, begin_step: BeginStep) -> tuple[int, str, str] | None:
     """Return the place of the first scene that fails, its name, and what was seen; None if all pass."""
     for place, (steps, name) in enumerate(_SCENES):
         try:
-            worst = max((found - wanted).abs().max().item() for found, wanted in _play(decoder, steps, case))
+            played = _play(decoder, steps, case, begin_step)
+            worst = max((found - wanted).abs().max().item() for found, wanted in played)
+        except (CollectiveError, ExpertStoreError, ModelError):  # These say nothing of its ways.
+            raise
         except Exception as error:  # Modelling code raises anything.
             return place, name, " ".join(f"{type(error).__name__}: {error}".split())[:200]
         spread = max(wanted.float().std().item() for wanted in case.wanted)
@@ -104,13 +138,14 @@ def _fault(decoder: TransformersDecoder, case: _Case) -> tuple[int, str, str] | 
 
 
 def _play(
-    decoder: TransformersDecoder, steps: Sequence[Sequence[tuple[int, int]]], case: _Case
+    decoder: CheckedDecoder, steps: Sequence[Sequence[tuple[int, int]]], case: _Case, begin_step: BeginStep
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the logits that steps give behind prompts and further tokens, with those wanted."""
     memory = _Memory(decoder, case.texts)
     done = [0] * len(case.texts)
     for step in steps:
         chunks = [(request, done[request], done[request] + count) for request, count in step]
+        begin_step(sum(count for _, count in step))
         rows = decoder.logits(decoder.states(memory.batch(chunks), memory.pools))
         for (request, _, end), row in zip(chunks, rows, strict=True):
             done[request] = end
@@ -122,7 +157,7 @@ def _play(
 class _Memory:
     """Blocks in scattered order and a state slot for each text."""
 
-    def __init__(self, decoder: TransformersDecoder, texts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, decoder: CheckedDecoder, texts: Sequence[Sequence[int]]) -> None:
         self._texts = texts
         counts = [-(-len(text) // _BLOCK_SIZE) for text in texts]
         num_blocks = sum(counts) + 1

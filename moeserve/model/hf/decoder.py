@@ -10,14 +10,16 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from experts.moe_layer import MoeLayer
+from experts.moe_layer import MoeLayer, RoutedExperts
 from kernels.ops import Experts, Ops
 from moeserve.model.decoder import ForwardBatch, KvPools
 from moeserve.model.hf.caches import step_cache
+from moeserve.model.hf.check import BeginStep, choose_ways
 from moeserve.model.hf.geometry import new_cache
 from moeserve.model.hf.mixers import Mixers, Ways
 from moeserve.model.hf.modelling import ModellingCode
@@ -25,11 +27,14 @@ from moeserve.model.hf.spec import TransformersSpec
 from moeserve.model.hf.step import PAGED, Step
 from moeserve.model.state_pool import StatePool
 
+log = structlog.get_logger(__name__)
+
 
 class TransformersDecoder:
     """A loaded model. Holds weights only; whatever belongs to requests comes with each call.
 
-    step: what all parts of `code` see of the step.
+    step: what all parts of `code` see of the step. routed: the experts that our kernels compute, layer by layer.
+    serves_others: whether other dispatches of theirs than those of a single rank are used.
     """
 
     def __init__(
@@ -38,13 +43,16 @@ class TransformersDecoder:
         code: ModellingCode,
         ops: Ops,
         step: Step,
+        routed: Sequence[RoutedExperts],
         *,
         max_model_len: int,
         dtype: torch.dtype,
+        serves_others: bool = False,
     ) -> None:
         self.spec, self.dtype, self.max_model_len = spec, dtype, max_model_len
         self.ops, self.device = ops, ops.device
         self._code, self._step = code, step
+        self._routed, self._serves_others = routed, serves_others
         self._cache = step_cache(spec.geometry, step)
         self._mixers = Mixers(code, spec.geometry, step)
         self._mixers.use(Ways())
@@ -53,10 +61,15 @@ class TransformersDecoder:
         takes = inspect.signature(code.body.forward).parameters
         self._all_rows = {"logits_to_keep": None} if "logits_to_keep" in takes else {}
 
+    def settle(self, begin_step: BeginStep) -> None:
+        """See `StepDecoder.settle`. Raises UnsupportedModel where no way to call the mixers gives the right numbers."""
+        ways, (together, apart) = choose_ways(self, begin_step), self.num_mixers
+        log.info("transformers_code", type=self.spec.model_type, mixers=str(ways), together=together, apart=apart)
+
     @property
     def experts(self) -> list[Experts]:
         """The local experts of each layer that has some."""
-        return []
+        return [routed.experts for routed in self._routed]
 
     def gated_blocks(self) -> list[tuple[MoeLayer, Tensor]]:
         """Return nothing: gates are transformers' own, which cannot be asked ahead."""
@@ -129,7 +142,12 @@ class TransformersDecoder:
         return self._mixers.num_together, self._mixers.num_apart
 
     def serve_others(self) -> Tensor:
-        """A step in which this rank has no rows. Returns no rows."""
+        """A step in which this rank has no rows: its experts compute those of other ranks. Returns no rows."""
+        moe = self.spec.moe
+        if self._serves_others and moe is not None:
+            for routed in self._routed:
+                no_rows = torch.empty((0, self.spec.hidden_size), dtype=self.dtype)
+                routed.serve_others(no_rows, moe.gate.top_k)
         return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from experts.moe_layer import Dispatch
-from experts.observer import AnyObserver
+from experts.moe_layer import RoutedExperts
 from kernels.activation import Activation, activate
-from kernels.ops import Experts
 from kernels.specs import ActivationKind
 
 _TRIED_ROWS, _TRIED_WIDTH = 5, 16
@@ -21,31 +19,15 @@ _SCALES, _LARGEST = (3.0, 30.0, 1000.0), 1000.0
 
 
 class ExpertLayer(nn.Module):
-    """Stands where a module of experts was: dispatches rows to the experts that the model's own gate chose."""
+    """Stands where a module of experts was: sends rows to the experts that the model's own gate chose."""
 
-    def __init__(
-        self,
-        experts: Experts,
-        activation: Activation,
-        dispatch: Dispatch,
-        place: int,
-        observers: Sequence[AnyObserver],
-    ) -> None:
-        """place: of the layer among those with experts; observers hear it."""
+    def __init__(self, routed: RoutedExperts) -> None:
         super().__init__()
-        self.experts, self.activation = experts, activation
-        self._dispatch, self._place, self._observers = dispatch, place, observers
+        self.routed = routed
 
     def forward(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """rows [T, H], ids [T, k], weights [T, k] -> [T, H]."""
-        ids, weights = ids.to(torch.int64), weights.float()
-        for observer in self._observers:
-            observer.chose(self._place, rows, ids, weights)
-        return self._dispatch(rows, ids, weights, self.experts, self.activation)
-
-    def serve_others(self, no_rows: Tensor, top_k: int) -> None:
-        """Have the experts compute what other ranks send while this one has nothing. no_rows: [0, H]."""
-        self.forward(no_rows, no_rows.new_empty((0, top_k), dtype=torch.int64), no_rows.new_empty((0, top_k)))
+        return self.routed(rows, ids.to(torch.int64), weights.float())
 
 
 def activation_of(module: Any) -> Activation | None:

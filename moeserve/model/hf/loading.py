@@ -8,20 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import structlog
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from experts.moe_layer import Dispatch
+from experts.moe_layer import Dispatch, RoutedExperts
 from experts.observer import AnyObserver
 from kernels.ops import CpuOps, Ops
 from moeserve.model.checkpoint import OwnedExperts
-from moeserve.model.hf.check import choose_ways
 from moeserve.model.hf.decoder import TransformersDecoder
+from moeserve.model.hf.expert_weights import TransformersExperts, map_model
 from moeserve.model.hf.experts import ExpertLayer
-from moeserve.model.hf.geometry import is_experts, run_empty
-from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
+from moeserve.model.hf.geometry import run_empty
+from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.hf.modules import (
     NarrowEmbedding,
     Projection,
@@ -29,28 +28,11 @@ from moeserve.model.hf.modules import (
     replace_module,
     replaceable_linears,
 )
-from moeserve.model.hf.spec import TransformersSpec, experts_by_layer
+from moeserve.model.hf.spec import TransformersSpec
 from moeserve.model.hf.step import Step
-from moeserve.model.hf.weights import ExpertParameters, WeightMap, convert, map_weights, num_loaded_bytes
+from moeserve.model.hf.weights import WeightMap, convert
 from moeserve.model.spec import CheckpointError, ModelError, ModelSpec, UnsupportedModel
 from moeserve.model.tensor_reader import Progress, TensorReader
-
-log = structlog.get_logger(__name__)
-
-
-def weights_bytes(
-    directory: Path, spec: ModelSpec, dtype: torch.dtype, owned_experts: OwnedExperts | None, *, narrow: bool
-) -> int:
-    """Return the bytes that the loaded weights will take, from the headers alone. Raises ModelError."""
-    code = empty_model(read_hf_config(directory))
-    names = _names_of_experts(code)
-    weights = map_weights(code, directory, list(names))
-    layers = {name: number for number, name in zip(spec.moe_layers, names, strict=False)}
-    owned = {
-        name: weights.shapes[f"{name}.down_proj"][0] if owned_experts is None else len(owned_experts(layers[name]))
-        for name in names
-    }
-    return num_loaded_bytes(weights, dtype.itemsize, narrow=narrow, num_owned=owned)
 
 
 def load_transformers_decoder(
@@ -65,38 +47,33 @@ def load_transformers_decoder(
     observers: Sequence[AnyObserver] = (),
     progress: Progress | None = None,
 ) -> TransformersDecoder:
-    """Load the checkpoint in `directory` as `dtype`; see `moeserve.model.weights.load_decoder`. Raises ModelError."""
+    """Load the checkpoint in `directory` as `dtype`; see `moeserve.model.weights.load_decoder`. Raises ModelError.
+
+    `TransformersDecoder.settle` has to follow.
+    """
     ops = ops or CpuOps()
     assert isinstance(spec, TransformersSpec)
-    code = empty_model(read_hf_config(directory))
-    names = _names_of_experts(code)
-    weights = map_weights(code, directory, list(names))
+    model = map_model(directory)
+    code, weights, stored = model.code, model.weights, TransformersExperts(model, dtype)
+    routed = []
     _fill_buffers(code)
-    with weights.reader(progress) as reader:
+    num_bytes = sum(map(weights.num_stored_bytes, weights.sources.values())) + stored.num_bytes(owned_experts)
+    with stored.reader(num_bytes, progress) as reader:
         filler = _Filler(code, weights, reader, ops, dtype)
-        for place, (name, layer) in enumerate(zip(names, spec.moe_layers, strict=False)):
-            module = names[name]
-            owned = None if owned_experts is None else owned_experts(layer)
-            parameters = ExpertParameters(name, module, weights, reader, code, owned, dtype)
-            packed = ops.pack_experts(parameters.shape, len(parameters.owned), parameters.read_matrices)
+        for place, layer in enumerate(stored.layers):
+            experts = stored.layer(layer, None if owned_experts is None else owned_experts(layer), reader)
+            packed = ops.pack_experts(experts.shape, len(experts.owned), experts.read_matrices)
             dispatch = ops.compute_experts if dispatch_of is None else dispatch_of(layer)
             assert spec.moe is not None
-            layer_of_ours = ExpertLayer(packed, spec.moe.activation, dispatch, place, observers)
-            replace_module(code.outer, name, layer_of_ours)
+            routed.append(RoutedExperts(packed, spec.moe.activation, dispatch, place, observers))
+            replace_module(code.outer, model.experts[layer], ExpertLayer(routed[-1]))
         filler.fill()
     exchange_norms(code.body, dtype)
     _check_filled(code)
     longest = max_model_len or spec.max_position
-    decoder = TransformersDecoder(spec, code, ops, Step(), max_model_len=longest, dtype=dtype)
-    ways, (together, apart) = choose_ways(decoder), decoder.num_mixers
-    log.info("transformers_code", type=spec.model_type, mixers=str(ways), together=together, apart=apart)
-    return decoder
-
-
-def _names_of_experts(code: ModellingCode) -> dict[str, nn.Module]:
-    """Return the modules of experts by their names in the outer model, in the order of their layers."""
-    wanted = {id(module) for module in experts_by_layer(code).values()}
-    return {name: module for name, module in code.outer.named_modules() if id(module) in wanted and is_experts(module)}
+    return TransformersDecoder(
+        spec, code, ops, Step(), routed, max_model_len=longest, dtype=dtype, serves_others=dispatch_of is not None
+    )
 
 
 def exchange_projections(code: ModellingCode) -> dict[str, Projection]:

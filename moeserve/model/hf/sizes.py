@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from moeserve.model.checkpoint import TensorInfo, has_weights, item_bits, read_index
+from moeserve.model.checkpoint import StoredTensor, TensorInfo, has_weights, item_bits, read_index
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
 from moeserve.model.hf.spec import TransformersSpec, describe, experts_by_layer
 from moeserve.model.hf.weights import Source, WeightMap, map_weights, num_loaded_bytes
@@ -74,9 +74,11 @@ def size_model(folder: Path) -> SizedModel:
         dtype = stored_dtype(config.dtype)
         if dtype is None:
             assumptions.append("config.json names no dtype: bfloat16 is assumed.")
+        if spec.quantization is not None:
+            assumptions.append("The weights are quantised; sizes are those without.")
         weights = _expected(code, names.keys(), dtype or "BF16")
     else:
-        weights = map_weights(code, folder, list(names))
+        weights = map_weights(code, folder, list(names), spec.quantization)
     table = code.body.get_input_embeddings()
     embedding = next(name for name, module in code.outer.named_modules() if module is table)
     counts = {name: weights.shapes[f"{name}.down_proj"][0] for name in names}
@@ -101,12 +103,14 @@ def _expected(code: ModellingCode, experts: Iterable[str], dtype: str) -> Weight
     shapes = {name: tuple(tensor.shape) for name, tensor in code.outer.state_dict().items()}
     tied = dict(code.outer.all_tied_weights_keys)
     index: dict[str, TensorInfo] = {}
+    tensors: dict[str, StoredTensor] = {}
     sources: dict[str, Source] = {}
     expert_sources: dict[str, Source] = {}
     of_experts = set(experts)
     for name, shape in shapes.items():
         if name not in tied:
             index[name] = TensorInfo(_NOWHERE, dtype, shape, prod(shape) * item_bits(dtype) // 8)
+            tensors[name] = StoredTensor(name, shape, index[name].num_bytes, dtype)
             part = expert_sources if name.rpartition(".")[0] in of_experts else sources
             part[name] = Source(None, {name: [name]})
-    return WeightMap(index, shapes, sources, expert_sources, tied)
+    return WeightMap(index, None, tensors, shapes, sources, expert_sources, tied)

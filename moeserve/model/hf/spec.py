@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from kernels.specs import Activation, GateSpec
+from moeserve.model.families import quantization_spec
 from moeserve.model.hf.description import count_parameters, kinds_of_layers, layers_of
 from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.geometry import Geometry, find_geometry, is_experts
@@ -88,10 +89,6 @@ def describe(code: ModellingCode, config: Any) -> TransformersSpec:
 
 def _describe(code: ModellingCode, config: Any) -> TransformersSpec:
     text, layers = code.config, experts_by_layer(code)
-    if getattr(config, "quantization_config", None):
-        raise UnsupportedModel(
-            f"Quantised weights of models of type {config.model_type!r} are not supported yet: use a 16-bit checkpoint."
-        )
     geometry, top_k = find_geometry(code), top_k_of(text)
     return TransformersSpec(
         model_type=config.model_type,
@@ -108,7 +105,14 @@ def _describe(code: ModellingCode, config: Any) -> TransformersSpec:
         bos_token_id=text.bos_token_id if isinstance(text.bos_token_id, int) else None,
         kinds=kinds_of_layers(code, geometry, top_k),
         parameters=count_parameters(code, top_k),
+        quantization=quantization_of(config),
     )
+
+
+def quantization_of(config: Any) -> QuantizationSpec | None:
+    """Return how the weights are compressed. config: the folder's own. Raises UnsupportedModel for a way that cannot be
+    read."""
+    return quantization_spec(getattr(config, "quantization_config", None))
 
 
 def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:

@@ -1,0 +1,174 @@
+"""Experts of models on transformers' code: with fewer slots than experts, and shared out to ranks.
+
+Whichever way a checkpoint stores them, tokens are those of a process that has all of them in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from experts.expert_file import round_to_page
+from moeserve.config import ServeConfig
+from moeserve.llm import LLM
+from moeserve.memory_plan import plan_model, read_any_spec
+from moeserve.model.expert_store import layout_in_store
+from moeserve.model.tensor_reader import dequantise_mxfp4
+from moeserve.plan import SamplingParams
+from tests.support.checkpoints import change_tensors
+from tests.support.forking import popen
+from tests.support.fp8 import to_fp8
+from tests.support.tiny_transformers import save_tiny
+from tests.support.transformers_rank import CONFIG, NUM_TOKENS, PROMPTS, Job, Said
+
+ROOT = Path(__file__).resolve().parents[2]
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2)
+BASE = ServeConfig(
+    kv_cache_memory=2**20,
+    block_size=4,
+    max_model_len=96,
+    max_num_batched_tokens=24,
+    max_num_seqs=4,
+    model_impl="transformers",
+)
+_SLOTS = 3
+# A tensor for each expert's gate, up and down; one for all, transposed, with alternating channels and biases; one for
+# all, transposed; one for all under other names; one for all through a conversion.
+_LAYOUTS = ("lfm2_moe", "gpt_oss", "aria", "granitemoehybrid", "qwen3_vl_moe")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> None:
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+
+
+def few_slots(directory: Path) -> int:
+    """Return the bytes of `_SLOTS` experts in each layer."""
+    spec, dtype = read_any_spec(directory, BASE)
+    return _SLOTS * len(spec.moe_layers) * round_to_page(layout_in_store(directory, spec, dtype).num_bytes)
+
+
+@pytest.mark.parametrize("model_type", _LAYOUTS)
+def test_few_slots_change_no_bit(model_type: str, tmp_path: Path) -> None:
+    save_tiny(model_type, tmp_path)
+    draw = random.Random(3)
+    prompts = [[draw.randrange(3, 128) for _ in range(count)] for count in (40, 5, 9)]
+    expected = LLM(tmp_path, BASE).generate(prompts, GREEDY)
+    bounded = replace(
+        BASE,
+        expert_memory=few_slots(tmp_path),
+        expert_store_dir=str(tmp_path / "store"),
+        expert_prefetch="affinity",
+        expert_policy="affinity",
+    )
+    llm = LLM(tmp_path, bounded)
+    assert llm.experts is not None
+    assert llm.generate(prompts, GREEDY) == expected
+    stats = llm.experts.stats()
+    assert stats.counters.num_misses > 10
+    assert all(len(layer) <= _SLOTS for layer in stats.resident)
+    llm.close()
+
+
+# Listed experts beside short convolutions; stacked ones with biases; an indexer, an expert of all tokens, few slots.
+_ON_RANKS = (("lfm2_moe", False), ("gpt_oss", False), ("glm_moe_dsa", True))
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, list[list[Said]]]:
+    """Return what two ranks said of each model, one model after another."""
+    folder = tmp_path_factory.mktemp("ranks")
+    models = [folder / model_type for model_type, _ in _ON_RANKS]
+    for model, (model_type, _) in zip(models, _ON_RANKS, strict=True):
+        save_tiny(model_type, model)
+    memory = [few_slots(model) * few for model, (_, few) in zip(models, _ON_RANKS, strict=True)]
+    job = Job([str(model) for model in models], memory, str(folder / "meeting"))
+    (folder / "job.json").write_text(json.dumps(asdict(job)))
+    command = [sys.executable, "-m", "tests.support.transformers_rank", str(folder / "job.json")]
+    ranks = [popen([*command, rank], cwd=ROOT, stdout=subprocess.PIPE, text=True) for rank in "01"]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    lines = [[line for line in of_rank.splitlines() if line.startswith("{")] for of_rank in said]
+    return job, [[Said(**json.loads(line)) for line in of_model] for of_model in zip(*lines, strict=True)]
+
+
+@pytest.mark.parametrize("number", range(len(_ON_RANKS)), ids=[name for name, _ in _ON_RANKS])
+def test_two_ranks_give_the_tokens_of_one(number: int, of_ranks: tuple[Job, list[list[Said]]]) -> None:
+    job, said = of_ranks
+    llm = LLM(job.folders[number], CONFIG)
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
+    for rank, prompts in enumerate(PROMPTS):
+        assert said[number][rank].tokens == [llm.generate([prompt], sampling)[0].token_ids for prompt in prompts]
+
+
+def test_ranks_hold_their_experts_alone_and_exchange_some_while_serving(
+    of_ranks: tuple[Job, list[list[Said]]],
+) -> None:
+    for first, second in of_ranks[1]:
+        for one, other in zip(first.held, second.held, strict=True):
+            assert sorted(one + other) == list(range(8))
+            assert len(one) == 4
+        assert len(set(first.held[0]) - set(first.held[1])) == 1
+
+
+def test_ranks_record_what_the_gates_of_transformers_chose(of_ranks: tuple[Job, list[list[Said]]]) -> None:
+    for of_model in of_ranks[1]:
+        for said, prompts in zip(of_model, PROMPTS, strict=True):
+            assert sum(said.chosen) == 2 * sum(len(prompt) + NUM_TOKENS - 1 for prompt in prompts)
+            assert sum(map(bool, said.chosen)) > 2
+
+
+def in_fp8(directory: Path) -> dict[str, Tensor]:
+    return to_fp8(directory, (16, 32))
+
+
+def in_mxfp4(directory: Path) -> dict[str, Tensor]:
+    """As gpt-oss is published. Return the values that the experts stand for, by name."""
+    values: dict[str, Tensor] = {}
+    draw = torch.Generator().manual_seed(2)
+
+    def compress(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            num_experts, columns, rows = tensors.pop(name).shape
+            blocks = torch.randint(256, (num_experts, rows, columns // 32, 16), generator=draw, dtype=torch.uint8)
+            scales = torch.randint(120, 124, blocks.shape[:3], generator=draw, dtype=torch.uint8)
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+            expanded = zip(blocks, scales, strict=True)
+            values[name] = torch.stack([dequantise_mxfp4(b, s, torch.bfloat16).T for b, s in expanded])
+
+    change_tensors(directory, compress)
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "mxfp4"}}))
+    return values
+
+
+@pytest.mark.parametrize(("model_type", "compress"), [("glm_moe_dsa", in_fp8), ("gpt_oss", in_mxfp4)])
+def test_compressed_weights_compute_as_their_values_and_take_sixteen_bits(
+    model_type: str, compress: Callable[[Path], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    small, plain = tmp_path / "small", tmp_path / "plain"
+    save_tiny(model_type, small)
+    shutil.copytree(small, plain)
+    values = compress(small)
+    change_tensors(plain, lambda tensors: tensors.update({name: v.bfloat16() for name, v in values.items()}))
+    assert any("expert" in name for name in values)
+    assert plan_model(small, BASE).weights_bytes == plan_model(plain, BASE).weights_bytes
+    prompts = [[5 + n % 90 for n in range(count)] for count in (30, 4)]
+    expected = LLM(plain, BASE).generate(prompts, GREEDY)
+    assert LLM(small, BASE).generate(prompts, GREEDY) == expected
+    bounded = replace(BASE, expert_memory=few_slots(small), expert_store_dir=str(tmp_path / "store"))
+    llm = LLM(small, bounded)
+    assert llm.generate(prompts, GREEDY) == expected
+    llm.close()
