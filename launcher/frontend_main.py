@@ -35,7 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--news-fd", type=int, help="pipe for news of the engine's lives")
     options = parser.parse_args(arguments)
     run = load_run_context(options.context)
-    logs = configure_logs(run.config.log_level, run.config.log_format)
+    several = run.config.num_frontends > 1
+    logs = configure_logs(
+        run.config.log_level, run.config.log_format, {"frontend": options.number} if several else None
+    )
     try:
         services = Services.load(run, lambda: logs.num_dropped, options.news_fd, options.number)
         serve(services, socket.socket(fileno=options.fd), options.beat_fd)
