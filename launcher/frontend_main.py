@@ -45,7 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
     # When the supervisor is killed clients are told, as on an interrupt; `launcher.janitor` sees to the end.
     die_with_parent(os.getppid(), signal.SIGINT)
     run = load_run_context(options.context)
-    logs = configure_logs(run.config.log_level, run.config.log_format)
+    several = run.config.num_frontends > 1
+    logs = configure_logs(
+        run.config.log_level, run.config.log_format, {"frontend": options.number} if several else None
+    )
     try:
         services = Services.load(run, lambda: logs.num_dropped, options.news_fd, options.number)
         settle()

@@ -17,7 +17,8 @@ import msgspec
 from launcher.preflight import usable_cores
 from moeserve.config import ServeConfig, environment_name
 
-_OF_SYSTEMD = {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}
+# They are for this process: systemd's, and where another service counts.
+_OWN = {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "PROMETHEUS_MULTIPROC_DIR"}
 _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -32,7 +33,7 @@ def child_environment(environment: Mapping[str, str], threads: int) -> dict[str,
     Triton fuses products and sums; versions from 3.10 on would not by default.
     """
     settings = {environment_name(setting) for setting in fields(ServeConfig)}
-    kept = {name: value for name, value in environment.items() if name not in settings | _OF_SYSTEMD}
+    kept = {name: value for name, value in environment.items() if name not in settings | _OWN}
     paths = [str(_PACKAGE_ROOT), *filter(None, [kept.get("PYTHONPATH")])]
     return (
         {"GOMP_SPINCOUNT": "2000", "THP_MEM_ALLOC_ENABLE": "1", "TRITON_DEFAULT_FP_FUSION": "1"}

@@ -15,8 +15,8 @@ import select
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import TextIO, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -110,17 +110,19 @@ class LogStream(io.TextIOBase):
                 select.select([], [self._descriptor], [])
 
 
-def configure_logs(level: str, log_format: str) -> LogStream:
+def configure_logs(level: str, log_format: str, fields: Mapping[str, Any] | None = None) -> LogStream:
     """Set up structlog, and return its stream, which is drained when the interpreter ends.
 
-    uvicorn's own lines are shown from warnings on. `log_format`: auto, console or json.
+    uvicorn's own lines are shown from warnings on. `log_format`: auto, console or json. fields: of every line.
     """
+    common = dict(fields or {})
     as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
     stream = LogStream(sys.stderr.fileno(), _json_notice) if as_json else LogStream(sys.stderr.fileno())
     atexit.register(stream.drain)
     renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
     structlog.configure(
         processors=[
+            lambda _logger, _method, line: {**common, **line},
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,

@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from moeserve import wire
+from moeserve.frontend import limits
 from moeserve.frontend.response_store import LentTurn, ResponseStore
 from moeserve.wire import Message, RunContext
 
@@ -22,6 +23,7 @@ log = structlog.get_logger(__name__)
 
 _PATIENCE_S = 1.0
 _MAX_WAITING = 1000
+_MAX_LENT_BYTES = 2 * limits.MAX_STORED_CONVERSATION_BYTES
 
 
 class Lend(Message):
@@ -42,9 +44,9 @@ class Drop(Message):
 
 
 class Answer(Message):
-    """Conversations that were asked for."""
+    """What was asked for; see `Shelf.lend`."""
 
-    conversations: list[list[LentTurn]]
+    turns: list[LentTurn]
 
 
 class Peers:
@@ -79,8 +81,7 @@ class Peers:
         missing = [name for name in names if not shelf.knows(name)]
         if missing and self._others:
             for answer in await self._ask(Lend(caller, missing)):
-                for conversation in answer.conversations:
-                    shelf.adopt(conversation)
+                shelf.adopt(answer.turns)
 
     async def drop(self, caller: bytes, response_id: str) -> None:
         """Delete a response here and in the others."""
@@ -121,7 +122,7 @@ class Peers:
         if isinstance(question, Drop):
             shelf.delete(question.response_id)
             return Answer([])
-        return Answer([turns for name in question.names if (turns := shelf.lend(name))])
+        return Answer(shelf.lend(question.names, _MAX_LENT_BYTES))
 
     def _socket(self, kind: int) -> Any:
         socket = self._zmq.socket(kind)

@@ -64,6 +64,7 @@ class LentTurn(msgspec.Struct, array_like=True, frozen=True):
     response_id: str
     response: bytes
     input: bytes
+    previous_id: str | None
     found: bool
 
 
@@ -128,26 +129,35 @@ class Shelf:
         """Return whether a response, or an item of one, has that id."""
         return name in self._kept or name in self._by_item
 
-    def lend(self, name: str) -> list[LentTurn]:
-        """Return the conversation up to the response that has that id, or an item with it; empty without one."""
-        kept = self._kept.get(name) or self._by_item.get(name)
-        if kept is None:
-            return []
-        self.find(kept.response_id)
-        return [
-            LentTurn(turn.response_id, turn.response, turn.input, turn.response_id in self._kept)
-            for turn in reversed(list(_turns(kept)))
-        ]
+    def lend(self, names: Sequence[str], max_bytes: int) -> list[LentTurn]:
+        """Return the conversations up to the responses that have these ids, or items with them, while there is room.
 
-    def adopt(self, conversation: Sequence[LentTurn]) -> None:
-        """Keep a conversation of another process as one's own, as far as it is not known."""
-        previous_id, hidden = None, []
-        for turn in conversation:
+        Each turn comes once, after the one before it.
+        """
+        lent: dict[str, LentTurn] = {}
+        for name in names:
+            kept = self._kept.get(name) or self._by_item.get(name)
+            if kept is None or kept.response_id in lent:
+                continue
+            new = [turn for turn in _turns(kept) if turn.response_id not in lent]
+            max_bytes -= sum(turn.size for turn in new)
+            if max_bytes < 0:
+                break
+            self.find(kept.response_id)
+            for turn in reversed(new):
+                previous_id = None if turn.previous is None else turn.previous.response_id
+                found = turn.response_id in self._kept
+                lent[turn.response_id] = LentTurn(turn.response_id, turn.response, turn.input, previous_id, found)
+        return list(lent.values())
+
+    def adopt(self, turns: Sequence[LentTurn]) -> None:
+        """Keep what another process has lent as one's own, as far as it is not known."""
+        hidden = []
+        for turn in turns:
             if turn.response_id not in self._kept:
-                self.put(turn.response_id, turn.response, msgspec.json.decode(turn.input), previous_id)
+                self.put(turn.response_id, turn.response, msgspec.json.decode(turn.input), turn.previous_id)
                 if not turn.found:
                     hidden.append(turn.response_id)
-            previous_id = turn.response_id
         for response_id in hidden:
             self.delete(response_id)
 

@@ -35,6 +35,8 @@ _OTHER_FILES = 128
 OPEN_PATHS = ("/health", "/ready", "/metrics")
 _KEEP_ALIVE_TIMEOUT_S = 30
 _SECONDS_BETWEEN_PROBES = 0.2
+_POKES_AT_FIRST = 3
+_SECONDS_BETWEEN_FIRST_POKES = 0.5
 _TCP_CLOSE = 7  # the first byte of Linux's tcp_info
 
 
@@ -161,9 +163,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     is called when they are complete. `scope["extensions"]["moeserve.abort"]` drops the connection and its buffer.
 
     A client may close its sending half after its request and gets its answer. One that has closed the connection has
-    sent the same, but resets the connection when something comes: so something is sent (`100 Continue` until the answer
-    begins, at the end of the request and now and then), and the reset looked out for. Where the answer has begun,
-    `scope["extensions"]["moeserve.half_closed"]`, which an application may set, is called to have it write something.
+    sent the same, but resets the connection when something comes: so something is sent at once, twice more soon (who
+    only forwards connections hears of the reset from the first, and ends this one at the second) and then now and then,
+    and the reset is looked out for. Until the answer begins it is `100 Continue`; then
+    `scope["extensions"]["moeserve.half_closed"]`, which an application may set, is called to have it write.
 
     most_connections: requests on further connections are refused and counted in `rejections`, but for OPEN_PATHS;
     twice as many are dropped unheard.
@@ -180,7 +183,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._is_half_closed = False
         self._probe_timer: asyncio.TimerHandle | None = None
-        self._next_interim = 0.0  # when another `100 Continue` is due, on the loop's clock
+        self._num_pokes = 0
+        self._next_poke = 0.0  # on the loop's clock
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -207,10 +211,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if cycle is None or cycle.response_complete or cycle.more_body:
             return False
         self._is_half_closed = True
-        if cycle.response_started:
-            half_closed = cast("dict[str, Any]", cycle.scope)["extensions"].get("moeserve.half_closed")
-            if half_closed is not None:
-                half_closed()
         self._probe()
         return True
 
@@ -267,19 +267,30 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._end = self.loop.call_later(limits.SEND_TIMEOUT_S, self.transport.abort)
 
     def _probe(self) -> None:
-        """Drop a half-closed connection whose client has reset it, else send what would make it do so."""
+        """Drop a half-closed connection whose client has reset it, now or later."""
         if self.transport.is_closing():
             return
         if has_been_reset(self.transport):
             self.transport.abort()
             return
-        now, cycle = self.loop.time(), self.cycle
-        has_begun = cycle.response_started or bool(self.pipeline)
-        # Older clients do not know interim answers.
-        if not has_begun and cycle.scope["http_version"] == "1.1" and now >= self._next_interim:
-            self._next_interim = now + limits.KEEP_ALIVE_S
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self.loop.time() >= self._next_poke:
+            self._poke()
+            self._num_pokes += 1
+            few = self._num_pokes < _POKES_AT_FIRST
+            self._next_poke = self.loop.time() + (_SECONDS_BETWEEN_FIRST_POKES if few else limits.KEEP_ALIVE_S)
         self._probe_timer = self.loop.call_later(_SECONDS_BETWEEN_PROBES, self._probe)
+
+    def _poke(self) -> None:
+        """Send what a client passes over, if there is anything now."""
+        if self.pipeline:
+            return
+        if self.cycle.response_started:
+            poke = cast("dict[str, Any]", self.cycle.scope)["extensions"].get("moeserve.half_closed")
+            if poke is not None:
+                poke()
+        elif self.cycle.scope["http_version"] == "1.1":
+            # Older clients do not know interim answers.
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _arm(self) -> None:
         self._deadline = self.loop.call_later(limits.RECEIVE_TIMEOUT_S, self._too_slow)

@@ -116,6 +116,13 @@ def test_they_serve_the_same_engine(running: Service, both: list[Connection]) ->
     assert texts[0]
     [run_dir] = running.run_root.iterdir()
     assert len(list(run_dir.glob("frontend.*"))) == 2
+    wait_until(lambda: answered_by(running) == {0, 1})
+
+
+def answered_by(running: Service) -> set[int]:
+    """Return the numbers of the processes that say in the log that they have answered a completion."""
+    logged = [json.loads(line) for line in running.errors.read_text().splitlines() if line.startswith("{")]
+    return {line["frontend"] for line in logged if line.get("route") == "/v1/completions"}
 
 
 def test_a_killed_process_costs_its_own_streams_only(running: Service, both: list[Connection]) -> None:

@@ -186,6 +186,13 @@ def test_a_stopped_frontend_is_taken_for_hung_and_killed(start):
     assert service.leaves_nothing()
 
 
+def test_a_frontend_that_does_not_become_ready_ends_the_service(start):
+    service = start(STANDIN_FRONTEND="is never ready", STANDIN_HTTP_READY="1")
+    assert service.wait_for("failed") == "failed The HTTP process did not become ready within 1 s."
+    assert service.end() == 1
+    assert service.leaves_nothing()
+
+
 def test_a_frontend_that_cannot_serve_the_model_says_why(start):
     service = start(STANDIN_FRONTEND="cannot serve the model")
     assert service.wait_for("failed") == "failed The tokenizer is none."

@@ -113,6 +113,14 @@ def test_who_would_wait_too_long_is_refused_at_once_and_told_how_long() -> None:
         pass
 
 
+def test_each_of_several_frontends_leaves_room_for_those_that_the_others_send_away() -> None:
+    for num_frontends in (1, 3):
+        taken = Admission(Counter(), lambda: 0.0, Clock(), num_frontends)
+        taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 6, 96, 16)))
+        times = [refused(taken, 1, 64, A).retry_after_s for _ in range(3)]
+        assert times == pytest.approx([7.0, 7.0 + num_frontends, 7.0 + 2 * num_frontends])
+
+
 def test_choices_that_the_engine_has_not_counted_yet_count_as_well() -> None:
     clock = Clock()
     taken, _ = admission(clock)

@@ -309,6 +309,39 @@ def test_a_client_that_has_closed_the_connection_is_found_out(app: Any, path: st
     run(scenario())
 
 
+async def forward(source: asyncio.StreamReader, target: asyncio.StreamWriter, back: asyncio.StreamWriter) -> None:
+    """Forwards one direction of a connection, its end too; ends the other where this one cannot be written."""
+    try:
+        while data := await source.read(65536):
+            target.write(data)
+            await target.drain()
+        target.write_eof()
+    except OSError:
+        back.close()
+
+
+def test_a_client_behind_something_that_forwards_connections_is_found_out() -> None:
+    """The forwarder learns from its first write that the client is gone, and gives up at the second."""
+
+    async def scenario() -> None:
+        server = Server(slow, 10)
+        async with server.listening() as port:
+
+            async def forward_both(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                their_reader, their_writer = await asyncio.open_connection("127.0.0.1", port)
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(forward(reader, their_writer, writer))
+                    group.create_task(forward(their_reader, writer, their_writer))
+
+            async with await asyncio.start_server(forward_both, "127.0.0.1", 0) as forwarder:
+                _, writer = await ask(forwarder.sockets[0].getsockname()[1], "/for-ever")
+                writer.close()
+                async with asyncio.timeout(10):
+                    await server.lost.wait()
+
+    run(scenario())
+
+
 def test_half_a_request_gets_no_answer() -> None:
     async def reading(scope: Any, receive: Any, send: Any) -> None:
         await read_body(scope, receive, max_bytes=1000, timeout_s=20)

@@ -118,3 +118,17 @@ def test_when_all_hold_too_much_the_fullest_shelf_gives_way(hoarder_first: bool)
     assert store.num_bytes <= 20_000
     assert modest.find("mine") is not None
     assert hoarder.find("r29") is not None
+
+
+def test_turns_are_lent_once_and_only_while_there_is_room() -> None:
+    shelf = shelf_of()
+    put(shelf, "a")
+    put(shelf, "b", "a")
+    put(shelf, "c", "a")
+    put(shelf, "big", size=5000)
+    lent = shelf.lend(["b", "msg_c", "c", "unknown", "a", "big"], 5000)
+    assert [(turn.response_id, turn.previous_id) for turn in lent] == [("a", None), ("b", "a"), ("c", "a")]
+    other = shelf_of()
+    other.adopt(lent)
+    assert texts(other.conversation("c")) == ["a?", "a", "c?", "c"]
+    assert other.num_bytes == sum(len(turn.response) + len(turn.input) + 1024 for turn in lent)

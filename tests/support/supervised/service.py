@@ -21,6 +21,7 @@ def say(*words: object) -> None:
 
 def main() -> int:
     max_restarts = int(os.environ.get("STANDIN_RESTARTS", "0"))
+    http_ready = float(os.environ.get("STANDIN_HTTP_READY", "30"))
     num_frontends = int(os.environ.get("STANDIN_FRONTENDS", "1"))
     config = ServeConfig(
         port=0, engine_timeout=1.0, shutdown_timeout=20.0, max_restarts=max_restarts, num_frontends=num_frontends
@@ -48,7 +49,7 @@ def main() -> int:
                 state=lambda sentence: say("state", sentence),
                 beating=lambda: say("beating"),
             ),
-            grace=replace(Grace(), telling=0.3, after_failure=0.3, at_once=0.3),
+            grace=replace(Grace(), telling=0.3, after_failure=0.3, at_once=0.3, http_ready=http_ready),
             worker_module="tests.support.supervised.worker",
             frontend_module="tests.support.supervised.frontend",
         )
