@@ -22,10 +22,10 @@ from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 SIGNALS = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM, signal.SIGSTOP)
 # What the short suite has of the matrix, beside the tests of single processes.
-SHORT = {("engine", "prefill"), ("engine", "drain"), ("rank 1", "migration")}
+SHORT = {("engine", "prefill"), ("engine", "drain"), ("rank", "migration")}
 BOTH = ("--max-restarts", "1000", "--max-model-len", "32768", "--max-num-batched-tokens", "256", "--slo", "ttft:100s")
 ONE = ("--engine-timeout", "2", *BOTH)
-TWO = ("--engine-timeout", "4", "--expert-parallel-size", "2", *BOTH)
+TWO = ("--engine-timeout", "10", "--expert-parallel-size", "2", *BOTH)
 # Experts are placed anew as often as that can be.
 RESTLESS = ("--rebalance-interval", "1", "--rebalance-threshold", "0")
 _WORDS = "It was the age of wisdom, it was the age of foolishness, " * 200
@@ -77,20 +77,13 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def cells(
     targets: Sequence[str], phases: Sequence[str], numbers: Sequence[signal.Signals] = SIGNALS
 ) -> pytest.MarkDecorator:
-    """Parametrize a test by `target`, `phase` and `number`."""
-    return pytest.mark.parametrize(
-        ("target", "phase", "number"),
-        [
-            pytest.param(
-                target,
-                phase,
-                number,
-                id=f"{target}-{phase}-{number.name}",
-                marks=() if (target, phase) in SHORT and number == signal.SIGKILL else pytest.mark.long,
-            )
-            for target, phase, number in product(targets, phases, numbers)
-        ],
-    )
+    """Parametrize a test by `target`, `phase` and `number`. A target `rank` is rank 1 and rank 0 in turn."""
+    parameters = []
+    for place, (target, phase, number) in enumerate(product(targets, phases, numbers)):
+        marks = () if (target, phase) in SHORT and number == signal.SIGKILL else pytest.mark.long
+        name = f"rank {(place + 1) % 2}" if target == "rank" else target
+        parameters.append(pytest.param(name, phase, number, id=f"{name}-{phase}-{number.name}", marks=marks))
+    return pytest.mark.parametrize(("target", "phase", "number"), parameters)
 
 
 def hit_amid(killing: Kill) -> Traffic:
@@ -108,11 +101,14 @@ def hit_amid(killing: Kill) -> Traffic:
         traffic.start()
     else:
         traffic.start()
-        assert (traffic.admitted if killing.phase == "prefill" else traffic.started).wait(60)
+        assert traffic.admitted.wait(60)
+        assert killing.phase == "prefill" or traffic.started.wait(60)
     if killing.phase == "migration":
         placed = running.errors.read_text().count("layer_placed_anew")
         wait_until(lambda: running.errors.read_text().count("layer_placed_anew") > placed)
     killing.hit()
+    if killing.phase == "prefill":
+        assert not all(traffic.answers[name].num_events for name in PROMPTS), "their prompts were read too soon"
     return traffic
 
 
@@ -125,10 +121,10 @@ def outlive(
         traffic = hit_amid(killing)
         allowed = {"same"}
         if target == "frontend":
-            allowed |= {"cut", "error"}
+            allowed |= {"cut", "error", "refused"}
         elif phase in ("start", "idle"):
             # Where a restart takes long they are told to come again.
-            allowed |= {"error"}
+            allowed |= {"refused"}
         killing.judge(traffic, undisturbed, allowed)
         if target == "supervisor":
             running.process.send_signal(signal.SIGCONT)
@@ -149,14 +145,14 @@ def test_a_stopped_supervisor_holds_up_nobody(
     outlive(one, target, phase, number, undisturbed)
 
 
-@cells(["rank 0", "rank 1"], ["start", "idle", "prefill", "decode"])
+@cells(["rank"], ["start", "idle", "prefill", "decode"])
 def test_a_service_of_two_ranks_goes_on(
     two: Service, undisturbed: dict[str, Answered], target: str, phase: str, number: signal.Signals
 ) -> None:
     outlive(two, target, phase, number, undisturbed)
 
 
-@cells(["rank 0", "rank 1", "frontend"], ["migration"])
+@cells(["rank", "frontend"], ["migration"])
 def test_a_service_that_moves_experts_goes_on(
     restless: Service, undisturbed: dict[str, Answered], target: str, phase: str, number: signal.Signals
 ) -> None:
@@ -208,13 +204,13 @@ def test_a_supervisor_leaves_nothing(
     with service(model, tmp_path, *settings) as running, kill(running, target, phase, number) as killing:
         traffic = hit_amid(killing)
         drains = number == signal.SIGTERM
-        late = {"cut", "error"} if phase == "idle" else set()
-        killing.judge(traffic, undisturbed, late | {"same" if drains else "error"})
+        late = {"cut"} if phase == "idle" else set()
+        killing.judge(traffic, undisturbed, late | {"refused", "same" if drains else "error"})
         assert running.end() == (0 if drains else -number)
         assert_nothing_is_left(running, killing)
 
 
-@cells(["engine", "frontend", "supervisor", "rank 0", "rank 1"], ["drain"])
+@cells(["engine", "frontend", "supervisor", "rank"], ["drain"])
 def test_a_drain_goes_on_or_tells_of_its_end(
     model: Path,
     tmp_path: Path,
@@ -227,17 +223,20 @@ def test_a_drain_goes_on_or_tells_of_its_end(
     with service(model, tmp_path, *settings) as running, kill(running, target, phase, number) as killing:
         traffic = Traffic(str(running.http.base_url), TRAFFIC).start()
         assert traffic.started.wait(60)
+        assert traffic.admitted.wait(60)
         running.process.send_signal(signal.SIGTERM)
         with httpx2.Client(base_url=running.http.base_url, timeout=10) as other:
             wait_until(lambda: other.get("/ready").status_code == 503)
         killing.hit()
-        ends_it = number not in (signal.SIGTERM, signal.SIGSTOP)
-        allowed, code = {"same"}, 0
+        # The one that is no stream may have come too late.
+        allowed, code = {"same", "refused"}, 0
         if target == "frontend":
             # A second SIGTERM stops it at once, and in an orderly way.
-            allowed, code = {"same", "error" if number == signal.SIGTERM else "cut"}, int(number != signal.SIGTERM)
+            allowed.add("error" if number == signal.SIGTERM else "cut")
+            code = int(number != signal.SIGTERM)
         elif target == "supervisor" and number != signal.SIGSTOP:
-            allowed, code = {"same", "error"}, -number if ends_it else 128 + number
+            allowed.add("error")
+            code = 128 + number if number == signal.SIGTERM else -number
         killing.judge(traffic, undisturbed, allowed)
         if target == "supervisor" and number == signal.SIGSTOP:
             running.process.send_signal(signal.SIGCONT)

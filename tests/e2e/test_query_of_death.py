@@ -46,8 +46,9 @@ def running(
         settings = ["--expert-parallel-size", "2", "--engine-timeout", "6"]
     else:
         write_model_dir(model, TEMPLATE, SPECIALS)
-        build("qwen3_5_moe_text", vocab_size=256 + len(SPECIALS)).save_pretrained(model)
-        settings = ["--max-model-len", "2048"]
+        vocabulary = 256 + len(SPECIALS)
+        build("qwen3_5_moe_text", vocab_size=vocabulary, max_position_embeddings=2048).save_pretrained(model)
+        settings = []
     with service(model, tmp_path_factory.mktemp("s"), *settings) as started:
         yield started
 

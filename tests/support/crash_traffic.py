@@ -85,7 +85,7 @@ class Answered:
 class Traffic:
     """Requests of some kinds, all at once, each on a thread of its own.
 
-    `admitted` is set with the head of a streamed answer, `started` with the first events of one.
+    `admitted` is set when all streamed answers have begun, `started` with the first events of one.
     """
 
     base_url: str
@@ -93,6 +93,7 @@ class Traffic:
     answers: dict[str, Answered] = field(default_factory=dict)
     admitted: threading.Event = field(default_factory=threading.Event)
     started: threading.Event = field(default_factory=threading.Event)
+    _begun: list[float] = field(default_factory=list)
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def start(self) -> Traffic:
@@ -108,6 +109,12 @@ class Traffic:
             assert not thread.is_alive(), "a request has no end"
         return self.answers
 
+    def _note_head(self, body: dict[str, Any]) -> None:
+        if body.get("stream"):
+            self._begun.append(time.monotonic())
+            if len(self._begun) == sum(bool(body.get("stream")) for _, body in self.kinds.values()):
+                self.admitted.set()
+
     def _ask(self, answered: Answered, path: str, body: dict[str, Any]) -> None:
         try:
             with (
@@ -115,13 +122,13 @@ class Traffic:
                 client.stream("POST", path, json={"model": "m", **body}) as response,
             ):
                 answered.status = response.status_code
-                if not body.get("stream"):
+                self._note_head(body)
+                if not body.get("stream") or response.status_code != 200:
                     whole = json.loads(response.read())
                     answered.content = comparable(whole)
-                    answered.resumed = whole.get("usage", {}).get("resumed", False)
+                    answered.resumed = (whole.get("usage") or {}).get("resumed", False)
                     return
                 answered.content = []
-                self.admitted.set()
                 for line in response.iter_lines():
                     answered.resumed |= line == ": resumed"
                     if line.startswith("data: {"):

@@ -52,7 +52,7 @@ class Kill:
         for name, answer in traffic.wait().items():
             kind = outcome(answer, undisturbed[name])
             assert kind in allowed, (name, answer)
-            if kind == "error":
+            if kind in ("error", "refused"):
                 assert answer.ended_at - (self.watch.found or self.hit_at) < SECONDS_TO_TELL, (name, answer)
             self.outcomes[kind] += 1
 
@@ -71,6 +71,9 @@ def kill(running: Service, target: str, phase: str, number: signal.Signals) -> I
     killing = Kill(running, target, phase, number)
     try:
         yield killing
+    except AssertionError:
+        print(running.errors.read_text()[-6000:])
+        raise
     finally:
         killing.watch.stop()
     killing.note()
@@ -137,7 +140,8 @@ class Watch:
 
 
 def outcome(answer: Answered, expected: Answered) -> str:
-    """Return `same`, `error` for an answer that ends with one error, or `cut` for a connection that was.
+    """Return `same`, `error` for a stream that ends with an error event, `refused` for an error in place of an answer,
+    `cut` for a connection that was.
 
     Raises AssertionError for any other answer: with another text, two ends, or none.
     """
@@ -147,10 +151,11 @@ def outcome(answer: Answered, expected: Answered) -> str:
     if answer == expected:
         return "same"
     assert len(errors_in(answer)) == 1, answer
-    if isinstance(answer.content, list):
-        assert_begins_alike(answer, expected)
-    else:
-        assert answer.status >= 500, answer
+    if not isinstance(answer.content, list):
+        assert answer.status == 503, answer
+        return "refused"
+    assert errors_in(Answered(content=answer.content[-1:])), answer
+    assert_begins_alike(answer, expected)
     return "error"
 
 
