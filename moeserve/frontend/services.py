@@ -34,6 +34,8 @@ _T = TypeVar("_T")
 _THREADS = 2
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
+# A text with so many characters per token that fits is looked at before it is tokenised as a whole.
+_MANY_CHARS = 8
 # About as long as rendering a tool's schema takes.
 _CHARS_PER_TOOL = 2000
 
@@ -191,10 +193,10 @@ class Services:
         least = len(text) // self.tokenizer.longest_token
         if least >= facts.max_model_len:
             raise context_length_exceeded(facts.max_model_len, least, 1, at_least=True, param=field)
-        if budget.take(len(text)):
-            token_ids = self._encode(text, mark)
-        else:
-            token_ids = await workers.run(len(text), partial(self._encode, text, mark))
+        encode = partial(self._encode, text, mark, facts.max_model_len)
+        token_ids = encode() if budget.take(len(text)) else await workers.run(len(text), encode)
+        if token_ids is None:
+            raise context_length_exceeded(facts.max_model_len, facts.max_model_len, 1, at_least=True, param=field)
         if not token_ids:
             raise invalid("The prompt has no tokens", field)
         return token_ids
@@ -208,7 +210,11 @@ class Services:
             texts.append(decode() if budget.take(chars) else await self.workers.run(chars, decode))
         return texts
 
-    def _encode(self, text: str, mark: str | None) -> list[int]:
+    def _encode(self, text: str, mark: str | None, most: int) -> list[int] | None:
+        """Return the token ids of a text, None for one that has far more than `most`."""
+        # Tokens that are counted in parts may be a few more, at the cuts, but never twice as many.
+        if len(text) > _MANY_CHARS * most and self.tokenizer.has_more(text, 2 * most):
+            return None
         if mark is None:
             return self.tokenizer.encode(text)
         return self.tokenizer.encode_rendered(text, mark)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.http import invalid
@@ -55,7 +56,7 @@ def render_job(messages: list[dict[str, Any]], arguments: dict[str, Any]) -> byt
     """
     try:
         # Not MessagePack: integers of clients are of any size.
-        return json.dumps([messages, arguments], separators=(",", ":")).encode()
+        return msgspec.json.encode([messages, arguments])
     except (ValueError, RecursionError):
         raise invalid("The messages cannot be given to the chat template: they are nested too deeply") from None
 

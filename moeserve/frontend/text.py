@@ -31,6 +31,8 @@ NO_IDS: frozenset[int] = frozenset()
 _MOST_PENDING = 32
 # Characters that are searched for special tokens in one go, which takes about a millisecond.
 _SEARCHED_AT_ONCE = 16_384
+# Characters that are tokenised in one go only to be counted.
+_COUNTED_AT_ONCE = 65_536
 
 
 class TextTokenizer:
@@ -76,6 +78,16 @@ class TextTokenizer:
         """Return the token ids of `text`, special tokens in it included. Releases the GIL."""
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def has_more(self, text: str, most: int) -> bool:
+        """Return whether the parts of a text have more tokens than `most`, without the memory that all of it takes."""
+        count = 0
+        for start in range(0, len(text), _COUNTED_AT_ONCE):
+            part = text[start : start + _COUNTED_AT_ONCE]
+            count += len(self._tokenizer.encode_batch_fast([part], add_special_tokens=False)[0])
+            if count > most:
+                return True
+        return False
 
     def spells_special(self, text: str) -> bool:
         """Return whether a token that `protect` cuts is spelled out in `text`."""
