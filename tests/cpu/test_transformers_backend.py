@@ -7,18 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernels.specs import Activation
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.llm import LLM
 from moeserve.memory_plan import plan_model
 from moeserve.model.hf.experts import activation_of
+from moeserve.model.hf.fused import FusedAttention
 from moeserve.model.hf.geometry import is_experts
+from moeserve.model.hf.loading import load_transformers_decoder
+from moeserve.model.hf.mixers import find_mixers
 from moeserve.model.hf.modelling import empty_model
-from moeserve.model.hf.spec import experts_by_layer
+from moeserve.model.hf.spec import experts_by_layer, read_transformers_spec
+from moeserve.model.hf.step import Step
 from moeserve.plan import SamplingParams
 from tests.support.tiny_models import save
 from tests.support.tiny_transformers import save_tiny, tiny_config
+from tests.support.transformers_parity import TOLERANCE, Memory, worst_difference
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=1)
 BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160, model_impl="transformers")
@@ -72,6 +78,40 @@ def test_experts_with_other_limits_in_other_layers_stay_with_transformers_code()
     assert len(modules) > 1
     modules[1].limit = 3.0  # type: ignore[assignment]
     assert experts_by_layer(code) == {}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_fused"), [("mixtral", 4), ("qwen3_moe", 4), ("mellum", 4), ("gpt_oss", 0), ("olmoe", 0)]
+)
+def test_attention_of_common_forms_is_fused(model_type: str, num_fused: int, tmp_path: Path) -> None:
+    own = save_tiny(model_type, tmp_path)
+    decoder = load_transformers_decoder(tmp_path, read_transformers_spec(tmp_path))
+    assert sum(isinstance(mixer.forward, FusedAttention) for _, mixer in find_mixers(decoder._code.body)) == num_fused
+    assert worst_difference(own, decoder) < TOLERANCE
+
+
+def test_angles_that_differ_between_their_halves_are_left_to_transformers() -> None:
+    cos, sin = torch.rand(1, 3, 8), torch.rand(1, 3, 8)
+    step = Step()
+    assert step.angles_of((cos, sin)) is None
+    twice = torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    angles = step.angles_of(twice)
+    assert angles is not None
+    assert torch.equal(angles[0], cos[0])
+    assert torch.equal(angles[1], sin[0])
+    assert step.angles_of(twice) is angles
+
+
+def test_what_transformers_keeps_in_its_own_form_goes_on_from_the_tokens_before_alone(tmp_path: Path) -> None:
+    save_tiny("minimax", tmp_path)
+    decoder = load_transformers_decoder(tmp_path, read_transformers_spec(tmp_path))
+    memory = Memory(decoder, [list(range(3, 40)), list(range(40, 80))])
+    wanted = memory.step([(0, 0, 9)])
+    memory.step([(0, 9, 10)])
+    for chunk in ((1, 9, 10), (0, 9, 10)):  # One that never was there, and one that is computed twice.
+        with pytest.raises(RuntimeError, match="state of a request's first 9 tokens"):
+            memory.step([chunk])
+    assert torch.equal(memory.step([(0, 0, 9)]), wanted)
 
 
 def test_a_gpu_is_refused(tmp_path: Path) -> None:

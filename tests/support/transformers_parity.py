@@ -111,7 +111,7 @@ def worst_difference(own: ModellingCode, decoder: TransformersDecoder) -> float:
     draw = torch.Generator().manual_seed(3)
     texts = [torch.randint(3, VOCAB, (count + _MORE,), generator=draw).tolist() for count in _PROMPTS]
     wanted = [own_logits(own, text, count) for text, count in zip(texts, _PROMPTS, strict=True)]
-    memory, worst = _Memory(decoder, texts), 0.0
+    memory, worst = Memory(decoder, texts), 0.0
     done = [0] * len(texts)
     kept: list[Tensor] = []
     for number in range(100):
@@ -143,7 +143,7 @@ def _chunks(texts: Sequence[Sequence[int]], done: Sequence[int], step: int) -> l
     return chunks
 
 
-def _after_a_hit(memory: _Memory, kept: Sequence[Tensor], text: Sequence[int], wanted: Tensor) -> float:
+def _after_a_hit(memory: Memory, kept: Sequence[Tensor], text: Sequence[int], wanted: Tensor) -> float:
     """Continue behind the shared tokens in other blocks and another slot, from the kept states."""
     for state, value in zip(memory.states, kept, strict=True):
         state[-1].copy_(value)
@@ -168,7 +168,7 @@ def own_logits(own: ModellingCode, text: Sequence[int], num_prompt: int) -> Tens
     return Head(own)(torch.cat(rows))
 
 
-class _Memory:
+class Memory:
     """KV blocks in scattered order and state slots: what a pool and a scheduler would hold."""
 
     def __init__(self, decoder: TransformersDecoder, texts: list[list[int]]) -> None:
@@ -232,6 +232,7 @@ hit, and compares with the model's own forward (largest difference of logits: {t
 - **Code**: `native` is our own decoder; `--model-impl transformers` computes these types by transformers' code, too.
 - **Mixers**, on transformers' code: `together` is one call for all requests of a step. `apart` is one call per request
   (single tokens of layers that keep nothing but states share one); projections are read once per request there.
+  Attention modules whose code says what llama's or qwen3's says are computed by our kernels from the projections on.
 - **Experts**: by our kernels, or by transformers' own code where our kernels do not know their form or activation.
 - Models on transformers' code run on a CPU.
 

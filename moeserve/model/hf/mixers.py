@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moeserve.model.hf.attention import attach
 from moeserve.model.hf.caches import StateLayer, cache_of, lane_layer
+from moeserve.model.hf.fused import fuse
 from moeserve.model.hf.geometry import Geometry, LayerMemory, new_cache, takes_cache
 from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.hf.step import PAGED, Lane, RowMask, Step
@@ -101,6 +102,9 @@ class Mixers:
             vars(mixer).pop("forward", None)
             if ways.together and self._goes_together(number, mixer):
                 self.num_together += 1
+                fused = fuse(mixer, self._memory_of(number), self._step)
+                if fused is not None:
+                    mixer.forward = fused
             else:
                 memory, cls = self._memory_of(number), self._geometry.cache_class
                 mixer.forward = _Apart(self._code, self._step, mixer, number, memory, cls, ways)
@@ -119,6 +123,14 @@ class Mixers:
 
 class PerLane(list[Any]):
     """An answer whose parts do not fit into one tensor; the next mixer gets its own part."""
+
+
+@dataclass(slots=True)
+class _Opaque:
+    """The cache of one request in a form of transformers' own, behind `num_tokens` tokens; None for a broken one."""
+
+    cache: Cache
+    num_tokens: int | None
 
 
 class _Apart:
@@ -141,8 +153,8 @@ class _Apart:
         self._forward = mixer.forward
         self._signature = inspect.signature(mixer.forward)
         self._dtype = next((p.dtype for p in mixer.parameters() if p.is_floating_point()), torch.float32)
-        # Of layers that transformers keeps in a form of its own: its cache of each request, by state slot.
-        self._opaque: dict[int, Cache] = {}
+        # Of layers that transformers keeps in a form of its own: what it keeps of each request, by state slot.
+        self._opaque: dict[int, _Opaque] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = self._step
@@ -167,13 +179,17 @@ class _Apart:
             rows = range(lane.first, lane.last)
             singles = (replace(lane, first=row, last=row + 1, start=lane.start + row - lane.first) for row in rows)
             return _join([self._one(arguments, place, self._cut(single)) for single in singles])
-        cache = self._cache_of(lane)
+        opaque = self._opaque_of(lane) if self._memory.opaque else None
+        cache = self._cache_of(lane) if opaque is None else opaque.cache
         own = {name: self._part(value, place, lane, cache) for name, value in arguments.items()}
         if self._ways.whole_angles and "position_embeddings" in own:
             positions = torch.arange(lane.end)[None]
             rows = next(value for name, value in own.items() if name == "hidden_states")
             own["position_embeddings"] = self._code.body.rotary_emb(rows, positions)
-        return self._forward(**own)
+        answer = self._forward(**own)
+        if opaque is not None:
+            opaque.num_tokens = lane.end
+        return answer
 
     @staticmethod
     def _cut(lane: Lane) -> Lane:
@@ -181,15 +197,27 @@ class _Apart:
 
     def _cache_of(self, lane: Lane) -> Cache:
         """What the mixer sees of one request."""
-        if self._memory.opaque:
-            if lane.start == 0 or lane.state not in self._opaque:
-                self._opaque[lane.state] = new_cache(self._cache_class, self._code.config)
-            return self._opaque[lane.state]
         states = {
             shape.name: self._step.state_pools[self._number][shape.name][lane.state : lane.state + 1]
             for shape in self._memory.states
         }
         return cache_of(Cache, [None] * self._number + [lane_layer(self._memory, self._step, lane, states)])
+
+    def _opaque_of(self, lane: Lane) -> _Opaque:
+        """What transformers keeps of a request; until the lane is computed nothing is known of it.
+
+        Raises RuntimeError unless it is that of the tokens before the lane. The engine then starts again, and computes
+        its open requests anew.
+        """
+        if lane.start == 0:
+            self._opaque[lane.state] = _Opaque(new_cache(self._cache_class, self._code.config), 0)
+        opaque = self._opaque.get(lane.state)
+        if opaque is None or opaque.num_tokens != lane.start:
+            raise RuntimeError(
+                f"layer {self._number} does not have the state of a request's first {lane.start} tokens any more"
+            )
+        opaque.num_tokens = None
+        return opaque
 
     def _with_shared_decodes(self, arguments: Mapping[str, Any], lanes: Sequence[Lane]) -> Any:
         """Layers of states only: all requests that continue with one token are the rows of one batch."""

@@ -48,6 +48,12 @@ class Projection(nn.Module):
         """dtype: of its input."""
         self._packed, self._dtype = packed, dtype
 
+    @property
+    def packed(self) -> Linear:
+        """The product of contiguous rows alone, [T, in_features] -> [T, out_features]."""
+        assert self._packed is not None
+        return self._packed
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         if self._packed is None:  # On the meta device, where shapes alone are of interest.
@@ -75,12 +81,12 @@ class Norm(nn.Module):
     def __init__(self, weight: Any, multiplier: Tensor, eps: float) -> None:
         """multiplier: what a normalised row is multiplied by, which the weight may be or not."""
         super().__init__()
-        self._multiplier, self._eps = multiplier, eps
+        self.multiplier, self.eps = multiplier, eps
         # Modelling code may read it.
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x.reshape(-1, x.shape[-1]), self._multiplier, self._eps).view(x.shape)
+        return rms_norm(x.reshape(-1, x.shape[-1]), self.multiplier, self.eps).view(x.shape)
 
 
 def replaceable_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

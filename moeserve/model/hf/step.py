@@ -53,7 +53,8 @@ class Step:
 
     slots: [T] int64, where the rows' tokens are kept. pools: the KV memory [heads, num_slots, dim], as
     `LayerMemory.pools` numbers it. state_pools: of each layer its states [num_rows, ...] by name. states: the row of
-    each request there. written: the layer that stored keys, by their identity. kinds: what is known of masks.
+    each request there. written: the layer that stored keys, by their identity. angles: those of rotary embeddings as
+    our kernels take them, by the identity of theirs. kinds: what is known of masks.
     """
 
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -62,6 +63,7 @@ class Step:
     state_pools: Sequence[Mapping[str, Tensor]] = ()
     states: Sequence[int] = ()
     written: dict[int, tuple[Tensor, LayerMemory]] = field(default_factory=dict)
+    angles: dict[int, tuple[Tensor, tuple[Tensor, Tensor] | None]] = field(default_factory=dict)
     running: bool = False
     kinds: dict[object, MaskKind] = field(default_factory=dict)
     _lanes: list[Lane] | None = None
@@ -81,6 +83,7 @@ class Step:
         """Forget the step's tensors."""
         self._lanes, self.running, self.pools, self.state_pools = None, False, (), ()
         self.written.clear()
+        self.angles.clear()
 
     @property
     def num_rows(self) -> int:
@@ -100,12 +103,19 @@ class Step:
         return self._lanes
 
     def kind_of(self, mask: RowMask) -> MaskKind:
-        key = _identity(mask.function, mask.local_size)
-        if key is None:
+        if mask.key is None:
             return MaskKind(None, causal=False)
-        if key not in self.kinds:
-            self.kinds[key] = _try_out(mask)
-        return self.kinds[key]
+        if mask.key not in self.kinds:
+            self.kinds[mask.key] = _try_out(mask)
+        return self.kinds[mask.key]
+
+    def angles_of(self, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Return cos, sin [T, R/2] of embeddings [1, T, R] that hold each angle twice; None for any other."""
+        known = self.angles.get(id(embeddings[0]))
+        if known is None:
+            # The embeddings are kept, so that no other ones get their identity.
+            known = self.angles[id(embeddings[0])] = embeddings[0], _halves(embeddings)
+        return known[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,7 @@ class RowMask:
 
     def __init__(self, function: Callable[..., Tensor], local_size: int | None) -> None:
         self.function, self.local_size = function, local_size
+        self.key = _identity(function, local_size)
 
     def seen(self, queries: Tensor, keys: Tensor) -> Tensor:
         """[Q] and [K] int64 positions -> [1, 1, Q, K] bool."""
@@ -135,6 +146,16 @@ class RowMask:
         """[1, 1, rows of the lane, keys] to be added to scores. first_key: the position of the first key."""
         seen = self.seen(torch.arange(lane.start, lane.end), torch.arange(first_key, lane.end))
         return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def _halves(embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+    num_angles = embeddings[0].shape[-1] // 2
+    halves = [part for tensor in embeddings for part in tensor[0].split(num_angles, -1)]
+    if embeddings[0].dim() != 3 or len(halves) != 4 or embeddings[0].shape != embeddings[1].shape:
+        return None
+    if not (torch.equal(halves[0], halves[1]) and torch.equal(halves[2], halves[3])):
+        return None
+    return halves[0].contiguous(), halves[2].contiguous()
 
 
 def _make_mask(mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> RowMask:
