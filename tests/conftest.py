@@ -27,3 +27,8 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Let the end of the process collect it, or libraries report leaks."""
+    gc.unfreeze()

@@ -30,7 +30,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from functools import cache
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -99,7 +98,7 @@ class _ServedPopen(subprocess.Popen):  # type: ignore[type-arg]
         request = {"command": job.command, "environment": job.environment, "folder": job.folder, "kept": [*job.kept]}
         with told:
             descriptors = [told.fileno(), *job.streams, *job.kept]
-            connection = _server(self._imports, job.environment.get("PYTHONPATH", ""))
+            connection = _SERVERS.connection(self._imports, job.environment.get("PYTHONPATH", ""))
             socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
         self.pid = int(self._told.recv(64))
         self._child_created = True
@@ -263,24 +262,52 @@ def _finished(status: int) -> int:
 # The server.
 
 
-@cache
-def _server(imports: str, python_path: str) -> socket.socket:
-    """A connection to the server of this run of pytest, started by the first process that needs it; one server for each
-    key of `_IMPORTS` and each PYTHONPATH, where `sitecustomize` may lie. It ends when nothing is connected any more."""
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    address = f"\0moeserve-{sha256(f'{run} {ROOT} {imports} {python_path}'.encode()).hexdigest()}"
-    connection = None
-    while connection is None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            try:
-                listener.bind(address)
-            except OSError:
-                connection = _connected(address)
-            else:
-                listener.listen(64)
-                connection = _start_server(listener, imports, python_path)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LARGEST_REQUEST)
-    return connection
+class _Servers:
+    """This process's connections to the servers of its run of pytest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connections: dict[tuple[str, str], socket.socket] = {}
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def connection(self, imports: str, python_path: str) -> socket.socket:
+        """A connection to a server, started by the first process that needs it; one server for each key of `_IMPORTS`
+        and each PYTHONPATH, where `sitecustomize` may lie. It ends when nothing is connected any more."""
+        with self._lock:
+            if not self._connections:
+                atexit.register(self._end)
+            key = (imports, python_path)
+            if key not in self._connections:
+                self._connections[key] = self._connect(*key)
+                self._connections[key].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _LARGEST_REQUEST)
+            return self._connections[key]
+
+    def _connect(self, imports: str, python_path: str) -> socket.socket:
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        address = f"\0moeserve-{sha256(f'{run} {ROOT} {imports} {python_path}'.encode()).hexdigest()}"
+        while True:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                try:
+                    listener.bind(address)
+                except OSError:
+                    connection = _connected(address)
+                    if connection is not None:
+                        return connection
+                else:
+                    listener.listen(64)
+                    server, connection = _start_server(listener, imports, python_path)
+                    self._started.append(server)
+                    return connection
+
+    def _end(self) -> None:
+        # First all of them: a server that another process has started waits for these, as this one's for its.
+        for connection in self._connections.values():
+            connection.close()
+        for server in self._started:
+            server.wait()
+
+
+_SERVERS = _Servers()
 
 
 def _connected(address: str) -> socket.socket | None:
@@ -296,8 +323,10 @@ def _connected(address: str) -> socket.socket | None:
     return None
 
 
-def _start_server(listener: socket.socket, imports: str, python_path: str) -> socket.socket:
-    """Its first connection, which keeps it."""
+def _start_server(
+    listener: socket.socket, imports: str, python_path: str
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The server and its first connection."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptors = [listener.fileno(), there.fileno()]
     with there:
@@ -320,13 +349,7 @@ def _start_server(listener: socket.socket, imports: str, python_path: str) -> so
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             },
         )
-
-    def end() -> None:
-        here.close()
-        server.wait()
-
-    atexit.register(end)
-    return here
+    return server, here
 
 
 def _import_the_service() -> list[Callable[..., Any]]:
