@@ -1,8 +1,8 @@
 """`python -m benchmarks.constrained`: what a JSON schema costs a decode step of the demo on this machine's CPU.
 
-Rounds with and without the schema take turns in one process, so that a machine that gets slower slows both. The end of
-the schema is far away, which keeps every stream going. A round without it draws its tokens too, but goes on with those
-of the round before: other tokens would choose other experts, and take another time for that.
+Every step is computed twice, with the schema and without it, in turns which goes first: the same tokens at the same
+positions choose the same experts, and whatever else the machine does slows both. The streams go on with the schema's
+tokens; its end is far away, which keeps every stream going.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
@@ -23,9 +23,9 @@ from moeserve.frontend.constraints import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.memory_plan import plan_model
 from moeserve.model.demo import ensure_demo
-from moeserve.plan import Computed, Pending, Request, SamplingParams, StepPlan, StepResult
+from moeserve.plan import Chunk, Computed, Pending, Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduler import Scheduler
-from moeserve.steps import LocalExecutor, Runner, Steps
+from moeserve.steps import Runner, Steps
 
 PROMPT = "List the staff of a hospital as JSON."
 SCHEMA = {
@@ -51,83 +51,96 @@ SCHEMA = {
 }
 
 
+# The first one computes the prompts; grammars and caches are new in the next.
+_FIRST_STEP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a step took: seconds, and CPU seconds of the thread that computes it."""
+
+    wall: float
+    cpu: float
+
+
 @dataclass
-class Teacher:
-    """An executor that remembers the tokens of streams, by request and position, or gives the remembered ones."""
+class Twice:
+    """An executor that computes every step with its grammars and without them, and gives the result with them."""
 
     runner: Runner
-    teaches: bool = False
-    tokens: dict[tuple[str, int], int] = field(default_factory=dict)
+    plain: list[Cost] = field(default_factory=list)
+    constrained: list[Cost] = field(default_factory=list)
 
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
-        results = LocalExecutor(self.runner).launch(plans).result()
-        for chunk, result in zip(plans[0].chunks, results[0].chunks, strict=True):
-            if result.error is not None:
-                raise RuntimeError(result.error)
-            place = chunk.request_id, chunk.start + len(chunk.token_ids)
-            if self.teaches:
-                result.token_id = self.tokens[place]
-            elif result.token_id is not None:
-                self.tokens[place] = result.token_id
-        return Computed(results)
+        (plan,) = plans
+        without = replace(plan, chunks=[_without_grammar(chunk) for chunk in plan.chunks])
+        plain_first = len(self.plain) % 2 == 0
+        if plain_first:
+            self.plain.append(self._compute(without)[0])
+        cost, result = self._compute(plan)
+        self.constrained.append(cost)
+        if not plain_first:
+            self.plain.append(self._compute(without)[0])
+        for computed in result.chunks:
+            if computed.error is not None:
+                raise RuntimeError(computed.error)
+        return Computed([result])
 
     def check(self) -> None:
         """Do nothing: no other rank can be missing."""
 
+    def _compute(self, plan: StepPlan) -> tuple[Cost, StepResult]:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        result = self.runner.launch(plan).result()
+        return Cost(time.perf_counter() - wall, time.thread_time() - cpu), result
+
+
+def _without_grammar(chunk: Chunk) -> Chunk:
+    sampling = chunk.sampling
+    return chunk if sampling is None else replace(chunk, sampling=replace(sampling, grammar=None), extras=None)
+
 
 class Bench:
-    """A model with one rank, and the rounds of streams with one prompt."""
+    """A model with one rank, and streams of one prompt and the schema."""
 
     def __init__(self, folder: Path, max_streams: int) -> None:
         config = ServeConfig(max_num_seqs=max_streams, max_model_len=1024, enable_prefix_caching=False)
         rank = load_rank(folder, plan_model(folder, config), config, lambda _: None).start()
         self._scheduler: Scheduler = build_scheduler(config, rank.model.kv)[0]
-        self._teacher = Teacher(rank.runner)
-        self._steps = Steps(self._scheduler, self._teacher, 0)
+        self._runner = rank.runner
         self._prompt = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids
         self._eos = tuple(rank.model.eos_token_ids)
         self._grammar = constraint_of(OutputFormat("json_schema", SCHEMA)).grammar
 
-    def compare(self, streams: int, steps: int, rounds: int) -> tuple[float, float]:
-        """Return the median seconds of a decode step without and with the schema. The first rounds do not count."""
-        plain, constrained = [], []
-        for number in range(rounds + 1):
-            constrained.append(self._round(streams, steps, number, self._grammar))
-            plain.append(self._round(streams, steps, number, None))
-        return statistics.median(plain[1:]), statistics.median(constrained[1:])
-
-    def _round(self, streams: int, steps: int, number: int, grammar: str | None) -> float:
-        """Return the median seconds of the steps in which every stream decodes one token."""
-        self._teacher.teaches = grammar is None
+    def measure(self, streams: int, steps: int) -> Twice:
+        """Return what the steps cost in which every stream decodes one token, but for the first few."""
         for stream in range(streams):
-            seed = 100 * number + stream
-            sampling = SamplingParams(steps + 1, seed=seed, stop_token_ids=self._eos, grammar=grammar)
+            sampling = SamplingParams(steps + 1, seed=stream, stop_token_ids=self._eos, grammar=self._grammar)
             self._scheduler.add(Request(f"{stream}", array("i", self._prompt), sampling))
-        times = []
-        while True:
-            started = time.perf_counter()
-            outputs = self._steps.advance()
-            if outputs is None:
-                break
-            if len(outputs) == streams:
-                times.append(time.perf_counter() - started)
+        twice = Twice(self._runner)
+        steps_of = Steps(self._scheduler, twice, 0)
+        while steps_of.advance() is not None:
+            pass
         self._scheduler.take_started()
-        # The first one computes the prompts.
-        return statistics.median(times[1:])
+        return Twice(self._runner, twice.plain[_FIRST_STEP:], twice.constrained[_FIRST_STEP:])
 
 
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path), help="Folder of a model; the demo unless given.")
 @click.option("--streams", multiple=True, type=int, default=(1, 16), show_default=True, help="How many at once.")
-@click.option("--steps", type=click.IntRange(min=4), default=48, show_default=True, help="Decode steps of a round.")
-@click.option("--rounds", type=click.IntRange(min=1), default=6, show_default=True, help="Rounds of each kind.")
-def command(model: Path | None, streams: tuple[int, ...], steps: int, rounds: int) -> None:
+@click.option("--steps", type=click.IntRange(min=20), default=240, show_default=True, help="Decode steps.")
+def command(model: Path | None, streams: tuple[int, ...], steps: int) -> None:
     """Print, for each number of streams, a step's time without and with the schema, and their ratio."""
     bench = Bench(model or ensure_demo(), max(streams))
     for count in streams:
-        plain, constrained = bench.compare(count, steps, rounds)
-        ratio = constrained / plain
-        click.echo(f"{count:3} streams: {1000 * plain:.2f} ms plain, {1000 * constrained:.2f} ms with: x {ratio:.3f}")
+        twice = bench.measure(count, steps)
+        for name in ("wall", "cpu"):
+            plain, constrained = ([getattr(cost, name) for cost in part] for part in (twice.plain, twice.constrained))
+            ratio = statistics.median(constrained) / statistics.median(plain)
+            times = (
+                f"{1000 * statistics.median(plain):.2f} ms plain, {1000 * statistics.median(constrained):.2f} ms with"
+            )
+            click.echo(f"{count:3} streams, {name:4}: {times}: x {ratio:.3f}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
@@ -20,8 +20,9 @@ class CachedPrefix:
     """A run of the tree. `num_prefix_tokens` is the length of the prefix that it ends, its own tokens included.
 
     `hits` and `tokens_saved` count the requests whose match ended in this run. Ages and remaining times are in the
-    caller's time: `unused_for` since the last release, `retained_for` from now on (None: not retained by this run
-    itself). `is_retained`: by this run's retention or one below it. `preview` are the first tokens of the run.
+    caller's time: `unused_for` since the last request that used it has ended (0: one uses it), `retained_for` from now
+    on (None: not retained by this run itself). `is_retained`: by this run's retention or one below it. `preview` are
+    the first tokens of the run.
     """
 
     serial: int
@@ -54,8 +55,10 @@ def list_prefixes(
             complete = False
             break
         visited.append((depth, node))
-    best = nlargest(limit, visited, key=lambda run: (run[1].saved_tokens, run[1].used_at, run[1].last_used))
-    return [_prefix(tree, node, depth, block_size) for depth, node in best], len(visited), complete
+    latest = _latest_uses(visited)
+    best = nlargest(limit, visited, key=lambda run: (run[1].saved_tokens, latest[run[1]], run[1].last_used))
+    found = [_prefix(tree, node, depth, block_size, latest[node]) for depth, node in best]
+    return found, len(visited), complete
 
 
 def _runs(tree: RadixTree, account: str | None) -> Iterator[tuple[int, Node]]:
@@ -74,7 +77,16 @@ def _runs(tree: RadixTree, account: str | None) -> Iterator[tuple[int, Node]]:
                 waiting.extend((depth, child) for child in node.children.values())
 
 
-def _prefix(tree: RadixTree, node: Node, depth: int, block_size: int) -> CachedPrefix:
+def _latest_uses(visited: Sequence[tuple[int, Node]]) -> dict[Node, float]:
+    """Return the time of each run's latest use: whoever used a run below it used it, too. Parents are visited first."""
+    latest = {node: node.used_at for _, node in visited}
+    for _, node in reversed(visited):
+        if node.parent in latest:
+            latest[node.parent] = max(latest[node.parent], latest[node])
+    return latest
+
+
+def _prefix(tree: RadixTree, node: Node, depth: int, block_size: int, used_at: float) -> CachedPrefix:
     retention, parent = node.retention, node.parent
     has_deadline = retention is not None and retention.until > 0
     return CachedPrefix(
@@ -86,7 +98,7 @@ def _prefix(tree: RadixTree, node: Node, depth: int, block_size: int) -> CachedP
         num_blocks=len(node.blocks),
         hits=node.hits,
         tokens_saved=node.saved_tokens,
-        unused_for=tree.now - node.used_at,
+        unused_for=0.0 if node.pins else tree.now - used_at,
         retained_for=max(0.0, retention.until - tree.now) if retention is not None and has_deadline else None,
         is_retained=node.keeps > 0,
         is_pinned=retention is not None and retention.is_pinned,
