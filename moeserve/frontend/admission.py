@@ -206,7 +206,8 @@ class Admission:
         """Return how long a new request would wait by what is known."""
         if self._load is None:
             return 0.0
-        num_new = sum(tenant == terms.tenant for _, tenant in self._new)
+        # The others will have taken about as many.
+        num_new = self._num_frontends * sum(tenant == terms.tenant for _, tenant in self._new)
         return self._load.wait_s(terms.tenant, terms.weight, num_new)
 
     def _retry_after_s(self, terms: Terms, wait_s: float | None = None) -> float:

@@ -84,18 +84,26 @@ def holder(running: Service, port: int) -> str:
     raise AssertionError("no child holds the connection")
 
 
-@pytest.fixture
-def both(running: Service) -> Iterator[list[Connection]]:
-    """A connection to each process, in their order."""
+def connection_to_each(running: Service) -> dict[str, Connection]:
+    """Return a connection to each of two processes, by its name. Others stay open until both have one."""
     found: dict[str, Connection] = {}
     others = []
     while len(found) < 2:
         assert len(others) < 300, "one process accepts everything"
-        connection = Connection(running)
-        others.append(connection)
-        found.setdefault(connection.name, connection)
-    yield [found["frontend"], found["frontend 1"]]
+        others.append(Connection(running))
+        found.setdefault(others[-1].name, others[-1])
     for connection in others:
+        if connection not in found.values():
+            connection.close()
+    return found
+
+
+@pytest.fixture
+def both(running: Service) -> Iterator[list[Connection]]:
+    """A connection to each process, in their order."""
+    found = connection_to_each(running)
+    yield [found["frontend"], found["frontend 1"]]
+    for connection in found.values():
         connection.close()
 
 
@@ -202,7 +210,7 @@ def test_a_hung_process_is_killed_and_costs_its_own_streams_only(running: Servic
 def test_requests_of_every_kind_are_answered_alike_or_cut(running: Service, name: str, number: signal.Signals) -> None:
     base_url = str(running.http.base_url)
     undisturbed = Traffic(base_url, COMPARED).start().wait()
-    for _ in range(4 if number == signal.SIGKILL else 2):
+    for _ in range(2):
         wait_until_whole(running)
         pid = children_of(running.process.pid)[name]
         traffic = Traffic(base_url, COMPARED).start()
@@ -212,6 +220,21 @@ def test_requests_of_every_kind_are_answered_alike_or_cut(running: Service, name
             assert answer.error is not None or answer == undisturbed[kind], kind
         assert not is_alive(pid)
     wait_until_whole(running)
+
+
+@pytest.mark.long
+def test_a_drain_lets_the_streams_of_both_finish(tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+    with service(model, tmp_path_factory.mktemp("s"), "--num-frontends", "2") as started:
+        found = connection_to_each(started)
+        streams = [connection.stream(**{**SAMPLED, "max_tokens": 1500}) for connection in found.values()]
+        begun = [next(stream) for stream in streams]
+        started.process.send_signal(signal.SIGTERM)
+        texts = [text + "".join(stream) for text, stream in zip(begun, streams, strict=True)]
+        assert texts[0] == texts[1]
+        assert len(texts[0]) > 1000
+        assert started.end() == 0
+        assert started.leaves_nothing()
 
 
 def test_nothing_is_left_of_a_killed_supervisor(running: Service) -> None:

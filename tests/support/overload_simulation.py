@@ -55,6 +55,7 @@ class Client:
     has_left: bool = False
     refusals: list[float] = field(default_factory=list)
     places: ExitStack = field(default_factory=ExitStack)
+    admission: Admission | None = None
 
     @property
     def ttft(self) -> float | None:
@@ -73,10 +74,16 @@ def poisson(rate: float, seconds: float, seed: int, start: float = 0.0) -> list[
 
 
 class OverloadSimulation:
-    """Runs clients against one scheduler and one frontend."""
+    """Runs clients against one scheduler and some frontends, each try at one that is drawn."""
 
     def __init__(
-        self, *, slo: Slo | None = USUAL, max_num_seqs: int = 64, num_blocks: int = 2000, slowness: float = 1.0
+        self,
+        *,
+        slo: Slo | None = USUAL,
+        max_num_seqs: int = 64,
+        num_blocks: int = 2000,
+        slowness: float = 1.0,
+        num_frontends: int = 1,
     ) -> None:
         self.scheduler = Scheduler(
             [PrefixCache(num_blocks, 16)],
@@ -91,7 +98,11 @@ class OverloadSimulation:
         self._slowness = slowness
         self._random = Random(7)
         self.rejections: Counter[str] = Counter()
-        self.admission = Admission(self.rejections, self._random.random, lambda: self._clock)
+        self.admissions = [
+            Admission(self.rejections, self._random.random, lambda: self._clock, num_frontends)
+            for _ in range(num_frontends)
+        ]
+        self._draw = Random(8)
         self._clock = 0.0
         self._events: list[tuple[float, int, str, Client]] = []
         self._num_events = 0
@@ -126,8 +137,9 @@ class OverloadSimulation:
     def _ask(self, client: Client) -> None:
         client.asked_at = self._clock
         client.tries -= 1
+        client.admission = self._draw.choice(self.admissions)
         try:
-            client.places.enter_context(self.admission.hold(1, self._capacity, client.terms))
+            client.places.enter_context(client.admission.hold(1, self._capacity, client.terms))
         except ApiError as error:
             self._refused(client, error.retry_after_s or 0.0)
             return
@@ -135,6 +147,11 @@ class OverloadSimulation:
         self._open[client.name] = client
         if client.leaves_s is not None:
             self._push(self._clock + client.leaves_s, "leave", client)
+
+    def _come_back(self, client: Client, wait_s: float | None = None) -> None:
+        """Have a client told what the frontend says that it had asked."""
+        assert client.admission is not None
+        self._refused(client, client.admission.late(client.terms, wait_s).retry_after_s or 0.0)
 
     def _refused(self, client: Client, retry_after_s: float) -> None:
         client.refusals.append(retry_after_s)
@@ -154,7 +171,7 @@ class OverloadSimulation:
             client = self._open[output.request.request_id]
             self._end(client)
             self._clock = self.now
-            self._refused(client, self.admission.late(client.terms).retry_after_s or 0.0)
+            self._come_back(client)
         plans = scheduler.schedule()
         if plans is None:
             self._tell()
@@ -190,11 +207,12 @@ class OverloadSimulation:
             self._end(client)
             self._clock = self.now
             wait_s = self.scheduler.load().wait_s(client.terms.tenant, client.terms.weight)
-            self._refused(client, self.admission.late(client.terms, max(1.0, wait_s)).retry_after_s or 0.0)
+            self._come_back(client, max(1.0, wait_s))
 
     def _tell(self) -> None:
         self._told_at = self.now
-        self.admission.on_load(self.scheduler.load())
+        for admission in self.admissions:
+            admission.on_load(self.scheduler.load())
 
     def _end(self, client: Client) -> None:
         del self._open[client.name]

@@ -53,6 +53,14 @@ def test_goodput_in_overload_is_that_at_capacity(load: float, kind: str) -> None
     simulation.scheduler.check_idle()
 
 
+def test_several_frontends_refuse_as_well_as_one() -> None:
+    asked = clients(4.0, tries=20)
+    simulation = OverloadSimulation(num_frontends=4)
+    simulation.run(asked)
+    assert num_good(asked) >= 0.95 * good_at_capacity()
+    simulation.scheduler.check_idle()
+
+
 @pytest.mark.parametrize("load", [2.0, 4.0])
 def test_goodput_holds_where_a_full_step_takes_most_of_the_time_to_the_first_token(load: float) -> None:
     slow = 3.0
