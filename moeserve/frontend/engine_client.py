@@ -250,7 +250,8 @@ class EngineClient:
         self.num_restarts = self._num_restarts_told
         self.ready, self.away_reason, self.lost = ready, None, asyncio.Event()
         log.info("engine_ready", pid=ready.pid, device=ready.device, max_model_len=ready.max_model_len)
-        self._suspects = deque(self._open_groups())
+        # Requests in the background may wait long for their turn in the engine.
+        self._suspects = deque(sorted(self._open_groups(), key=lambda group: group.in_background))
         self._try_next()
 
     def _try_next(self) -> None:

@@ -100,6 +100,11 @@ class RequestGroup:
         return len(self._open)
 
     @property
+    def in_background(self) -> bool:
+        """Whether the requests give way to all others."""
+        return self._sequences[0].generate.terms.background
+
+    @property
     def has_passed(self) -> bool:
         """Whether each request has ended, or is beyond where it was when the engine before died."""
         return self._failure is not None or all(

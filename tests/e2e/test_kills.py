@@ -23,12 +23,14 @@ from tests.support.tiny_checkpoint import write_tiny_checkpoint
 SIGNALS = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM, signal.SIGSTOP)
 # What the short suite has of the matrix, beside the tests of single processes.
 SHORT = {("engine", "prefill"), ("engine", "drain"), ("rank", "migration")}
-BOTH = ("--max-restarts", "1000", "--max-model-len", "32768", "--max-num-batched-tokens", "256", "--slo", "ttft:100s")
-ONE = ("--engine-timeout", "2", *BOTH)
+# On a busy machine too every request is to be answered, and a drain to last until it is.
+SLOW = ("--slo", "ttft:100s", "--shutdown-timeout", "100")
+BOTH = ("--max-restarts", "1000", "--max-model-len", "32768", "--max-num-batched-tokens", "256", *SLOW)
+ONE = ("--engine-timeout", "4", *BOTH)
 TWO = ("--engine-timeout", "10", "--expert-parallel-size", "2", *BOTH)
 # Experts are placed anew as often as that can be.
 RESTLESS = ("--rebalance-interval", "1", "--rebalance-threshold", "0")
-_WORDS = "It was the age of wisdom, it was the age of foolishness, " * 200
+_WORDS = "It was the age of wisdom, it was the age of foolishness, " * 100
 PROMPTS = {
     f"long prompt {number}": (
         "/v1/completions",
@@ -66,10 +68,9 @@ def restless(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answered]:
-    """The answers of a service of one rank, which are those of several."""
-    with service(model, tmp_path_factory.mktemp("s"), *ONE) as running:
-        answers = Traffic(str(running.http.base_url), TRAFFIC | PROMPTS).start().wait()
+def undisturbed(one: Service) -> dict[str, Answered]:
+    """The answers of a service of one rank, before anything happens to it; they are those of several ranks."""
+    answers = Traffic(str(one.http.base_url), TRAFFIC | PROMPTS).start().wait()
     assert {name: answer.status for name, answer in answers.items()} == dict.fromkeys(answers, 200)
     return answers
 

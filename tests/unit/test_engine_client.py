@@ -15,7 +15,7 @@ from moeserve.config import ServeConfig
 from moeserve.frontend import engine_client
 from moeserve.frontend.engine_client import EngineClient
 from moeserve.frontend.request_group import EngineGone
-from moeserve.plan import SamplingParams
+from moeserve.plan import SamplingParams, Terms
 from moeserve.wire import (
     Abort,
     EngineNews,
@@ -127,8 +127,9 @@ class Lives:
         os.close(self._news)
 
 
-def generate(name: str) -> list[Generate]:
-    return [Generate(name, pack_token_ids([1, 2]), SamplingParams(max_tokens=50))]
+def generate(name: str, *, background: bool = False) -> list[Generate]:
+    terms = Terms(background=background)
+    return [Generate(name, pack_token_ids([1, 2]), SamplingParams(max_tokens=50), terms=terms)]
 
 
 def test_an_engine_that_dies_ends_the_request_at_fault_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +158,19 @@ def test_an_engine_that_dies_ends_the_request_at_fault_alone(tmp_path: Path, mon
             assert link.asked() == ["a", "c"]
             assert [*unpack_token_ids(link.generates[0].output_token_ids)] == [5, 6, 7, 8, 9, 10]
             assert [token for _, output in await a.next() for token in output.token_ids] == [*range(5, 15)]
+        await lives.end()
+
+    asyncio.run(run())
+
+
+def test_requests_in_the_background_are_tried_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        lives = Lives(tmp_path, monkeypatch)
+        client = lives.client
+        link = await lives.begin()
+        async with client.submit(generate("a", background=True)), client.submit(generate("b")):
+            link.die()
+            assert (await lives.begin()).asked() == ["b"]
         await lives.end()
 
     asyncio.run(run())
