@@ -8,7 +8,6 @@ known before the model loads. `M` is a pipe on which the event loop ticks, so th
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import os
 import socket
@@ -17,6 +16,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from moeserve.config import ConfigError
+from moeserve.frontend.allocator import bound_pools
 from moeserve.frontend.logs import configure_logs
 from moeserve.frontend.server import serve
 from moeserve.frontend.services import Services
@@ -26,8 +26,6 @@ from moeserve.wire import load_run_context
 # The model cannot be served, so another start would fail alike.
 EXIT_MODEL = 3
 _SWITCH_S = 0.001
-# Of glibc's `mallopt`: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX.
-_ALLOCATOR = ((-3, 256 * 1024), (-1, 2 * 2**20), (-8, 2))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,16 +57,13 @@ def main(arguments: list[str] | None = None) -> int:
 def settle() -> None:
     """Let long work of threads hold up the event loop less, and let big bodies give their memory back.
 
-    By default a thread computes for 5 ms before another one gets the interpreter, the collector goes through all that
-    was imported, and the allocator keeps what was freed, in one pool per core.
+    By default a thread computes for 5 ms before another one gets the interpreter, and the collector goes through all
+    that was imported.
     """
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()
     gc.freeze()
-    with suppress(AttributeError):  # a C library without it
-        mallopt = ctypes.CDLL(None).mallopt
-        for option, value in _ALLOCATOR:
-            mallopt(option, value)
+    bound_pools()
 
 
 def leave(status: int) -> NoReturn:
