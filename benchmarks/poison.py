@@ -5,7 +5,8 @@ while two processes of their own watch `/health` every 10 ms and a stream of a t
 they watch an idle server for as long as `--pause`, so that what the machine itself does shows.
 
 Printed are the delays of both and the longest time for which the event loop did nothing but one thing: on the clock,
-which counts what the machine and other threads take, and in processor time of its own thread, which does not.
+which counts what the machine takes too, in processor time of its own thread, and of all threads of the process, which
+is the most that they can have held it up.
 """
 
 from __future__ import annotations
@@ -174,11 +175,13 @@ class Ticks:
         while len(record := pipe.read(TICK.size)) == TICK.size:
             self.turns.append(TICK.unpack(record))
 
-    def longest(self, start: float, end: float) -> tuple[float, float]:
-        """Return the longest time between two turns, on the clock and of the thread, in seconds."""
+    def longest(self, start: float, end: float) -> tuple[float, float, float]:
+        """Return the longest time between two turns, in seconds: on the clock, and the processor time of the loop's
+        thread and of all threads."""
         found = [turn for turn in self.turns if start <= turn[0] <= end]
         pairs = list(pairwise(found))
-        return max((b[0] - a[0] for a, b in pairs), default=0.0), max((b[1] - a[1] for a, b in pairs), default=0.0)
+        clock, own, every = (max((b[which] - a[which] for a, b in pairs), default=0.0) for which in range(3))
+        return clock, own, every
 
 
 @dataclass
@@ -323,20 +326,20 @@ def report(rounds: list[Round], health: list[Sample], stream: list[Sample], tick
         some = [one for one in rounds if one.copies == copies]
         figures = []
         for one in some:
-            clock, thread = ticks.longest(one.start, one.end)
-            asked = max(_within(health, one.start, one.end))
-            figures.append((max(asked, clock), asked, max(_within(stream, one.start, one.end)), clock, thread, one))
+            clock, thread, threads = ticks.longest(one.start, one.end)
+            asked, late = (max(_within(seen, one.start, one.end)) for seen in (health, stream))
+            figures.append((threads, asked, late, clock, thread, one))
         figures.sort(key=lambda figure: -figure[0])
         click.echo(f"\n{copies} at once, the worst {worst} of {len(some)}: longest times in ms, memory in MiB\n")
-        click.echo("| request | answers | s | `/health` | stream | loop, clock | loop, CPU | memory | helpers |")
-        click.echo("|---|---|---|---|---|---|---|---|---|")
-        for _, asked, late, clock, thread, one in figures[:worst]:
+        click.echo("| request | answers | s | `/health` | stream | loop, clock | CPU | all CPU | memory | helpers |")
+        click.echo("|---|---|---|---|---|---|---|---|---|---|")
+        for threads, asked, late, clock, thread, one in figures[:worst]:
             answers = ", ".join(f"{count} x {status}" for status, count in sorted(one.statuses.items()))
-            told = " | ".join(f"{1000 * value:.0f}" for value in (asked, late, clock, thread))
+            told = " | ".join(f"{1000 * value:.0f}" for value in (asked, late, clock, thread, threads))
             seconds = one.end - one.start
             click.echo(f"| {one.poison} | {answers} | {seconds:.1f} | {told} | {one.memory:.0f} | {one.helpers:.0f} |")
-    click.echo("\n| | `/health` p50 / p99 / max, ms | stream late p50 / p99 / max, ms | loop, clock | loop, CPU |")
-    click.echo("|---|---|---|---|---|")
+    click.echo("\n| | `/health` p50 / p99 / max, ms | stream late p50 / p99 / max, ms | loop, clock | CPU | all CPU |")
+    click.echo("|---|---|---|---|---|---|")
     spans = {"quiet": [(one.quiet_from, one.start) for one in rounds]}
     for copies in sorted({one.copies for one in rounds}):
         spans[f"{copies} at once"] = [(one.start, one.end) for one in rounds if one.copies == copies]
@@ -357,8 +360,12 @@ def report(rounds: list[Round], health: list[Sample], stream: list[Sample], tick
 @click.option("--copies", default="1,16", show_default=True, help="How many times at once, separated by commas.")
 @click.option("--size", default=SIZE, show_default=True, help="Bytes of a body at most.")
 @click.option("--pause", default=0.3, show_default=True, help="Seconds of quiet before each.")
+@click.option("--skip", default=0, show_default=True, help="Poisons to leave out at the beginning.")
+@click.option("--seconds", default=1e9, help="Begin no further one after so many seconds.")
 @click.option("--worst", default=15, show_default=True, help="Rows of the tables.")
-def command(model: Path | None, only: str, copies: str, size: int, pause: float, worst: int) -> None:
+def command(
+    model: Path | None, only: str, copies: str, size: int, pause: float, skip: int, seconds: float, worst: int
+) -> None:
     """Print tables."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, watched_frontend(model or ensure_demo(), Path(folder)) as watched:
@@ -369,13 +376,14 @@ def command(model: Path | None, only: str, copies: str, size: int, pause: float,
             process.start()
             watchers.append(mine)
         time.sleep(2.0)  # Until the watchers have started.
-        rounds = []
-        for poison in poisons(size):
-            if only not in poison.name:
+        rounds: list[Round] = []
+        end = time.monotonic() + seconds
+        for number, poison in enumerate(poisons(size)):
+            if only not in poison.name or number < skip or time.monotonic() > end:
                 continue
             for count in map(int, copies.split(",")):
                 rounds.append(play(watched, poison, count, pause))
-                click.echo(f"{poison.name} x {count}: {dict(rounds[-1].statuses)}", err=True)
+                click.echo(f"{number} {poison.name} x {count}: {dict(rounds[-1].statuses)}", err=True)
         for watcher in watchers:
             watcher.send(None)
         health, stream = (watcher.recv() for watcher in watchers)

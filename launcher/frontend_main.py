@@ -8,7 +8,6 @@ ticks, so that the supervisor sees it hang. On pipe `L` the supervisor tells of 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import NoReturn
 
 from launcher.child import die_with_parent
 from moeserve.config import ConfigError
+from moeserve.frontend.allocator import bound_pools
 from moeserve.frontend.logs import configure_logs
 from moeserve.frontend.server import serve
 from moeserve.frontend.services import Services
@@ -29,8 +29,6 @@ from moeserve.wire import load_run_context
 EXIT_MODEL = 3
 _NEW_OBJECTS = 20_000
 _SWITCH_S = 0.001
-# Of glibc's `mallopt`: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX.
-_ALLOCATOR = ((-3, 256 * 1024), (-1, 2 * 2**20), (-8, 2))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,19 +66,15 @@ def main(arguments: list[str] | None = None) -> int:
 def settle() -> None:
     """Let long work of threads hold up the event loop less, and big bodies give their memory back.
 
-    By default a thread computes for 5 ms before another one gets the interpreter, and the allocator keeps what was
-    freed, in one pool per core. Cyclic garbage is looked for after many new objects, and among those alone: a step's
-    tokens of many streams are more objects at once than Python waits for, and looking through all that was loaded took
-    a fifth of a token's CPU.
+    By default a thread computes for 5 ms before another one gets the interpreter. Cyclic garbage is looked for after
+    many new objects, and among those alone: a step's tokens of many streams are more objects at once than Python waits
+    for, and looking through all that was loaded took a fifth of a token's CPU.
     """
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS)
-    with suppress(AttributeError):  # a C library without it
-        mallopt = ctypes.CDLL(None).mallopt
-        for option, value in _ALLOCATOR:
-            mallopt(option, value)
+    bound_pools()
 
 
 def leave(status: int) -> NoReturn:

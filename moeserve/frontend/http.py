@@ -245,6 +245,13 @@ class PatientSend:
         finally:
             self._due = math.inf
 
+    def end(self) -> None:
+        """Let go of the request: its timer would hold all of it for as long as a client may take to read."""
+        self._sender = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _check(self, loop: asyncio.AbstractEventLoop) -> None:
         """Cancel the message that waits if it is too late, else look again when it will be."""
         self._timer = None

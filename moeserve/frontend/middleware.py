@@ -53,7 +53,8 @@ class RequestBoundary:
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "log": {}, "arrival": started}
-        response = _Response(PatientSend(send, limits.SEND_TIMEOUT_S), request_id)
+        patient = PatientSend(send, limits.SEND_TIMEOUT_S)
+        response = _Response(patient, request_id)
         try:
             await self._app(scope, receive, response)
         except ClientDisconnected:
@@ -68,6 +69,7 @@ class RequestBoundary:
         except Exception as error:
             await self._fail(error, scope["path"], response, request_id)
         finally:
+            patient.end()
             route = scope["path"] if scope["path"] in self._routes else "other"
             self._metrics.count_response(route, response.status)
             fields = {**state["log"], "ms": round(1000 * (time.monotonic() - started), 1)}

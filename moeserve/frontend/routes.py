@@ -201,9 +201,11 @@ class ExpertRoutes:
         data = await read_body(
             request.scope,
             request.receive,
-            max_bytes=min(self._services.run.config.max_request_bytes, limits.INLINE_BODY_BYTES),
+            max_bytes=self._services.run.config.max_request_bytes,
             timeout_s=limits.RECEIVE_TIMEOUT_S,
         )
+        if len(data) > limits.INLINE_BODY_BYTES:
+            raise invalid(f"The body takes at most {limits.INLINE_BODY_BYTES} bytes here")
         body, _ = fields.decode_json(data, TraceBody)
         if body.max_tokens is not None:
             fields.bounded("max_tokens", body.max_tokens, 1, limits.MAX_TOKENS)

@@ -12,9 +12,12 @@ from contextlib import suppress
 from typing import TypeVar
 
 from moeserve.frontend import limits
+from moeserve.frontend.allocator import give_back
 from moeserve.frontend.http import ApiError, unavailable
 
 _T = TypeVar("_T")
+
+_MANY_CHARS = 50_000
 
 
 class Workers:
@@ -32,7 +35,7 @@ class Workers:
             raise unavailable("The server is converting too much text already", "too_much_text")
         self._chars += chars
         loop = asyncio.get_running_loop()
-        future = self._pool.submit(_without_frames, work)
+        future = self._pool.submit(_without_frames if chars < _MANY_CHARS else _giving_back, work)
 
         def release(_: object) -> None:
             # A client that leaves does not end work that has begun, which counts until it ends.
@@ -57,6 +60,14 @@ def _without_frames(work: Callable[[], _T]) -> _T:
     except ApiError as error:
         error.__context__ = None
         raise error.with_traceback(None) from None
+
+
+def _giving_back(work: Callable[[], _T]) -> _T:
+    """As `_without_frames`; the memory that a long text took is not kept."""
+    try:
+        return _without_frames(work)
+    finally:
+        give_back()
 
 
 class InlineBudget:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -371,5 +373,21 @@ def test_a_slice_that_is_not_taken_ends_the_answer() -> None:
         with pytest.raises(SlowReader):
             await PatientSend(send, 0.05)({"type": "http.response.body", "body": BIG})
         assert sent == [64 * 1024] * 3
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_has_ended_is_held_by_no_timer() -> None:
+    async def scenario() -> None:
+        async def send(message: Any) -> None:
+            """Takes everything."""
+
+        patient = PatientSend(send, 30)
+        await patient({"type": "http.response.body", "body": b"x", "more_body": True})
+        patient.end()
+        held = weakref.ref(patient)
+        del patient
+        gc.collect()
+        assert held() is None
 
     asyncio.run(scenario())
