@@ -115,13 +115,16 @@ def _moe(text: Any, layers: Mapping[int, nn.Module]) -> MoeSpec | None:
     if not layers:
         return None
     experts: Any = next(iter(layers.values()))
-    width = experts.down_proj.shape[1] if experts.is_transposed else experts.down_proj.shape[2]
+    _, hidden, width = experts.down_proj.shape
+    if experts.is_transposed:
+        hidden, width = width, hidden
     return MoeSpec(
         num_experts=experts.down_proj.shape[0],
         intermediate_size=width,
         gate=GateSpec(_top_k(text)),
         activation=activation_of(experts) or Activation(),
         expert_bias=experts.has_bias,
+        hidden_size=hidden,
     )
 
 
