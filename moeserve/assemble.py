@@ -375,8 +375,8 @@ class LoadedRank:
         assert spec.moe is not None
         # Resident experts take no part: measuring would load experts from the tier below.
         here = self._decoder.experts if self._body.resident is None else ()
-        top_k, activation = spec.moe.gate.top_k, spec.moe.activation
-        seconds = group.experts.measure(spec.hidden_size, top_k, self._plan.dtype, here, activation)
+        top_k, activation, hidden_size = spec.moe.gate.top_k, spec.moe.activation, spec.moe.hidden_size
+        seconds = group.experts.measure(hidden_size or spec.hidden_size, top_k, self._plan.dtype, here, activation)
         shape = min(seconds, key=seconds.__getitem__)
         if group.collectives.rank == 0:
             log.info("dispatch_measured", took=shape, **{name: f"{1000 * s:.2f} ms" for name, s in seconds.items()})
@@ -398,7 +398,7 @@ class LoadedRank:
         if prefetching is None:
             if choice != "off":
                 one = "the model has one layer with experts: no gate comes after it"
-                unknown = "the gates of this model are transformers' own: --expert-prefetch affinity does without them"
+                unknown = "its gates cannot be asked ahead: --expert-prefetch affinity does without"
                 log.info("no_expert_prefetch", reason=one if len(spec.moe_layers) == 1 else unknown)
             return None
         log.info("expert_prefetch", by=choice, gates_fitted=fitted is not None and choice != "gate")

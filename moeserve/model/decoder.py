@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experts.gates import GatedBlock as AskedGate
 from experts.moe_layer import MoeLayer
 from experts.observer import AnyObserver
 from kernels.linear import Linear
@@ -207,8 +208,8 @@ class StepDecoder(Protocol):
     def experts(self) -> list[Experts]:
         """See `Decoder.experts`."""
 
-    def gated_blocks(self) -> list[tuple[MoeLayer, Tensor]]:
-        """See `Decoder.gated_blocks`."""
+    def gated_blocks(self) -> Sequence[tuple[AskedGate, Tensor]]:
+        """See `Decoder.gated_blocks`; empty where the gates cannot be asked ahead."""
 
     def arrange_pools(self, kv_layers: KvPools, state_pool: StatePool | None) -> KvPools:
         """Return the pools as `states` takes them, those of `spec.kv_layers` and the states of `spec.state_layers`."""

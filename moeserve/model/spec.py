@@ -164,7 +164,7 @@ class MoeSpec:
     """The mixture-of-experts block of the sparse layers.
 
     gate_fp32: project the gate in fp32. transposed_experts: the checkpoint stores fused expert matrices [in, out] with
-    alternating gate and up channels.
+    alternating gate and up channels. hidden_size: of the rows that experts take, None for the model's.
     """
 
     num_experts: int
@@ -177,6 +177,7 @@ class MoeSpec:
     expert_bias: bool = False
     transposed_experts: bool = False
     shared: SharedExpertSpec | None = None
+    hidden_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

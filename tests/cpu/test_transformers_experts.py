@@ -20,10 +20,13 @@ import transformers
 from torch import Tensor
 
 from experts.expert_file import round_to_page
+from experts.observer import AnyObserver
 from moeserve.config import ServeConfig
 from moeserve.llm import LLM
 from moeserve.memory_plan import plan_model, read_any_spec
 from moeserve.model.expert_store import layout_in_store
+from moeserve.model.hf.loading import load_transformers_decoder
+from moeserve.model.hf.spec import read_transformers_spec
 from moeserve.model.tensor_reader import dequantise_mxfp4
 from moeserve.plan import SamplingParams
 from tests.support.checkpoints import change_tensors
@@ -66,20 +69,43 @@ def test_few_slots_change_no_bit(model_type: str, tmp_path: Path) -> None:
     draw = random.Random(3)
     prompts = [[draw.randrange(3, 128) for _ in range(count)] for count in (40, 5, 9)]
     expected = LLM(tmp_path, BASE).generate(prompts, GREEDY)
-    bounded = replace(
-        BASE,
-        expert_memory=few_slots(tmp_path),
-        expert_store_dir=str(tmp_path / "store"),
-        expert_prefetch="affinity",
-        expert_policy="affinity",
-    )
-    llm = LLM(tmp_path, bounded)
+    prefetch = "affinity" if model_type == "aria" else "gate"
+    memory, store = few_slots(tmp_path), str(tmp_path / "store")
+    llm = LLM(tmp_path, replace(BASE, expert_memory=memory, expert_store_dir=store, expert_prefetch=prefetch))
     assert llm.experts is not None
     assert llm.generate(prompts, GREEDY) == expected
     stats = llm.experts.stats()
     assert stats.counters.num_misses > 10
     assert all(len(layer) <= _SLOTS for layer in stats.resident)
+    assert {count.source for count in stats.recall} == {"affinity" if prefetch == "affinity" else "gate-early"}
     llm.close()
+
+
+class Heard(AnyObserver):
+    """The input and the choice of each gate in the step that was computed last."""
+
+    def __init__(self) -> None:
+        self.choices: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        self.choices[layer] = x, expert_ids
+
+
+@pytest.mark.parametrize(("model_type", "is_found"), [("glm_moe_dsa", True), ("gemma4", False)])
+@torch.inference_mode()
+def test_a_gate_is_found_by_what_it_chooses(model_type: str, is_found: bool, tmp_path: Path) -> None:
+    save_tiny(model_type, tmp_path)
+    heard = Heard()
+    decoder = load_transformers_decoder(tmp_path, read_transformers_spec(tmp_path), observers=[heard])
+    decoder.settle(lambda _: None)
+    gates = decoder.gated_blocks()
+    assert len(gates) == len(decoder.spec.moe_layers) * is_found
+    next(decoder.own_states([range(3, 128)]))
+    for (gate, norm), (x, chosen) in zip(gates, heard.choices.values(), strict=is_found):
+        ranked = gate.preview(x).topk(chosen.shape[1]).indices
+        assert torch.equal(ranked.sort().values, chosen.sort().values)
+        # A state of unit norm, scaled by the norm's weight.
+        assert torch.allclose((x / norm).square().mean(-1), torch.ones(len(x)), atol=1e-3)
 
 
 # Listed experts beside short convolutions; stacked ones with biases; an indexer, an expert of all tokens, few slots.
@@ -98,7 +124,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, list[list[S
     (folder / "job.json").write_text(json.dumps(asdict(job)))
     command = [sys.executable, "-m", "tests.support.transformers_rank", str(folder / "job.json")]
     ranks = [popen([*command, rank], cwd=ROOT, stdout=subprocess.PIPE, text=True) for rank in "01"]
-    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    said = [rank.communicate(timeout=300)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     lines = [[line for line in of_rank.splitlines() if line.startswith("{")] for of_rank in said]
     return job, [[Said(**json.loads(line)) for line in of_model] for of_model in zip(*lines, strict=True)]

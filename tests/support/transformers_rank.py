@@ -31,7 +31,12 @@ NUM_TOKENS, BLOCK_SIZE = 5, 4
 # Of each rank. In the last steps rank 1 has nothing to do, and then neither.
 PROMPTS = ([[3 + 7 * n % 101 for n in range(19)], [5, 99, 17]], [[11 + 3 * n % 97 for n in range(6)]])
 CONFIG = ServeConfig(
-    kv_cache_memory=2**20, block_size=BLOCK_SIZE, max_model_len=48, max_num_seqs=4, model_impl="transformers"
+    kv_cache_memory=2**20,
+    block_size=BLOCK_SIZE,
+    max_model_len=48,
+    max_num_seqs=4,
+    model_impl="transformers",
+    engine_timeout=300.0,  # Ranks may be far apart where other tests run.
 )
 _CHUNK, _MOVES_BEFORE = 6, 5
 _BLOCKS = 8

@@ -13,13 +13,16 @@ from typing import Any
 import structlog
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from experts.moe_layer import MoeLayer, RoutedExperts
+from experts.moe_layer import RoutedExperts
 from kernels.ops import Experts, Ops
 from moeserve.model.decoder import ForwardBatch, KvPools
 from moeserve.model.hf.caches import step_cache
 from moeserve.model.hf.check import BeginStep, choose_ways
+from moeserve.model.hf.experts import ExpertLayer
+from moeserve.model.hf.gates import FoundGate, GateSearch
 from moeserve.model.hf.geometry import new_cache
 from moeserve.model.hf.mixers import Mixers, Ways
 from moeserve.model.hf.modelling import ModellingCode
@@ -53,6 +56,7 @@ class TransformersDecoder:
         self.ops, self.device = ops, ops.device
         self._code, self._step = code, step
         self._routed, self._serves_others = routed, serves_others
+        self._gates: list[tuple[FoundGate, Tensor]] = []
         self._cache = step_cache(spec.geometry, step)
         self._mixers = Mixers(code, spec.geometry, step)
         self._mixers.use(Ways())
@@ -63,7 +67,11 @@ class TransformersDecoder:
 
     def settle(self, begin_step: BeginStep) -> None:
         """See `StepDecoder.settle`. Raises UnsupportedModel where no way to call the mixers gives the right numbers."""
-        ways, (together, apart) = choose_ways(self, begin_step), self.num_mixers
+        layers = [layer for layer in self._code.body.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        pairs = ((layer, part) for layer in layers for part in layer.modules() if isinstance(part, ExpertLayer))
+        with GateSearch(dict(pairs), 0 if self.spec.moe is None else self.spec.moe.num_experts) as search:
+            ways = choose_ways(self, begin_step)
+        self._gates, (together, apart) = search.gates(), self.num_mixers
         log.info("transformers_code", type=self.spec.model_type, mixers=str(ways), together=together, apart=apart)
 
     @property
@@ -71,9 +79,9 @@ class TransformersDecoder:
         """The local experts of each layer that has some."""
         return [routed.experts for routed in self._routed]
 
-    def gated_blocks(self) -> list[tuple[MoeLayer, Tensor]]:
-        """Return nothing: gates are transformers' own, which cannot be asked ahead."""
-        return []
+    def gated_blocks(self) -> list[tuple[FoundGate, Tensor]]:
+        """Return the gates that `settle` has found: of all layers with experts, or none."""
+        return self._gates
 
     def forward(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
         """Logits [S, vocab] of the wanted rows. See `states`."""
@@ -145,8 +153,8 @@ class TransformersDecoder:
         """A step in which this rank has no rows: its experts compute those of other ranks. Returns no rows."""
         moe = self.spec.moe
         if self._serves_others and moe is not None:
+            no_rows = torch.empty((0, moe.hidden_size or self.spec.hidden_size), dtype=self.dtype)
             for routed in self._routed:
-                no_rows = torch.empty((0, self.spec.hidden_size), dtype=self.dtype)
                 routed.serve_others(no_rows, moe.gate.top_k)
         return torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
 

@@ -140,13 +140,16 @@ def _moe(text: Any, layers: Mapping[int, nn.Module], top_k: int | None) -> MoeSp
             f"The configuration of this {text.model_type} model does not say how many experts a token chooses."
         )
     experts: Any = next(iter(layers.values()))
-    width = experts.down_proj.shape[1] if experts.is_transposed else experts.down_proj.shape[2]
+    _, hidden, width = experts.down_proj.shape
+    if experts.is_transposed:
+        hidden, width = width, hidden
     return MoeSpec(
         num_experts=experts.down_proj.shape[0],
         intermediate_size=width,
         gate=GateSpec(top_k),
         activation=activation_of(experts) or Activation(),
         expert_bias=experts.has_bias,
+        hidden_size=hidden,
     )
 
 

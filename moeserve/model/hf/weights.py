@@ -105,7 +105,7 @@ def _stored_tensors(index: Mapping[str, TensorInfo], quantization: QuantizationS
     found: dict[str, StoredTensor] = {}
     for name, info in index.items():
         blocks, scales = name.removesuffix(_SCALES) + _BLOCKS, name.removesuffix(_BLOCKS) + _SCALES
-        if name.endswith(_BLOCKS) and scales in index:
+        if name.endswith(_BLOCKS) and scales in index and len(info.shape) == 4:
             # Blocks [E, N, G, 16] of two numbers per byte; matrices are [K, N] once they are expanded.
             num_experts, rows, groups, size = info.shape
             shape = (num_experts, 2 * groups * size, rows)
