@@ -25,11 +25,9 @@ def activate(merged: Tensor, activation: Activation) -> Tensor:
     width = merged.shape[-1] // 2
     gate, up = merged[..., :width], merged[..., width:]
     if limit:
-        up.clamp_(-limit, limit)
-        if kind == "silu_capped":
-            return F.silu(gate).clamp_(max=limit).mul_(up)
         gate.clamp_(max=limit)
-    if kind in ("silu", "silu_capped"):
+        up.clamp_(-limit, limit)
+    if kind == "silu":
         return F.silu(gate).mul_(up)
     if kind == "gelu":
         # Contiguous input goes to oneDNN, which a single row would do and several would not.

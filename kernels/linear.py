@@ -7,13 +7,14 @@ On a CPU a row of the result is the same bits whatever other rows are in the bat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu.library import native_kernels
-from kernels.cpu.panels import PanelWeight
+from kernels.cpu.panels import PANEL_COLUMNS, PanelWeight
 
 
 class Linear(ABC):
@@ -41,6 +42,16 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype |
     return TorchLinear(weight.to(dtype), bias)
 
 
+def join(linears: Sequence[Linear]) -> Linear | None:
+    """Return one product with the results of several side by side, [M, sum of out_features]; None where there is none.
+
+    It takes no memory of its own: from now on the joined ones read their parts of its weight.
+    """
+    if not all(isinstance(linear, _NativeLinear) for linear in linears):
+        return None
+    return _NativeLinear.joined([linear for linear in linears if isinstance(linear, _NativeLinear)])
+
+
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The product by plain torch."""
     return functional.linear(x, weight.to(x.dtype), bias)
@@ -54,6 +65,24 @@ class _NativeLinear(Linear):
         self._weight = PanelWeight.pack(weight)
         self._bias = None if bias is None else bias.float().contiguous()
         super().__init__(weight.shape[0], weight.shape[1], self._weight.data.numel())
+
+    @classmethod
+    def joined(cls, linears: Sequence[_NativeLinear]) -> _NativeLinear | None:
+        """See `join`. None for biases on some only, weights of several dtypes, and columns that fill no panels."""
+        first = linears[0]
+        alike = {(linear._weight.is_bf16, linear.in_features, linear._bias is None) for linear in linears}
+        if len(alike) > 1 or any(linear.out_features % PANEL_COLUMNS for linear in linears):
+            return None
+        data = torch.cat([linear._weight.data for linear in linears])
+        parts = data.split([len(linear._weight.data) for linear in linears])
+        for linear, part in zip(linears, parts, strict=True):
+            linear._weight = PanelWeight(part, part.data_ptr(), first._weight.is_bf16)
+        whole = cls.__new__(cls)
+        Linear.__init__(whole, sum(linear.out_features for linear in linears), first.in_features, len(data))
+        whole._run, whole._weight = first._run, PanelWeight(data, data.data_ptr(), first._weight.is_bf16)
+        biases = [linear._bias for linear in linears if linear._bias is not None]
+        whole._bias = torch.cat(biases) if biases else None
+        return whole
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype is not torch.float32:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "swigluoai", "silu_capped", "relu2"]
+ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "swigluoai", "relu2"]
 GateScore = Literal["softmax", "sigmoid", "sparsemixer", "ones"]
 GroupScore = Literal["top2", "max"]
 
@@ -17,8 +17,7 @@ class Activation:
     kind: names the function of the gate channels, which multiplies the up channels. ``swigluoai`` is that of gpt-oss,
         ``(up + 1) * gate * sigmoid(alpha * gate)``. ``relu2``, the square of relu (https://arxiv.org/abs/2109.08668),
         has no gate.
-    limit: gates are at most this large, and the up channels from its negative to it; 0 for none. ``silu_capped`` cuts
-        silu's result there and not the gate.
+    limit: gates are at most this large, and the up channels from its negative to it; 0 for none.
     """
 
     kind: ActivationKind = "silu"

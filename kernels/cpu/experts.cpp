@@ -9,7 +9,7 @@ namespace moeserve {
 namespace {
 
 // Activations, sixteen channels at a time. All but the last have a gate.
-enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kSwigluOai, kSiluCapped, kRelu2 };
+enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kSwigluOai, kRelu2 };
 
 inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
 
@@ -26,13 +26,11 @@ inline Floats gelu_tanh(Floats x) { return x * sigmoid(1.5957691216f * (x + 0.04
 inline Floats gated(Floats gate, Floats up, Activation kind, float alpha, float limit) {
   if (limit > 0.0f) {
     // In this order of arguments what is not a number stays so.
-    up = min(splat(limit), max(splat(-limit), up));
-    if (kind == Activation::kSiluCapped) return min(splat(limit), gate * sigmoid(gate)) * up;
     gate = min(splat(limit), gate);
+    up = min(splat(limit), max(splat(-limit), up));
   }
   switch (kind) {
     case Activation::kSilu:
-    case Activation::kSiluCapped:
       return gate * sigmoid(gate) * up;
     case Activation::kGelu:
       return gelu(gate) * up;

@@ -916,15 +916,10 @@ def _activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.cons
     Without a gate `gate` holds the up channels, and `up` is not read.
     """
     if LIMIT > 0.0:
+        gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        if KIND != "silu_capped":
-            gate = tl.minimum(gate, LIMIT)
     if KIND == "silu":
         act = gate / (1.0 + tl.exp(-gate))
-    elif KIND == "silu_capped":
-        act = gate / (1.0 + tl.exp(-gate))
-        if LIMIT > 0.0:
-            act = tl.minimum(act, LIMIT)
     elif KIND == "gelu":
         act = 0.5 * gate * (1.0 + tl.math.erf(gate * 0.7071067811865476))
     elif KIND == "gelu_tanh":

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.activation import Activation
 from kernels.cpu.experts import PanelLayout, RowLayout
 from kernels.cpu.library import native_kernels
-from kernels.linear import linear_reference, pack_linear
+from kernels.linear import join, linear_reference, pack_linear
 from kernels.moe import moe_experts, moe_experts_reference, pack_experts
 from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
 
@@ -22,7 +22,6 @@ ACTIVATIONS = [
     Activation("relu"),
     Activation("swigluoai", alpha=1.702, limit=1.0),
     Activation("silu", limit=0.7),
-    Activation("silu_capped", limit=0.7),
     RELU2,
 ]
 
@@ -60,6 +59,29 @@ def test_a_row_of_a_packed_linear_has_the_same_bits_in_any_batch(in_features: in
     whole = linear(x)
     for first, last in [(0, 1), (5, 6), (0, 2), (3, 10), (7, 40), (0, 129), (129, 130), (100, 400)]:
         assert torch.equal(linear(x[first:last]), whole[first:last]), (first, last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_joined_linears_give_the_bits_of_each_and_share_their_memory(dtype: torch.dtype, with_bias: bool) -> None:
+    biases = [torch.randn(n) if with_bias else None for n in (96, 32, 64)]
+    weights = [torch.randn(n, 24).to(dtype) for n in (96, 32, 64)]
+    linears = [pack_linear(weight, bias, torch.float32) for weight, bias in zip(weights, biases, strict=True)]
+    x = torch.randn(5, 24)
+    wanted = [linear(x) for linear in linears]
+    joined = join(linears)
+    assert joined is not None
+    assert torch.equal(joined(x), torch.cat(wanted, 1))
+    assert all(torch.equal(linear(x), result) for linear, result in zip(linears, wanted, strict=True))
+    assert joined.num_bytes == sum(linear.num_bytes for linear in linears)
+
+
+def test_linears_of_other_forms_are_not_joined() -> None:
+    wide, narrow = torch.randn(32, 24), torch.randn(32, 24).bfloat16()
+    assert join([pack_linear(wide), pack_linear(narrow, dtype=torch.float32)]) is None
+    assert join([pack_linear(wide), pack_linear(wide[:31])]) is None
+    assert join([pack_linear(wide), pack_linear(wide, torch.zeros(32))]) is None
+    assert join([pack_linear(narrow), pack_linear(narrow)]) is None
 
 
 def test_a_linear_refuses_rows_of_another_dtype() -> None:

@@ -50,6 +50,10 @@ def test_products_of_experts_use_the_instructions_that_their_variants_are_made_f
             assert said["mma"] == (variant == "tiled" and tokens < 512), match[0]
 
 
+def test_experts_with_a_limit_or_without_a_gate_compile_without_spilling():
+    assert len({line.split(": ")[0] for line in compiled("activations")}) == 6
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_every_configuration_of_the_shapes_that_are_measured_fits_too():

@@ -93,7 +93,6 @@ def test_all_variants_equal_the_reference_for_odd_sizes(device, variant, dtype):
         Activation("relu"),
         Activation("swigluoai", alpha=1.702, limit=0.7),
         Activation("silu", limit=0.7),
-        Activation("silu_capped", limit=0.7),
         Activation("relu2"),
     ],
     ids=lambda activation: f"{activation.kind}-{activation.limit}",

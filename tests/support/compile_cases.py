@@ -36,6 +36,7 @@ KV_HEADS = 2
 HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)
 META = torch.device("meta")
 STORED = {"bfloat16": BF16, "float32": FP32, "int8": torch.int8, "fp8": FP8}
+SILU = Activation()
 QWEN = (128, 768, 2048, 8)
 MIXTRAL = (8, 14336, 4096, 2)
 
@@ -93,6 +94,14 @@ def experts() -> Cases:
         for num_tokens in sizes:
             variant = heuristic_config(shape, num_tokens, HOPPER).variant
             yield f"{variant} {shape.weights} {num_tokens}", partial(launch_experts, shape, num_tokens)
+
+
+def activations() -> Cases:
+    """Experts with the activations that change the products or the end of the kernel that has them."""
+    shape = MoeShape(*QWEN, "bfloat16")
+    for activation in (Activation("relu2"), Activation("silu", limit=10.0)):
+        for num_tokens in (1, 64, 1024):
+            yield f"{activation.kind} {num_tokens}", partial(launch_experts, shape, num_tokens, activation)
 
 
 def others() -> Cases:
@@ -246,17 +255,18 @@ def scoring(num_heads: int, flags: bool) -> Scoring:
     return Scoring(0.1, soft_cap=30.0, sinks=torch.empty(num_heads)) if flags else Scoring(0.1)
 
 
-def launch_experts(shape: MoeShape, num_tokens: int) -> None:
+def launch_experts(shape: MoeShape, num_tokens: int, activation: Activation = SILU) -> None:
     """Run gate and experts in the variant that the heuristic chooses."""
     width, hidden, top_k = shape.intermediate_size, shape.hidden_size, shape.top_k
     dtype = FP32 if shape.weights == "float32" else BF16
-    matrices = GpuExperts(matrix(shape, 2 * width, hidden), matrix(shape, hidden, width))
+    rows = 2 * width if activation.is_gated else width
+    matrices = GpuExperts(matrix(shape, rows, hidden), matrix(shape, hidden, width))
     workspace = MoeWorkspace.allocate(num_tokens, top_k, shape.num_experts, hidden, width, dtype, META)
     x = torch.empty(num_tokens, hidden, dtype=dtype, device=META)
     logits = torch.empty(num_tokens, shape.num_experts, dtype=dtype, device=META)
     ids, weights = select_experts(logits, GateSpec(top_k, renormalise=True))
     config = heuristic_config(shape, num_tokens, HOPPER)
-    moe_experts(x, ids, weights, matrices, Activation(), config, workspace, num_programs=132)
+    moe_experts(x, ids, weights, matrices, activation, config, workspace, num_programs=132)
 
 
 def matrix(shape: MoeShape, rows: int, depth: int) -> StoredMatrix:

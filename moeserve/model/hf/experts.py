@@ -55,7 +55,7 @@ def activation_of(module: Any) -> Activation | None:
 
 def _gated(module: Any) -> Iterator[Activation]:
     """Yield the gated activations of ours, with the numbers that the module has."""
-    kinds: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu", "silu_capped")
+    kinds: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu")
     numbers = [float(value) for value in vars(module).values() if type(value) in (int, float) and 0 < value < _LARGEST]
     for limit in (0.0, *numbers):
         for kind in kinds:

@@ -22,6 +22,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from kernels.attention import paged_attention
+from kernels.linear import Linear, join
 from kernels.rope_kv import rotate_and_store
 from moeserve.model.hf.geometry import LayerMemory
 from moeserve.model.hf.modules import Norm, Projection
@@ -36,7 +37,7 @@ class FusedAttention:
     def __init__(self, module: Any, memory: LayerMemory, step: Step, norms: tuple[Norm, Norm] | None) -> None:
         """norms: of the heads of queries and keys."""
         self._forward, self._step = module.forward, step
-        self._project = [_product(module, name) for name in ("q_proj", "k_proj", "v_proj")]
+        self._project = _together([_product(module, name) for name in ("q_proj", "k_proj", "v_proj")])
         self._out = _product(module, "o_proj")
         self._pools = memory.pools["keys"], memory.pools["values"]
         self._head_dim, self._scale = module.head_dim, module.scaling
@@ -67,7 +68,7 @@ class FusedAttention:
     def _attend(self, rows: Tensor, angles: tuple[Tensor, Tensor], window: int | None) -> Tensor:
         """rows [T, hidden] -> [T, hidden]."""
         step, (keys, values) = self._step, (self._step.pools[number] for number in self._pools)
-        qkv = torch.cat([project(rows) for project in self._project], 1).view(len(rows), -1, self._head_dim)
+        qkv = self._project(rows).view(len(rows), -1, self._head_dim)
         q = rotate_and_store(
             qkv, *angles, step.slots, keys, values, interleaved=False, head_norms=self._norms, eps=self._eps
         )
@@ -92,6 +93,13 @@ def _product(module: Any, name: str) -> Callable[[Tensor], Tensor]:
     """Return the product of a projection of a module, [T, in_features] -> [T, out_features]."""
     projection = getattr(module, name)
     return projection.packed if isinstance(projection, Projection) else projection
+
+
+def _together(products: list[Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
+    """Return the results of several products of the same rows side by side."""
+    linears = [product for product in products if isinstance(product, Linear)]
+    joined = join(linears) if len(linears) == len(products) else None
+    return joined or (lambda rows: torch.cat([product(rows) for product in products], 1))
 
 
 @cache
