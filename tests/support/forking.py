@@ -374,13 +374,15 @@ def _import_the_service() -> list[Callable[..., Any]]:
 
 
 def _import_the_supervisor() -> list[Callable[..., Any]]:
-    """Imports what the supervisor and its stand-in children would."""
+    """Imports what the command line, the supervisor and its stand-in children would."""
     from http.server import HTTPServer
 
+    from launcher.cli import main
     from launcher.run_directory import run_directory
+    from launcher.serve import serve
     from launcher.supervisor import Supervisor
 
-    return [HTTPServer, run_directory, Supervisor]
+    return [HTTPServer, main, run_directory, serve.main, Supervisor]
 
 
 _IMPORTS = {"service": _import_the_service, "supervisor": _import_the_supervisor}

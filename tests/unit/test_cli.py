@@ -15,21 +15,20 @@ from click.testing import CliRunner, Result
 
 from launcher.cli import main
 from moeserve.config import VERSION
+from tests.support.forking import popen
 from tests.support.local_http import Handler, local_server
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def moeserve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "launcher.cli", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-m", "launcher.cli", *arguments]
+    variables = {**os.environ, **environment}
+    with popen(
+        command, torch=False, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        out, errors = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
 def test_version_names_moeserve_and_torch():

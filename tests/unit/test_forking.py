@@ -30,10 +30,11 @@ sys.exit(sys.argv[1])
 """
 
 
-@pytest.fixture
-def python_path(tmp_path: Path) -> str:
-    (tmp_path / "told.py").write_text(PROGRAM)
-    return f"{tmp_path}:{Path(__file__).resolve().parents[2]}"
+@pytest.fixture(scope="module")
+def python_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "told.py").write_text(PROGRAM)
+    return f"{folder}:{Path(__file__).resolve().parents[2]}"
 
 
 def run(python_path: str, ending: str, folder: Path, *pass_fds: int) -> tuple[dict[str, object], int, str]:
@@ -78,9 +79,8 @@ def test_a_signal_that_ends_a_program_is_told(python_path: str, tmp_path: Path) 
 
 def test_threads_that_need_a_server_at_once_have_the_same(python_path: str, tmp_path: Path) -> None:
     parents: list[object] = []
-    threads = [
-        threading.Thread(target=lambda: parents.append(run(python_path, "0", tmp_path)[0]["parent"])) for _ in range(3)
-    ]
+    own = f"{python_path}:{tmp_path}"
+    threads = [threading.Thread(target=lambda: parents.append(run(own, "0", tmp_path)[0]["parent"])) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
