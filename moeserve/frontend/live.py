@@ -81,7 +81,8 @@ class _Point(msgspec.Struct, frozen=True):
 class LiveStats:
     """Keeps the samples of the latest minutes and wakes those who wait for the next one.
 
-    `clock` gives seconds, monotonic.
+    `clock` gives seconds, monotonic. Where another engine has taken the place of one, whose counters begin anew, a
+    sample is left out.
     """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
@@ -97,6 +98,8 @@ class LiveStats:
         now = self._clock()
         if self._points and now - self._points[-1].at < _INTERVAL_S - _EARLY_S:
             return
+        if self._points and _is_new_engine(self._points[-1].stats, stats):
+            self._points.clear()
         ttft, inter_token = self._metrics.latencies()
         point = _Point(now, stats, ttft.counts, inter_token.counts)
         if self._points:
@@ -126,6 +129,12 @@ class LiveStats:
     def _wake(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+
+
+def _is_new_engine(before: Stats, now: Stats) -> bool:
+    """Return whether counters began anew."""
+    counters = ("step", "step_seconds", "generation_tokens", "prompt_tokens", "prefix_query_tokens")
+    return any(getattr(now, name) < getattr(before, name) for name in counters)
 
 
 def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_token: Sequence[float]) -> Sample:

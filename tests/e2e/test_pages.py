@@ -269,6 +269,19 @@ def test_an_error_is_told_and_tried_again(chat: Page) -> None:
     chat.problems = [problem for problem in chat.problems if "status of 400" not in problem]
 
 
+def test_a_question_before_the_models_are_known_waits_for_them(browser: Browser, server: Frontend) -> None:
+    server.engine.script = say("Hello")
+    page = browser.page()
+    refusal = json.dumps({"error": {"message": "not yet"}})
+    models = json.dumps({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+    page.answer("/v1/models", (503, "application/json", refusal), (200, "application/json", models))
+    page.open(server.url + "/")
+    page.wait("document.body.textContent.includes('not yet')")
+    ask(page, "hi")
+    page.wait("document.querySelector('.assistant .markdown')?.textContent === 'Hello'")
+    assert page.text("#model-name") == "tiny"
+
+
 def test_conversations_are_kept_named_chosen_and_deleted(chat: Page, server: Frontend) -> None:
     ask(chat, "the first question")
     answered(chat)

@@ -70,6 +70,16 @@ def test_stats_that_come_faster_give_one_sample_a_second(clock: Clock) -> None:
     assert len(figures.samples) == 10
 
 
+def test_an_engine_that_takes_the_place_of_another_has_no_negative_rates(clock: Clock) -> None:
+    figures = LiveStats(Metrics(), clock)
+    for step, tokens in ((100, 9000), (110, 9100), (3, 20), (5, 30)):
+        counts = {"generation_tokens": tokens, "prompt_tokens": tokens, "prefix_query_tokens": tokens}
+        figures.on_stats(stats(step=step, step_seconds=step / 10, prefix_hit_tokens=tokens // 2, **counts))
+        clock.forward(1)
+    assert [sample.generation_rate for sample in figures.samples] == [100.0, 10.0]
+    assert [sample.hit_rate for sample in figures.samples] == [0.5, 0.5]
+
+
 def test_samples_of_the_latest_minutes_are_kept_and_no_more(clock: Clock) -> None:
     figures = LiveStats(Metrics(), clock)
     for _ in range(1000):

@@ -241,7 +241,7 @@ function wireMessages(messages) {
 
 async function answer() {
   const asked = conversation;
-  const body = requestBody(asked.settings, wireMessages(asked.messages));
+  const said = wireMessages(asked.messages);
   const message = { role: "assistant", content: "", reasoning: "", tool_calls: [], stats: null };
   const view = add(message);
   const control = new AbortController();
@@ -256,7 +256,10 @@ async function answer() {
   });
   scroll();
   try {
-    await stream(body, message, control.signal, drawing);
+    // Whoever is quick asks before the server has told its models.
+    if (!models.length) await loadModels();
+    asked.settings.model ||= models[0];
+    await stream(requestBody(asked.settings, said), message, control.signal, drawing);
   } catch (error) {
     if (control.signal.aborted) message.stopped = true;
     else message.error = error.message;

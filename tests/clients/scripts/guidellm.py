@@ -11,13 +11,28 @@ from client_checks import KEY, MODEL, URL, Checks
 DATA = {"kind": "synthetic_text", "prompt_tokens": 32, "output_tokens": 8}
 PREFIXES = {"prefix_buckets": [{"bucket_weight": 100, "prefix_count": 2, "prefix_tokens": 64}]}
 REQUESTS = 6
+# Turns with tools have no limit on their tokens, and the demo never ends a text or its calls by itself.
+FIND = {
+    "name": "find",
+    "description": "Find a word.",
+    "parameters": {
+        "type": "object",
+        "properties": {"word": {"type": "string", "maxLength": 12}},
+        "required": ["word"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = {"tools": [{"type": "function", "function": FIND}], "tool_call_turns": [1]}
+ONE_CALL = {"extras": {"body": {"parallel_tool_calls": False}}}
 
 
-def run(check, path, **data):
+def run(check, path, backend=None, **data):
     report = Path(f"{path.strip('/').replace('/', '-')}-{len(data)}.json").resolve()
-    backend = f"kind=openai_http,target={URL},model={MODEL},request_format={path},api_key={KEY}"
+    backend = {"kind": "openai_http", "target": URL, "model": MODEL, "request_format": path, "api_key": KEY} | (
+        backend or {}
+    )
     options = {
-        "--backend": backend,
+        "--backend": json.dumps(backend),
         "--tokenizer": f"kind=hf_auto,model={os.environ['TOKENIZER']}",
         "--profile": "kind=concurrent,streams=2",
         "--constraint": f"kind=max_requests,count={REQUESTS}",
@@ -51,7 +66,7 @@ def completes():
 
 @chat
 def turns_with_tools():
-    return run(chat, "/v1/chat/completions", turns=3, tool_call_turns=[1], **PREFIXES)
+    return run(chat, "/v1/chat/completions", ONE_CALL, turns=3, **TOOLS, **PREFIXES)
 
 
 @Checks("completions")
