@@ -272,12 +272,12 @@ class RankLoads:
     It places a request where its prompt is cached or being computed, unless that rank has much more to do.
     """
 
-    __slots__ = ("_memories", "_num_of_tenant", "_num_promised_blocks", "_num_running", "_prompts", "_work")
+    __slots__ = ("_memories", "_num_of_tenant", "_num_promised_blocks", "_priorities", "_prompts", "_work")
 
     def __init__(self, memories: Sequence[RequestMemory], running: Iterable[Request]) -> None:
         self._memories = memories
         self._work = [0] * len(memories)
-        self._num_running = [0] * len(memories)
+        self._priorities: list[list[int]] = [[] for _ in memories]
         self._num_of_tenant: Counter[tuple[int, str]] = Counter()
         # Running prompts will need memory for their next chunks.
         self._num_promised_blocks = [0] * len(memories)
@@ -292,7 +292,7 @@ class RankLoads:
         self._work[rank] += uncomputed + _TOKENS_PER_RUNNING_REQUEST
         if uncomputed > 1 or request.num_scheduled_tokens > 1:
             self._prompts[rank].append(request)
-        self._num_running[rank] += 1
+        self._priorities[rank].append(request.priority)
         self._num_of_tenant[rank, request.terms.tenant] += 1
         self._num_promised_blocks[rank] += self._memories[rank].num_missing_blocks(request)
 
@@ -339,8 +339,8 @@ class RankLoads:
         memory = self._memories[rank]
         if not memory.has_slot(request):
             return False
-        # A preempted request returns when all have room to grow, or it would be preempted again at once.
-        headroom = self._num_running[rank] if request.num_preemptions else 0
+        # And a block for each of them to grow that would take it from the newcomer: its prompt computed in vain.
+        headroom = sum(priority <= request.priority for priority in self._priorities[rank])
         wanted = self._num_promised_blocks[rank] + memory.num_missing_blocks(request) + headroom
         # One request of a tenant finds all there is; further ones do not take what other tenants have cached.
         is_further = self._num_of_tenant[rank, request.terms.tenant] > 0

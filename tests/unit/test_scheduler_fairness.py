@@ -147,8 +147,8 @@ def test_an_urgent_prompt_takes_memory_from_a_stream_that_cannot_grow(depth: int
 
 def test_an_urgent_prompt_takes_memory_from_a_prompt_behind_it() -> None:
     num_preemptions = 0
-    for num_prompt_tokens in range(20, 30):
-        simulation = Simulation(num_blocks=24, block_size=4, budget=4, max_num_seqs=3)
+    for num_prompt_tokens in range(60, 74, 2):
+        simulation = Simulation(num_blocks=36, block_size=4, budget=4, max_num_seqs=3)
         stream = simulation.add("stream", [1] * 4, SamplingParams(max_tokens=80))
         patient = simulation.add("patient", [3] * 48, SamplingParams(max_tokens=2), priority=2)
         while patient.request.num_computed_tokens < 42:

@@ -116,7 +116,7 @@ def test_preempted_requests_continue_as_if_nothing_had_been(block_size: int, dep
         simulation.check_all_done()
         num_requests += 8
         num_preemptions += simulation.scheduler.counters.preemptions
-    assert num_preemptions >= num_requests
+    assert num_preemptions >= num_requests // 2
 
 
 def test_the_next_turn_finds_the_tokens_that_were_generated() -> None:
