@@ -43,9 +43,10 @@ _START_PATIENCE = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Grace:
-    """Seconds that children get: to tell clients of a failure, to end after that, to end after a drain, to end at once,
-    to answer HTTP for the first time."""
+    """Seconds that children get: to name the rank that ended, to tell clients of a failure, to end after that, to end
+    after a drain, to end at once, to answer HTTP for the first time."""
 
+    naming: float = 0.5
     telling: float = 1.0
     after_failure: float = 3.0
     after_drain: float = 5.0
@@ -328,6 +329,19 @@ class Supervisor:
         why = await wait_for_hang(context.heartbeat_address, context.incarnation, timeout, note_beat)
         self._events.put_nowait(_Stuck(life, f"{who} hung ({why}) and was ended."))
 
+    async def _await_first_rank(self, life: _Life, pidfd: int) -> None:
+        """End the ranks when rank 0 has ended: torchrun's agent takes seconds to end the others, and itself."""
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_reader(pidfd, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        await asyncio.sleep(self._grace.naming)
+        if self._exit_code is None or self._frontend.child.running:
+            self._events.put_nowait(_Stuck(life, f"Rank 0 (process {life.pid}) ended."))
+
     async def _await_frontend_hang(self, life: _Life, descriptor: int) -> None:
         timeout = self._context.config.engine_timeout
         why = await wait_for_silence(descriptor, timeout, partial(self._on_ticks, life))
@@ -394,7 +408,9 @@ class Supervisor:
             case Failed(message=message):
                 # The first failure is the cause of the next ones.
                 life.why = life.why or message
-                asyncio.get_running_loop().call_later(self._grace.at_once, life.kill)
+                is_group = self._worker_module == GROUP_MODULE and life.serves_since is not None
+                patience = self._grace.naming if is_group else self._grace.at_once
+                asyncio.get_running_loop().call_later(patience, life.kill)
             case Ended(message=message):
                 life.why = life.why or f"The model process {message}."
                 life.end()
@@ -403,9 +419,13 @@ class Supervisor:
 
     def _on_ready(self, life: _Life, status: Ready) -> None:
         now = life.serves_since = time.monotonic()
-        if self._makes_copies and status.pid not in (None, life.child.pid):
+        if status.pid not in (None, life.child.pid):
             with suppress(ProcessLookupError):
-                life.copy, life.pid = os.pidfd_open(status.pid), status.pid
+                pidfd, life.pid = os.pidfd_open(status.pid), status.pid
+                if self._makes_copies:
+                    life.copy = pidfd
+                else:
+                    life.tasks.append(self._spawn(self._await_first_rank(life, pidfd)))
         life.tasks.append(self._spawn(self._await_hang(life)))
         self._vitals.expect(_WORKER)
         if self._ready is None:

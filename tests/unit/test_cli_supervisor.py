@@ -345,6 +345,20 @@ def test_a_killed_worker_is_started_again_as_another_engine(start):
     assert service.leaves_nothing()
 
 
+def test_ranks_are_started_again_when_rank_0_has_ended_whatever_their_agent_does(start):
+    service = start(STANDIN_WORKER="is an agent", STANDIN_RESTARTS="1")
+    service.wait_until_ready()
+    service.process.send_signal(signal.SIGUSR1)
+    [rank] = re.findall(r"model process (\d+) ", service.wait_for("state"))
+    assert int(rank) not in service.pids
+    os.kill(int(rank), signal.SIGKILL)
+    assert f"Rank 0 (process {rank}) ended; it is started again" in service.wait_for("notice")
+    assert "serves again" in service.wait_for("notice")
+    service.process.send_signal(signal.SIGTERM)
+    assert service.end() == 0
+    assert service.leaves_nothing()
+
+
 @pytest.mark.slow
 def test_a_hung_worker_is_started_again(start):
     service = start(STANDIN_RESTARTS="1")

@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import subprocess
 import sys
 import threading
 
@@ -44,7 +45,8 @@ def main() -> None:
             threading.Event().wait()
         with zmq.Context() as zmq_context, zmq_context.socket(zmq.PUB) as heartbeats:
             heartbeats.bind(context.heartbeat_address)
-            report(READY)
+            rank = subprocess.Popen(["sleep", "60"]) if manner == "is an agent" else None
+            report(READY if rank is None else READY | {"pid": rank.pid})
             turn = 0
             while not stop.wait(0.05):
                 if manner == "crashes":
@@ -52,6 +54,8 @@ def main() -> None:
                 turn += manner not in ("hangs", "wedges idle")
                 beat = Heartbeat(os.getpid(), turn, manner != "wedges idle")
                 heartbeats.send(encode(beat, context.incarnation))
+            if rank is not None:
+                rank.kill()
 
 
 main()
