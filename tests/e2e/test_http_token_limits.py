@@ -88,6 +88,76 @@ def test_a_big_body_is_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest.
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "LONG"}]}),
+        ("/v1/responses", {"input": "LONG"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "LONG"}], "max_tokens": 4}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "LONG"}]}),
+        ("/tokenize", {"prompt": "LONG"}),
+        ("/detokenize", {"tokens": [65] * 200}),
+        ("/v1/cache/pin", {"prompt": "LONG"}),
+    ],
+)
+def test_every_route_reads_a_big_body_beside_the_loop(
+    path: str, body: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "INLINE_BODY_BYTES", 300)
+    threads: list[bool] = []
+    decode = fields.decode_json
+
+    def noting(data: bytes, expected: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return decode(data, expected)
+
+    monkeypatch.setattr(fields, "decode_json", noting)
+
+    async def scenario() -> None:
+        async with application(tmp_path) as (app, _, _engine):
+            asked = json.dumps({"model": "tiny", **body}).replace("LONG", "a" * 300).encode()
+            await Exchange(app, path, asked).task
+            assert threads == [False]
+
+    asyncio.run(scenario())
+
+
+def test_a_body_of_too_many_values_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_BODY_COMMAS", 10)
+
+    async def scenario() -> None:
+        async with application(tmp_path) as (app, _, _engine):
+            for num_tokens, status in ((5, 200), (20, 400)):
+                exchange = Exchange(app, "/v1/completions", completion(prompt=[65] * num_tokens))
+                await exchange.task
+                assert exchange.status == status
+            assert json.loads(exchange.writes[0])["error"]["code"] == "too_many_values"
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_far_too_long_is_counted_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+    encode = TextTokenizer.encode
+
+    def noting(self: TextTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(TextTokenizer, "encode", noting)
+
+    async def scenario() -> None:
+        async with application(tmp_path) as (app, services, _engine):
+            services.tokenizer.longest_token = 100  # As if a few tokens could be the whole text.
+            exchange = Exchange(app, "/v1/completions", completion(prompt="a" * 9 * 512))
+            await exchange.task
+            assert exchange.status == 400
+            assert json.loads(exchange.writes[0])["error"]["code"] == "context_length_exceeded"
+            assert encoded == []
+
+    asyncio.run(scenario())
+
+
 def test_an_answer_with_many_tokens_is_written_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "INLINE_TOKENS", 20)
     threads: list[bool] = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -13,6 +15,7 @@ from tokenizers.decoders import ByteFallback, DecodeStream, Fuse, Replace, Seque
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Metaspace
 
+from moeserve.frontend import text as text_module
 from moeserve.frontend.text import CUT_MARKS, IncrementalDetokenizer, StopMatcher, TextTokenizer
 from tests.support.tiny_model import BOS, END, SPECIALS, byte_tokenizer
 
@@ -214,3 +217,20 @@ def test_the_beginning_of_a_stop_string_is_held_back(pieces: list[str], shown: l
 
 def test_nothing_is_held_back_without_stop_strings() -> None:
     assert StopMatcher([]).push("anything") == "anything"
+
+
+def test_special_tokens_are_found_wherever_a_text_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = Random(1)
+    pieces = ["<|end|>", "<|e", "nd|>", "<|user|>", "<", "|", "a", "<|bos|", ">"]
+    texts = ["".join(random.choice(pieces) for _ in range(30)) for _ in range(50)]
+    pattern = re.compile("|".join(map(re.escape, SPECIALS)))
+    whole = [pattern.sub(lambda match: match[0][0] + "#" + match[0][1:], text) for text in texts]
+    for size in (1, 2, 3, 7, 1000):
+        monkeypatch.setattr(text_module, "_SEARCHED_AT_ONCE", size)
+        assert [TOKENIZER.protect(text, "#") for text in texts] == whole
+        assert [TOKENIZER.spells_special(text) for text in texts] == ["#" in text for text in whole]
+
+
+def test_the_tokens_of_a_long_text_are_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_module, "_COUNTED_AT_ONCE", 4)
+    assert [TOKENIZER.has_more("a" * 10, most) for most in (9, 10, 11)] == [True, False, False]

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,31 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_budget_is_for_all_that_a_request_brings() -> None:
     budget = InlineBudget(10)
     assert [budget.take(chars) for chars in (6, 6, 4, 1, 0)] == [True, False, True, False, True]
+
+
+def test_a_refusal_keeps_nothing_of_what_was_read() -> None:
+    class Read:
+        """What a thread has made of a body."""
+
+    held: list[weakref.ref[Read]] = []
+
+    def work() -> None:
+        read = Read()
+        held.append(weakref.ref(read))
+        try:
+            raise ValueError
+        except ValueError:
+            raise ApiError(400, "no") from None
+
+    async def scenario() -> None:
+        workers = Workers("test", 1, 10)
+        with pytest.raises(ApiError) as refused:
+            await workers.run(1, work)
+        workers.stop()
+        assert refused.value.message == "no"
+        assert held[0]() is None
+
+    asyncio.run(scenario())
 
 
 def test_work_is_bounded_in_sum_and_a_client_that_leaves_frees_nothing_that_still_runs() -> None:
