@@ -34,6 +34,15 @@ def of_ranks(running: Service, name: str, before: str = "", after: str = "") -> 
             ["--dispatch", "allgather", *REPLICAS, *RESTLESS],
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            "mixtral",
+            2,
+            "gate",
+            {"gate-early"},
+            ["--dispatch", "allgather", "--model-impl", "transformers", *RESTLESS],
+            marks=pytest.mark.long,
+            id="transformers",
+        ),
     ],
 )
 def test_bounded_memory_on_two_ranks_changes_no_token(
