@@ -36,7 +36,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype |
     dtype = dtype or weight.dtype
     if weight.device.type == "cpu":
         if dtype == torch.float32 and native_kernels() is not None:
-            return _NativeLinear(weight, bias)
+            return _NativeLinear(PanelWeight.pack(weight), bias, *weight.shape)
         if _onednn_computes(dtype):
             return _OneDnnLinear(weight.to(dtype), bias)
     return TorchLinear(weight.to(dtype), bias)
@@ -58,13 +58,13 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 class _NativeLinear(Linear):
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: PanelWeight, bias: Tensor | None, out_features: int, in_features: int) -> None:
         kernels = native_kernels()
         assert kernels is not None
         self._run = kernels.linear
-        self._weight = PanelWeight.pack(weight)
+        self._weight = weight
         self._bias = None if bias is None else bias.float().contiguous()
-        super().__init__(weight.shape[0], weight.shape[1], self._weight.data.numel())
+        super().__init__(out_features, in_features, weight.data.numel())
 
     @classmethod
     def joined(cls, linears: Sequence[_NativeLinear]) -> _NativeLinear | None:
@@ -74,15 +74,16 @@ class _NativeLinear(Linear):
         if len(alike) > 1 or any(linear.out_features % PANEL_COLUMNS for linear in linears):
             return None
         data = torch.cat([linear._weight.data for linear in linears])
-        parts = data.split([len(linear._weight.data) for linear in linears])
-        for linear, part in zip(linears, parts, strict=True):
-            linear._weight = PanelWeight(part, part.data_ptr(), first._weight.is_bf16)
-        whole = cls.__new__(cls)
-        Linear.__init__(whole, sum(linear.out_features for linear in linears), first.in_features, len(data))
-        whole._run, whole._weight = first._run, PanelWeight(data, data.data_ptr(), first._weight.is_bf16)
+        for linear, part in zip(linears, data.split([linear.num_bytes for linear in linears]), strict=True):
+            linear._move_to(part)
         biases = [linear._bias for linear in linears if linear._bias is not None]
-        whole._bias = torch.cat(biases) if biases else None
-        return whole
+        weight = PanelWeight(data, data.data_ptr(), first._weight.is_bf16)
+        bias = torch.cat(biases) if biases else None
+        return cls(weight, bias, sum(linear.out_features for linear in linears), first.in_features)
+
+    def _move_to(self, data: Tensor) -> None:
+        """Read the weight from where it was copied to, from now on."""
+        self._weight = PanelWeight(data, data.data_ptr(), self._weight.is_bf16)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype is not torch.float32:
