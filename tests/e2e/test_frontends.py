@@ -31,11 +31,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 class Connection:
-    """A connection that one of the HTTP processes has accepted."""
+    """A connection that one of the HTTP processes has accepted. `comments`: those that came in its streams."""
 
     def __init__(self, running: Service) -> None:
         host, port = running.http.base_url.host, running.http.base_url.port
         self._http = http.client.HTTPConnection(host, port, timeout=30)
+        self.comments: set[bytes] = set()
         self.get("/health")
         self.name = holder(running, self._http.sock.getsockname()[1])
 
@@ -55,6 +56,8 @@ class Connection:
             answer = self._http.getresponse()
             assert answer.status == 200
             for line in answer:
+                if line.startswith(b":"):
+                    self.comments.add(line.strip())
                 if line.startswith(b"data: {"):
                     yield json.loads(line.removeprefix(b"data: "))["choices"][0]["text"]
 
@@ -181,6 +184,7 @@ def test_requests_of_both_go_on_after_a_crash_of_the_engine(running: Service, bo
     [engine] = descendants(children_of(running.process.pid)["worker"])
     os.kill(engine, signal.SIGKILL)
     assert [text + "".join(stream) for text, stream in zip(begun, streams, strict=True)] == [undisturbed] * 2
+    assert all(b": resumed" in connection.comments for connection in both)
     restarts = [metric(connection, "moeserve_engine_restarts_total") for connection in both]
     assert restarts[0] == restarts[1] >= 1
     wait_until_whole(running)
