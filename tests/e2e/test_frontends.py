@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.crash_traffic import KINDS, UNSEEDED, Traffic
 from tests.support.service import Service, children_of, descendants, is_alive, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
-COMPARED = {name: kind for name, kind in KINDS.items() if name not in UNSEEDED}
 SAMPLED = {"prompt": "once upon a time", "temperature": 1.1, "seed": 4, "max_tokens": 300, "ignore_eos": True}
 
 
@@ -206,24 +204,6 @@ def test_a_hung_process_is_killed_and_costs_its_own_streams_only(running: Servic
     wait_until(lambda: not is_alive(pid))
     wait_until_whole(running)
     assert "HTTP process 0 hung (no heartbeat for 2 s) and was ended" in running.errors.read_text()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT, signal.SIGSEGV])
-@pytest.mark.parametrize("name", ["frontend", "frontend 1"])
-def test_requests_of_every_kind_are_answered_alike_or_cut(running: Service, name: str, number: signal.Signals) -> None:
-    base_url = str(running.http.base_url)
-    undisturbed = Traffic(base_url, COMPARED).start().wait()
-    for _ in range(2):
-        wait_until_whole(running)
-        pid = children_of(running.process.pid)[name]
-        traffic = Traffic(base_url, COMPARED).start()
-        assert traffic.started.wait(30)
-        os.kill(pid, number)
-        for kind, answer in traffic.wait().items():
-            assert answer.error is not None or answer == undisturbed[kind], kind
-        assert not is_alive(pid)
-    wait_until_whole(running)
 
 
 @pytest.mark.long
