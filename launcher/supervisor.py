@@ -339,7 +339,7 @@ class Supervisor:
             loop.remove_reader(pidfd)
             os.close(pidfd)
         await asyncio.sleep(self._grace.naming)
-        if self._exit_code is None or self._frontend.child.running:
+        if self._exit_code is None or self._has_frontend:
             self._events.put_nowait(_Stuck(life, f"Rank 0 (process {life.pid}) ended."))
 
     async def _await_frontend_hang(self, life: _Life, descriptor: int) -> None:

@@ -1,6 +1,6 @@
 """Every signal to every process of a service in every phase: each answer is whole and the same, or has one clear end.
 
-The table of docs/reliability.md comes from `KILLS_TABLE=FILE python -m pytest -m long tests/e2e/test_kills.py`.
+The table of docs/reliability.md comes from KILLS_TABLE=FILE, with `-m 'long or not long'` for the whole matrix.
 """
 
 from __future__ import annotations
