@@ -27,6 +27,7 @@ MAX_TOOL_NAME_CHARS = 128
 MAX_TOOL_SCHEMA_BYTES = 256 * 1024
 MAX_TOOL_DESCRIPTION_CHARS = 128 * 1024
 MAX_CALLS_PER_MESSAGE = 256
+MAX_CALLS = 8192
 MAX_CALLED_NAME_CHARS = 256
 MAX_TEMPLATE_VARIABLES = 64
 MAX_TEMPLATE_VARIABLE_CHARS = 64 * 1024
@@ -54,6 +55,7 @@ INLINE_BODY_BYTES = 64 * 1024
 BODY_BYTES_PER_CHAR = 16
 # Commas in a body: with tiny values between them 4 MB would take a second to read, and a hundred times the memory.
 MAX_BODY_COMMAS = 524_288
+MAX_UNKNOWN_FIELDS = 256
 # An answer with more tokens in it, each with its log probability, is written by a thread.
 INLINE_TOKENS = 2048
 # What `/tokenize` and `/detokenize` take at once, and what waits for threads in all.

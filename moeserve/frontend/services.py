@@ -34,8 +34,8 @@ _T = TypeVar("_T")
 _THREADS = 2
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
-# A text with so many characters per token that fits is looked at before it is tokenised as a whole.
-_MANY_CHARS = 8
+# A text with so many bytes per token that fits is looked at before it is tokenised as a whole.
+_MANY_BYTES = 4
 # About as long as rendering a tool's schema takes.
 _CHARS_PER_TOOL = 2000
 
@@ -213,11 +213,9 @@ class Services:
     def _encode(self, text: str, mark: str | None, most: int) -> list[int] | None:
         """Return the token ids of a text, None for one that has far more than `most`."""
         # Tokens that are counted in parts may be a few more, at the cuts, but never twice as many.
-        if len(text) > _MANY_CHARS * most and self.tokenizer.has_more(text, 2 * most):
+        if len(text.encode("utf-8", "replace")) > _MANY_BYTES * most and self.tokenizer.has_more(text, 2 * most):
             return None
-        if mark is None:
-            return self.tokenizer.encode(text)
-        return self.tokenizer.encode_rendered(text, mark)
+        return self.tokenizer.encode(text) if mark is None else self.tokenizer.encode_rendered(text, mark)
 
     async def _render(self, prompt: ChatPrompt, budget: InlineBudget, workers: Workers) -> tuple[str, str]:
         template = self.template

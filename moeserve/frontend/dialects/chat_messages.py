@@ -50,6 +50,8 @@ def read_messages(messages: list[ChatMessage] | None) -> list[dict[str, Any]]:
         raise invalid("`messages` must hold at least one message", "messages")
     if len(messages) > limits.MAX_MESSAGES:
         raise invalid(f"`messages` takes at most {limits.MAX_MESSAGES} messages", "messages")
+    if sum(len(message.tool_calls or ()) for message in messages) > limits.MAX_CALLS:
+        raise invalid(f"`messages` take at most {limits.MAX_CALLS} calls", "messages")
     read: list[dict[str, Any]] = []
     latest_id = ""
     for index, message in enumerate(messages):

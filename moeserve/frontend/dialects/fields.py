@@ -118,6 +118,8 @@ def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
         body.decode("utf-8")
         raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         unknown = raw.keys() - set(expected.__struct_fields__)
+        if len(unknown) > limits.MAX_UNKNOWN_FIELDS:
+            raise invalid(f"The body has more than {limits.MAX_UNKNOWN_FIELDS} fields that do not exist")
         for name in sorted(unknown & UNSUPPORTED.keys()):
             if _compact(bytes(raw[name])) not in UNSUPPORTED[name]:
                 raise unsupported(name)

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.frontend.http import invalid, unsupported
 
@@ -109,7 +110,18 @@ def _json(schema: Any, where: str) -> OutputFormat | None:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError):
             raise invalid(f"`{where}` is not valid JSON", where) from None
-    return None if schema is None else OutputFormat("json_schema", schema, where)
+    return None if schema is None else OutputFormat("json_schema", checked_size(schema, where), where)
+
+
+def checked_size(schema: Any, where: str) -> Any:
+    """Return a schema. Raises ApiError for one that is too large, before anything else goes through it."""
+    try:
+        size = len(msgspec.json.encode(schema))
+    except RecursionError:
+        size = 0  # Too deep, which is said by who reads it.
+    if size > limits.MAX_GRAMMAR_BYTES:
+        raise invalid(f"`{where}` takes at most {limits.MAX_GRAMMAR_BYTES} bytes", where)
+    return schema
 
 
 def _text(kind: Any, text: str | None, where: str) -> OutputFormat | None:
@@ -121,4 +133,6 @@ def _text(kind: Any, text: str | None, where: str) -> OutputFormat | None:
 
 
 def _choice(texts: list[str] | None, where: str) -> OutputFormat | None:
+    if texts is not None and len(texts) > limits.MAX_FORMAT_CHOICES:
+        raise invalid(f"`{where}` must hold 1 to {limits.MAX_FORMAT_CHOICES} texts", where)
     return None if texts is None else OutputFormat("choice", texts, where)

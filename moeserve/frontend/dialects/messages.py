@@ -13,7 +13,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
-from moeserve.frontend.dialects.formats import refuse_formats
+from moeserve.frontend.dialects.formats import checked_size, refuse_formats
 from moeserve.frontend.dialects.internal import (
     CacheOptions,
     ChatPrompt,
@@ -401,4 +401,4 @@ def _output_format(asked: MessagesBody) -> OutputFormat | None:
         raise unsupported(f"{path}.type", wanted.type[:40])
     if wanted.schema is None:
         raise invalid(f"`{path}.schema` is required", f"{path}.schema")
-    return OutputFormat("json_schema", wanted.schema, f"{path}.schema")
+    return OutputFormat("json_schema", checked_size(wanted.schema, f"{path}.schema"), f"{path}.schema")

@@ -12,7 +12,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
-from moeserve.frontend.dialects.formats import refuse_formats
+from moeserve.frontend.dialects.formats import checked_size, refuse_formats
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, OutputFormat
 from moeserve.frontend.dialects.responses_items import Item, ItemReader
 from moeserve.frontend.dialects.responses_tools import ClientName, ToolSet, read_tool_choice, read_tools
@@ -256,7 +256,8 @@ def _read_format(text: TextOptions | None) -> tuple[OutputFormat | None, dict[st
                     "`text.format.description` must be a string and `text.format.strict` a boolean", "text.format"
                 )
             repeated = {"type": "json_schema", "name": name, "description": description, "schema": schema}
-            return OutputFormat("json_schema", schema, "text.format.schema"), {**repeated, "strict": bool(strict)}
+            asked = OutputFormat("json_schema", checked_size(schema, "text.format.schema"), "text.format.schema")
+            return asked, {**repeated, "strict": bool(strict)}
         case {"type": "json_schema"}:
             raise invalid("`text.format.schema` must be a JSON schema, an object", "text.format.schema")
         case _:
