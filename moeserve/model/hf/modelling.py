@@ -108,7 +108,8 @@ def _decoder_in(model: Any) -> Any:
 
 def _model_class(config: Any) -> Any:
     """Return the class that generates text with this configuration; a checkpoint's own choice goes first."""
-    for name in getattr(config, "architectures", None) or ():
+    named = getattr(config, "architectures", None)
+    for name in named if isinstance(named, list) else ():
         cls = getattr(transformers, str(name), None)
         if _generates_with(cls, config):
             return cls

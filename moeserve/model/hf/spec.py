@@ -82,9 +82,14 @@ def describe(code: ModellingCode, config: Any) -> TransformersSpec:
     """
     try:
         return _describe(code, config)
+    except ModelError:
+        raise
     except AttributeError as error:  # A configuration without what those of text decoders have.
         reason = " ".join(str(error).split())
         raise UnsupportedModel(f"Models of type {config.model_type!r} are not supported: {reason}.") from error
+    except Exception as error:  # Values of other types than code that reads them expects.
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelError(f"The configuration of this {config.model_type} model is not valid: {reason}") from error
 
 
 def _describe(code: ModellingCode, config: Any) -> TransformersSpec:
