@@ -13,7 +13,6 @@ from tests.support.kills import assert_whole, processes_of
 from tests.support.service import ROOT, Service, service
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import SPECIALS, TEMPLATE, write_model_dir
-from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.long
 
@@ -45,6 +44,9 @@ def running(
         write_tiny_checkpoint(model)
         settings = ["--expert-parallel-size", "2", "--engine-timeout", "6"]
     else:
+        # Collecting the tests of one process must not take the seconds that torch takes to load.
+        from tests.support.tiny_models import build
+
         write_model_dir(model, TEMPLATE, SPECIALS)
         vocabulary = 256 + len(SPECIALS)
         build("qwen3_5_moe_text", vocab_size=vocabulary, max_position_embeddings=2048).save_pretrained(model)
