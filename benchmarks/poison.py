@@ -356,7 +356,7 @@ def report(rounds: list[Round], health: list[Sample], stream: list[Sample], tick
 
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path), help="Folder of a model; the demo unless given.")
-@click.option("--only", default="", help="Poisons whose names contain this.")
+@click.option("--only", default="", help="Poisons whose names contain one of these, separated by semicolons.")
 @click.option("--copies", default="1,16", show_default=True, help="How many times at once, separated by commas.")
 @click.option("--size", default=SIZE, show_default=True, help="Bytes of a body at most.")
 @click.option("--pause", default=0.3, show_default=True, help="Seconds of quiet before each.")
@@ -379,7 +379,7 @@ def command(
         rounds: list[Round] = []
         end = time.monotonic() + seconds
         for number, poison in enumerate(poisons(size)):
-            if only not in poison.name or number < skip or time.monotonic() > end:
+            if not any(part in poison.name for part in only.split(";")) or number < skip or time.monotonic() > end:
                 continue
             for count in map(int, copies.split(",")):
                 rounds.append(play(watched, poison, count, pause))

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from traceback import clear_frames
 from typing import TypeVar
 
 from moeserve.frontend import limits
@@ -58,8 +59,11 @@ def _without_frames(work: Callable[[], _T]) -> _T:
     try:
         return work()
     except ApiError as error:
-        error.__context__ = None
-        raise error.with_traceback(None) from None
+        cause: BaseException | None = error
+        while cause is not None:
+            clear_frames(cause.__traceback__)
+            cause = cause.__context__
+        raise
 
 
 def _giving_back(work: Callable[[], _T]) -> _T:

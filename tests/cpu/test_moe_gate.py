@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kernels.activation import Activation, glu, sigmoid
+from kernels.activation import Activation, activate, sigmoid
 from kernels.moe_gate import GateSpec, select_experts
 
 _SPECS = {
@@ -108,10 +108,10 @@ def test_gated_activation_is_right_and_has_the_same_bits_in_any_batch(kind: str,
     else:
         function = torch.nn.functional.gelu if kind.startswith("gelu") else getattr(torch.nn.functional, kind)
         expected = (function(gate, approximate="tanh") if kind == "gelu_tanh" else function(gate)) * up
-    whole = glu(x.clone(), activation)
+    whole = activate(x.clone(), activation)
     torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-5)
     for first, last in ((0, 1), (3, 20), (69, 70)):
-        assert torch.equal(glu(x[first:last].clone(), activation), whole[first:last])
+        assert torch.equal(activate(x[first:last].clone(), activation), whole[first:last])
 
 
 def test_sigmoid_has_the_same_bits_wherever_an_element_stands() -> None:
