@@ -127,7 +127,7 @@ def random_load(requests: int, seats: int, prompt: tuple[int, int], output: tupl
     draw = Random(1)
     found = []
     for _ in range(requests):
-        tokens = array("i", (draw.randrange(100, 40_000) for _ in range(draw.randint(*prompt))))
+        tokens = array("i", (draw.randrange(100, 250) for _ in range(draw.randint(*prompt))))
         found.append((tokens, draw.randint(*output)))
     return Load(found, seats)
 

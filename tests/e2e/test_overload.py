@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,29 @@ def test_what_a_key_may_not_ask_is_refused_by_name(running: Service) -> None:
     assert (greedy.status_code, greedy.json()["error"]["param"]) == (400, "n")
     for slo in ("ttft:60s", "tpot:1ms", "soon"):
         assert ask(running, "alice", slo=slo).status_code == 400
+
+
+def test_prompts_that_fill_all_memory_leave_the_cached_prefix_of_another_key_there(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("small")
+    (folder / "keys").write_text("user:alice\nuser:bob\nadmin:root\n")
+    # 426 blocks of 16 tokens.
+    settings = ["--api-key-file", str(folder / "keys"), "--kv-cache-memory", "1704KiB", "--slo", "ttft:60s"]
+    model = write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    with service(model, folder, *settings) as small, ThreadPoolExecutor(16) as pool:
+        prompt = "".join(f"Rule {number}: be kind. " for number in range(16))
+
+        def num_cached() -> int:
+            usage = ask(small, "bob", prompt=prompt).json()["usage"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        assert num_cached() == 0
+        kept = num_cached()
+        assert kept > 250
+        for turn in range(2):
+            prompts = [f"{turn} {number} " * 170 for number in range(16)]
+            flood = [pool.submit(ask, small, "alice", 8, prompt=prompt) for prompt in prompts]
+            assert [answer.result().status_code for answer in flood] == [200] * 16
+            assert num_cached() == kept
+        wait_until_idle(small)
