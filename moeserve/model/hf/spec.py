@@ -129,7 +129,8 @@ def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:
             return {}
         if modules:
             found[number] = modules[0]
-    kinds = {(module.down_proj.shape, activation_of(module)) for module in found.values()}
+    shapes: list[Any] = [module.down_proj.shape for module in found.values()]
+    kinds = set(zip(shapes, map(activation_of, found.values()), strict=True))
     ours = len(kinds) == 1 and all(shape[0] and activation is not None for shape, activation in kinds)
     return found if ours else {}
 
