@@ -133,8 +133,10 @@ def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:
             return {}
         if modules:
             found[number] = modules[0]
-    kinds = {(module.down_proj.shape, activation_of(module)) for module in found.values()}
-    return found if len(kinds) == 1 and all(activation is not None for _, activation in kinds) else {}
+    shapes: list[Any] = [module.down_proj.shape for module in found.values()]
+    kinds = set(zip(shapes, map(activation_of, found.values()), strict=True))
+    ours = len(kinds) == 1 and all(shape[0] and activation is not None for shape, activation in kinds)
+    return found if ours else {}
 
 
 def _moe(text: Any, layers: Mapping[int, nn.Module], top_k: int | None) -> MoeSpec | None:
