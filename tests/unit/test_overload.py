@@ -54,10 +54,10 @@ def test_goodput_in_overload_is_that_at_capacity(load: float, kind: str) -> None
 
 
 def test_several_frontends_refuse_as_well_as_one() -> None:
-    asked = clients(4.0, tries=20)
+    asked = crowd(4.0, "retrying")
     simulation = OverloadSimulation(num_frontends=4)
     simulation.run(asked)
-    assert num_good(asked) >= 0.95 * good_at_capacity()
+    assert num_good(asked) >= 0.95 * good_at_capacity("retrying")
     simulation.scheduler.check_idle()
 
 

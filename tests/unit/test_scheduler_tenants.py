@@ -253,7 +253,7 @@ def test_further_requests_wait_rather_than_take_what_others_have_cached() -> Non
     for number in range(4):
         simulation.add(f"a{number}", [number] * 40, SamplingParams(max_tokens=20), namespace="a", terms=A)
     simulation.step()
-    assert (simulation.scheduler.num_running, simulation.scheduler.num_waiting) == (3, 1)
+    assert (simulation.scheduler.num_running, simulation.scheduler.num_waiting) == (2, 2)
     simulation.run()
     assert simulation.cache.peek(array("i", [*prefix, 0]), "b") == 36
     simulation.check_all_done()
