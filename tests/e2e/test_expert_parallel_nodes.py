@@ -106,7 +106,9 @@ def test_two_nodes_give_the_texts_of_one_rank_and_end_cleanly(
         first.wait_until_ready()
         wait_until(lambda: "ranks 1 to 1: computes for node 0" in other.said.read_text())
         processes = descendants(first.process.pid) | descendants(other.process.pid)
-        assert len(processes) == 7  # two groups, two ranks, the HTTP process and two that render templates
+        assert (
+            len(processes) == 9
+        )  # two groups, two ranks, two janitors, the HTTP process and two that render templates
         assert texts_of(first.http) == expected
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 0

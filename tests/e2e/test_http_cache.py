@@ -49,8 +49,8 @@ def cached(running: Service, prompt: str, key: str = "alice") -> int:
     return tokens
 
 
-def flood(running: Service, key: str = "root", times: int = 4) -> None:
-    """Fill all KV blocks with prompts that nobody has asked before."""
+def flood(running: Service, key: str = "alice", times: int = 4) -> None:
+    """Fill all KV blocks with prompts that nobody has asked before. A key's own prompts evict its prefixes first."""
     for number in range(times):
         complete(running, f"{number}{key}" + chr(65 + number) * 1500, key)
 
@@ -100,7 +100,7 @@ def test_ten_misses_have_their_reasons(running: Service) -> None:
 
 
 def test_what_was_evicted_before_the_first_report_of_a_key_is_not_known(running: Service) -> None:
-    flood(running)
+    flood(running, "root")
     assert report(running, "0root" + "A" * 1500, "root")["reason"] == "not_known"
 
 
@@ -164,7 +164,7 @@ def test_pins_stay_until_they_are_unpinned_and_within_the_keys_budget(running: S
     assert (warm["prompt_tokens"], warm["cached_tokens"]) == (len("Pinned " + TAIL), 240)
     pinned = call(running, "POST", "/v1/cache/pin", "bob", prefix)
     assert pinned.json() == {"object": "cache.pin", "tokens": 240, "prompt_tokens": len("Pinned " + TAIL)}
-    flood(running)
+    flood(running, "bob")
     assert cached(running, "Pinned " + TAIL, "bob") == 240
 
     # An eighth of 256 blocks is bob's; 15 of them are pinned.
@@ -183,7 +183,7 @@ def test_pins_stay_until_they_are_unpinned_and_within_the_keys_budget(running: S
     assert call(running, "POST", "/v1/cache/unpin", "alice", prefix).status_code == 404
     assert call(running, "POST", "/v1/cache/unpin", "bob", {"id": entry["id"]}).status_code == 200
     assert call(running, "POST", "/v1/cache/unpin", "bob", prefix).status_code == 404
-    flood(running)
+    flood(running, "bob")
     assert cached(running, "Pinned " + TAIL, "bob") == 0
 
 
@@ -249,6 +249,6 @@ def test_public_prefixes_are_shared_by_all_keys_and_what_follows_is_not(tmp_path
         usage = call(running, "POST", "/v1/chat/completions", "bob", chat).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] >= 240
         flood(running, "bob")
-        assert cached(running, question, "alice") == 240
+        assert [cached(running, question, key) for key in ("alice", "bob")] == [272, 240]
         assert call(running, "DELETE", "/v1/cache", "alice").status_code == 200
-        assert cached(running, question, "bob") == 240
+        assert cached(running, question, "alice") == 240

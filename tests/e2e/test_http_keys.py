@@ -100,6 +100,8 @@ def test_keys_and_salts_do_not_share_cached_prefixes(server: Frontend) -> None:
 def test_keys_are_not_logged(server: Frontend) -> None:
     server.http.get("/v1/models", headers=bearer("alice"))
     log = server.log_path.read_text()
+    # Paths may hold such names, too.
+    log = log.replace(str(server.log_path.parent), "")
     assert "alice" not in log
     assert "root" not in log
 

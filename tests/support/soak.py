@@ -300,7 +300,19 @@ def _resident_mib(pid: int) -> float:
 
 
 # For the tiny model: memory for 1,300 tokens, so that requests push each other out of it.
-SETTINGS = ("--kv-cache-memory", "320KiB", "--max-model-len", "512", "--slo", "ttft:60s", "--log-level", "warning")
+# Small blocks: a request that is admitted beside others grows beyond the block that each of them is left.
+SETTINGS = (
+    "--kv-cache-memory",
+    "320KiB",
+    "--block-size",
+    "4",
+    "--max-model-len",
+    "512",
+    "--slo",
+    "ttft:60s",
+    "--log-level",
+    "warning",
+)
 
 
 def soak(
