@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from experts.expert_file import round_to_page
 from experts.observer import AnyObserver
@@ -25,6 +26,7 @@ from moeserve.config import ServeConfig
 from moeserve.llm import LLM
 from moeserve.memory_plan import plan_model, read_any_spec
 from moeserve.model.expert_store import layout_in_store
+from moeserve.model.hf.gates import _projections
 from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.spec import read_transformers_spec
 from moeserve.model.tensor_reader import dequantise_mxfp4
@@ -198,3 +200,17 @@ def test_compressed_weights_compute_as_their_values_and_take_sixteen_bits(
     llm = LLM(small, bounded)
     assert llm.generate(prompts, GREEDY) == expected
     llm.close()
+
+
+class AnsweringTwice(nn.Linear):
+    """A gate that transformers derives from a linear layer, and that answers with more than the product."""
+
+    def forward(self, input: Tensor) -> Any:
+        return super().forward(input), None
+
+
+def test_a_gate_that_answers_with_more_than_its_product_is_tried_by_its_weight() -> None:
+    gate = AnsweringTwice(4, 3, bias=False)
+    rows = torch.randn(5, 4)
+    (found,) = list(_projections(nn.Sequential(gate), 3, 4))
+    assert torch.equal(found(rows), torch.nn.functional.linear(rows, gate.weight))

@@ -104,7 +104,8 @@ class GateSearch:
 
 def _projections(layer: nn.Module, num_experts: int, width: int) -> Iterator[Callable[[Tensor], Tensor]]:
     for module in layer.modules():
-        if isinstance(module, nn.Linear | Projection):
+        # A gate derived from `nn.Linear` may answer with more than the product.
+        if type(module) is nn.Linear or isinstance(module, Projection):
             if (module.out_features, module.in_features) == (num_experts, width):
                 yield module
         elif isinstance(weight := module._parameters.get("weight"), Tensor) and weight.shape == (num_experts, width):
