@@ -57,7 +57,7 @@ _FIRST_STEP = 8
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a step took: seconds, and CPU seconds of the thread that computes it."""
+    """The cost of a step: seconds, and CPU seconds of the thread that computes it."""
 
     wall: float
     cpu: float

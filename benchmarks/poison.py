@@ -167,7 +167,7 @@ def _peak(pid: int) -> float:
 
 @dataclass
 class Ticks:
-    """What the event loop told: when it turned, and the processor time of its thread until then."""
+    """Turns of the event loop: when, and the processor time of its thread and of all threads until then."""
 
     turns: list[tuple[float, float, float]] = field(default_factory=list)
 

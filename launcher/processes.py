@@ -92,7 +92,7 @@ class Child:
 
     @property
     def ended_well(self) -> bool:
-        """Whether it has ended with exit code 0, or by a SIGTERM that came before it could handle one."""
+        """Return whether the child has ended with exit code 0, or by a SIGTERM that came before it could handle one."""
         return self._process.returncode in (0, -signal.SIGTERM)
 
     def send_signal(self, number: signal.Signals) -> None:

@@ -481,7 +481,7 @@ class Supervisor:
 
     @property
     def _has_frontend(self) -> bool:
-        """Whether one runs."""
+        """Return whether an HTTP process runs."""
         return any(life.child.running for life in self._frontends.values())
 
     def _on_exit(self, life: _Life) -> None:

@@ -98,7 +98,7 @@ class TextRead:
 
 
 class _Seen(AnyObserver):
-    """Of the step that was computed last, by layer: the input and the choice of each gate, and the state behind it."""
+    """Keeps the last step's tensors by layer: the input and the choice of each gate, and the state behind the layer."""
 
     def __init__(self) -> None:
         self.choices: dict[int, tuple[Tensor, Tensor]] = {}

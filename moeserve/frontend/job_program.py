@@ -6,8 +6,8 @@ import signal
 import sys
 from collections.abc import Callable
 
+# Of the length before a job or an answer.
 SIZE_BYTES = 4
-"""Of the length before a job or an answer."""
 
 
 def serve_jobs(answer: Callable[[bytes], bytes]) -> None:

@@ -37,7 +37,7 @@ class Buckets(NamedTuple):
 
 
 class Metrics(Collector):
-    """What this frontend counts and, where several count together, the sums of all. Latencies are in seconds."""
+    """The counts of this frontend and, where several count together, the sums of all. Latencies are in seconds."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""What the frontends of one service ask each other: for responses that one of them keeps in its memory.
+"""The frontends of one service ask each other for responses that one of them keeps in its memory.
 
-Each frontend answers on a ZeroMQ socket of its own in the run directory. Who asks, asks all others at once and goes
-without the answer of one that is silent: it hangs, or is being started again.
+Each frontend answers on a ZeroMQ socket of its own in the run directory. A frontend asks all others at once and
+goes without the answer of one that is silent: it hangs, or is being started again.
 """
 
 from __future__ import annotations

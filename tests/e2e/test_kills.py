@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 
@@ -160,36 +159,22 @@ def test_a_service_that_moves_experts_goes_on(
     outlive(restless, target, phase, number, undisturbed)
 
 
-@contextmanager
-def loading(model: Path, folder: Path, *arguments: str) -> Iterator[Service]:
-    """A service that has just started its processes."""
-    (folder / "run").mkdir()
-    running = Service(model, folder / "run", "--served-model-name", "m", *arguments)
-    try:
-        wait_until(lambda: len(children_of(running.process.pid)) == 2)
-        yield running
-    finally:
-        running.process.kill()
-        running.process.wait()
-        running.http.close()
-        assert running.process.stdout is not None
-        running.process.stdout.close()
-
-
 @pytest.mark.parametrize("ranks", [ONE, TWO], ids=["one rank", "two ranks"])
 @cells(["supervisor"], ["start"])
 def test_a_supervisor_leaves_nothing_while_it_loads(
     model: Path, tmp_path: Path, target: str, phase: str, number: signal.Signals, ranks: tuple[str, ...]
 ) -> None:
-    with loading(model, tmp_path, *ranks) as running, kill(running, target, phase, number) as killing:
-        killing.hit()
-        if number == signal.SIGSTOP:
-            running.process.send_signal(signal.SIGCONT)
-            running.wait_until_ready()
-            running.process.send_signal(signal.SIGTERM)
-        code = running.end()
-        assert code == (0 if number in (signal.SIGTERM, signal.SIGSTOP) else -number)
-        assert_nothing_is_left(running, killing)
+    with service(model, tmp_path, *ranks, ready=False) as running:
+        wait_until(lambda: len(children_of(running.process.pid)) == 2)
+        with kill(running, target, phase, number) as killing:
+            killing.hit()
+            if number == signal.SIGSTOP:
+                running.process.send_signal(signal.SIGCONT)
+                running.wait_until_ready()
+                running.process.send_signal(signal.SIGTERM)
+            code = running.end()
+            assert code == (0 if number in (signal.SIGTERM, signal.SIGSTOP) else -number)
+            assert_nothing_is_left(running, killing)
 
 
 @cells(["supervisor"], ["idle", "prefill", "decode", "migration"], SIGNALS[:-1])

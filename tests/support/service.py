@@ -83,14 +83,15 @@ class Service:
 
 
 @contextmanager
-def service(model: Path, folder: Path, *arguments: str, forked: bool = True) -> Iterator[Service]:
-    """A ready service; killed at the end if it still runs, its children with it."""
+def service(model: Path, folder: Path, *arguments: str, forked: bool = True, ready: bool = True) -> Iterator[Service]:
+    """A service, by default a ready one; killed at the end if it still runs, its children with it."""
     run_root = folder / "run"
     run_root.mkdir()
     settings = ("--served-model-name", "m", "--kv-cache-memory", "64MiB", *arguments)
     running = Service(model, run_root, *settings, forked=forked)
     try:
-        running.wait_until_ready()
+        if ready:
+            running.wait_until_ready()
         yield running
     finally:
         running.process.kill()

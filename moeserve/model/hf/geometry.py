@@ -155,6 +155,11 @@ def _no_work_without_tokens(body: nn.Module) -> Iterator[None]:
 
 
 class _Lenient:
+    """Stands in for a module in a forward on the meta device, of which only the memory of the layers is wanted.
+
+    Experts are passed by. A forward that fails there, because it needs numbers, gives rows of the input's shape.
+    """
+
     def __init__(self, module: nn.Module) -> None:
         self._forward, self._is_experts = module.forward, is_experts(module)
 
