@@ -26,7 +26,7 @@ from typing import Any
 
 import click
 
-from benchmarks.scripted_engine import ScriptedEngine
+from benchmarks.scripted_engine import Lockstep, ScriptedEngine
 from moeserve.config import ServeConfig
 from moeserve.frontend.dialects import chat, completions, messages, responses
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts
@@ -58,14 +58,13 @@ class Row:
 
 
 class Frontend:
-    """A frontend process and the engine that it talks to."""
+    """A frontend process."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, engine: ScriptedEngine, started: float) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, started: float) -> None:
         """started: when, on `time.perf_counter`."""
         self.started = started
         self.process = process
         self.port = port
-        self.engine = engine
 
     def wait_ready(self) -> None:
         while True:
@@ -101,23 +100,25 @@ def run_context(model: Path, folder: Path) -> RunContext:
 
 
 @contextmanager
-def frontend(model: Path, streams: int, step_s: float) -> Iterator[Frontend]:
-    """Yield a frontend that was just started."""
+def frontend(
+    model: Path, streams: int, step_s: float, on_step: Callable[[int], None] = lambda _: None
+) -> Iterator[Frontend]:
+    """Yield a frontend that was just started, over an engine whose script is `Lockstep`."""
     with tempfile.TemporaryDirectory() as folder:
         run = run_context(model, Path(folder))
         services = Services.load(run)
-        script = services.tokenizer.encode(PROSE)
-        vocab_size = 1 + max(script)
+        tokens = services.tokenizer.encode(PROSE)
+        script = Lockstep(tokens, streams=streams, step_s=step_s, on_step=on_step)
         with (
             socket.create_server(("127.0.0.1", 0)) as listener,
-            ScriptedEngine(run, script, vocab_size, 0, streams=streams, step_s=step_s) as engine,
+            ScriptedEngine(run, script, 1 + max(tokens), max_num_seqs=streams),
         ):
             port, fd = listener.getsockname()[1], listener.fileno()
             command = [sys.executable, "-m", "launcher.frontend_main", str(run.save()), "--fd", str(fd)]
             started = time.perf_counter()
             process = subprocess.Popen(command, pass_fds=[fd], stderr=subprocess.DEVNULL)
             try:
-                yield Frontend(process, port, engine, started)
+                yield Frontend(process, port, started)
             finally:
                 process.kill()
                 process.wait()
@@ -126,14 +127,13 @@ def frontend(model: Path, streams: int, step_s: float) -> Iterator[Frontend]:
 def stream_cost(model: Path, streams: int, steps: int, step_s: float, tools: list[dict[str, Any]]) -> float:
     """Return the microseconds of CPU that a token of a chat costs."""
     cpu: dict[int, float] = {}
-    with frontend(model, streams, step_s) as running:
+
+    def note(step: int) -> None:
+        if step in (FIRST_STEP, steps - 1):
+            cpu[step] = running.cpu_s()
+
+    with frontend(model, streams, step_s, note) as running:
         running.wait_ready()
-
-        def note(step: int) -> None:
-            if step in (FIRST_STEP, steps - 1):
-                cpu[step] = running.cpu_s()
-
-        running.engine.on_step = note
         body: dict[str, Any] = {
             "model": MODEL,
             "messages": [{"role": "user", "content": "Tell me a story."}],

@@ -31,31 +31,16 @@ from pathlib import Path
 from typing import IO
 
 import click
-import zmq
 
 from benchmarks.poison_corpus import SIZE, Poison, poisons
+from benchmarks.scripted_engine import ScriptedEngine, Send
 from benchmarks.ticking_frontend import TICK
-from moeserve import wire
 from moeserve.config import ServeConfig
 from moeserve.model.demo import ensure_demo
 from moeserve.plan import FinishReason
-from moeserve.wire import (
-    Abort,
-    Admitted,
-    Control,
-    ControlResult,
-    EngineReady,
-    Generate,
-    Heartbeat,
-    Hello,
-    Message,
-    Output,
-    Outputs,
-    RunContext,
-)
+from moeserve.wire import Abort, Admitted, Control, ControlResult, Generate, Message, Output, Outputs, RunContext
 
 MODEL = "m"
-CONTEXT = 65_536
 STEP_S = 0.02
 PROBE_S = 0.01
 ENDLESS = 30_000
@@ -66,77 +51,29 @@ ANSWER_TIMEOUT_S = 120
 Sample = tuple[float, float]
 
 
-class Engine:
-    """Speaks the wire's protocol in a thread: a request for `ENDLESS` tokens gets one every `STEP_S`, others get theirs
-    at once."""
+class Endless:
+    """The script of an engine: a request for `ENDLESS` tokens gets one every `STEP_S`, others get theirs at once."""
 
-    def __init__(self, run: RunContext, vocab_size: int) -> None:
-        self._run = run
-        self._ready = EngineReady(
-            pid=1,
-            model_hash=run.model_hash,
-            max_model_len=CONTEXT,
-            vocab_size=vocab_size,
-            eos_token_ids=[0],
-            default_sampling={},
-            max_num_seqs=64,
-            max_num_queued_reqs=256,
-            num_blocks=1,
-            block_size=16,
-            device="cpu",
-            dtype="float32",
-            weights_bytes=1,
-            kv_bytes=1,
-        )
+    def __init__(self) -> None:
         self._paced: set[str] = set()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._loop, daemon=True)
 
-    def __enter__(self) -> Engine:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _loop(self) -> None:
-        context = zmq.Context()
-        router, beats = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
-        router.bind(self._run.engine_address)
-        beats.bind(self._run.heartbeat_address)
-        peer, due, turn = b"", time.monotonic(), 0
-        while not self._stop.is_set():
-            if router.poll(max(0, round(1000 * (due - time.monotonic())))):
-                peer, frame = router.recv_multipart()
-                self._receive(router, peer, wire.decode(frame, wire.ToEngine)[1])
-            if time.monotonic() >= due:
-                due += STEP_S
-                turn += 1
-                beats.send(wire.encode(Heartbeat(1, turn, False), self._run.incarnation))
-                if self._paced:
-                    self._send(router, peer, Outputs([Output(name, [TOKEN]) for name in self._paced]))
-        context.destroy(linger=0)
-
-    def _receive(self, router: zmq.Socket[bytes], peer: bytes, message: Message) -> None:
+    def receive(self, message: Message, send: Send) -> None:
         match message:
-            case Hello():
-                self._send(router, peer, self._ready)
             case Generate():
-                self._send(router, peer, Admitted(message.request_id))
+                send(Admitted(message.request_id))
                 tokens = [TOKEN] * min(message.sampling.max_tokens, 64)
                 if message.sampling.max_tokens == ENDLESS:
                     self._paced.add(message.request_id)
                 else:
-                    end = Output(message.request_id, tokens, FinishReason.LENGTH, 0, len(tokens))
-                    self._send(router, peer, Outputs([end]))
+                    send(Outputs([Output(message.request_id, tokens, FinishReason.LENGTH, 0, len(tokens))]))
             case Control():
-                self._send(router, peer, ControlResult(message.control_id, {}))
+                send(ControlResult(message.control_id, {}))
             case Abort():
                 self._paced.discard(message.request_id)
 
-    def _send(self, router: zmq.Socket[bytes], peer: bytes, message: Message) -> None:
-        router.send_multipart([peer, wire.encode(message, self._run.incarnation)])
+    def turn(self, send: Send) -> None:
+        if self._paced:
+            send(Outputs([Output(name, [TOKEN]) for name in self._paced]))
 
 
 class Memory:
@@ -207,7 +144,8 @@ def watched_frontend(model: Path, folder: Path) -> Iterator[Watched]:
     )
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     beats, ticking = os.pipe()
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener, Engine(run, vocab_size):
+    engine = ScriptedEngine(run, Endless(), vocab_size, max_num_seqs=64, turn_s=STEP_S)
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener, engine:
         port = listener.getsockname()[1]
         command = [sys.executable, "-m", "benchmarks.ticking_frontend", str(run.save())]
         command += ["--fd", str(listener.fileno()), "--beat-fd", str(ticking)]

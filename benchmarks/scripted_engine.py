@@ -1,53 +1,50 @@
-"""An engine that computes nothing: it answers every request with the tokens of a script, one a step, in lockstep."""
+"""Engines that compute nothing: they speak the wire's protocol, and a script says what they answer."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import zmq
 
 from moeserve import wire
 from moeserve.plan import FinishReason
-from moeserve.wire import (
-    Admitted,
-    EngineReady,
-    Generate,
-    Heartbeat,
-    Hello,
-    Message,
-    Output,
-    Outputs,
-    RunContext,
-)
+from moeserve.wire import Admitted, EngineReady, Generate, Heartbeat, Hello, Message, Output, Outputs, RunContext
 
-_BEAT_S = 0.1
+MAX_MODEL_LEN = 65_536
 _PID = 1
+
+Send = Callable[[Message], None]
+
+
+class Script(Protocol):
+    """Answers in the engine's thread. `send` goes to the frontend that has sent last."""
+
+    def receive(self, message: Message, send: Send) -> None:
+        """Answer a message other than `Hello`."""
+
+    def turn(self, send: Send) -> None:
+        """Do what is due every `turn_s`."""
 
 
 class ScriptedEngine:
-    """Speaks the wire's protocol on the sockets of a run, in a thread.
-
-    It waits until `streams` requests are there; then each step gives every one its next token of `script`, `step_s`
-    after the step before. `on_step(number)` is called before each step; `max_tokens` of the first request is their
-    number.
-    """
+    """Speaks the wire's protocol on the sockets of a run, in a thread; a heartbeat tells of each turn."""
 
     def __init__(
-        self, run: RunContext, script: Sequence[int], vocab_size: int, eos: int, *, streams: int, step_s: float
+        self, run: RunContext, script: Script, vocab_size: int, *, max_num_seqs: int, turn_s: float = 0.1
     ) -> None:
-        self.on_step: Callable[[int], None] = lambda _: None
-        self._run, self._script, self._streams, self._step_s = run, script, streams, step_s
+        self._run, self._script, self._turn_s = run, script, turn_s
         self._ready = EngineReady(
             pid=_PID,
             model_hash=run.model_hash,
-            max_model_len=65_536,
+            max_model_len=MAX_MODEL_LEN,
             vocab_size=vocab_size,
-            eos_token_ids=[eos],
+            eos_token_ids=[0],
             default_sampling={},
-            max_num_seqs=streams,
-            max_num_queued_reqs=streams,
+            max_num_seqs=max_num_seqs,
+            max_num_queued_reqs=4 * max_num_seqs,
             num_blocks=1,
             block_size=16,
             device="cpu",
@@ -55,7 +52,6 @@ class ScriptedEngine:
             weights_bytes=1,
             kv_bytes=1,
         )
-        self._waiting: list[Generate] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True)
 
@@ -72,33 +68,55 @@ class ScriptedEngine:
         router, beats = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
         router.bind(self._run.engine_address)
         beats.bind(self._run.heartbeat_address)
-        beat_at = 0.0
+        peer, due, turn = b"", time.monotonic(), 0
+
+        def send(message: Message) -> None:
+            router.send_multipart([peer, wire.encode(message, self._run.incarnation)])
+
         while not self._stop.is_set():
-            if router.poll(2):
-                self._receive(router, *router.recv_multipart())
-            if time.monotonic() >= beat_at:
-                beat_at = time.monotonic() + _BEAT_S
-                beats.send(wire.encode(Heartbeat(_PID, 0, False), self._run.incarnation))
+            if router.poll(max(0, round(1000 * (due - time.monotonic())))):
+                peer, frame = router.recv_multipart()
+                message = wire.decode(frame, wire.ToEngine)[1]
+                if isinstance(message, Hello):
+                    send(self._ready)
+                else:
+                    self._script.receive(message, send)
+            if time.monotonic() >= due:
+                due, turn = due + self._turn_s, turn + 1
+                beats.send(wire.encode(Heartbeat(_PID, turn, False), self._run.incarnation))
+                self._script.turn(send)
         context.destroy(linger=0)
 
-    def _receive(self, router: zmq.Socket[bytes], peer: bytes, frame: bytes) -> None:
-        _, message = wire.decode(frame, wire.ToEngine)
-        if isinstance(message, Hello):
-            self._send(router, peer, self._ready)
-        elif isinstance(message, Generate):
-            self._send(router, peer, Admitted(message.request_id))
+
+class Lockstep:
+    """Waits until `streams` requests are there; then each step gives every one its next token, `step_s` after the step
+    before.
+
+    tokens: repeated as often as `max_tokens` of the first request asks. `on_step(number)` is called before each step.
+    """
+
+    def __init__(self, tokens: Sequence[int], *, streams: int, step_s: float, on_step: Callable[[int], None]) -> None:
+        self._tokens, self._streams, self._step_s, self._on_step = tokens, streams, step_s, on_step
+        self._waiting: list[Generate] = []
+
+    def receive(self, message: Message, send: Send) -> None:
+        if isinstance(message, Generate):
+            send(Admitted(message.request_id))
             self._waiting.append(message)
             if len(self._waiting) == self._streams:
-                self._answer(router, peer)
+                self._answer(send)
 
-    def _answer(self, router: zmq.Socket[bytes], peer: bytes) -> None:
+    def turn(self, send: Send) -> None:
+        """Nothing is due between the crowds."""
+
+    def _answer(self, send: Send) -> None:
         """Give all that wait their tokens. Steps keep their pace, however long sending takes."""
         waiting, self._waiting = self._waiting, []
         steps = waiting[0].sampling.max_tokens
         due = time.monotonic()
         for step in range(steps):
-            self.on_step(step)
-            token, ends = self._script[step % len(self._script)], step == steps - 1
+            self._on_step(step)
+            token, ends = self._tokens[step % len(self._tokens)], step == steps - 1
             outputs = [
                 Output(
                     generate.request_id,
@@ -109,9 +127,6 @@ class ScriptedEngine:
                 )
                 for generate in waiting
             ]
-            self._send(router, peer, Outputs(outputs))
+            send(Outputs(outputs))
             due += self._step_s
             time.sleep(max(0.0, due - time.monotonic()))
-
-    def _send(self, router: zmq.Socket[bytes], peer: bytes, message: Message) -> None:
-        router.send_multipart([peer, wire.encode(message, self._run.incarnation)])
