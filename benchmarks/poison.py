@@ -67,7 +67,7 @@ class Endless:
                 else:
                     send(Outputs([Output(message.request_id, tokens, FinishReason.LENGTH, 0, len(tokens))]))
             case Control():
-                send(ControlResult(message.control_id, {}))
+                send(ControlResult(message.control_id, {}, "this engine keeps nothing"))
             case Abort():
                 self._paced.discard(message.request_id)
 
