@@ -7,6 +7,7 @@ loading anything, so that a crash is a short pause however large the model is.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import traceback
@@ -19,6 +20,8 @@ from moeserve.wire import RunContext, load_run_context
 
 # Serves until the event is set, and returns the exit code.
 Serve = Callable[[RunContext, threading.Event], int]
+# A signal that comes just before a system call that waits runs its Python handler only when that call has returned.
+_SECONDS_TO_SIGNAL = 0.2
 
 
 class Copies:
@@ -40,6 +43,7 @@ class Copies:
             if self._stopped:
                 return code
             self._report({"event": "ended", "message": describe_end(code)})
+            _wait_until_readable(self._orders.fileno())
             order = self._orders.readline().strip()
             if not order:
                 return code
@@ -54,6 +58,9 @@ class Copies:
             self._be_copy(context, this)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        ended = os.pidfd_open(self._pid)
+        _wait_until_readable(ended)
+        os.close(ended)
         _, status = os.waitpid(self._pid, 0)
         self._pid = None
         return os.waitstatus_to_exitcode(status)
@@ -78,3 +85,9 @@ class Copies:
             # Between two lives.
             raise SystemExit(0)
         os.kill(self._pid, signal.SIGTERM)
+
+
+def _wait_until_readable(fd: int) -> None:
+    """Wait until reading `fd` does not block, or a process's descriptor tells its end; let handlers of signals run."""
+    while not select.select([fd], [], [], _SECONDS_TO_SIGNAL)[0]:
+        pass

@@ -19,14 +19,16 @@ from moeserve.wire import RunContext
 ROOT = Path(__file__).resolve().parents[2]
 # Tells its incarnation and its pid, and serves until it is told to stop.
 SCRIPT = """
-import os, sys
+import os, sys, time
 from launcher.copies import Copies
 from launcher.processes import reporter
 from moeserve.wire import load_run_context
 
 def serve(context, stop):
     report({"event": "serving", "incarnation": context.incarnation, "pid": os.getpid()})
-    stop.wait()
+    # Polls, as the engine does: waiting for an event that a handler of this thread sets can wait for ever.
+    while not stop.is_set():
+        time.sleep(0.01)
     return 5
 
 report = reporter(sys.stdout)
