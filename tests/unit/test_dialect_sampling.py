@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeserve.frontend import limits
 from moeserve.frontend.dialects import chat, completions
 from moeserve.frontend.dialects.fields import UNSUPPORTED
 from moeserve.frontend.dialects.formats import FormatFields
@@ -285,3 +286,21 @@ def test_any_bytes_are_a_request_or_an_error_of_the_client(body: bytes) -> None:
     for parser in PARSERS.values():
         with pytest.raises(ApiError):
             parser(body, FACTS)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {f"field {number}": 0 for number in range(20_000)},
+        {"unheard_of": "x" * limits.MAX_UNKNOWN_BYTES},
+    ],
+    ids=["many", "a long one"],
+)
+def test_fields_that_do_not_exist_are_few_bytes(dialect: str, fields: dict[str, Any]) -> None:
+    assert refuse(dialect, **fields).code == "too_many_values"
+
+
+def test_a_large_body_of_fields_that_exist_is_read(dialect: str) -> None:
+    text = "x" * limits.MAX_UNKNOWN_BYTES
+    large = {"chat": {"messages": [{"role": "user", "content": text}]}, "completions": {"prompt": text}}[dialect]
+    assert parse(dialect, unheard_of=1, **large).ignored == ("unheard_of",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -116,6 +117,7 @@ def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
         raise invalid(f"The body has more than {limits.MAX_BODY_COMMAS} commas", code="too_many_values")
     try:
         body.decode("utf-8")
+        _check_unknown_bytes(body, expected)
         raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         unknown = raw.keys() - set(expected.__struct_fields__)
         if len(unknown) > limits.MAX_UNKNOWN_FIELDS:
@@ -130,6 +132,25 @@ def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
         raise invalid("The body is not valid JSON in UTF-8", code="invalid_json") from None
     except RecursionError:
         raise invalid("The body is nested too deeply", code="invalid_json") from None
+
+
+def _check_unknown_bytes(body: bytes, expected: type[msgspec.Struct]) -> None:
+    """Raise ApiError for a body that is large and mostly not what `expected` has: naming its fields takes long."""
+    if len(body) <= limits.MAX_UNKNOWN_BYTES:
+        return
+    known = msgspec.json.decode(body, type=_raw_fields(expected))
+    if len(body) - sum(len(memoryview(value)) for value in msgspec.structs.astuple(known)) > limits.MAX_UNKNOWN_BYTES:
+        raise invalid(
+            f"More than {limits.MAX_UNKNOWN_BYTES} bytes of the body are spaces, or fields that do not exist",
+            code="too_many_values",
+        )
+
+
+@cache
+def _raw_fields(expected: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """Return a type of the same fields, none of which is read or required."""
+    names = expected.__struct_encode_fields__
+    return msgspec.defstruct(expected.__name__, [(name, msgspec.Raw, msgspec.Raw(b"")) for name in names])
 
 
 def check_depth(value: Any) -> None:
