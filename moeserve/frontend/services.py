@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ from moeserve.wire import RunContext, Stats
 _T = TypeVar("_T")
 
 _THREADS = 2
+# Two are rendered and one is prepared.
+_LONG_CONVERSATIONS = 3
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
 # A text with so many bytes per token that fits is looked at before it is tokenised as a whole.
@@ -69,6 +72,8 @@ class Services:
         self.token_workers = Workers("tokens", 1, limits.MAX_WAITING_CHARS)
         # One big body is read at a time: what it becomes takes many times its size.
         self._readers = Workers("bodies", 1, limits.MAX_WAITING_CHARS)
+        # On its way through the template a conversation takes several times its size.
+        self._long_conversations = asyncio.Semaphore(_LONG_CONVERSATIONS)
         self.slo = service_slo(run.config)
         self.admission = Admission(self.metrics.rejections, random.random, num_frontends=run.config.num_frontends)
         self._draining = False
@@ -229,8 +234,12 @@ class Services:
 
         size = sum(len(message["content"]) for message in prompt.messages) + _CHARS_PER_TOOL * len(prompt.tools)
         guard = partial(self._guard, prompt)
-        job, guarded = guard() if budget.take(size) else await workers.run(size, guard)
-        return guarded.cut(await template.render(job)), guarded.mark
+        if budget.take(size):
+            job, guarded = guard()
+            return guarded.cut(await template.render(job)), guarded.mark
+        async with self._long_conversations:
+            job, guarded = await workers.run(size, guard)
+            return guarded.cut(await template.render(job)), guarded.mark
 
     def _guard(self, prompt: ChatPrompt) -> tuple[bytes, GuardedPrompt]:
         """Return a prompt for the template's process, and what its text still needs."""

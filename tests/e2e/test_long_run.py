@@ -28,7 +28,6 @@ def test_mixed_requests_of_which_many_are_given_up_get_the_answers_of_an_idle_se
     assert run.wrong == []
     assert run.given_up > 80
     assert set(run.statuses) == {200, 400, 404}
-    assert run.metric("moeserve_preemptions_total") > 0
     run.assert_nothing_is_lost()
 
 
@@ -38,6 +37,8 @@ def test_twenty_thousand_requests_lose_no_block_and_no_memory(running: Service) 
     run = soak(running, known=340, count=20_000, clients=24, seed=4)
     assert run.wrong == []
     assert run.given_up > 5000
+    # A machine with other work computes fewer requests at once for clients that leave, so a short run may have none.
+    assert run.metric("moeserve_preemptions_total") > 0
     run.assert_nothing_is_lost()
     slopes = run.memory.slopes(warm_up=5000)
     print(slopes)
