@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine
+from traceback import clear_frames
 from typing import Any, TypeVar
 
 import msgspec
@@ -73,6 +74,18 @@ class ApiError(Exception):
 
 # Returns the body of an error's response, in the shape of one API, from the error and the request's id.
 ErrorBody = Callable[[ApiError, str], bytes]
+
+
+def forget_locals(error: BaseException) -> None:
+    """Clear the frames that an exception went through.
+
+    They hold the request, and are part of circles (a task holds its exception, whose frames hold the task), which are
+    freed some time later, all of them at once.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        clear_frames(cause.__traceback__)
+        cause = cause.__context__
 
 
 def openai_error_body(error: ApiError, _: str) -> bytes:

@@ -18,6 +18,7 @@ from moeserve.frontend.http import (
     ErrorBody,
     PatientSend,
     SlowReader,
+    forget_locals,
     internal_error,
     openai_error_body,
     send_error,
@@ -79,6 +80,7 @@ class RequestBoundary:
     async def _fail(self, error: Exception, path: str, response: _Response, request_id: str) -> None:
         if not isinstance(error, ApiError | HTTPException):
             log.error("request_failed", request_id=request_id, exc_info=error)
+        forget_locals(error)
         if response.started:
             raise error
         shown = as_api_error(error)

@@ -9,12 +9,11 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from traceback import clear_frames
 from typing import TypeVar
 
 from moeserve.frontend import limits
 from moeserve.frontend.allocator import give_back
-from moeserve.frontend.http import ApiError, unavailable
+from moeserve.frontend.http import ApiError, forget_locals, unavailable
 
 _T = TypeVar("_T")
 
@@ -59,10 +58,7 @@ def _without_frames(work: Callable[[], _T]) -> _T:
     try:
         return work()
     except ApiError as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            clear_frames(cause.__traceback__)
-            cause = cause.__context__
+        forget_locals(error)
         raise
 
 
