@@ -50,6 +50,10 @@ KEEP_ALIVE_S = 10.0
 MAX_STATS_STREAMS = 32
 # Text that one request may have converted on the event loop; the rest goes to threads.
 INLINE_CHARS = 4096
+# Texts from this length on become tokens one at a time.
+LONG_TEXT_CHARS = 100_000
+# Of a prompt, for each token of the context: no text has so few tokens but one of long repetitions.
+MAX_CHARS_PER_TOKEN = 32
 # A body from this size on is read by a thread, which takes about so many bytes in the time of one character.
 INLINE_BODY_BYTES = 64 * 1024
 BODY_BYTES_PER_CHAR = 16
@@ -62,7 +66,7 @@ MAX_UNKNOWN_BYTES = 256 * 1024
 INLINE_TOKENS = 2048
 # What `/tokenize` and `/detokenize` take at once, and what waits for threads in all.
 MAX_TOKENIZE_CHARS = 1_000_000
-MAX_DETOKENIZE_TOKENS = 262_144
+MAX_CONVERTED_TOKENS = 262_144
 MAX_WAITING_CHARS = 8_000_000
 # Of a token, where work is counted in characters.
 CHARS_PER_TOKEN = 4

@@ -127,18 +127,28 @@ class TokenRoutes:
         services = self._services
         facts = services.check_serving()
         data = await self._body(request)
-        body = await services.read(data, partial(_read_tokenize, model=facts))
+        body, budget = await services.read(data, partial(_read_tokenize, model=facts)), InlineBudget.of(data)
+        del data
         if isinstance(body, ChatPrompt):
-            token_ids = await services.encode(body, facts, InlineBudget.of(data), services.token_workers)
+            token_ids = await services.encode(body, facts, budget, services.token_workers)
         else:
             assert body.prompt is not None
             num_chars = len(body.prompt)
             if num_chars > limits.MAX_TOKENIZE_CHARS:
                 raise invalid(f"`prompt` has {num_chars} characters; at most {limits.MAX_TOKENIZE_CHARS}", "prompt")
-            special = body.add_special_tokens is not False
-            encode = partial(services.tokenizer.encode, body.prompt, add_special_tokens=special)
+            encode = partial(self._encode, body.prompt, add_special_tokens=body.add_special_tokens is not False)
             token_ids = await services.token_workers.run(num_chars, encode)
-        return json_response({"count": len(token_ids), "max_model_len": facts.max_model_len, "tokens": token_ids})
+        content = {"count": len(token_ids), "max_model_len": facts.max_model_len, "tokens": token_ids}
+        return await services.token_workers.run(0, partial(json_response, content))
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokenizer, most = self._services.tokenizer, limits.MAX_CONVERTED_TOKENS
+        # Tokens that are counted in parts may be a few more, at the cuts, but never twice as many.
+        if len(text) <= most or not tokenizer.has_more(text, 2 * most):
+            token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            if len(token_ids) <= most:
+                return token_ids
+        raise invalid(f"`prompt` has more than {most} tokens", "prompt")
 
     async def detokenize(self, request: Request) -> Response:
         services = self._services
@@ -151,8 +161,8 @@ class TokenRoutes:
         if body.model is not None:
             fields.check_model(body.model, facts)
         num_tokens = len(body.tokens)
-        if num_tokens > limits.MAX_DETOKENIZE_TOKENS:
-            raise invalid(f"`tokens` has {num_tokens} entries; at most {limits.MAX_DETOKENIZE_TOKENS}", "tokens")
+        if num_tokens > limits.MAX_CONVERTED_TOKENS:
+            raise invalid(f"`tokens` has {num_tokens} entries; at most {limits.MAX_CONVERTED_TOKENS}", "tokens")
         fields.check_token_ids("tokens", body.tokens, facts.vocab_size)
         return json_response({"prompt": self._services.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
@@ -160,8 +170,9 @@ class TokenRoutes:
         """Count the prompt tokens that the request would have on `/v1/messages`."""
         facts = self._services.check_serving()
         services, data = self._services, await self._body(request)
-        prompt = await services.read(data, partial(messages.parse_count, model=facts))
-        token_ids = await services.encode(prompt, facts, InlineBudget.of(data), services.token_workers)
+        prompt, budget = await services.read(data, partial(messages.parse_count, model=facts)), InlineBudget.of(data)
+        del data
+        token_ids = await services.encode(prompt, facts, budget, services.token_workers)
         return json_response({"input_tokens": len(token_ids)})
 
     async def _body(self, request: Request) -> bytes:

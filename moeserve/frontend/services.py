@@ -72,7 +72,9 @@ class Services:
         self.token_workers = Workers("tokens", 1, limits.MAX_WAITING_CHARS)
         # One big body is read at a time: what it becomes takes many times its size.
         self._readers = Workers("bodies", 1, limits.MAX_WAITING_CHARS)
-        # On its way through the template a conversation takes several times its size.
+        # On its way through the template a conversation takes several times its size; a text that becomes tokens takes
+        # a hundred times its size, or four hundred.
+        self._long_texts = asyncio.Semaphore(1)
         self._long_conversations = asyncio.Semaphore(_LONG_CONVERSATIONS)
         self.slo = service_slo(run.config)
         self.admission = Admission(self.metrics.rejections, random.random, num_frontends=run.config.num_frontends)
@@ -198,8 +200,18 @@ class Services:
         least = len(text) // self.tokenizer.longest_token
         if least >= facts.max_model_len:
             raise context_length_exceeded(facts.max_model_len, least, 1, at_least=True, param=field)
+        most_chars = limits.MAX_CHARS_PER_TOKEN * facts.max_model_len
+        if len(text) > most_chars:
+            message = f"The prompt has {len(text)} characters; for this model's context at most {most_chars} are read"
+            raise invalid(message, field, "context_length_exceeded")
         encode = partial(self._encode, text, mark, facts.max_model_len)
-        token_ids = encode() if budget.take(len(text)) else await workers.run(len(text), encode)
+        if budget.take(len(text)):
+            token_ids = encode()
+        elif len(text) < limits.LONG_TEXT_CHARS:
+            token_ids = await workers.run(len(text), encode)
+        else:
+            async with self._long_texts:
+                token_ids = await workers.run(len(text), encode)
         if token_ids is None:
             raise context_length_exceeded(facts.max_model_len, facts.max_model_len, 1, at_least=True, param=field)
         if not token_ids:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import completions, fields
+from moeserve.frontend.dialects.internal import GenerateRequest
 from moeserve.frontend.text import TextTokenizer
 from tests.support.in_process import Exchange, application, completion
 
@@ -19,19 +21,36 @@ from tests.support.in_process import Exchange, application, completion
 def test_texts_and_tokens_beyond_the_limits_are_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_TOKENIZE_CHARS", 5)
-    monkeypatch.setattr(limits, "MAX_DETOKENIZE_TOKENS", 2)
+    monkeypatch.setattr(limits, "MAX_TOKENIZE_CHARS", 20)
+    monkeypatch.setattr(limits, "MAX_CONVERTED_TOKENS", 5)
 
     async def scenario() -> None:
         async with application(tmp_path) as (app, _, _engine):
             for path, fits, too_much in (
                 ("/tokenize", {"prompt": "12345"}, {"prompt": "123456"}),
-                ("/detokenize", {"tokens": [65, 66]}, {"tokens": [65, 66, 67]}),
+                ("/tokenize", {"prompt": "12345"}, {"prompt": 21 * "1"}),
+                ("/detokenize", {"tokens": 5 * [65]}, {"tokens": 6 * [65]}),
             ):
                 for body, status in ((fits, 200), (too_much, 400)):
                     exchange = Exchange(app, path, json.dumps(body).encode())
                     await exchange.task
                     assert exchange.status == status
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_request_is_let_go_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with application(tmp_path) as (app, _, _engine):
+            gc.collect()
+            gc.disable()
+            try:
+                exchange = Exchange(app, "/v1/completions", completion(prompt="x" * 100_000))
+                await exchange.task
+                assert json.loads(exchange.writes[0])["error"]["code"] == "context_length_exceeded"
+                assert not any(isinstance(held, GenerateRequest) for held in gc.get_objects())
+            finally:
+                gc.enable()
 
     asyncio.run(scenario())
 
