@@ -54,6 +54,8 @@ INLINE_CHARS = 4096
 LONG_TEXT_CHARS = 100_000
 # Of a prompt, for each token of the context: no text has so few tokens but one of long repetitions.
 MAX_CHARS_PER_TOKEN = 32
+# Of a body that is not wanted: it is read so that its client gets the answer.
+MAX_DISCARDED_BYTES = 32 * 1024 * 1024
 # A body from this size on is read by a thread, which takes about so many bytes in the time of one character.
 INLINE_BODY_BYTES = 64 * 1024
 BODY_BYTES_PER_CHAR = 16

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from asyncio import timeout
 from collections.abc import Mapping
+from contextlib import suppress
 
 import structlog
 from starlette.exceptions import HTTPException
@@ -28,6 +30,7 @@ from moeserve.frontend.metrics import Metrics
 log = structlog.get_logger(__name__)
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_REQUEST_TIMEOUT = 408
 _CLIENT_CLOSED = 499
 
 
@@ -55,9 +58,9 @@ class RequestBoundary:
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id, "log": {}, "arrival": started}
         patient = PatientSend(send, limits.SEND_TIMEOUT_S)
-        response = _Response(patient, request_id)
+        body, response = _Body(scope, receive), _Response(patient, request_id)
         try:
-            await self._app(scope, receive, response)
+            await self._app(scope, body, response)
         except ClientDisconnected:
             response.abandon()
             self._metrics.count_disconnect()
@@ -68,7 +71,7 @@ class RequestBoundary:
             if abort := scope.get("extensions", {}).get("moeserve.abort"):
                 abort()
         except Exception as error:
-            await self._fail(error, scope["path"], response, request_id)
+            await self._fail(error, scope["path"], body, response, request_id)
         finally:
             patient.end()
             route = scope["path"] if scope["path"] in self._routes else "other"
@@ -77,13 +80,15 @@ class RequestBoundary:
             emit = log.debug if route in ("/health", "/ready", "/metrics") else log.info
             emit("request", request_id=request_id, route=route, status=response.status, **fields)
 
-    async def _fail(self, error: Exception, path: str, response: _Response, request_id: str) -> None:
+    async def _fail(self, error: Exception, path: str, body: _Body, response: _Response, request_id: str) -> None:
         if not isinstance(error, ApiError | HTTPException):
             log.error("request_failed", request_id=request_id, exc_info=error)
         forget_locals(error)
         if response.started:
             raise error
         shown = as_api_error(error)
+        if shown.status != _REQUEST_TIMEOUT:
+            await body.discard()
         await send_error(response, shown, self._error_body(path)(shown, request_id))
 
     def _error_body(self, path: str) -> ErrorBody:
@@ -100,6 +105,33 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail))
     return internal_error()
+
+
+class _Body:
+    """A `receive` that remembers whether the whole body has come."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._receive = receive
+        self._is_read = False
+        # Whoever waits for `100 Continue` sends no body once the answer is there.
+        self._waits = any(name == b"expect" for name, _ in scope["headers"])
+
+    async def __call__(self) -> Message:
+        self._waits = False
+        message = await self._receive()
+        self._is_read = not message.get("more_body", False)
+        return message
+
+    async def discard(self) -> None:
+        """Read the rest of the body, within bounds.
+
+        A connection that is closed with data in it is reset, and a client that still sends would not see its answer.
+        """
+        size = 0
+        with suppress(TimeoutError):
+            async with timeout(limits.RECEIVE_TIMEOUT_S):
+                while not self._is_read and not self._waits and size < limits.MAX_DISCARDED_BYTES:
+                    size += len((await self()).get("body", b""))
 
 
 class _Response:

@@ -200,11 +200,7 @@ class Services:
         least = len(text) // self.tokenizer.longest_token
         if least >= facts.max_model_len:
             raise context_length_exceeded(facts.max_model_len, least, 1, at_least=True, param=field)
-        most_chars = limits.MAX_CHARS_PER_TOKEN * facts.max_model_len
-        if len(text) > most_chars:
-            message = f"The prompt has {len(text)} characters; for this model's context at most {most_chars} are read"
-            raise invalid(message, field, "context_length_exceeded")
-        encode = partial(self._encode, text, mark, facts.max_model_len)
+        encode = partial(self._encode, text, mark, facts.max_model_len, field)
         if budget.take(len(text)):
             token_ids = encode()
         elif len(text) < limits.LONG_TEXT_CHARS:
@@ -227,11 +223,16 @@ class Services:
             texts.append(decode() if budget.take(chars) else await self.workers.run(chars, decode))
         return texts
 
-    def _encode(self, text: str, mark: str | None, most: int) -> list[int] | None:
-        """Return the token ids of a text, None for one that has far more than `most`."""
+    def _encode(self, text: str, mark: str | None, most: int, field: str) -> list[int] | None:
+        """Return the token ids of a text, None for one that has far more than `most`. Raises ApiError for one that has
+        not, but very many characters."""
         # Tokens that are counted in parts may be a few more, at the cuts, but never twice as many.
         if len(text.encode("utf-8", "replace")) > _MANY_BYTES * most and self.tokenizer.has_more(text, 2 * most):
             return None
+        most_chars = limits.MAX_CHARS_PER_TOKEN * most
+        if len(text) > most_chars:
+            message = f"The prompt has {len(text)} characters; for this model's context at most {most_chars} are read"
+            raise invalid(message, field, "context_length_exceeded")
         return self.tokenizer.encode(text) if mark is None else self.tokenizer.encode_rendered(text, mark)
 
     async def _render(self, prompt: ChatPrompt, budget: InlineBudget, workers: Workers) -> tuple[str, str]:

@@ -72,6 +72,18 @@ def test_unknown_models_routes_and_methods(server: Frontend) -> None:
     assert error_of(server.http.get("/health/"), 404)["code"] == "not_found"
 
 
+@pytest.mark.parametrize(("path", "status"), [("/v1/nothing", 404), ("/v1/completions", 413)])
+def test_a_client_that_sends_all_of_a_body_that_is_not_wanted_gets_its_answer(
+    server: Frontend, path: str, status: int
+) -> None:
+    url = httpx2.URL(str(server.http.base_url))
+    body = b"x" * 8_000_000
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection((url.host, url.port or 80)) as connection:
+        connection.sendall(head.encode() + body)
+        assert connection.recv(1000).startswith(f"HTTP/1.1 {status} ".encode())
+
+
 @pytest.mark.parametrize(("prompt", "max_tokens"), [([1] * 512, 1), ([1] * 500, 13), ("x" * 513, 1), ("x" * 19_000, 1)])
 def test_what_exceeds_the_context_is_told_with_both_counts(server: Frontend, prompt: Any, max_tokens: int) -> None:
     response = server.http.post("/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": max_tokens})

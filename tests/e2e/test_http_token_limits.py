@@ -48,7 +48,10 @@ def test_a_refused_request_is_let_go_at_once(tmp_path: Path) -> None:
                 exchange = Exchange(app, "/v1/completions", completion(prompt="x" * 100_000))
                 await exchange.task
                 assert json.loads(exchange.writes[0])["error"]["code"] == "context_length_exceeded"
-                assert not any(isinstance(held, GenerateRequest) for held in gc.get_objects())
+                # The thread that converted may hold its work a little longer, but without a collector no circle ends.
+                async with asyncio.timeout(10):
+                    while any(isinstance(held, GenerateRequest) for held in gc.get_objects()):
+                        await asyncio.sleep(0.01)
             finally:
                 gc.enable()
 
