@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,14 +18,11 @@ from typing import Any
 import click
 import msgspec
 
+from launcher.own_service import ServiceGone, ServiceNotStarted, ask_patiently, own_service
 from launcher.server_client import optional_server_option
-from moeserve.bench.client import Endpoint, ExchangeError, Response, error_message, exchange
+from moeserve.bench.client import Endpoint, ExchangeError, Response, error_message
 
 _PATH = re.compile(r"/v1/[\w/.-]{1,200}")
-_TRIES = 20
-_TRIES_OF_BROKEN = 3
-_LONGEST_WAIT_S = 60.0
-_END_S = 60.0
 
 
 @click.command(name="run-batch")
@@ -65,7 +60,7 @@ def run_batch(
                 sys.exit(1 if results.num_failed else 0)
             click.echo(f"\nInterrupted: the same command goes on. {results.in_words()}", err=True)
             sys.exit(128 + signal.SIGINT)
-    except (BatchError, ValueError) as error:
+    except (BatchError, ServiceNotStarted, ValueError) as error:
         raise click.ClickException(str(error)) from None
 
 
@@ -79,7 +74,7 @@ def _answer_all(
     if first is None:
         return True
     try:
-        with nullcontext(url) if url is not None else service_for_the_run(settings) as address:
+        with nullcontext(url) if url is not None else own_service(settings) as address:
             batch = Batch(Endpoint.parse(address), api_key, timeout, results)
             asyncio.run(batch.run(chain([first], jobs), concurrency))
     except KeyboardInterrupt:
@@ -173,7 +168,7 @@ class Results:
         self._count(entry)
 
     def in_words(self) -> str:
-        before = f", of which {self.num_before} before this run" if self.num_before else ""
+        before = f" ({self.num_before} of them before this run)" if self.num_before else ""
         return f"{self._path}: {self.num_succeeded} succeeded, {self.num_failed} failed{before}."
 
     def _take_over(self) -> None:
@@ -236,30 +231,14 @@ class Batch:
                 self.results.write(job, _described(response), None)
 
     async def _answer(self, job: Job) -> Response:
-        """Return the last of some answers, if the earlier ones ask for patience. Raises ExchangeError, BatchError."""
-        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
-        for tried in range(1, _TRIES + 1):
-            try:
-                response = await exchange(self.endpoint, "POST", job.path, job.body, headers, self.timeout_s)
-            except ExchangeError as error:
-                if isinstance(error.__cause__, OSError):
-                    message = f"The server is gone ({error}). The same command goes on where this one ended."
-                    raise BatchError(message) from None
-                if isinstance(error.__context__, TimeoutError) or tried == _TRIES_OF_BROKEN:
-                    raise
-                continue
-            if response.status in (401, 403):
-                raise BatchError(error_message(response.body))
-            if response.status not in (429, 503) or tried == _TRIES:
-                break
-            await asyncio.sleep(_patience(response))
+        """Return the answer to a job. Raises ExchangeError, BatchError."""
+        try:
+            response = await ask_patiently(self.endpoint, job.path, job.body, self.api_key, self.timeout_s)
+        except ServiceGone as error:
+            raise BatchError(f"{error} The same command goes on where this one ended.") from None
+        if response.status in (401, 403):
+            raise BatchError(error_message(response.body))
         return response
-
-
-def _patience(response: Response) -> float:
-    """Return the seconds to wait that the answer asks for."""
-    asked = response.headers.get("retry-after", "")
-    return min(max(1.0, float(asked)), _LONGEST_WAIT_S) if asked.isdigit() else 1.0
 
 
 def _described(response: Response) -> dict[str, Any]:
@@ -272,37 +251,3 @@ def _described(response: Response) -> dict[str, Any]:
         "request_id": response.headers.get("x-request-id", ""),
         "body": body,
     }
-
-
-@contextmanager
-def service_for_the_run(settings: tuple[str, ...]) -> Iterator[str]:
-    """Start `moeserve serve` on a free port, give its address once it is ready, and end it. Raises BatchError."""
-    quiet = () if any(setting.startswith("--log-level") for setting in settings) else ("--log-level", "warning")
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "launcher.child",
-        str(os.getpid()),
-        "launcher.cli",
-        "serve",
-        *settings,
-        *quiet,
-        "--port",
-        "0",
-    ]
-    # A session of its own: Ctrl-C ends the run, and the run ends the service, even where it is killed itself.
-    service = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        assert service.stdout is not None
-        found = next((found for line in service.stdout if (found := re.search(r"ready on (http://\S+)", line))), None)
-        if found is None:
-            raise BatchError(f"The service did not start (exit code {service.wait()}); it says above why.")
-        yield found[1]
-    finally:
-        service.terminate()
-        try:
-            service.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            service.kill()
-            service.wait()

@@ -1,0 +1,14 @@
+"""Serve mixture-of-experts models. `LLM` is a model for scripts; all else is the command `moeserve`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name != "LLM":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # On demand: it starts a service, which the parts of a service, whose package this is, know nothing of.
+    from launcher.offline import LLM
+
+    return LLM

@@ -60,6 +60,7 @@ PURE = [
     "launcher.doctor",
     "launcher.chat",
     "launcher.run_batch",
+    "launcher.offline",
     "launcher.top",
     "launcher.supervisor",
     "launcher.worker",
@@ -102,7 +103,9 @@ def test_imports_go_down_only():
     for path in FILES:
         package = path.relative_to(ROOT).parts[0]
         others = imported_packages(path) & {*PACKAGES, *OUTSIDE} - {package}
-        upwards[name_of(path)] = others - MAY_IMPORT[package]
+        # The package's public name, `LLM`, is made by the topmost floor when it is asked for.
+        public = {"launcher"} if name_of(path) == "moeserve/__init__.py" else set()
+        upwards[name_of(path)] = others - MAY_IMPORT[package] - public
     assert {path: others for path, others in upwards.items() if others} == {}
 
 
