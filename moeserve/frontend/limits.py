@@ -62,8 +62,9 @@ BODY_BYTES_PER_CHAR = 16
 # Commas in a body: with tiny values between them 4 MB would take a second to read, and a hundred times the memory.
 MAX_BODY_COMMAS = 524_288
 MAX_UNKNOWN_FIELDS = 256
-# Of a body: spaces between values, and fields that are not read.
-MAX_UNKNOWN_BYTES = 256 * 1024
+# Of a body: tools, and all but the prompt and tools: options, fields that do not exist, spaces.
+MAX_TOOLS_BYTES = 1024 * 1024
+MAX_OPTION_BYTES = 256 * 1024
 # An answer with more tokens in it, each with its log probability, is written by a thread.
 INLINE_TOKENS = 2048
 # What `/tokenize` and `/detokenize` take at once, and what waits for threads in all.

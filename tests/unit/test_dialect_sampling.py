@@ -289,18 +289,26 @@ def test_any_bytes_are_a_request_or_an_error_of_the_client(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "named"),
     [
-        {f"field {number}": 0 for number in range(20_000)},
-        {"unheard_of": "x" * limits.MAX_UNKNOWN_BYTES},
+        ({f"field {number}": 0 for number in range(20_000)}, None),
+        ({"unheard_of": "x" * limits.MAX_OPTION_BYTES}, None),
+        ({"logit_bias": {str(number): 0.0 for number in range(30_000)}}, "logit_bias"),
     ],
-    ids=["many", "a long one"],
+    ids=["many unknown", "a long unknown", "biases"],
 )
-def test_fields_that_do_not_exist_are_few_bytes(dialect: str, fields: dict[str, Any]) -> None:
-    assert refuse(dialect, **fields).code == "too_many_values"
+def test_what_is_no_prompt_is_short(dialect: str, fields: dict[str, Any], named: str | None) -> None:
+    error = refuse(dialect, **fields)
+    assert error.code == "too_many_values"
+    assert (error.param == named) == (named is not None)
 
 
-def test_a_large_body_of_fields_that_exist_is_read(dialect: str) -> None:
-    text = "x" * limits.MAX_UNKNOWN_BYTES
-    large = {"chat": {"messages": [{"role": "user", "content": text}]}, "completions": {"prompt": text}}[dialect]
-    assert parse(dialect, unheard_of=1, **large).ignored == ("unheard_of",)
+def test_a_long_prompt_is_read(dialect: str) -> None:
+    text = "x" * limits.MAX_OPTION_BYTES
+    long = {"chat": {"messages": [{"role": "user", "content": text}]}, "completions": {"prompt": text}}[dialect]
+    assert parse(dialect, unheard_of=1, **long).ignored == ("unheard_of",)
+
+
+def test_tools_are_bounded_in_bytes() -> None:
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 100_000}}
+    assert refuse("chat", tools=11 * [tool]).param == "tools"

@@ -26,6 +26,10 @@ _EMPTY = frozenset({b"null", b"[]", b"{}"})
 _LEAST_LOGPROB = -9999.0
 _LEVELS_IN_RESERVE = 700  # of the 1000 that Python has
 
+# The fields that may be long, in all dialects.
+_PROMPTS = ("messages", "prompt", "input", "system", "instructions", "tokens")
+_TOOLS = ("tools", "functions")
+
 # Fields that would change the answer if they were supported, with the values that ask for nothing. A dialect that has
 # the field reads it; all others refuse it.
 UNSUPPORTED: dict[str, Collection[bytes]] = {
@@ -117,7 +121,7 @@ def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
         raise invalid(f"The body has more than {limits.MAX_BODY_COMMAS} commas", code="too_many_values")
     try:
         body.decode("utf-8")
-        _check_unknown_bytes(body, expected)
+        _check_sizes(body, expected)
         raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         unknown = raw.keys() - set(expected.__struct_fields__)
         if len(unknown) > limits.MAX_UNKNOWN_FIELDS:
@@ -134,16 +138,20 @@ def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
         raise invalid("The body is nested too deeply", code="invalid_json") from None
 
 
-def _check_unknown_bytes(body: bytes, expected: type[msgspec.Struct]) -> None:
-    """Raise ApiError for a body that is large and mostly not what `expected` has: naming its fields takes long."""
-    if len(body) <= limits.MAX_UNKNOWN_BYTES:
+def _check_sizes(body: bytes, expected: type[msgspec.Struct]) -> None:
+    """Raise ApiError for a large body that is not a large prompt: small values in great number take long to read."""
+    if len(body) <= limits.MAX_OPTION_BYTES:
         return
-    known = msgspec.json.decode(body, type=_raw_fields(expected))
-    if len(body) - sum(len(memoryview(value)) for value in msgspec.structs.astuple(known)) > limits.MAX_UNKNOWN_BYTES:
-        raise invalid(
-            f"More than {limits.MAX_UNKNOWN_BYTES} bytes of the body are spaces, or fields that do not exist",
-            code="too_many_values",
-        )
+    known = msgspec.structs.asdict(msgspec.json.decode(body, type=_raw_fields(expected)))
+    sizes = {name: len(memoryview(value)) for name, value in known.items()}
+    for name in _TOOLS:
+        if sizes.get(name, 0) > limits.MAX_TOOLS_BYTES:
+            raise invalid(f"`{name}` has more than {limits.MAX_TOOLS_BYTES} bytes", name, "too_many_values")
+    prompt = sum(sizes.pop(name, 0) for name in (*_PROMPTS, *_TOOLS))
+    if len(body) - prompt > limits.MAX_OPTION_BYTES:
+        largest = max(sizes, key=sizes.__getitem__)
+        message = f"The body has more than {limits.MAX_OPTION_BYTES} bytes beside its prompt and tools"
+        raise invalid(message, largest if sizes[largest] else None, "too_many_values")
 
 
 @cache
