@@ -6,13 +6,14 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, synthetic_trace
 from experts.placement import hops, round_robin
 from experts.placement_search import affinity_placement, balanced_assignment, staying
 from experts.routing_files import shuffled_control, uniform_control
+from tests.support.examples import examples
 
 
 @cache
@@ -23,7 +24,7 @@ def balanced(num_items, num_ranks):
 
 
 @given(st.sampled_from([(4, 2), (6, 2), (6, 3), (8, 4), (5, 5)]), st.integers(0, 10**6), st.booleans())
-@settings(max_examples=60, deadline=None)
+@examples(0.6)
 def test_the_assignment_is_the_best_of_all(sizes, seed, whole_numbers):
     num_items, num_ranks = sizes
     random = np.random.default_rng(seed)

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from radix_cache import BudgetError, Lease, LeaseError, PrefixCache, account_of
 from radix_cache.victims import HALF_LIFE_S
+from tests.support.examples import examples
 
 NAMESPACES = ("", "a", "a/x", "b")
 ACCOUNTS = ("", "a", "b")
@@ -546,7 +547,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.world.drain()
 
 
-PrefixCacheMachine.TestCase.settings = settings(deadline=None, max_examples=200, stateful_step_count=50)
+PrefixCacheMachine.TestCase.settings = settings(examples(2), stateful_step_count=50)
 TestPrefixCacheAgainstModel = pytest.mark.slow(PrefixCacheMachine.TestCase)
 
 

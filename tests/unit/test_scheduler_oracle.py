@@ -11,11 +11,12 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve.plan import FinishReason, SamplingParams
 from moeserve.request_states import StatePolicy
+from tests.support.examples import examples
 from tests.support.kv_oracle import Record
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
 
@@ -227,7 +228,7 @@ class Script:
 
 
 @pytest.mark.slow
-@settings(max_examples=250, deadline=None)
+@examples(2.5)
 @given(SETUP, st.lists(ACTION, min_size=20, max_size=50), st.sets(st.integers(0, 30), max_size=2))
 def test_random_scripts_leave_every_output_and_every_block_right(
     setup: dict[str, object], actions: list[tuple[str, object]], faulty: set[int]
