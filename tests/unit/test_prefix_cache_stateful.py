@@ -598,14 +598,14 @@ def drive(seed: int, steps: int, check_every: int, caching: bool = True, retaini
     return world.log
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_seeded_run_agrees_with_model(seed: int) -> None:
-    drive(seed, steps=6000, check_every=5)
+    drive(seed, steps=6000, check_every=10)
 
 
-@pytest.mark.parametrize("seed", range(50, 56))
+@pytest.mark.parametrize("seed", range(50, 53))
 def test_seeded_run_with_retention_agrees_with_model(seed: int) -> None:
-    drive(seed, steps=4000, check_every=5, retaining=True)
+    drive(seed, steps=4000, check_every=10, retaining=True)
 
 
 def test_seeded_run_without_caching_agrees_with_model() -> None:

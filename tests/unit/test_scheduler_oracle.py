@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -80,9 +82,17 @@ def converse(simulation: Simulation, conversations: list[Conversation], random: 
     simulation.check_all_done()
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+def latin(*values: Sequence[Any]) -> list[Any]:
+    """All combinations of the values; those whose places add up to an odd number are for the long suite. Every two
+    values of different lists meet in the others."""
+    parameters = []
+    for places in product(*(range(len(of_one)) for of_one in values)):
+        chosen = (of_one[place] for of_one, place in zip(values, places, strict=True))
+        parameters.append(pytest.param(*chosen, marks=[pytest.mark.long] * (sum(places) % 2)))
+    return parameters
+
+
+@pytest.mark.parametrize(("block_size", "policy", "depth"), latin([1, 3, 4, 16], ["fcfs", "lpm"], [0, 1, 2]))
 def test_conversations_get_the_tokens_of_an_undisturbed_run(block_size: int, policy: str, depth: int) -> None:
     longest = 30 + 6 + 12 + 3 + 12
     tiny, roomy = -(-longest // block_size) + 1, 1000 // block_size
@@ -98,9 +108,7 @@ def test_conversations_get_the_tokens_of_an_undisturbed_run(block_size: int, pol
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+@pytest.mark.parametrize(("block_size", "depth", "caching"), latin([1, 3, 4, 16], [0, 1], [True, False]))
 def test_preempted_requests_continue_as_if_nothing_had_been(block_size: int, depth: int, caching: bool) -> None:
     num_requests = 0
     num_preemptions = 0
@@ -228,7 +236,7 @@ class Script:
 
 
 @pytest.mark.slow
-@examples(2.5)
+@examples(1.5)
 @given(SETUP, st.lists(ACTION, min_size=20, max_size=50), st.sets(st.integers(0, 30), max_size=2))
 def test_random_scripts_leave_every_output_and_every_block_right(
     setup: dict[str, object], actions: list[tuple[str, object]], faulty: set[int]
