@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,6 +18,7 @@ from moeserve.plan import FinishReason, SamplingParams
 from moeserve.request_states import StatePolicy
 from tests.support.examples import examples
 from tests.support.kv_oracle import Record
+from tests.support.parameters import pairs
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
 
 STOP_TOKENS = (3, 4)
@@ -82,17 +81,7 @@ def converse(simulation: Simulation, conversations: list[Conversation], random: 
     simulation.check_all_done()
 
 
-def latin(*values: Sequence[Any]) -> list[Any]:
-    """All combinations of the values; those whose places add up to an odd number are for the long suite. Every two
-    values of different lists meet in the others."""
-    parameters = []
-    for places in product(*(range(len(of_one)) for of_one in values)):
-        chosen = (of_one[place] for of_one, place in zip(values, places, strict=True))
-        parameters.append(pytest.param(*chosen, marks=[pytest.mark.long] * (sum(places) % 2)))
-    return parameters
-
-
-@pytest.mark.parametrize(("block_size", "policy", "depth"), latin([1, 3, 4, 16], ["fcfs", "lpm"], [0, 1, 2]))
+@pytest.mark.parametrize(("block_size", "policy", "depth"), pairs([1, 3, 4, 16], ["fcfs", "lpm"], [0, 1, 2]))
 def test_conversations_get_the_tokens_of_an_undisturbed_run(block_size: int, policy: str, depth: int) -> None:
     longest = 30 + 6 + 12 + 3 + 12
     tiny, roomy = -(-longest // block_size) + 1, 1000 // block_size
@@ -108,7 +97,7 @@ def test_conversations_get_the_tokens_of_an_undisturbed_run(block_size: int, pol
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("block_size", "depth", "caching"), latin([1, 3, 4, 16], [0, 1], [True, False]))
+@pytest.mark.parametrize(("block_size", "depth", "caching"), pairs([1, 3, 4, 16], [0, 1], [True, False]))
 def test_preempted_requests_continue_as_if_nothing_had_been(block_size: int, depth: int, caching: bool) -> None:
     num_requests = 0
     num_preemptions = 0
