@@ -117,6 +117,7 @@ openapi-long: venv
 	@export EXAMPLES=1000; $(TIMED) $(RUN) -m tests.clients --only schemathesis
 
 test-long: venv kernels-long deep-nvme openapi-long
+	@$(TIMED) $(RUN) -m pytest $(UNIT) --hypothesis-profile=thorough tests/unit
 	@$(TIMED) $(RUN) -m pytest -m long tests
 
 # Compiles for minutes where libaio is and that was not done.

@@ -12,6 +12,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
 from launcher.child import die_with_parent
@@ -84,7 +85,9 @@ class Copies:
         if self._pid is None:
             # Between two lives.
             raise SystemExit(0)
-        os.kill(self._pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            # It may have ended, and be reaped, just now.
+            os.kill(self._pid, signal.SIGTERM)
 
 
 def _wait_until_readable(fd: int) -> None:

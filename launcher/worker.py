@@ -90,6 +90,8 @@ def _run_alone(
 
     os.set_inheritable(orders_fd, False)
     with open(orders_fd, encoding="utf-8") as orders:
+        # From here on it waits until `Copies` listens, which does not know of `stop`.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         return 0 if stop.is_set() else Copies(serve, orders, report).run(context)
 
 

@@ -9,11 +9,13 @@ import pytest
 
 # A GPU machine may have pytest alone, for the tests of the kernels.
 if find_spec("hypothesis") is not None:
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
     # Slow shared machines must not turn into failures, and a run in CI must be repeatable.
-    settings.register_profile("default", deadline=None)
-    settings.register_profile("ci", deadline=None, derandomize=True)
+    patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+    settings.register_profile("default", patient)
+    settings.register_profile("ci", patient, derandomize=True)
+    settings.register_profile("thorough", patient, max_examples=400)
     settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import CollectiveError
@@ -24,6 +24,7 @@ from moeserve.ranks.steps import RankedExecutor
 from moeserve.ranks.together import StepRows
 from moeserve.ranks.transport import RankHub, RankLink
 from moeserve.wire import DecodeError, decode_plan, decode_result, encode_result
+from tests.support.examples import examples
 
 LOGPROBS = st.builds(
     TokenLogprobs,
@@ -46,7 +47,7 @@ RESULTS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(0.6)
 @given(RESULTS)
 def test_a_result_survives_the_wire(result: StepResult) -> None:
     assert decode_result(encode_result(result)) == result

@@ -29,6 +29,7 @@ from moeserve.wire import (
     Rejected,
     RunContext,
 )
+from tests.support.engine_ready import engine_ready
 from tests.support.tiny_model import EOS, VOCAB_SIZE
 
 Script = Callable[["FakeEngine", Generate], None]
@@ -124,23 +125,18 @@ class FakeEngine:
         return self.of(kind)
 
     def ready_message(self) -> EngineReady:
-        facts: dict[str, Any] = {
+        facts = {
             "pid": self._pid,
             "model_hash": self._run.model_hash,
             "max_model_len": 512,
             "vocab_size": VOCAB_SIZE,
             "eos_token_ids": [EOS],
-            "default_sampling": {},
             "max_num_seqs": 4,
             "max_num_queued_reqs": 4,
             "num_blocks": 64,
             "block_size": 16,
-            "device": "cpu",
-            "dtype": "float32",
-            "weights_bytes": 1,
-            "kv_bytes": 1,
         }
-        return EngineReady(**{**facts, **self._ready})
+        return engine_ready(**{**facts, **self._ready})
 
     def _loop(self) -> None:
         context = zmq.Context()

@@ -16,6 +16,8 @@ import pytest
 from tests.support.forking import popen
 
 ROOT = Path(__file__).resolve().parents[2]
+# Where a process hangs. Elsewhere one that the machine holds up for a second is not to be taken for hung.
+HANGS = {"STANDIN_TIMEOUT": "1"}
 
 
 class Service:
@@ -178,7 +180,7 @@ def test_signals_to_the_whole_group_end_no_child(start):
 
 @pytest.mark.slow
 def test_a_stopped_frontend_is_taken_for_hung_and_killed(start):
-    service = start()
+    service = start(**HANGS)
     service.wait_until_ready()
     os.kill(service.pids[1], signal.SIGSTOP)
     assert service.wait_for("failed") == "failed The HTTP process hung (no heartbeat for 1 s) and was ended."
@@ -284,7 +286,7 @@ def test_what_a_supervisor_leaves_that_was_killed_with_its_janitor_the_next_one_
 
 @pytest.mark.slow
 def test_a_stopped_worker_is_taken_for_hung_and_killed(start):
-    service = start()
+    service = start(**HANGS)
     service.wait_until_ready()
     os.kill(service.pids[0], signal.SIGSTOP)
     assert "hung (no heartbeat for 1 s)" in service.wait_for("failed")
@@ -294,7 +296,7 @@ def test_a_stopped_worker_is_taken_for_hung_and_killed(start):
 
 @pytest.mark.slow
 def test_a_busy_worker_whose_step_stands_still_is_taken_for_hung(start):
-    service = start(STANDIN_WORKER="hangs")
+    service = start(STANDIN_WORKER="hangs", **HANGS)
     service.wait_until_ready()
     assert "hung (busy without progress for 1 s)" in service.wait_for("failed")
     assert service.end() == 1
@@ -302,7 +304,7 @@ def test_a_busy_worker_whose_step_stands_still_is_taken_for_hung(start):
 
 @pytest.mark.slow
 def test_an_idle_worker_that_stands_still_is_taken_for_hung(start):
-    service = start(STANDIN_WORKER="wedges idle")
+    service = start(STANDIN_WORKER="wedges idle", **HANGS)
     service.wait_until_ready()
     assert "hung (idle without progress for 1 s)" in service.wait_for("failed")
     assert service.end() == 1
@@ -361,7 +363,7 @@ def test_ranks_are_started_again_when_rank_0_has_ended_whatever_their_agent_does
 
 @pytest.mark.slow
 def test_a_hung_worker_is_started_again(start):
-    service = start(STANDIN_RESTARTS="1")
+    service = start(STANDIN_RESTARTS="1", **HANGS)
     service.wait_until_ready()
     os.kill(service.pids[0], signal.SIGSTOP)
     assert "hung (no heartbeat for 1 s) and was ended; it is started again" in service.wait_for("notice")
@@ -373,7 +375,7 @@ def test_a_hung_worker_is_started_again(start):
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_while_it_loads_again_is_ended(start):
-    service = start(STANDIN_WORKER="loads for ever again", STANDIN_RESTARTS="2")
+    service = start(STANDIN_WORKER="loads for ever again", STANDIN_RESTARTS="2", **HANGS)
     service.wait_until_ready()
     os.kill(service.pids[0], signal.SIGKILL)
     assert "was ended by SIGKILL" in service.wait_for("notice")
@@ -442,7 +444,7 @@ def test_a_killed_frontend_of_two_is_started_again_and_hears_of_the_engine(start
 
 @pytest.mark.slow
 def test_a_stopped_frontend_of_two_is_killed_and_started_again(start):
-    service = start(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1")
+    service = start(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1", **HANGS)
     service.wait_until_ready()
     os.kill(service.pids[1], signal.SIGSTOP)
     assert "HTTP process 0 hung (no heartbeat for 1 s) and was ended; it is started" in service.wait_for("notice")

@@ -28,7 +28,6 @@ from moeserve.wire import (
     Admitted,
     Control,
     ControlResult,
-    EngineReady,
     Finish,
     FromEngine,
     Generate,
@@ -45,27 +44,13 @@ from moeserve.wire import (
     pack_token_ids,
 )
 from radix_cache import PrefixCache
+from tests.support.engine_ready import engine_ready
 from tests.support.service import wait_until
 
 INCARNATION = 7
 # Of steps that may be made; each is counted one by one.
 PLENTY = 1000
-READY = EngineReady(
-    pid=1,
-    model_hash="abc",
-    max_model_len=64,
-    vocab_size=100,
-    eos_token_ids=[2],
-    default_sampling={},
-    max_num_seqs=2,
-    max_num_queued_reqs=1,
-    num_blocks=32,
-    block_size=4,
-    device="cpu",
-    dtype="float32",
-    weights_bytes=0,
-    kv_bytes=0,
-)
+READY = engine_ready(model_hash="abc", max_num_seqs=2, max_num_queued_reqs=1, block_size=4)
 
 
 class CountingExecutor:

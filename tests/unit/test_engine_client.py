@@ -19,7 +19,6 @@ from moeserve.plan import SamplingParams, Terms
 from moeserve.wire import (
     Abort,
     EngineNews,
-    EngineReady,
     Generate,
     Message,
     Output,
@@ -29,6 +28,7 @@ from moeserve.wire import (
     pack_token_ids,
     unpack_token_ids,
 )
+from tests.support.engine_ready import engine_ready
 
 
 class Link:
@@ -102,24 +102,7 @@ class Lives:
             os.write(self._news, encode_news(EngineNews(number)))
         while len(self.links) < number:
             await asyncio.sleep(0)
-        self.links[-1].say(
-            EngineReady(
-                pid=os.getpid(),
-                model_hash="none",
-                max_model_len=64,
-                vocab_size=64,
-                eos_token_ids=[],
-                default_sampling={},
-                max_num_seqs=8,
-                max_num_queued_reqs=8,
-                num_blocks=8,
-                block_size=8,
-                device="cpu",
-                dtype="float32",
-                weights_bytes=1,
-                kv_bytes=1,
-            )
-        )
+        self.links[-1].say(engine_ready())
         return self.links[-1]
 
     async def end(self) -> None:

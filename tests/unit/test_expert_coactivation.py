@@ -99,7 +99,7 @@ def reduction(trace, num_ranks, *, by_family):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "by_family", "least"),
-    [(MIXTRAL_LIKE, False, 0.03), (SPARSE, False, 0.08), (SPARSE, True, 0.15)],
+    [(MIXTRAL_LIKE, False, 0.03), pytest.param(SPARSE, False, 0.08, marks=pytest.mark.long), (SPARSE, True, 0.15)],
     ids=["mixtral", "sparse", "sparse-families"],
 )
 def test_structured_traces_touch_fewer_ranks_and_controls_do_not(spec, by_family, least):

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.placement import (
@@ -19,6 +19,7 @@ from experts.placement import (
     round_robin,
 )
 from experts.placement_search import load_balanced, with_replicas
+from tests.support.examples import examples
 
 
 def zipf(num_layers, num_experts, seed, exponent=1.0):
@@ -71,7 +72,7 @@ def test_remote_ranks_count_each_rank_once_and_not_the_home():
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=25, deadline=None)
+@examples(0.25)
 def test_remote_ranks_and_loads_equal_plain_counting_with_replicas(seed):
     random = np.random.default_rng(seed)
     placement = load_balanced(zipf(2, 8, seed), 4, num_redundant=4)
@@ -111,7 +112,7 @@ def test_balancedness_is_mean_over_maximum():
     st.integers(0, 10_000),
     st.floats(0, 6),
 )
-@settings(max_examples=200, deadline=None)
+@examples(2)
 def test_load_balanced_is_valid_for_any_load(sizes, seed, exponent):
     num_experts, num_ranks, num_redundant = sizes
     load = zipf(2, num_experts, seed, exponent) * np.random.default_rng(seed).integers(0, 3, (2, num_experts))

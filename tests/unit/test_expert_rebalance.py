@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from experts.placement import Placement, balancedness, contiguous, rank_load
 from experts.placement_search import evened_out, load_balanced, load_shares
 from experts.rebalance import Drop, Load, LoadWindow, RebalancePolicy, Rebalancer, Switch
+from tests.support.examples import examples
 
 
 def zipf(num_experts: int, seed: int) -> NDArray[np.float64]:
@@ -29,7 +30,7 @@ def routing_of(load: NDArray[np.float64], num_tokens: int, seed: int = 0) -> NDA
     st.integers(0, 10_000),
     st.integers(0, 6),
 )
-@settings(max_examples=150, deadline=None)
+@examples(1.5)
 def test_moves_are_few_and_keep_a_valid_placement(sizes: tuple[int, int, int], seed: int, max_moves: int) -> None:
     num_experts, num_ranks, num_redundant = sizes
     before = load_balanced(zipf(num_experts, seed)[None], num_ranks, num_redundant=num_redundant)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.residency import (
@@ -18,6 +18,7 @@ from experts.residency import (
     lru,
     make_policies,
 )
+from tests.support.examples import examples
 
 BYTES = 4
 
@@ -230,7 +231,7 @@ commands = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@examples(2)
 @given(st.sampled_from(sorted(POLICIES)), st.lists(commands, max_size=60))
 def test_whatever_happens_slots_hold_one_expert_each_and_every_byte_is_accounted_for(policy, script):
     residency = control((1, 2, 3), 6, POLICIES[policy])

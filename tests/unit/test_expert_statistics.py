@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_files import StatisticsError, load_statistics, model_key, save_statistics
+from tests.support.examples import examples
 
 LAYERS, EXPERTS, TOP_K = 4, 6, 2
 SPEC = StatisticsSpec(LAYERS, EXPERTS, TOP_K, num_tokens=8, num_recent=16)
@@ -88,7 +89,7 @@ def test_recent_routing_is_a_ring_of_whole_tokens():
 
 
 @given(st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=12), max_size=30))
-@settings(max_examples=50, deadline=None)
+@examples(0.5)
 def test_the_table_of_first_experts_is_bounded_and_knows_the_last_step(steps):
     statistics = RoutingStatistics(SPEC)
     for seed, tokens in enumerate(steps):

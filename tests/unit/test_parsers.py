@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve.config import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -20,6 +20,7 @@ from moeserve.frontend.parsers.json_text import JsonScan
 from moeserve.frontend.parsers.parsed import Parsed
 from moeserve.frontend.parsers.parser import OutputParser, Start
 from moeserve.frontend.parsers.tagged import typed
+from tests.support.examples import examples
 
 SCHEMAS: dict[str, dict[str, Any] | None] = {
     "get_weather": {
@@ -384,7 +385,7 @@ PIECES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(3)
 @given(
     st.lists(PIECES, max_size=8).map("".join),
     st.lists(st.integers(0, 400), max_size=12),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
+from copy import deepcopy
 from itertools import count
 
 import pytest
@@ -34,22 +36,24 @@ def crowded(depth: int, *, caching: bool = True) -> Simulation:
     return simulation
 
 
+def stopped(whole: Simulation, stride: int, num_steps: int = 1000) -> Iterator[Simulation]:
+    """Copies of a simulation, which runs to its end or for so many steps, at the beginning and after every `stride`."""
+    for when in range(num_steps):
+        if when % stride == 0:
+            yield deepcopy(whole)
+        if whole.scheduler.is_idle:
+            return
+        whole.step()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("how", ["abort", "finish"])
 def test_a_request_can_end_at_every_step(how: str, depth: int) -> None:
     states: set[str] = set()
-    num_steps = 0
-    whole = crowded(depth)
-    while not whole.scheduler.is_idle:
-        whole.step()
-        num_steps += 1
     # Every step of one request, and a third of the steps of those that begin as others do.
     for victim, stride in (("r0", 1), ("r3", 3), ("r4", 3)):
-        for when in range(0, num_steps + 1, stride):
-            simulation = crowded(depth)
-            for _ in range(when):
-                simulation.step()
+        for simulation in stopped(crowded(depth), stride):
             record = simulation.records[victim]
             states.add(state_of(record))
             ended = record.finish_reason
@@ -75,10 +79,7 @@ def test_a_request_can_end_at_every_step(how: str, depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_everybody_can_leave_at_once(depth: int) -> None:
-    for when in range(40):
-        simulation = crowded(depth)
-        for _ in range(when):
-            simulation.step()
+    for simulation in stopped(crowded(depth), 1, num_steps=40):
         for request_id in simulation.records:
             simulation.abort(request_id)
         assert simulation.scheduler.num_running == simulation.scheduler.num_waiting == 0

@@ -11,12 +11,14 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve.plan import FinishReason, SamplingParams
 from moeserve.request_states import StatePolicy
+from tests.support.examples import examples
 from tests.support.kv_oracle import Record
+from tests.support.parameters import pairs
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
 
 STOP_TOKENS = (3, 4)
@@ -79,9 +81,7 @@ def converse(simulation: Simulation, conversations: list[Conversation], random: 
     simulation.check_all_done()
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
-@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+@pytest.mark.parametrize(("block_size", "policy", "depth"), pairs([1, 3, 4, 16], ["fcfs", "lpm"], [0, 1, 2]))
 def test_conversations_get_the_tokens_of_an_undisturbed_run(block_size: int, policy: str, depth: int) -> None:
     longest = 30 + 6 + 12 + 3 + 12
     tiny, roomy = -(-longest // block_size) + 1, 1000 // block_size
@@ -97,9 +97,7 @@ def test_conversations_get_the_tokens_of_an_undisturbed_run(block_size: int, pol
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+@pytest.mark.parametrize(("block_size", "depth", "caching"), pairs([1, 3, 4, 16], [0, 1], [True, False]))
 def test_preempted_requests_continue_as_if_nothing_had_been(block_size: int, depth: int, caching: bool) -> None:
     num_requests = 0
     num_preemptions = 0
@@ -227,7 +225,7 @@ class Script:
 
 
 @pytest.mark.slow
-@settings(max_examples=250, deadline=None)
+@examples(1.5)
 @given(SETUP, st.lists(ACTION, min_size=20, max_size=50), st.sets(st.integers(0, 30), max_size=2))
 def test_random_scripts_leave_every_output_and_every_block_right(
     setup: dict[str, object], actions: list[tuple[str, object]], faulty: set[int]

@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve import wire
@@ -38,6 +38,7 @@ from moeserve.wire import (
     decode_plan,
     encode_plan,
 )
+from tests.support.examples import examples
 
 KINDS = (wire.ToEngine, wire.FromEngine, Heartbeat)
 SAMPLES: list[wire.Message] = [
@@ -185,7 +186,7 @@ CHUNKS = st.builds(
 PLANS = st.builds(StepPlan, step=st.integers(0, 2**62), chunks=st.lists(CHUNKS, max_size=4), zeroed_blocks=ARRAYS)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(0.6)
 @given(PLANS)
 def test_a_plan_survives_the_wire(plan: StepPlan) -> None:
     data = encode_plan(plan)
@@ -241,7 +242,7 @@ def test_what_is_no_plan_is_refused(data: bytes) -> None:
         decode_plan(data)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(1.5)
 @given(PLANS, st.data())
 def test_a_damaged_plan_is_refused_or_is_another_plan(plan: StepPlan, data: st.DataObject) -> None:
     frame = bytearray(encode_plan(plan))

@@ -36,24 +36,20 @@ def main() -> None:
     if manner == "cannot serve the model":
         load_run_context(sys.argv[1]).frontend_failure.write_text("The tokenizer is none.")
         sys.exit(3)
-    terms, heard = threading.Semaphore(0), threading.Event()
+    heard = threading.Event()
     beats = int(sys.argv[sys.argv.index("--beat-fd") + 1])
-
-    def on_signal(*_: object) -> None:
-        say("frontend got a signal")
-        terms.release()
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    # Taken by `sigwait`: a signal that comes just before this thread waits would find nobody in a lock's queue to wake.
+    asked = [signal.SIGTERM, signal.SIGINT]
+    signal.pthread_sigmask(signal.SIG_BLOCK, asked)
     die_with_parent(os.getppid(), signal.SIGINT)
     threading.Thread(target=tick, args=(beats, heard), daemon=True).start()
     news = int(sys.argv[sys.argv.index("--news-fd") + 1])
     threading.Thread(target=hear, args=(news, heard), daemon=True).start()
-    terms.acquire()
-    if manner == "has streams":
-        terms.acquire()
-    if manner == "ignores signals":
-        threading.Event().wait()
+    num_signals = {"has streams": 2, "ignores signals": -1}.get(manner, 1)
+    while num_signals:
+        signal.sigwait(asked)
+        say("frontend got a signal")
+        num_signals -= 1
 
 
 main()

@@ -24,7 +24,11 @@ def main() -> int:
     http_ready = float(os.environ.get("STANDIN_HTTP_READY", "30"))
     num_frontends = int(os.environ.get("STANDIN_FRONTENDS", "1"))
     config = ServeConfig(
-        port=0, engine_timeout=1.0, shutdown_timeout=20.0, max_restarts=max_restarts, num_frontends=num_frontends
+        port=0,
+        engine_timeout=float(os.environ.get("STANDIN_TIMEOUT", "30")),
+        shutdown_timeout=20.0,
+        max_restarts=max_restarts,
+        num_frontends=num_frontends,
     )
     listener = open_listener(config.host, config.port)
     with run_directory(os.environ) as directory:

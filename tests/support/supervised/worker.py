@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 
 import zmq
 
@@ -32,23 +31,22 @@ def main() -> None:
     arguments = parser.parse_args()
     manner = os.environ.get("STANDIN_WORKER", "")
     context = load_run_context(arguments.context)
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    # Taken by a wait for it: a handler that sets an event for which its own thread waits may find the event locked.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     with open(arguments.status_fd, "w") as pipe:
         report = reporter(pipe)
         if manner == "refuses":
             report({"event": "error", "message": "The model is too big for this machine."})
             sys.exit(3)
         if manner == "loads for ever" or (manner == "loads for ever again" and context.incarnation > 7):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             report({"event": "loading", "done": 1, "total": 2})
-            threading.Event().wait()
+            signal.pause()
         with zmq.Context() as zmq_context, zmq_context.socket(zmq.PUB) as heartbeats:
             heartbeats.bind(context.heartbeat_address)
             rank = subprocess.Popen(["sleep", "60"]) if manner == "is an agent" else None
             report(READY if rank is None else READY | {"pid": rank.pid})
             turn = 0
-            while not stop.wait(0.05):
+            while signal.sigtimedwait([signal.SIGTERM], 0.05) is None:
                 if manner == "crashes":
                     os._exit(7)
                 turn += manner not in ("hangs", "wedges idle")
