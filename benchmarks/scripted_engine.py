@@ -10,8 +10,9 @@ from typing import Protocol
 import zmq
 
 from moeserve import wire
+from moeserve.pacing import Backlog, Load
 from moeserve.plan import FinishReason
-from moeserve.wire import Admitted, EngineReady, Generate, Heartbeat, Hello, Message, Output, Outputs, RunContext
+from moeserve.wire import Admitted, EngineReady, Generate, Heartbeat, Hello, Message, Output, Outputs, RunContext, Stats
 
 MAX_MODEL_LEN = 65_536
 _PID = 1
@@ -86,6 +87,18 @@ class ScriptedEngine:
                 beats.send(wire.encode(Heartbeat(_PID, turn, False), self._run.incarnation))
                 self._script.turn(send)
         context.destroy(linger=0)
+
+
+class Overloaded:
+    """Answers nothing and tells of a load behind which every request would wait for a minute."""
+
+    def receive(self, message: Message, send: Send) -> None:
+        """Requests that came before the load was told get no answer."""
+
+    def turn(self, send: Send) -> None:
+        backlog = Backlog(weight=1.0, running=64, waiting=60, tokens=6000, request_tokens=100)
+        load = Load(time.monotonic(), 2.0, 0.5, 200, 64, 1.0, 100, {"": backlog})
+        send(Stats(0, 64, 60, 0, 0, 1, 0, 0, 0, 0, 0, 0, {}, 0.0, load=load))
 
 
 class Lockstep:

@@ -6,14 +6,15 @@ a refusal waits for nobody. Pure: time is an argument, in seconds of a monotonic
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from moeserve.config import ServeConfig, parse_limits
 from moeserve.cost_model import CostModel
-from moeserve.plan import Request
+from moeserve.plan import FinishReason, Request
+from moeserve.survival import Survival
 
 # However long its own prompt takes, a request may wait for this share of its time to the first token.
 _LEAST_SHARE = 0.25
@@ -22,9 +23,18 @@ _LEAST_PROMPT_TOKENS = 16
 _SMOOTHING = 0.1
 # Of the time to the first token, for one step while requests wait: they come in the middle of one, and need another.
 _STEP_SHARE = 1 / 3
-_SMOOTHING_OF_LOSSES = 0.02
 # Of the throughput, so that answers come sooner while clients leave before theirs is whole.
-_MOST_GIVEN_UP = 0.25
+_MOST_GIVEN_UP = 1 / 2
+# Numbers of requests that are compared: each is such a part of the one before.
+_NEXT_TRIED = 0.8
+# Most answers take at most so many times as long as on average.
+_SPREAD = 1.1
+# Where one more client in ten would have left, an answer comes too late.
+_STAYING = 0.9
+# Of the deadline, while as many requests end as run at once: so it is found out when clients have become more patient.
+_DEADLINE_GROWTH = 0.1
+# Ends that are remembered, as many times as requests may run at once.
+_REMEMBERED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +173,17 @@ class Pace:
         self._num_waiting = 0
         self._attended = 0.0
         self._step_s = 0.0
-        self._request_tokens = 0.0
-        self._output_tokens = 0.0
-        # The share of begun answers that were lost to clients who left.
-        self._lost = 0.0
+        self._request_tokens = _Average()
+        num_remembered = _REMEMBERED * max_num_seqs
+        self._output_tokens = Survival(1, 1.1, num_remembered)
+        # How long after their requests came clients leave, in seconds.
+        self._departures = Survival(0.1, 1.05, num_remembered)
+        # The age by which answers are to be whole, since clients leave later than that.
+        self._deadline_s = inf
+        self._num_new_ends = 0
+        self._places = max_num_seqs
+        # How long a request may wait if its answer is to be whole by then.
+        self._spare_s = inf
 
     def tell_time(self, now: float) -> None:
         """Set the time, which must not go back."""
@@ -180,24 +197,24 @@ class Pace:
 
     def count_start(self, request: Request) -> None:
         """Learn from a request that left the queue."""
-        self._request_tokens += _SMOOTHING * (request.num_uncached_tokens - self._request_tokens)
+        self._request_tokens.count(request.num_uncached_tokens)
 
-    def count_end(self, request: Request, *, is_lost: bool) -> None:
-        """Learn from a request that has run and ended. is_lost: its client left before the answer was whole."""
-        self._output_tokens += _SMOOTHING * (request.num_output_tokens - self._output_tokens)
-        self._lost += _SMOOTHING_OF_LOSSES * (is_lost - self._lost)
+    def count_end(self, request: Request, reason: FinishReason) -> None:
+        """Learn from a request that ended, begun or not."""
+        if request.num_output_tokens:
+            is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
+            self._output_tokens.count(request.num_output_tokens, has_ended=is_whole)
+        if self._slo is not None and not request.terms.patient:
+            self._departures.count(self.now - request.arrived_at, has_ended=reason is FinishReason.ABORT)
+            self._num_new_ends += 1
 
     def num_places(self) -> int:
         """Return how many requests may run at once: as many as the settings allow, unless clients leave.
 
         The more requests run, the better each step is used and the longer each answer takes. An answer whose client
-        leaves is lost work, so the share that is lost is better given up: fewer requests run at once, as few as keep
-        the other part of the throughput.
+        leaves is lost work, so fewer requests run at once where more answers are whole in time then.
         """
-        if self._slo is None or self._lost < _SMOOTHING_OF_LOSSES:
-            return self._max_num_seqs
-        least = (1 - min(self._lost, _MOST_GIVEN_UP)) * self._throughput(self._max_num_seqs)
-        return 1 + bisect_left(range(1, self._max_num_seqs), least, key=self._throughput)
+        return self._places
 
     def note_waiting(self, waiting: Iterable[Request]) -> None:
         """Note which requests are left waiting by a step."""
@@ -205,6 +222,11 @@ class Pace:
         self._num_waiting = len(bounded)
         if self._patience is not None:
             self._patience.note(self.now, self.now - min(bounded) if bounded else None)
+        if self._num_new_ends and self._slo is not None:
+            grown_s = self._deadline_s * (1 + _DEADLINE_GROWTH / self._places) ** self._num_new_ends
+            self._deadline_s = min(grown_s, self._best_deadline(self._slo))
+            self._num_new_ends = 0
+            self._keep_deadline(self._slo)
 
     def is_bounded(self, request: Request) -> bool:
         """Return whether a request may be refused or dropped for the time it waits."""
@@ -217,12 +239,14 @@ class Pace:
         prefill_s = self._prefill_s(request.num_uncached_tokens)
         if request.terms.ttft_s is not None or self._patience is None:
             return allowance(request.terms.ttft_s or inf, prefill_s)
-        return self._patience.limit(prefill_s)
+        return min(self._patience.limit(prefill_s), self._spare_s)
 
     def is_late(self, request: Request) -> bool:
-        """Return whether a waiting request can no longer have its first token in time."""
+        """Return whether a waiting request can no longer have its first token in time, or its answer before its client
+        leaves."""
         ttft_s = request.terms.ttft_s or (self._slo.ttft_s if self._slo is not None else inf)
-        return self.now - request.arrived_at > allowance(ttft_s, self._prefill_s(request.num_uncached_tokens))
+        longest_s = min(allowance(ttft_s, self._prefill_s(request.num_uncached_tokens)), self._spare_s)
+        return self.now - request.arrived_at > longest_s
 
     def prompt_tokens(self, decodes: Sequence[Request], left: int) -> int:
         """Return how many of the `left` tokens of a step prompts may have.
@@ -245,25 +269,69 @@ class Pace:
         places = max(1, num_running) if lacks_memory else self.num_places()
         return Load(
             at=self.now,
-            limit_s=inf if self._patience is None else self._patience.limit(self._full_step_s),
+            limit_s=inf if self._patience is None else min(self._patience.limit(2 * self._full_step_s), self._spare_s),
             step_s=self._full_step_s,
             step_tokens=max(_LEAST_PROMPT_TOKENS, self._num_ranks * self._max_num_batched_tokens - num_running),
             places=places,
-            place_s=(self._output_tokens + 1) * self._step_s / places,
-            request_tokens=round(self._request_tokens),
+            place_s=(self._output_tokens.mean() + 1) * self._step_s / places,
+            request_tokens=round(self._request_tokens.value),
             tenants=tenants,
         )
 
+    def _keep_deadline(self, slo: Slo) -> None:
+        """Set how many requests run at once, and how long each may wait, for answers to be whole by the deadline."""
+        self._places, self._spare_s = self._max_num_seqs, inf
+        if self._deadline_s == inf:
+            return
+        least_wait_s = _LEAST_SHARE * slo.ttft_s
+        places = range(1, self._max_num_seqs + 1)
+        least = (1 - _MOST_GIVEN_UP) * self._throughput(self._max_num_seqs)
+        in_time = bisect_right(places, self._deadline_s - least_wait_s / 2, key=self._answer_s)
+        self._places = max(in_time, 1 + bisect_left(places[:-1], least, key=self._throughput))
+        self._spare_s = max(least_wait_s, self._deadline_s - self._answer_s(self._places))
+
+    def _best_deadline(self, slo: Slo) -> float:
+        """Return the age at which answers are to be whole for most of them to be, of those that can be computed: inf
+        unless clients leave."""
+        if not self._departures.any_ended:
+            return inf
+        num_running = self._max_num_seqs
+        most = self._throughput(num_running)
+        best, best_s = -1.0, inf
+        while num_running and (throughput := self._throughput(num_running)) >= (1 - _MOST_GIVEN_UP) * most:
+            age_s = self._answer_s(num_running) + _LEAST_SHARE * slo.ttft_s / 2
+            if (answered := throughput * self._departures.share(age_s)) > best:
+                best, best_s = answered, age_s
+            num_running = int(_NEXT_TRIED * num_running)
+        return max(best_s, self._departures.longest(_STAYING * self._departures.share(best_s)))
+
     def _throughput(self, num_running: int) -> float:
         """Return the rows per second of steps in which so many typical requests run: for each that ends one begins."""
-        rows_of_each = 1 + self._request_tokens / max(1.0, self._output_tokens)
+        rows_of_each = 1 + self._request_tokens.value / max(1.0, self._output_tokens.mean())
         rows = min(round(num_running * rows_of_each / self._num_ranks), self._max_num_batched_tokens)
         return rows / max(self._cost.seconds(rows, 0), 1e-9)
+
+    def _answer_s(self, num_running: int) -> float:
+        """Return how long most typical answers take while so many run (Little's law)."""
+        rows = self._request_tokens.value + max(1.0, self._output_tokens.mean())
+        return _SPREAD * num_running * rows / self._num_ranks / max(self._throughput(num_running), 1e-9)
 
     @property
     def _full_step_s(self) -> float:
         return self._cost.seconds(self._max_num_batched_tokens, self._attended)
 
     def _prefill_s(self, num_tokens: int) -> float:
-        """Return the seconds of the steps that compute a prompt in a busy engine: whole ones."""
+        """Return the least seconds of the steps that compute a prompt in a busy engine: whole ones."""
         return self._full_step_s * -(-num_tokens // self._max_num_batched_tokens)
+
+
+class _Average:
+    """The mean of all values at first, and then of the last ones."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._num_values = 0
+
+    def count(self, value: float) -> None:
+        self._num_values += 1
+        self.value += max(_SMOOTHING, 1 / self._num_values) * (value - self.value)

@@ -494,11 +494,11 @@ class Scheduler:
         del self._requests[request.request_id]
         self._tenants.leave(request)
         request.finished, request.failed = True, error is not None
+        self._pace.count_end(request, reason)
         if request.lease is None:
             self._waiting.remove(request)
             return RequestOutput(request, finish_reason=reason, error=error)
         self._running.remove(request)
-        self._pace.count_end(request, is_lost=reason is FinishReason.ABORT)
         self._release(request)
         return RequestOutput(request, finish_reason=reason, error=error)
 

@@ -26,6 +26,8 @@ from moeserve.plan import Terms
 SLO_HEADER = b"x-moeserve-slo"
 _LONGEST_WAIT_S = 60.0
 _REMEMBERED = 1024
+# The engine is taken to have worked since it told its load, but not for longer than this without another word.
+_MOST_AGE_S = 1.0
 # Choices of one request: a part of all places, but that many in any case if half of the places suffice.
 _SHARE_OF_CHOICES = 4
 _ALWAYS_CHOICES = 16
@@ -107,6 +109,7 @@ class Admission:
         self._held: Counter[tuple[str, bool]] = Counter()
         self._weights: dict[tuple[str, bool], float] = {}
         self._load: Load | None = None
+        self._loaded_at = 0.0
         # When the tenant's request that was refused last was told to come back.
         self._promised: dict[str, float] = {}
         # (when, tenant) of choices that the engine may not have counted when it told its load.
@@ -114,7 +117,7 @@ class Admission:
 
     def on_load(self, load: Load) -> None:
         """Note what the engine says of its load."""
-        self._load = load
+        self._load, self._loaded_at = load, self._clock()
         while self._new and self._new[0][0] <= load.at:
             self._new.popleft()
 
@@ -203,12 +206,21 @@ class Admission:
             raise self.late(terms)
 
     def _wait_s(self, terms: Terms) -> float:
-        """Return how long a new request would wait by what is known."""
-        if self._load is None:
+        """Return how long a new request would wait by what is known: what waited when the engine told its load, and
+        what came since, less what will have been done meanwhile."""
+        load = self._load
+        if load is None:
             return 0.0
+        came = [at for at, tenant in self._new if tenant == terms.tenant]
+        wait_s = load.wait_s(terms.tenant, terms.weight)
         # The others will have taken about as many.
-        num_new = self._num_frontends * sum(tenant == terms.tenant for _, tenant in self._new)
-        return self._load.wait_s(terms.tenant, terms.weight, num_new)
+        full_s = load.wait_s(terms.tenant, terms.weight, self._num_frontends * len(came))
+        each_s = (full_s - wait_s) / max(1, len(came))
+        latest, now = self._loaded_at, min(self._clock(), self._loaded_at + _MOST_AGE_S)
+        for at in came:
+            at = min(max(at, latest), now)
+            wait_s, latest = max(0.0, wait_s - (at - latest)) + each_s, at
+        return max(0.0, wait_s - (now - latest))
 
     def _retry_after_s(self, terms: Terms, wait_s: float | None = None) -> float:
         """Return when to come back, 1 to 60 s from now: after the predicted wait, and after those of the tenant that

@@ -53,6 +53,7 @@ ROOMS = {
         "machine",
         "plan",
         "cost_model",
+        "survival",
         "pacing",
         "fair_queue",
         "grammar",

@@ -22,6 +22,8 @@ from radix_cache import PrefixCache
 # The service's default.
 USUAL = Slo(2.0, None, 10.0)
 _STATS_S = 0.5
+# A client that is gone is noticed so much later.
+_NOTICED_S = 0.2
 # Rows and milliseconds of a step: about those of the demo on two cores.
 _COSTS = ((0, 0), (1, 43), (4, 81), (16, 97), (64, 158), (512, 716))
 
@@ -129,8 +131,11 @@ class OverloadSimulation:
             self._clock, _, what, client = heappop(self._events)
             if what == "ask":
                 self._ask(client)
+            elif what == "leave":
+                if client.name in self._open:
+                    client.has_left = True
+                    self._push(self._clock + _NOTICED_S, "notice", client)
             elif client.name in self._open:
-                client.has_left = True
                 self._end(client)
                 self.scheduler.abort(client.name)
 
@@ -210,7 +215,7 @@ class OverloadSimulation:
             self._come_back(client, max(1.0, wait_s))
 
     def _tell(self) -> None:
-        self._told_at = self.now
+        self._told_at = self._clock = self.now
         for admission in self.admissions:
             admission.on_load(self.scheduler.load())
 

@@ -113,6 +113,26 @@ def test_who_would_wait_too_long_is_refused_at_once_and_told_how_long() -> None:
         pass
 
 
+def test_what_will_have_been_done_since_the_engine_told_its_load_is_not_waited_for() -> None:
+    clock = Clock()
+    taken, _ = admission(clock)
+    taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 5, 80, 16)))
+    refused(taken, 1, 64, A)
+    with ExitStack() as held:
+        clock.now += 0.5
+        refused(taken, 1, 64, A)
+        clock.now += 0.5
+        held.enter_context(taken.hold(1, 64, A))
+        refused(taken, 1, 64, A)
+        clock.now += 100.0
+        refused(taken, 1, 64, A)
+        taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 0, 0, 16)))
+        for _ in range(5):
+            held.enter_context(taken.hold(1, 64, A))
+            clock.now += 0.25
+        refused(taken, 1, 64, A)
+
+
 def test_each_of_several_frontends_leaves_room_for_those_that_the_others_send_away() -> None:
     for num_frontends in (1, 3):
         taken = Admission(Counter(), lambda: 0.0, Clock(), num_frontends)
@@ -150,6 +170,7 @@ def test_those_who_are_sent_away_are_told_to_come_back_one_after_another() -> No
     assert told[:4] == [5.0, 6.0, 7.0, 8.0]
     assert max(seconds or 0.0 for seconds in told) == 60.0
     clock.now += 50.0
+    taken.on_load(load(limit_s=1.0, a=Backlog(1.0, 8, 4, 64, 16)))
     assert refused(taken, 1, 64, A).retry_after_s == pytest.approx(11.0)
 
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from moeserve.pacing import Backlog, Load, Pace, Patience, Slo, allowance
-from moeserve.plan import Request, SamplingParams, Terms
+from moeserve.plan import FinishReason, Request, SamplingParams, Terms
 
 SLO = Slo(2.0, None, 10.0)
 
@@ -139,33 +139,69 @@ def measured_pace(step_seconds: Callable[[int], float]) -> Pace:
     pace = Pace(SLO, 256, 64)
     for _ in range(100):
         pace.count_start(answered())
-        pace.count_end(answered(), is_lost=False)
+        pace.count_end(answered(), FinishReason.LENGTH)
         for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             pace.count_step(rows, 0.0, step_seconds(rows))
     return pace
 
 
-def lose(pace: Pace, num_of_ten: int) -> None:
-    for number in range(1000):
-        pace.count_end(answered(), is_lost=number % 10 < num_of_ten)
+def end(pace: Pace, count: int, age_s: float, reason: FinishReason = FinishReason.LENGTH) -> None:
+    pace.tell_time(age_s)
+    for _ in range(count):
+        pace.count_end(answered(), reason)
+    pace.note_waiting([])
 
 
-def test_fewer_requests_run_at_once_while_clients_leave_and_most_of_the_throughput_stays() -> None:
-    def step_seconds(rows: int) -> float:
-        return 0.05 + 0.001 * rows
+def linear(rows: int) -> float:
+    return 0.05 + 0.001 * rows
 
-    pace = measured_pace(step_seconds)
+
+def answer_s(num_running: int) -> float:
+    """Return how long an answer takes while so many run with 4.75 rows each in a step, as `linear` has it."""
+    return 16 * linear(round(4.75 * num_running))
+
+
+def test_so_many_requests_run_at_once_that_answers_are_whole_before_clients_leave() -> None:
+    pace = measured_pace(linear)
+    pace.note_waiting([])
     assert pace.num_places() == 64
-    lose(pace, 5)
-    # 256 rows a step, 64 requests with 4.75 each and more, are 837 a second; three quarters need 84.
-    assert 84 <= pace.num_places() * 4.75 <= 95
-    lose(pace, 1)
-    assert pace.num_places() * 4.75 > 130
-    lose(pace, 0)
+    end(pace, 20, 3.5, FinishReason.ABORT)
+    assert 2.5 < answer_s(pace.num_places()) < 3.5
+
+
+def test_nothing_is_given_up_for_the_few_who_leave_and_for_those_who_leave_at_once() -> None:
+    pace = measured_pace(linear)
+    for _ in range(20):
+        end(pace, 19, 4.9)
+        end(pace, 1, 3.5, FinishReason.ABORT)
+        end(pace, 10, 0.1, FinishReason.ABORT)
     assert pace.num_places() == 64
 
 
-def test_where_a_step_costs_the_same_however_many_run_most_run_still() -> None:
-    pace = measured_pace(lambda rows: 0.1)
-    lose(pace, 5)
-    assert pace.num_places() * 4.75 >= 0.75 * 256 - 5
+def test_where_no_number_of_requests_is_quick_enough_half_of_the_throughput_stays() -> None:
+    pace = measured_pace(linear)
+    end(pace, 1000, 0.9, FinishReason.ABORT)
+    # 64 requests and more are 837 rows a second.
+    num_rows = 4.75 * pace.num_places()
+    assert num_rows / linear(round(num_rows)) >= 0.5 * 837
+
+
+def test_who_would_not_have_the_whole_answer_in_time_is_not_waited_for() -> None:
+    pace = measured_pace(linear)
+    end(pace, 20, 3.5, FinishReason.ABORT)
+    assert not pace.is_late(request(arrived_at=3.1))
+    assert pace.is_late(request(arrived_at=2.5))
+    assert 0.5 <= pace.limit(request()) < 1.0
+    assert pace.limit(request(ttft_s=3.0)) > 2.0, "it has said how long it waits"
+    assert pace.load({}, lacks_memory=False).limit_s < 1.0
+
+
+def test_clients_who_have_become_patient_are_found_out() -> None:
+    pace = measured_pace(linear)
+    end(pace, 20, 3.5, FinishReason.ABORT)
+    before = pace.num_places()
+    end(pace, 100, 3.0)
+    assert pace.num_places() == before
+    for _ in range(100):
+        end(pace, 100, 3.0)
+    assert pace.num_places() == 64
