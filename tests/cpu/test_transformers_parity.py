@@ -15,13 +15,14 @@ from moeserve.model.spec import UnsupportedModel
 from tests.support.tiny_transformers import moe_types, save_tiny
 from tests.support.transformers_parity import DOCUMENT, TOLERANCE, Row, document, play
 
-# One of each kind: latent attention, shared keys, an indexer, three kinds of states, forms of their own, experts
-# without a gate, those of transformers, a model with vision.
+# One of each kind: latent attention, shared keys, an indexer, five kinds of states, forms of their own, experts without
+# a gate, those of transformers, a model with vision.
 _ALWAYS = (
     "mistral4",
     "gemma4",
     "glm_moe_dsa",
     "qwen3_next",
+    "kimi_linear",
     "lfm2_moe",
     "jamba",
     "minimax",
