@@ -56,10 +56,11 @@ def load_transformers_decoder(
     model = map_model(directory)
     code, weights, stored = model.code, model.weights, TransformersExperts(model, dtype)
     routed = []
-    _fill_buffers(code)
     num_bytes = sum(map(weights.num_stored_bytes, weights.sources.values())) + stored.num_bytes(owned_experts)
     with stored.reader(num_bytes, progress) as reader:
         filler = _Filler(code, weights, reader, ops, dtype)
+        # Only now: the model was run on the meta device as a whole.
+        _fill_buffers(code)
         for place, layer in enumerate(stored.layers):
             experts = stored.layer(layer, None if owned_experts is None else owned_experts(layer), reader)
             packed = ops.pack_experts(experts.shape, len(experts.owned), experts.read_matrices)
