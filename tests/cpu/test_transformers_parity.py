@@ -50,6 +50,16 @@ def test_ragged_steps_give_the_logits_of_the_own_forward(model_type: str) -> Non
     check(play(model_type))
 
 
+@pytest.mark.parametrize(
+    "model_type", ["falcon_h1", *(pytest.param(name, marks=pytest.mark.long) for name in ("bamba", "olmo_hybrid"))]
+)
+def test_so_they_do_for_dense_hybrids(model_type: str) -> None:
+    row = play(model_type)
+    assert not row.refusal
+    assert row.worst <= TOLERANCE
+    assert "together" in row.mixers
+
+
 def test_the_document_is_of_the_installed_transformers() -> None:
     assert f"with transformers {transformers.__version__}:" in DOCUMENT.read_text()
 

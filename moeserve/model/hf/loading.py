@@ -111,6 +111,10 @@ def _fill_buffers(code: ModellingCode) -> None:
         # The innermost model knows its parts; models come before those inside them.
         inner = next(model for model in reversed(models) if any(owner is module for module in model.modules()))
         inner._init_weights(owner)
+    for model in models:
+        # Some models fill the buffers of their layers as a whole.
+        if any(buffer.is_floating_point() and buffer.isnan().any() for buffer in model.buffers()):
+            model._init_weights(model)
 
 
 def _check_filled(code: ModellingCode) -> None:
