@@ -2,7 +2,10 @@
 
 Of a value head with the state S [K, V], a query q and a key k of unit length [K], and a value v [V]:
 
-    S <- exp(g) S;   S <- S + k (beta (v - S^T k))^T;   out = S^T q / sqrt(K)
+    S <- diag(exp(g)) S;   S <- S + k (beta (v - S^T k))^T;   out = S^T q / sqrt(K)
+
+The gated delta net decays all channels of a key alike, Kimi Delta Attention (https://arxiv.org/abs/2510.26692) each on
+its own.
 
 A form that takes many tokens at once needs fewer operations on a GPU, but its sums depend on where chunks begin. Token
 by token a request has the same bits in any chunking, so that one which resumes from a state goes on as if it had
@@ -24,33 +27,41 @@ from kernels.state_rows import StateRows
 
 # Added to the squared length of queries and keys.
 UNIT_EPS = 1e-6
-# Channels of a key that the compiled body takes.
-_MOST_KEYS = 512
+# Channels of a key that the compiled bodies take.
+MOST_KEYS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
     """Each of `num_keys` key heads serves equally many neighbouring value heads.
 
-    decay_rate, step_bias: [num_values] fp32. A token's decay is exp(decay_rate * softplus(step + step_bias)).
+    decay_rate, step_bias: [num_values] fp32. A token's beta is sigmoid(gate), its g is decay_rate * softplus(gate +
+    step_bias). Without these, gates are beta and g themselves.
     """
 
     num_keys: int
     num_values: int
     key_dim: int
     value_dim: int
-    decay_rate: Tensor
-    step_bias: Tensor
+    decay_rate: Tensor | None = None
+    step_bias: Tensor | None = None
+
+    @property
+    def widths(self) -> list[int]:
+        """Channels of all queries, of all keys and of all values."""
+        keys = self.num_keys * self.key_dim
+        return [keys, keys, self.num_values * self.value_dim]
 
 
 def gated_delta_rule(qkv: Tensor, gates: Tensor, heads: DeltaHeads, states: Tensor, rows: StateRows) -> Tensor:
     """Return the outputs [T, HV, V] of the tokens. Mutates the chunks' states.
 
-    qkv [T, 2 HK K + HV V]: queries, then keys, of any length, then values. gates [T, 2 HV]: the logits of beta, then
-    the steps of the decay. states [num_slots, HV, K, V] fp32.
+    qkv [T, 2 HK K + HV V]: queries, then keys, of any length, then values. gates [T, HV + HV D]: what makes beta of
+    each head, then what makes g of each, one number for all channels of a key (D = 1) or one for each (D = K, without
+    `decay_rate`). states [num_slots, HV, K, V] fp32.
     """
     kernels = native_kernels()
-    fits = heads.value_dim % LANES == 0 and heads.key_dim <= _MOST_KEYS
+    fits = heads.value_dim % LANES == 0 and heads.key_dim <= MOST_KEYS
     if kernels is None or qkv.device.type != "cpu" or qkv.dtype == torch.float64 or not fits:
         return gated_delta_rule_reference(qkv, gates, heads, states, rows)
     return _native_rule(kernels, qkv.float(), gates.float(), heads, states, rows).to(qkv.dtype)
@@ -65,8 +76,9 @@ def _native_rule(
         qkv.stride(0),
         gates.data_ptr(),
         gates.stride(0),
-        heads.decay_rate.data_ptr(),
-        heads.step_bias.data_ptr(),
+        num_decays(gates, heads),
+        None if heads.decay_rate is None else heads.decay_rate.data_ptr(),
+        None if heads.step_bias is None else heads.step_bias.data_ptr(),
         states.data_ptr(),
         states.stride(0),
         rows.first_rows.data_ptr(),
@@ -87,26 +99,38 @@ def gated_delta_rule_reference(
     """`gated_delta_rule` by plain torch, one token at a time, in fp32 (fp64 for fp64 input)."""
     wide = torch.promote_types(qkv.dtype, torch.float32)
     group = heads.num_values // heads.num_keys
-    keys_width = heads.num_keys * heads.key_dim
     out = qkv.new_empty((qkv.shape[0], heads.num_values, heads.value_dim))
-    strengths, steps = gates.to(wide).chunk(2, 1)
-    betas = sigmoid(strengths)
-    # Through fp64, as in `sigmoid`: rounded from there, bits do not depend on a token's place.
-    logs = heads.decay_rate.double() * F.softplus(steps.double() + heads.step_bias.double())
-    decays = logs.exp().to(wide)
+    betas, decays = _betas_and_decays(gates.to(wide), heads)
     for chunk, slot in rows:
         state = states[slot].to(wide)
         for row in range(chunk.start, chunk.stop):
-            flat = qkv[row].to(wide)
-            q, k, v = flat.split([keys_width, keys_width, heads.num_values * heads.value_dim])
+            q, k, v = qkv[row].to(wide).split(heads.widths)
             query, key = (_unit(part.view(heads.num_keys, -1)).repeat_interleave(group, 0) for part in (q, k))
-            state = state * decays[row, :, None, None]
+            state = state * decays[row, :, :, None]
             known = (state * key[:, :, None]).sum(1)
             delta = (v.view(heads.num_values, -1) - known) * betas[row, :, None]
             state = state + key[:, :, None] * delta[:, None, :]
             out[row] = (state * (query * heads.key_dim**-0.5)[:, :, None]).sum(1)
         states[slot] = state
     return out
+
+
+def num_decays(gates: Tensor, heads: DeltaHeads) -> int:
+    """Return how many decays a head has: one, or one for each channel of a key."""
+    number = gates.shape[1] // heads.num_values - 1
+    assert number == 1 or (number == heads.key_dim and heads.decay_rate is None)
+    return number
+
+
+def _betas_and_decays(gates: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor]:
+    """Return [T, HV] and [T, HV, D]."""
+    betas, logs = gates.split([heads.num_values, heads.num_values * num_decays(gates, heads)], 1)
+    # Through fp64, as in `sigmoid`: rounded from there, bits do not depend on a token's place.
+    wide = logs.double()
+    if heads.decay_rate is not None and heads.step_bias is not None:
+        betas = sigmoid(betas)
+        wide = heads.decay_rate.double() * F.softplus(wide + heads.step_bias.double())
+    return betas, wide.exp().to(gates.dtype).unflatten(1, (heads.num_values, -1))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan
 from kernels.gated_delta_rule import DeltaHeads, gated_delta_rule
 from kernels.linear import Linear, pack_linear
+from kernels.mamba2 import MambaHeads, mamba2_scan
 from kernels.moe import expert_layout, moe_experts, pack_experts
 from kernels.moe_gate import select_experts
 from kernels.norm import gated_norm, layer_norm, rms_norm
@@ -169,13 +170,25 @@ class Ops(Protocol):
     def sigmoid(self, x: Tensor) -> Tensor:
         """Return the logistic function of x, in its dtype."""
 
-    def short_conv(self, x: Tensor, weight: Tensor, states: Tensor, rows: StateRows) -> Tensor:
+    def short_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        states: Tensor,
+        rows: StateRows,
+        bias: Tensor | None = None,
+        *,
+        activates: bool = True,
+    ) -> Tensor:
         """See `kernels.short_conv.short_conv`. Mutates `states`."""
 
     def gated_delta_rule(
         self, qkv: Tensor, gates: Tensor, heads: DeltaHeads, states: Tensor, rows: StateRows
     ) -> Tensor:
         """See `kernels.gated_delta_rule.gated_delta_rule`. Mutates `states`."""
+
+    def mamba2_scan(self, xbc: Tensor, steps: Tensor, heads: MambaHeads, states: Tensor, rows: StateRows) -> Tensor:
+        """See `kernels.mamba2.mamba2_scan`. Mutates `states`."""
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: NormWeights) -> Tensor:
         """See `kernels.norm.gated_norm`."""
@@ -203,6 +216,7 @@ class CpuOps:
     sigmoid = staticmethod(sigmoid)
     short_conv = staticmethod(short_conv)
     gated_delta_rule = staticmethod(gated_delta_rule)
+    mamba2_scan = staticmethod(mamba2_scan)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         return pack_linear(weight, bias, dtype)

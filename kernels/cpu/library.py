@@ -30,8 +30,9 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
     "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N),
     "attention": (_P, _N, _N, _N, _N, _N, _P, _P, _N, _N, _N, _P, _P, _P, _P, _R, _N, _P, _P),
-    "short_conv": (_P, _N, _P, _N, _N, _P, _N, _P, _P, _N, _P),
-    "gated_delta_rule": (_P, _N, _P, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
+    "short_conv": (_P, _N, _P, _P, _N, _N, _N, _P, _N, _P, _P, _N, _P),
+    "gated_delta_rule": (_P, _N, _P, _N, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
+    "mamba2_scan": (_P, _N, _P, _N, _P, _P, _P, _R, _R, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
     "gated_norm": (_P, _P, _N, _N, _N, _N, _P, _R, _P),
 }
 
@@ -46,6 +47,7 @@ class NativeKernels:
         "gated_delta_rule",
         "gated_norm",
         "linear",
+        "mamba2_scan",
         "rms_norm",
         "rotate_and_store",
         "short_conv",
@@ -59,6 +61,7 @@ class NativeKernels:
     attention: Callable[..., None]
     short_conv: Callable[..., None]
     gated_delta_rule: Callable[..., None]
+    mamba2_scan: Callable[..., None]
     gated_norm: Callable[..., None]
 
     def __init__(self, path: Path) -> None:

@@ -1,11 +1,15 @@
-// Layers that carry a state from token to token: the short convolution and the gated delta rule. A chunk is a run of
-// rows of one request; its state lies in a slot. A row's result does not depend on how its request was cut into chunks.
+// Layers that carry a state from token to token: the short convolution, the gated delta rule and Mamba 2. A chunk is a
+// run of rows of one request; its state lies in a slot. A row's result does not depend on how its request was cut into
+// chunks.
+#include <algorithm>
+#include <type_traits>
+
 #include "simd.h"
 
 namespace moeserve {
 namespace {
 
-constexpr int64_t kMostKeys = 512;  // Channels of a key: what a head's normalised key and query take on the stack.
+constexpr int64_t kMostKeys = 512;  // Channels of a key: what a head keeps of a token on the stack.
 constexpr int kColumns = 4;         // Vectors of value channels that are computed together.
 
 Floats load_some(const float* from, int64_t count) {
@@ -23,17 +27,18 @@ Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
 
 float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// The convolution of `rows` rows at up to sixteen channels.
-void convolve(const float* x, int64_t stride, int64_t rows, const float* weight, int64_t width, int64_t num_channels,
-              float* state, float* out, int64_t count) {
+// The convolution of `rows` rows at up to sixteen channels. bias may be null.
+void convolve(const float* x, int64_t stride, int64_t rows, const float* weight, const float* bias, int64_t width,
+              int64_t num_channels, bool activates, float* state, float* out, int64_t count) {
+  const Floats start = bias ? load_some(bias, count) : Floats{};
   for (int64_t row = 0; row < rows; ++row) {
-    Floats total{};
+    Floats total = start;
     for (int64_t tap = 0; tap < width; ++tap) {
       const int64_t source = row - (width - 1) + tap;
       const float* input = source < 0 ? state + (source + width - 1) * num_channels : x + source * stride;
       total += load_some(input, count) * load_some(weight + tap * num_channels, count);
     }
-    store_some(out + row * num_channels, silu(total), count);
+    store_some(out + row * num_channels, activates ? silu(total) : total, count);
   }
   // The last width - 1 inputs, of which the first may still be those of the state.
   for (int64_t place = 0; place < width - 1; ++place) {
@@ -54,83 +59,167 @@ void normalise(const float* from, int64_t count, float scale, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = from[i] * factor;
 }
 
-// One token of the rule at kVectors * 16 value channels of a head; state [num_keys, num_values].
-template <int kVectors>
-void step(float* state, int64_t num_keys, int64_t num_values, const float* key, const float* query, const float* value,
-          float decay, float beta, float* out) {
+// S <- diag(decay) S + key delta^T;  out += S^T query, at kVectors * 16 value channels of a head; state [num_keys,
+// num_values]. decay: one number for all key channels or one for each.
+template <int kVectors, bool kOneDecay>
+void absorb(float* state, int64_t num_keys, int64_t num_values, const float* decay, const float* key,
+            const Floats (&delta)[kVectors], const float* query, Floats (&out)[kVectors]) {
+  const float all = decay[0];
+  for (int64_t i = 0; i < num_keys; ++i) {
+    float* row = state + i * num_values;
+    const float kept = kOneDecay ? all : decay[i], part = key[i], asked = query[i];
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats next = load(row + v * kLanes) * kept + delta[v] * part;
+      store(row + v * kLanes, next);
+      out[v] += next * asked;
+    }
+  }
+}
+
+// What a token brings to a head of the delta rule: unit key and query; the decay, in the first place the one of all key
+// channels, or of each, and then the decayed key too.
+struct DeltaToken {
+  alignas(64) float decay[kMostKeys], key[kMostKeys], query[kMostKeys], faded[kMostKeys];
+  float beta;
+
+  void fade(int64_t num_keys, const float* logs) {
+    for (int64_t i = 0; i < num_keys; i += kLanes) {
+      const Floats each = exp(load_some(logs + i, num_keys - i));
+      store(decay + i, each);
+      store(faded + i, each * load(key + i));
+    }
+  }
+};
+
+// One token of the delta rule at kVectors * 16 value channels of a head.
+template <int kVectors, bool kOneDecay>
+void step(float* state, int64_t num_keys, int64_t num_values, const DeltaToken& token, const float* value, float* out) {
   Floats known[kVectors]{}, delta[kVectors], result[kVectors]{};
+  const float* key = kOneDecay ? token.key : token.faded;
+  const float fading = kOneDecay ? token.decay[0] : 1.0f;
   for (int64_t i = 0; i < num_keys; ++i) {
     const float* row = state + i * num_values;
     for (int v = 0; v < kVectors; ++v) known[v] += load(row + v * kLanes) * key[i];
   }
-  for (int v = 0; v < kVectors; ++v) delta[v] = (load(value + v * kLanes) - known[v] * decay) * beta;
-  for (int64_t i = 0; i < num_keys; ++i) {
-    float* row = state + i * num_values;
-    for (int v = 0; v < kVectors; ++v) {
-      const Floats next = load(row + v * kLanes) * decay + delta[v] * key[i];
-      store(row + v * kLanes, next);
-      result[v] += next * query[i];
-    }
-  }
+  for (int v = 0; v < kVectors; ++v) delta[v] = (load(value + v * kLanes) - known[v] * fading) * token.beta;
+  absorb<kVectors, kOneDecay>(state, num_keys, num_values, token.decay, token.key, delta, token.query, result);
   for (int v = 0; v < kVectors; ++v) store(out + v * kLanes, result[v]);
+}
+
+// Calls with the number of vectors, as a constant, and the first channel of each group of value channels.
+template <typename Compute>
+void by_columns(int64_t num_values, Compute compute) {
+  int64_t i = 0;
+  for (; i + kColumns * kLanes <= num_values; i += kColumns * kLanes)
+    compute(std::integral_constant<int, kColumns>{}, i);
+  for (; i < num_values; i += kLanes) compute(std::integral_constant<int, 1>{}, i);
 }
 
 }  // namespace
 }  // namespace moeserve
 
-// Causal depthwise convolution and SiLU. x [T, num_channels], rows `stride` floats apart; weight [width, num_channels],
-// the newest input's last; states [num_slots, width - 1, num_channels], slots `slot_stride` floats apart: the inputs
-// before a chunk, which become those before the next one. Chunk c has the rows first_rows[c] to first_rows[c + 1] - 1
-// and the slot slots[c]. out [T, num_channels].
-extern "C" void moeserve_short_conv(const float* x, int64_t stride, const float* weight, int64_t width,
-                                    int64_t num_channels, float* states, int64_t slot_stride, const int64_t* first_rows,
-                                    const int64_t* slots, int64_t num_chunks, float* out) {
+// Causal depthwise convolution, and SiLU if it `activates`. x [T, num_channels], rows `stride` floats apart; weight
+// [width, num_channels], the newest input's last; bias [num_channels] or null; states [num_slots, width - 1,
+// num_channels], slots `slot_stride` floats apart: the inputs before a chunk, which become those before the next one.
+// Chunk c has the rows first_rows[c] to first_rows[c + 1] - 1 and the slot slots[c]. out [T, num_channels].
+extern "C" void moeserve_short_conv(const float* x, int64_t stride, const float* weight, const float* bias,
+                                    int64_t width, int64_t num_channels, int64_t activates, float* states,
+                                    int64_t slot_stride, const int64_t* first_rows, const int64_t* slots,
+                                    int64_t num_chunks, float* out) {
   using namespace moeserve;
   const int64_t num_parts = (num_channels + kLanes - 1) / kLanes;
 #pragma omp parallel for schedule(static) collapse(2)
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
     for (int64_t part = 0; part < num_parts; ++part) {
       const int64_t first = first_rows[chunk], channel = part * kLanes;
-      convolve(x + first * stride + channel, stride, first_rows[chunk + 1] - first, weight + channel, width,
-               num_channels, states + slots[chunk] * slot_stride + channel, out + first * num_channels + channel,
+      convolve(x + first * stride + channel, stride, first_rows[chunk + 1] - first, weight + channel,
+               bias ? bias + channel : nullptr, width, num_channels, activates,
+               states + slots[chunk] * slot_stride + channel, out + first * num_channels + channel,
                num_channels - channel);
     }
 }
 
 // The gated delta rule, token by token. Per value head, with S [num_keys, num_values]:
-//   S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  out = S^T q / sqrt(num_keys)
-// with q and k of unit length, g = rate * softplus(step + bias) and beta = sigmoid(strength).
-// qkv [T, 2 * key_heads * num_keys + value_heads * num_values], rows `stride` floats apart; gates [T, 2 * value_heads]:
-// strengths, then steps, rows `gate_stride` floats apart; rate, bias [value_heads]; states [num_slots, value_heads,
-// num_keys, num_values], slots `slot_stride` floats apart; out [T, value_heads, num_values]. Chunks as above. num_keys is
-// at most 512, num_values a multiple of 16.
+//   S <- diag(exp(g)) S;  S <- S + k (beta (v - S^T k))^T;  out = S^T q / sqrt(num_keys)
+// with q and k of unit length. gates [T, value_heads * (1 + num_decays)], rows `gate_stride` floats apart: of each head
+// what makes beta, then of each what makes the `num_decays` numbers g, one for all channels of a key or one for each.
+// With rate and bias [value_heads]: beta = sigmoid(gate), g = rate * softplus(gate + bias), num_decays = 1. Where these
+// are null, gates are beta and g themselves.
+// qkv [T, 2 * key_heads * num_keys + value_heads * num_values], rows `stride` floats apart; states [num_slots,
+// value_heads, num_keys, num_values], slots `slot_stride` floats apart; out [T, value_heads, num_values]. Chunks as above.
+// num_keys is at most 512, num_values a multiple of 16.
 extern "C" void moeserve_gated_delta_rule(const float* qkv, int64_t stride, const float* gates, int64_t gate_stride,
-                                          const float* rate, const float* bias, float* states, int64_t slot_stride,
-                                          const int64_t* first_rows, const int64_t* slots, int64_t num_chunks,
-                                          int64_t key_heads, int64_t value_heads, int64_t num_keys, int64_t num_values,
-                                          float* out) {
+                                          int64_t num_decays, const float* rate, const float* bias, float* states,
+                                          int64_t slot_stride, const int64_t* first_rows, const int64_t* slots,
+                                          int64_t num_chunks, int64_t key_heads, int64_t value_heads, int64_t num_keys,
+                                          int64_t num_values, float* out) {
   using namespace moeserve;
   const float scale = 1.0f / std::sqrt(float(num_keys));
   const int64_t group = value_heads / key_heads;
 #pragma omp parallel for schedule(dynamic) collapse(2)
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
     for (int64_t head = 0; head < value_heads; ++head) {
-      alignas(64) float query[kMostKeys], key[kMostKeys];
+      DeltaToken token;
       float* state = states + slots[chunk] * slot_stride + head * num_keys * num_values;
       for (int64_t row = first_rows[chunk]; row < first_rows[chunk + 1]; ++row) {
         const float* heads = qkv + row * stride;
         const float* value = heads + 2 * key_heads * num_keys + head * num_values;
         const float* gate = gates + row * gate_stride;
-        normalise(heads + head / group * num_keys, num_keys, scale, query);
-        normalise(heads + (key_heads + head / group) * num_keys, num_keys, 1.0f, key);
-        const float beta = 1.0f / (1.0f + std::exp(-gate[head]));
-        const float decay = std::exp(rate[head] * softplus(gate[value_heads + head] + bias[head]));
+        const float* logs = gate + value_heads + head * num_decays;
+        normalise(heads + head / group * num_keys, num_keys, scale, token.query);
+        normalise(heads + (key_heads + head / group) * num_keys, num_keys, 1.0f, token.key);
+        token.beta = rate ? 1.0f / (1.0f + std::exp(-gate[head])) : gate[head];
         float* target = out + (row * value_heads + head) * num_values;
-        int64_t i = 0;
-        for (; i + kColumns * kLanes <= num_values; i += kColumns * kLanes)
-          step<kColumns>(state + i, num_keys, num_values, key, query, value + i, decay, beta, target + i);
-        for (; i < num_values; i += kLanes)
-          step<1>(state + i, num_keys, num_values, key, query, value + i, decay, beta, target + i);
+        if (num_decays == 1) {
+          token.decay[0] = std::exp(rate ? rate[head] * softplus(logs[0] + bias[head]) : logs[0]);
+          by_columns(num_values, [&](auto columns, int64_t i) {
+            step<columns, true>(state + i, num_keys, num_values, token, value + i, target + i);
+          });
+        } else {
+          token.fade(num_keys, logs);
+          by_columns(num_values, [&](auto columns, int64_t i) {
+            step<columns, false>(state + i, num_keys, num_values, token, value + i, target + i);
+          });
+        }
+      }
+    }
+}
+
+// Mamba 2, token by token. Per head, with S [num_keys, num_values]:
+//   S <- exp(rate * d) S + B (d x)^T;  out = S^T C + skip x
+// with d = softplus(step + bias), cut to [least, most]. xbc [T, heads * num_values + 2 * groups * num_keys], rows
+// `stride` floats apart: x of each head, then B and then C, each of which equally many neighbouring heads share. steps
+// [T, heads], rows `step_stride` floats apart; rate, bias, skip [heads]; states [num_slots, heads, num_keys, num_values],
+// slots `slot_stride` floats apart; out [T, heads, num_values]. Chunks and bounds as above.
+extern "C" void moeserve_mamba2_scan(const float* xbc, int64_t stride, const float* steps, int64_t step_stride,
+                                     const float* rate, const float* bias, const float* skip, double least, double most,
+                                     float* states, int64_t slot_stride, const int64_t* first_rows,
+                                     const int64_t* slots, int64_t num_chunks, int64_t num_heads, int64_t num_groups,
+                                     int64_t num_keys, int64_t num_values, float* out) {
+  using namespace moeserve;
+  const int64_t group = num_heads / num_groups;
+#pragma omp parallel for schedule(dynamic) collapse(2)
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
+    for (int64_t head = 0; head < num_heads; ++head) {
+      float* state = states + slots[chunk] * slot_stride + head * num_keys * num_values;
+      for (int64_t row = first_rows[chunk]; row < first_rows[chunk + 1]; ++row) {
+        const float* x = xbc + row * stride + head * num_values;
+        const float* key = xbc + row * stride + num_heads * num_values + head / group * num_keys;
+        const float* query = key + num_groups * num_keys;
+        const float size = softplus(steps[row * step_stride + head] + bias[head]);
+        const float cut = std::min(std::max(size, float(least)), float(most));
+        const float decay = std::exp(rate[head] * cut);
+        float* target = out + (row * num_heads + head) * num_values;
+        by_columns(num_values, [&](auto columns, int64_t i) {
+          Floats delta[columns], result[columns];
+          for (int v = 0; v < columns; ++v) {
+            const Floats value = load(x + i + v * kLanes);
+            delta[v] = value * cut;
+            result[v] = value * skip[head];
+          }
+          absorb<columns, true>(state + i, num_keys, num_values, &decay, key, delta, query, result);
+          for (int v = 0; v < columns; ++v) store(target + i + v * kLanes, result[v]);
+        });
       }
     }
 }

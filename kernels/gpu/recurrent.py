@@ -1,4 +1,4 @@
-"""Triton bodies of recurrent layers: short convolution, gated delta rule and gated norm.
+"""Triton bodies of recurrent layers: short convolution, gated delta rule, Mamba 2 and gated norm.
 
 A chunk whose slot is -1 pads a batch: it starts from zeros and leaves no state. Tokens are computed one by one on a
 state in fp32, so that a request has the same bits in any chunking and any batch.
@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gated_delta_rule import UNIT_EPS, DeltaHeads
+from kernels.gated_delta_rule import UNIT_EPS, DeltaHeads, num_decays
+from kernels.mamba2 import MambaHeads
 from kernels.state_rows import StateRows
 
 _CHANNELS = 64
@@ -20,7 +21,15 @@ _ROWS = 16
 _VALUES = 32
 
 
-def short_conv(x: Tensor, weight: Tensor, states: Tensor, rows: StateRows) -> Tensor:
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    rows: StateRows,
+    bias: Tensor | None = None,
+    *,
+    activates: bool = True,
+) -> Tensor:
     """See `kernels.short_conv.short_conv`."""
     width, num_channels = weight.shape
     out = torch.empty((len(x), num_channels), dtype=x.dtype, device=x.device)
@@ -29,7 +38,16 @@ def short_conv(x: Tensor, weight: Tensor, states: Tensor, rows: StateRows) -> Te
     num_chunks, parts = len(rows.slots), triton.cdiv(num_channels, _CHANNELS)
     arguments = (x, states, rows.first_rows, rows.slots, x.stride(0), states.stride(0), num_channels)
     _conv_kernel[(num_chunks, triton.cdiv(rows.max_rows, _ROWS), parts)](
-        *arguments, weight, out, WIDTH=width, ROWS=_ROWS, CHANNELS=_CHANNELS, num_warps=4
+        *arguments,
+        weight,
+        weight if bias is None else bias,
+        out,
+        HAS_BIAS=bias is not None,
+        ACTIVATES=activates,
+        WIDTH=width,
+        ROWS=_ROWS,
+        CHANNELS=_CHANNELS,
+        num_warps=4,
     )
     # Only now, because every program of a chunk reads its old state.
     _conv_state_kernel[(num_chunks, parts)](
@@ -47,8 +65,8 @@ def gated_delta_rule(qkv: Tensor, gates: Tensor, heads: DeltaHeads, states: Tens
     _rule_kernel[(len(rows.slots), heads.num_values, triton.cdiv(heads.value_dim, values))](
         qkv,
         gates,
-        heads.decay_rate,
-        heads.step_bias,
+        gates if heads.decay_rate is None else heads.decay_rate,
+        gates if heads.step_bias is None else heads.step_bias,
         states,
         rows.first_rows,
         rows.slots,
@@ -58,11 +76,44 @@ def gated_delta_rule(qkv: Tensor, gates: Tensor, heads: DeltaHeads, states: Tens
         states.stride(0),
         heads.key_dim**-0.5,
         UNIT_EPS,
+        READY=heads.decay_rate is None,
+        DECAYS=num_decays(gates, heads),
         KEY_HEADS=heads.num_keys,
         VALUE_HEADS=heads.num_values,
         KEY_DIM=heads.key_dim,
         VALUE_DIM=heads.value_dim,
         KEYS=triton.next_power_of_2(heads.key_dim),
+        VALUES=values,
+        num_warps=4,
+    )
+    return out
+
+
+def mamba2_scan(xbc: Tensor, steps: Tensor, heads: MambaHeads, states: Tensor, rows: StateRows) -> Tensor:
+    """See `kernels.mamba2.mamba2_scan`."""
+    out = torch.empty((len(xbc), heads.num_heads, heads.head_dim), dtype=xbc.dtype, device=xbc.device)
+    if not len(xbc):
+        return out
+    values = min(_VALUES, triton.next_power_of_2(heads.head_dim))
+    _mamba2_kernel[(len(rows.slots), heads.num_heads, triton.cdiv(heads.head_dim, values))](
+        xbc,
+        steps,
+        heads.rate,
+        heads.step_bias,
+        heads.skip,
+        states,
+        rows.first_rows,
+        rows.slots,
+        out,
+        xbc.stride(0),
+        steps.stride(0),
+        states.stride(0),
+        *heads.limits,
+        HEADS=heads.num_heads,
+        GROUPS=heads.num_groups,
+        KEY_DIM=heads.state_dim,
+        VALUE_DIM=heads.head_dim,
+        KEYS=triton.next_power_of_2(heads.state_dim),
         VALUES=values,
         num_warps=4,
     )
@@ -101,7 +152,10 @@ def _conv_kernel(
     state_stride: tl.int64,
     num_channels: tl.int64,
     weight,
+    bias,
     out,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATES: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -121,7 +175,11 @@ def _conv_kernel(
         inputs = _inputs(x, states, x_stride, first, slot, state_stride, num_channels, sources, channels, mask, WIDTH)
         factor = tl.load(weight + tap * num_channels + channels, mask=channels < num_channels, other=0.0)
         total += inputs * factor.to(tl.float32)[None, :]
-    result = total / (1.0 + tl.exp(-total))
+    if HAS_BIAS:
+        total += tl.load(bias + channels, mask=channels < num_channels, other=0.0).to(tl.float32)[None, :]
+    result = total
+    if ACTIVATES:
+        result = total / (1.0 + tl.exp(-total))
     place = out + (first + rows)[:, None] * num_channels + channels[None, :]
     tl.store(place, result.to(out.dtype.element_ty), mask=mask)
 
@@ -157,6 +215,11 @@ def _conv_state_kernel(
 
 
 @triton.jit
+def _softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
 def _rule_kernel(
     qkv,
     gates,
@@ -171,6 +234,8 @@ def _rule_kernel(
     state_stride: tl.int64,
     scale,
     eps,
+    READY: tl.constexpr,
+    DECAYS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -187,7 +252,8 @@ def _rule_kernel(
     mask = of_key[:, None] & of_value[None, :]
     place = states + slot * state_stride + head * KEY_DIM * VALUE_DIM + keys[:, None] * VALUE_DIM + values[None, :]
     state = tl.load(place, mask=mask & (slot >= 0), other=0.0)
-    rate, bias = tl.load(decay_rate + head), tl.load(step_bias + head)
+    if not READY:
+        rate, bias = tl.load(decay_rate + head), tl.load(step_bias + head)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     for row in range(first, end):
         heads = qkv + row * row_stride
@@ -196,15 +262,69 @@ def _rule_kernel(
         value = tl.load(heads + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values, mask=of_value, other=0.0)
         query *= scale / tl.sqrt(tl.sum(query * query, 0) + eps)
         key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + eps)
-        strength = tl.load(gates + row * gate_stride + head).to(tl.float32)
-        step = tl.load(gates + row * gate_stride + VALUE_HEADS + head).to(tl.float32) + bias
-        beta = 1.0 / (1.0 + tl.exp(-strength))
-        softplus = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
-        state *= tl.exp(rate * softplus)
+        gate = gates + row * gate_stride
+        beta = tl.load(gate + head).to(tl.float32)
+        if DECAYS > 1:
+            logs = tl.load(gate + VALUE_HEADS + head * DECAYS + keys, mask=of_key, other=0.0).to(tl.float32)
+            state *= tl.exp(logs)[:, None]
+        else:
+            log = tl.load(gate + VALUE_HEADS + head).to(tl.float32)
+            if not READY:
+                beta = 1.0 / (1.0 + tl.exp(-beta))
+                log = rate * _softplus(log + bias)
+            state *= tl.exp(log)
         known = tl.sum(state * key[:, None], 0)
         state += key[:, None] * ((value.to(tl.float32) - known) * beta)[None, :]
         result = tl.sum(state * query[:, None], 0)
         target = out + (row * VALUE_HEADS + head) * VALUE_DIM + values
+        tl.store(target, result.to(out.dtype.element_ty), mask=of_value)
+    tl.store(place, state, mask=mask & (slot >= 0))
+
+
+@triton.jit
+def _mamba2_kernel(
+    xbc,
+    steps,
+    rates,
+    step_bias,
+    skips,
+    states,
+    first_rows,
+    slots,
+    out,
+    row_stride: tl.int64,
+    step_stride: tl.int64,
+    state_stride: tl.int64,
+    least,
+    most,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + chunk)
+    first, end = tl.load(first_rows + chunk), tl.load(first_rows + chunk + 1)
+    keys = tl.arange(0, KEYS)
+    values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    of_key, of_value = keys < KEY_DIM, values < VALUE_DIM
+    mask = of_key[:, None] & of_value[None, :]
+    place = states + slot * state_stride + head * KEY_DIM * VALUE_DIM + keys[:, None] * VALUE_DIM + values[None, :]
+    state = tl.load(place, mask=mask & (slot >= 0), other=0.0)
+    rate, bias, skip = tl.load(rates + head), tl.load(step_bias + head), tl.load(skips + head)
+    group = head // (HEADS // GROUPS)
+    for row in range(first, end):
+        x = tl.load(xbc + row * row_stride + head * VALUE_DIM + values, mask=of_value, other=0.0).to(tl.float32)
+        shared = xbc + row * row_stride + HEADS * VALUE_DIM + group * KEY_DIM + keys
+        key = tl.load(shared, mask=of_key, other=0.0).to(tl.float32)
+        query = tl.load(shared + GROUPS * KEY_DIM, mask=of_key, other=0.0).to(tl.float32)
+        size = _softplus(tl.load(steps + row * step_stride + head).to(tl.float32) + bias)
+        size = tl.minimum(tl.maximum(size, least), most)
+        state = state * tl.exp(rate * size) + key[:, None] * (x * size)[None, :]
+        result = tl.sum(state * query[:, None], 0) + skip * x
+        target = out + (row * HEADS + head) * VALUE_DIM + values
         tl.store(target, result.to(out.dtype.element_ty), mask=of_value)
     tl.store(place, state, mask=mask & (slot >= 0))
 

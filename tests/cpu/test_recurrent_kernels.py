@@ -1,4 +1,4 @@
-"""Short convolution, gated delta rule and gated norm: transformers' numbers, and the same bits in any chunking."""
+"""Short convolution, delta rules, Mamba 2 and gated norm: transformers' numbers, the same bits in any chunking."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from itertools import accumulate
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRMSNormGated,
     causal_conv1d_fn,
@@ -15,6 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from kernels.gated_delta_rule import DeltaHeads, gated_delta_rule, gated_delta_rule_reference
+from kernels.mamba2 import MambaHeads, mamba2_scan, mamba2_scan_reference
 from kernels.norm import gated_norm, gated_norm_reference
 from kernels.short_conv import short_conv, short_conv_reference
 from kernels.state_rows import StateRows
@@ -88,12 +91,40 @@ def heads_of(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> 
 
 def rule_body(rule: Callable[..., Tensor], heads: DeltaHeads) -> tuple[Body, int]:
     """The rule over rows that hold qkv and gates, and the width of such rows."""
-    width = 2 * heads.num_keys * heads.key_dim + heads.num_values * heads.value_dim
+    width = sum(heads.widths)
 
     def body(rows: Tensor, states: Tensor, places: StateRows) -> Tensor:
         return rule(rows[:, :width], rows[:, width:], heads, states, places)
 
     return body, width + 2 * heads.num_values
+
+
+def channel_rule_body(rule: Callable[..., Tensor], heads: DeltaHeads) -> tuple[Body, int]:
+    """The rule over rows that hold qkv, logits of beta, and what makes a decay of each key channel."""
+    width = sum(heads.widths)
+
+    def body(rows: Tensor, states: Tensor, places: StateRows) -> Tensor:
+        betas, decays = rows[:, width:].split([heads.num_values, heads.num_values * heads.key_dim], 1)
+        # Through fp64, so that the gates of a row are the same bits in any chunking.
+        gates = torch.cat([betas.double().sigmoid(), -decays.double().exp()], 1).to(rows.dtype)
+        return rule(rows[:, :width], gates, heads, states, places)
+
+    return body, width + heads.num_values * (1 + heads.key_dim)
+
+
+def mamba_body(scan: Callable[..., Tensor], heads: MambaHeads) -> tuple[Body, int]:
+    """Mamba 2 over rows that hold xbc and steps, and the width of such rows."""
+    width = sum(heads.widths)
+
+    def body(rows: Tensor, states: Tensor, places: StateRows) -> Tensor:
+        return scan(rows[:, :width], rows[:, width:], heads, states, places)
+
+    return body, width + heads.num_heads
+
+
+def mamba_heads(num_heads: int, num_groups: int, head_dim: int, state_dim: int) -> MambaHeads:
+    rate, bias, skip = -torch.rand(num_heads) * 3, torch.randn(num_heads), torch.randn(num_heads)
+    return MambaHeads(num_heads, num_groups, head_dim, state_dim, rate, bias, skip, (0.05, 2.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -106,13 +137,20 @@ def test_the_convolution_has_the_same_bits_in_any_chunking(
     check_chunking(lambda x, states, rows: body(x, weight, states, rows), channels, (width - 1, channels), dtype)
 
 
+@pytest.mark.parametrize(("bias", "activation"), [(None, "silu"), (torch.linspace(-1, 1, 37), "silu"), (None, None)])
 @pytest.mark.parametrize("body", [short_conv, short_conv_reference])
-def test_the_convolution_is_that_of_transformers(body: Callable[..., Tensor]) -> None:
+def test_the_convolution_is_that_of_transformers(
+    body: Callable[..., Tensor], bias: Tensor | None, activation: str | None
+) -> None:
     weight = torch.randn(4, 37)
     inputs = [torch.randn(length, 37) for length in LENGTHS]
-    found = whole(lambda x, states, rows: body(x, weight, states, rows), inputs, torch.zeros(NUM_SLOTS, 3, 37))
+    found = whole(
+        lambda x, states, rows: body(x, weight, states, rows, bias, activates=activation is not None),
+        inputs,
+        torch.zeros(NUM_SLOTS, 3, 37),
+    )
     for x, out in zip(inputs, found, strict=True):
-        expected = causal_conv1d_fn(x.T[None], weight.T.contiguous(), activation="silu")[0].T
+        expected = causal_conv1d_fn(x.T[None], weight.T.contiguous(), bias, activation=activation)[0].T
         torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
 
 
@@ -148,6 +186,76 @@ def test_the_rule_is_that_of_transformers(rule: Callable[..., Tensor], shape: tu
         )
         torch.testing.assert_close(out, expected[0], atol=3e-6, rtol=1e-4)
         torch.testing.assert_close(states[slot], state[0], atol=3e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rule", [gated_delta_rule, gated_delta_rule_reference])
+@pytest.mark.parametrize("shape", [(2, 24, 80), (1, 16, 20)], ids=str)
+def test_a_decay_for_each_key_channel_has_the_same_bits_in_any_chunking(
+    rule: Callable[..., Tensor], shape: tuple[int, int, int]
+) -> None:
+    body, width = channel_rule_body(rule, DeltaHeads(shape[0], *shape))
+    check_chunking(body, width, shape, torch.float32)
+
+
+@pytest.mark.parametrize("rule", [gated_delta_rule, gated_delta_rule_reference])
+@pytest.mark.parametrize("shape", [(2, 24, 80), (3, 128, 128)], ids=str)
+def test_the_rule_with_a_decay_for_each_key_channel_is_that_of_transformers(
+    rule: Callable[..., Tensor], shape: tuple[int, int, int]
+) -> None:
+    num_heads, key_dim, _ = shape
+    heads = DeltaHeads(num_heads, *shape)
+    body, width = channel_rule_body(rule, heads)
+    inputs, states = [torch.randn(length, width) for length in LENGTHS], torch.zeros(NUM_SLOTS, *shape)
+    found = whole(body, inputs, states)
+    for x, out, slot in zip(inputs, found, SLOTS, strict=True):
+        q, k, v, betas, decays = x[None].split([*heads.widths, num_heads, num_heads * key_dim], -1)
+        expected, state = chunk_kimi_delta_attention(
+            *(part.unflatten(-1, (num_heads, -1)) for part in (q, k, v)),
+            g=-decays.exp().unflatten(-1, (num_heads, key_dim)),
+            beta=betas.sigmoid(),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        torch.testing.assert_close(out, expected[0], atol=3e-6, rtol=1e-4)
+        torch.testing.assert_close(states[slot], state[0], atol=3e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scan", [mamba2_scan, mamba2_scan_reference])
+@pytest.mark.parametrize("shape", [(4, 2, 80, 24), (1, 1, 20, 8)], ids=str)
+def test_mamba_2_has_the_same_bits_in_any_chunking(
+    scan: Callable[..., Tensor], shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    heads = mamba_heads(*shape)
+    body, width = mamba_body(scan, heads)
+    check_chunking(body, width, (heads.num_heads, heads.state_dim, heads.head_dim), dtype)
+
+
+@pytest.mark.parametrize("scan", [mamba2_scan, mamba2_scan_reference])
+@pytest.mark.parametrize("shape", [(4, 2, 80, 24), (2, 1, 64, 128)], ids=str)
+def test_mamba_2_is_that_of_transformers(scan: Callable[..., Tensor], shape: tuple[int, int, int, int]) -> None:
+    heads = mamba_heads(*shape)
+    body, width = mamba_body(scan, heads)
+    inputs = [torch.randn(length, width) for length in LENGTHS]
+    states = torch.zeros(NUM_SLOTS, heads.num_heads, heads.state_dim, heads.head_dim)
+    found = whole(body, inputs, states)
+    for row, out, slot in zip(inputs, found, SLOTS, strict=True):
+        x, b, c, steps = row[None].split([*heads.widths, heads.num_heads], -1)
+        expected, state = mamba2_chunk_scan(
+            x.unflatten(-1, (heads.num_heads, -1)),
+            steps,
+            heads.rate,
+            b.unflatten(-1, (heads.num_groups, -1)),
+            c.unflatten(-1, (heads.num_groups, -1)),
+            chunk_size=16,
+            D=heads.skip,
+            dt_bias=heads.step_bias,
+            dt_softplus=True,
+            dt_limit=heads.limits,
+            return_final_states=True,
+        )
+        torch.testing.assert_close(out, expected[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(states[slot], state[0].mT, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("norm", [gated_norm, gated_norm_reference])

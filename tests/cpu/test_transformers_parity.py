@@ -15,13 +15,14 @@ from moeserve.model.spec import UnsupportedModel
 from tests.support.tiny_transformers import moe_types, save_tiny
 from tests.support.transformers_parity import DOCUMENT, TOLERANCE, Row, document, play
 
-# One of each kind: latent attention, shared keys, an indexer, three kinds of states, forms of their own, experts
-# without a gate, those of transformers, a model with vision.
+# One of each kind: latent attention, shared keys, an indexer, five kinds of states, forms of their own, experts without
+# a gate, those of transformers, a model with vision.
 _ALWAYS = (
     "mistral4",
     "gemma4",
     "glm_moe_dsa",
     "qwen3_next",
+    "kimi_linear",
     "lfm2_moe",
     "jamba",
     "minimax",
@@ -47,6 +48,16 @@ def check(row: Row) -> None:
 @pytest.mark.parametrize("model_type", _ALWAYS)
 def test_ragged_steps_give_the_logits_of_the_own_forward(model_type: str) -> None:
     check(play(model_type))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["falcon_h1", *(pytest.param(name, marks=pytest.mark.long) for name in ("bamba", "olmo_hybrid"))]
+)
+def test_so_they_do_for_dense_hybrids(model_type: str) -> None:
+    row = play(model_type)
+    assert not row.refusal
+    assert row.worst <= TOLERANCE
+    assert "together" in row.mixers
 
 
 def test_the_document_is_of_the_installed_transformers() -> None:

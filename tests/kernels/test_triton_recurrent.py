@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.gated_delta_rule import DeltaHeads, gated_delta_rule_reference
-from kernels.gpu.recurrent import gated_delta_rule, gated_norm, short_conv
+from kernels.gpu.recurrent import gated_delta_rule, gated_norm, mamba2_scan, short_conv
+from kernels.mamba2 import MambaHeads, mamba2_scan_reference
 from kernels.norm import gated_norm_reference
 from kernels.short_conv import short_conv_reference
 from kernels.state_rows import StateRows
@@ -78,12 +79,15 @@ def check(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("channels", "width"), [(70, 4), (64, 2), (16, 3)])
-def test_the_convolution_is_the_reference(channels: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(("channels", "width", "activates"), [(70, 4, True), (64, 2, False), (16, 3, True)])
+def test_the_convolution_is_the_reference(
+    channels: int, width: int, activates: bool, dtype: torch.dtype, device: torch.device
+) -> None:
     weight = torch.randn(width, channels, device=device).to(dtype)
+    bias = torch.randn(channels, device=device).to(dtype) if width > 2 else None
     check(
-        lambda x, states, rows: short_conv(x, weight, states, rows),
-        lambda x, states, rows: short_conv_reference(x, weight, states, rows),
+        lambda x, states, rows: short_conv(x, weight, states, rows, bias, activates=activates),
+        lambda x, states, rows: short_conv_reference(x, weight, states, rows, bias, activates=activates),
         channels,
         (width - 1, channels),
         dtype,
@@ -103,6 +107,39 @@ def test_the_rule_is_the_reference(shape: tuple[int, int, int, int], dtype: torc
         lambda x, states, rows: gated_delta_rule_reference(x[:, :width], x[:, width:], heads, states, rows),
         width + 2 * value_heads,
         (value_heads, key_dim, value_dim),
+        dtype,
+        device,
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_rule_with_a_decay_for_each_key_channel_is_the_reference(dtype: torch.dtype, device: torch.device) -> None:
+    heads = DeltaHeads(2, 2, 24, 40)
+    width = sum(heads.widths)
+
+    def over_rows(rule: Callable[..., Tensor]) -> Body:
+        def body(x: Tensor, states: Tensor, rows: StateRows) -> Tensor:
+            gates = torch.cat([x[:, width : width + 2].sigmoid(), -x[:, width + 2 :].exp()], 1)
+            return rule(x[:, :width], gates, heads, states, rows)
+
+        return body
+
+    extra = heads.num_values * (1 + heads.key_dim)
+    check(over_rows(gated_delta_rule), over_rows(gated_delta_rule_reference), width + extra, (2, 24, 40), dtype, device)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(4, 2, 40, 24), (1, 1, 16, 80)], ids=str)
+def test_mamba_2_is_the_reference(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    num_heads, _, head_dim, state_dim = shape
+    rate, bias, skip = -torch.rand(num_heads, device=device) * 3, *torch.randn(2, num_heads, device=device)
+    heads = MambaHeads(*shape, rate, bias, skip, (0.1, 1.5))
+    width = sum(heads.widths)
+    check(
+        lambda x, states, rows: mamba2_scan(x[:, :width], x[:, width:], heads, states, rows),
+        lambda x, states, rows: mamba2_scan_reference(x[:, :width], x[:, width:], heads, states, rows),
+        width + num_heads,
+        (num_heads, state_dim, head_dim),
         dtype,
         device,
     )

@@ -80,6 +80,15 @@ _SIZES: dict[str, Any] = {
 MLA = {"num_key_value_heads": 4}
 F, S = "full_attention", "sliding_attention"
 L = "linear_attention"
+# Mamba 2 as Bamba, Falcon H1 and Granite 4 name its sizes.
+MAMBA_2: dict[str, int] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+}
+
 MORE: dict[str, dict[str, Any]] = {
     "afmoe": {"layer_types": [S, S, F, S], "num_shared_experts": 1},
     "aria_text": {},
@@ -88,6 +97,7 @@ MORE: dict[str, dict[str, Any]] = {
     "bailing_hybrid": dict(
         **MLA, layer_types=[L, L, F, L], mlp_layer_types=["dense"] + ["sparse"] * 3, num_nextn_predict_layers=0
     ),
+    "bamba": dict(**MAMBA_2, attn_layer_indices=[2]),
     "beam": {"layer_types": [S, S, F, S], "mlp_layer_types": ["dense"] + ["sparse"] * 3},
     "cohere2_moe": {"layer_types": [S, S, F, S], "mlp_layer_types": ["sparse"] * 4},
     "dbrx": {
@@ -149,6 +159,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "exaone_moe": {"layer_types": [S, S, F, S], "mlp_layer_types": ["dense"] + ["sparse"] * 3, "num_shared_experts": 1},
     "flint": {"layer_types": [F, S, S, F], "mlp_only_layers": [0]},
+    "falcon_h1": dict(**MAMBA_2, mamba_d_ssm=128, ssm_multipliers=[0.5, 0.7, 1.1, 0.9, 1.3]),
     "gemma4_text": {
         "layer_types": [S, F, S, F, S, F],
         "num_hidden_layers": 6,
@@ -189,14 +200,7 @@ MORE: dict[str, dict[str, Any]] = {
     ),
     "gpt_oss": {"layer_types": [S, F, S, F]},
     "granitemoe_swa": {"layer_types": [F, S, S, F], "layer_rope_theta": [10000.0] * 4},
-    "granitemoehybrid": {
-        "layer_types": [L, L, F, L],
-        "mamba_n_heads": 8,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 16,
-        "mamba_d_head": 16,
-        "mamba_chunk_size": 8,
-    },
+    "granitemoehybrid": {**MAMBA_2, "mamba_n_groups": 1, "layer_types": [L, L, F, L]},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
     "hy_v3": {"mlp_layer_types": ["dense"] + ["sparse"] * 3},
     "hy_v4": dict(

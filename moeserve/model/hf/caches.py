@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +35,26 @@ class _StepLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
+
+
+class _StepStateLayer(LinearAttentionLayer, _StepLayer):  # type: ignore[misc,override]
+    """The layer of a step of many requests that keeps states.
+
+    It has no state and takes none, so that a mixer computes as it would without a past; `moeserve.model.hf.scans` knows
+    the states of the requests.
+    """
+
+    def __init__(self, memory: LayerMemory, step: Step) -> None:
+        LinearAttentionLayer.__init__(self, _num_states([state.name for state in memory.states]))
+        device, dtype = self.device, self.dtype
+        _StepLayer.__init__(self, memory, step)
+        self.device, self.dtype = device, dtype
+
+    def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return recurrent_states
 
 
 class LaneLayer(DynamicLayer):
@@ -82,7 +102,7 @@ class StateLayer(LinearAttentionLayer):
     def __init__(self, states: Mapping[str, Tensor], *, started: bool) -> None:
         """states: by `NamedState.name`. started: they hold the states behind earlier tokens."""
         places = [(name, *name.split(".")) for name in states]
-        super().__init__(number_of_states=1 + max(int(number) for _, _, number in places))
+        super().__init__(number_of_states=_num_states(states))
         for name, kind, number in places:
             place, state = int(number), states[name]
             getattr(self, kind)[place] = state
@@ -110,9 +130,15 @@ def lane_layer(memory: LayerMemory, step: Step, lane: Lane, states: Mapping[str,
     return StateLayer(states, started=lane.start > 0) if states else LaneLayer(memory, step, lane)
 
 
+def _num_states(names: Iterable[str]) -> int:
+    """names: as `NamedState.name`."""
+    return 1 + max(int(name.split(".")[1]) for name in names)
+
+
 def step_cache(geometry: Geometry, step: Step) -> Cache:
     """Return the cache of a step of many requests."""
-    return cache_of(geometry.cache_class, [_StepLayer(memory, step) for memory in geometry.layers])
+    layers = [(_StepStateLayer if memory.states else _StepLayer)(memory, step) for memory in geometry.layers]
+    return cache_of(geometry.cache_class, layers)
 
 
 def cache_of(cls: type[Cache], layers: list[Any]) -> Cache:

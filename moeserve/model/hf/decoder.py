@@ -58,7 +58,7 @@ class TransformersDecoder:
         self._routed, self._serves_others = routed, serves_others
         self._gates: list[tuple[FoundGate, Tensor]] = []
         self._cache = step_cache(spec.geometry, step)
-        self._mixers = Mixers(code, spec.geometry, step)
+        self._mixers = Mixers(code, spec.geometry, step, ops)
         self._mixers.use(Ways())
         self._head = Head(code)
         # A body that could leave out rows must not.
@@ -98,9 +98,8 @@ class TransformersDecoder:
         """
         pools = [keys for keys, _ in kv_pools]
         num_kv = len(self.spec.kv_layers)
-        rows = [] if batch.states is None else batch.states.slots.tolist()
         states = self.spec.geometry.name_states(pools[num_kv:])
-        self._step.begin(batch.attention.slots, batch.attention.plan, pools[:num_kv], states, rows)
+        self._step.begin(batch.attention.slots, batch.attention.plan, pools[:num_kv], states, batch.states)
         self._code.config._attn_implementation_internal = PAGED
         try:
             out = self._code.body(
@@ -133,7 +132,9 @@ class TransformersDecoder:
 
     def can_use(self, ways: Ways) -> bool:
         """Return whether some mixer of this model would be called otherwise than in cheaper ways."""
-        return not ways.singly or self.spec.geometry.has_states
+        if ways.scans:
+            return True
+        return self.spec.geometry.has_states if ways.singly else self._mixers.has_scans
 
     def use(self, ways: Ways) -> None:
         """Call the mixers in these ways from now on."""

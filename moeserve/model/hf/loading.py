@@ -56,10 +56,11 @@ def load_transformers_decoder(
     model = map_model(directory)
     code, weights, stored = model.code, model.weights, TransformersExperts(model, dtype)
     routed = []
-    _fill_buffers(code)
     num_bytes = sum(map(weights.num_stored_bytes, weights.sources.values())) + stored.num_bytes(owned_experts)
     with stored.reader(num_bytes, progress) as reader:
         filler = _Filler(code, weights, reader, ops, dtype)
+        # Only now: the model was run on the meta device as a whole.
+        _fill_buffers(code)
         for place, layer in enumerate(stored.layers):
             experts = stored.layer(layer, None if owned_experts is None else owned_experts(layer), reader)
             packed = ops.pack_experts(experts.shape, len(experts.owned), experts.read_matrices)
@@ -110,6 +111,10 @@ def _fill_buffers(code: ModellingCode) -> None:
         # The innermost model knows its parts; models come before those inside them.
         inner = next(model for model in reversed(models) if any(owner is module for module in model.modules()))
         inner._init_weights(owner)
+    for model in models:
+        # Some models fill the buffers of their layers as a whole.
+        if any(buffer.is_floating_point() and buffer.isnan().any() for buffer in model.buffers()):
+            model._init_weights(model)
 
 
 def _check_filled(code: ModellingCode) -> None:

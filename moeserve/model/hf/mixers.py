@@ -1,6 +1,7 @@
 """The modules that mix tokens, and the ways in which they are called on a step of many requests.
 
-- together: one call on all rows. Its cache stores keys and values, its attention finds them by block table.
+- together: one call on all rows. Its cache stores keys and values, its attention finds them by block table; our kernels
+  find states by the slots of the step's requests.
 - apart: one call per request, with a cache that shows it that request alone and with an additive mask. Single tokens of
   layers that keep nothing but states share one call.
 - one by one: apart, and a chunk that continues a request goes token by token.
@@ -20,11 +21,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kernels.ops import Ops
 from moeserve.model.hf.attention import attach
 from moeserve.model.hf.caches import StateLayer, cache_of, lane_layer
 from moeserve.model.hf.fused import fuse
 from moeserve.model.hf.geometry import Geometry, LayerMemory, new_cache, takes_cache
 from moeserve.model.hf.modelling import ModellingCode
+from moeserve.model.hf.scans import scan
 from moeserve.model.hf.step import PAGED, Lane, RowMask, Step
 
 
@@ -32,16 +35,20 @@ from moeserve.model.hf.step import PAGED, Lane, RowMask, Step
 class Ways:
     """How mixers are called.
 
-    together: those that keep keys and values alone, in one call. whole_angles: a mixer apart gets the rotary angles of
-    all tokens of its request, not only of the new ones. singly: those that keep states take a continuation one by one.
+    together: those that keep keys and values alone, in one call. scans: those that keep states which our kernels know,
+    in one call. whole_angles: a mixer apart gets the rotary angles of all tokens of its request, not only of the new
+    ones. singly: other mixers that keep states take a continuation one by one.
     """
 
     together: bool = True
+    scans: bool = True
     whole_angles: bool = False
     singly: bool = False
 
     def __str__(self) -> str:
         parts = ["mixers together" if self.together else "mixers apart"]
+        if not self.scans:
+            parts.append("states by transformers")
         if self.whole_angles:
             parts.append("angles of all tokens")
         if self.singly:
@@ -54,9 +61,12 @@ ALL_WAYS = (
     Ways(),
     Ways(together=False),
     Ways(together=False, whole_angles=True),
-    Ways(singly=True),
-    Ways(together=False, singly=True),
-    Ways(together=False, whole_angles=True, singly=True),
+    Ways(scans=False),
+    Ways(together=False, scans=False),
+    Ways(together=False, scans=False, whole_angles=True),
+    Ways(scans=False, singly=True),
+    Ways(together=False, scans=False, singly=True),
+    Ways(together=False, scans=False, whole_angles=True, singly=True),
 )
 
 
@@ -83,13 +93,20 @@ def _layer_number(mixer: nn.Module) -> int:
 class Mixers:
     """All mixers of a model, called in the chosen ways while a step runs, and as they are otherwise."""
 
-    def __init__(self, code: ModellingCode, geometry: Geometry, step: Step) -> None:
+    def __init__(self, code: ModellingCode, geometry: Geometry, step: Step, ops: Ops) -> None:
         self._code, self._geometry, self._step = code, geometry, step
         self._mixers = list(find_mixers(code.body))
         for number, mixer in self._mixers:
             for module in mixer.modules():
                 attach(module, self._memory_of(number), step)
+        scanned = ((mixer, scan(mixer, number, self._memory_of(number), step, ops)) for number, mixer in self._mixers)
+        self._scanned = {mixer: forward for mixer, forward in scanned if forward is not None}
         self.num_together = 0
+
+    @property
+    def has_scans(self) -> bool:
+        """Whether our kernels know the states of some mixer."""
+        return bool(self._scanned)
 
     @property
     def num_apart(self) -> int:
@@ -100,7 +117,10 @@ class Mixers:
         self.num_together = 0
         for number, mixer in self._mixers:
             vars(mixer).pop("forward", None)
-            if ways.together and self._goes_together(number, mixer):
+            if ways.scans and mixer in self._scanned:
+                self.num_together += 1
+                mixer.forward = self._scanned[mixer]
+            elif ways.together and self._goes_together(number, mixer):
                 self.num_together += 1
                 fused = fuse(mixer, self._memory_of(number), self._step)
                 if fused is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface
 
 from kernels.attention_plan import AttentionPlan
+from kernels.state_rows import StateRows
 from moeserve.model.hf.geometry import LayerMemory
 
 # The name under which transformers finds our attention and masks.
@@ -52,16 +53,17 @@ class Step:
     """The step that a decoder computes now; its decoder fills it in and all parts of the model look here.
 
     slots: [T] int64, where the rows' tokens are kept. pools: the KV memory [heads, num_slots, dim], as
-    `LayerMemory.pools` numbers it. state_pools: of each layer its states [num_rows, ...] by name. states: the row of
-    each request there. written: the layer that stored keys, by their identity. angles: those of rotary embeddings as
-    our kernels take them, by the identity of theirs. kinds: what is known of masks.
+    `LayerMemory.pools` numbers it. state_pools: of each layer its states [num_rows, ...] by name. state_rows: which
+    rows of the step belong to which of these, None without states. written: the layer that stored keys, by their
+    identity. angles: those of rotary embeddings as our kernels take them, by the identity of theirs. kinds: what is
+    known of masks.
     """
 
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     plan: AttentionPlan = field(default_factory=lambda: AttentionPlan((), 1))
     pools: Sequence[Tensor] = ()
     state_pools: Sequence[Mapping[str, Tensor]] = ()
-    states: Sequence[int] = ()
+    state_rows: StateRows | None = None
     written: dict[int, tuple[Tensor, LayerMemory]] = field(default_factory=dict)
     angles: dict[int, tuple[Tensor, tuple[Tensor, Tensor] | None]] = field(default_factory=dict)
     running: bool = False
@@ -74,9 +76,10 @@ class Step:
         plan: AttentionPlan,
         pools: Sequence[Tensor],
         state_pools: Sequence[Mapping[str, Tensor]] = (),
-        states: Sequence[int] = (),
+        state_rows: StateRows | None = None,
     ) -> None:
-        self.slots, self.plan, self.pools, self.state_pools, self.states = slots, plan, pools, state_pools, states
+        self.slots, self.plan, self.pools = slots, plan, pools
+        self.state_pools, self.state_rows = state_pools, state_rows
         self._lanes, self.running = None, True
 
     def end(self) -> None:
@@ -94,10 +97,11 @@ class Step:
         if self._lanes is None:
             self._lanes, first, size = [], 0, self.plan.block_size
             offsets = torch.arange(size)
+            states = [] if self.state_rows is None else self.state_rows.slots.tolist()
             for number, chunk in enumerate(self.plan.chunks):
                 blocks = torch.frombuffer(chunk.block_ids, dtype=torch.int32).long()
                 slots = (blocks[:, None] * size + offsets).flatten()[: chunk.start + chunk.num_tokens]
-                state = self.states[number] if self.states else -1
+                state = states[number] if states else -1
                 self._lanes.append(Lane(first, first + chunk.num_tokens, chunk.start, slots, state))
                 first += chunk.num_tokens
         return self._lanes

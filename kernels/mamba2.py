@@ -1,0 +1,104 @@
+"""The state space layer of Mamba 2 (https://arxiv.org/abs/2405.21060), token by token: CPU body and reference.
+
+Of a head with the state S [N, P], an input x [P], and B and C [N] of its group:
+
+    d = softplus(step + bias);   S <- exp(rate d) S + B (d x)^T;   out = S^T C + skip x
+
+Token by token for the reason given in `kernels.gated_delta_rule`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.cpu.library import NativeKernels, native_kernels
+from kernels.cpu.panels import LANES
+from kernels.gated_delta_rule import MOST_KEYS
+from kernels.state_rows import StateRows
+
+
+@dataclass(frozen=True, slots=True)
+class MambaHeads:
+    """Each of `num_groups` pairs of B and C serves equally many neighbouring heads.
+
+    rate (below 0), step_bias, skip: [num_heads] fp32. limits: of a token's d.
+    """
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    state_dim: int
+    rate: Tensor
+    step_bias: Tensor
+    skip: Tensor
+    limits: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def widths(self) -> list[int]:
+        """Channels of all x, of all B and of all C."""
+        shared = self.num_groups * self.state_dim
+        return [self.num_heads * self.head_dim, shared, shared]
+
+
+def mamba2_scan(xbc: Tensor, steps: Tensor, heads: MambaHeads, states: Tensor, rows: StateRows) -> Tensor:
+    """Return the outputs [T, H, P] of the tokens. Mutates the chunks' states.
+
+    xbc [T, H P + 2 G N]: x of each head, then B, then C of each group. steps [T, H]. states [num_slots, H, N, P] fp32.
+    """
+    kernels = native_kernels()
+    fits = heads.head_dim % LANES == 0 and heads.state_dim <= MOST_KEYS
+    if kernels is None or xbc.device.type != "cpu" or xbc.dtype == torch.float64 or not fits:
+        return mamba2_scan_reference(xbc, steps, heads, states, rows)
+    return _native_scan(kernels, xbc.float(), steps.float(), heads, states, rows).to(xbc.dtype)
+
+
+def _native_scan(
+    kernels: NativeKernels, xbc: Tensor, steps: Tensor, heads: MambaHeads, states: Tensor, rows: StateRows
+) -> Tensor:
+    out = xbc.new_empty((len(xbc), heads.num_heads, heads.head_dim))
+    kernels.mamba2_scan(
+        xbc.data_ptr(),
+        xbc.stride(0),
+        steps.data_ptr(),
+        steps.stride(0),
+        heads.rate.data_ptr(),
+        heads.step_bias.data_ptr(),
+        heads.skip.data_ptr(),
+        *heads.limits,
+        states.data_ptr(),
+        states.stride(0),
+        rows.first_rows.data_ptr(),
+        rows.slots.data_ptr(),
+        len(rows.slots),
+        heads.num_heads,
+        heads.num_groups,
+        heads.state_dim,
+        heads.head_dim,
+        out.data_ptr(),
+    )
+    return out
+
+
+def mamba2_scan_reference(xbc: Tensor, steps: Tensor, heads: MambaHeads, states: Tensor, rows: StateRows) -> Tensor:
+    """`mamba2_scan` by plain torch, one token at a time, in fp32 (fp64 for fp64 input)."""
+    wide = torch.promote_types(xbc.dtype, torch.float32)
+    group = heads.num_heads // heads.num_groups
+    out = xbc.new_empty((len(xbc), heads.num_heads, heads.head_dim))
+    # Through fp64: rounded from there, bits do not depend on a token's place.
+    sizes = F.softplus(steps.double() + heads.step_bias.double()).clamp(*heads.limits)
+    decays = (heads.rate.double() * sizes).exp().to(wide)
+    sizes = sizes.to(wide)
+    for chunk, slot in rows:
+        state = states[slot].to(wide)
+        for row in range(chunk.start, chunk.stop):
+            flat, b, c = xbc[row].to(wide).split(heads.widths)
+            x = flat.view(heads.num_heads, 1, -1)
+            key, query = (part.view(heads.num_groups, -1, 1).repeat_interleave(group, 0) for part in (b, c))
+            state = state * decays[row, :, None, None] + key * (x * sizes[row, :, None, None])
+            out[row] = (state * query).sum(1) + heads.skip[:, None] * x[:, 0]
+        states[slot] = state
+    return out

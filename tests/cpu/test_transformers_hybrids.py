@@ -1,0 +1,86 @@
+"""Models with states on transformers' code: the whole engine writes the tokens that each request gets alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeserve.config import ServeConfig
+from moeserve.llm import LLM
+from moeserve.model.hf.loading import load_transformers_decoder
+from moeserve.model.hf.mixers import Ways
+from moeserve.model.hf.spec import read_transformers_spec
+from moeserve.plan import SamplingParams
+from moeserve.request_states import StatePolicy
+from tests.support.llm_prompts import complete_alone, prompts_with_a_common_beginning
+from tests.support.tiny_transformers import MORE, save_tiny
+from tests.support.transformers_parity import Memory
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+BLOCK = 4
+BASE = ServeConfig(kv_cache_memory=2**21, block_size=BLOCK, max_model_len=160)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["kimi_linear", "nemotron_h", "lfm2_moe", pytest.param("jamba", marks=pytest.mark.long)],
+)
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    save_tiny(request.param, directory)
+    return directory
+
+
+@pytest.mark.parametrize("changes", [{"max_num_seqs": 3, "max_num_batched_tokens": 5}, {"max_num_batched_tokens": 256}])
+def test_any_batch_and_chunking_cold_and_cached_gives_the_same_tokens(model_dir: Path, changes: dict[str, int]) -> None:
+    prompts = prompts_with_a_common_beginning()
+    alone = complete_alone(model_dir, BASE, prompts, [GREEDY] * len(prompts))
+    llm = LLM(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
+    for _ in range(2):
+        found = llm.generate(prompts, GREEDY)
+        assert [c.token_ids for c in found] == [c.token_ids for c in alone]
+    assert llm.scheduler.counters.prefix_hit_tokens > 100
+    llm.scheduler.check_idle()
+
+
+def test_a_hit_at_every_block_border_gives_the_same_tokens(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As the policy stands, a snapshot is saved only where it spares many tokens.
+    monkeypatch.setattr("moeserve.assemble.StatePolicy", partial(StatePolicy, min_gain=1))
+    llm, uncached = LLM(model_dir, BASE), LLM(model_dir, replace(BASE, enable_prefix_caching=False))
+    common = prompts_with_a_common_beginning()[3][:24]
+    for number, border in enumerate(range(BLOCK, 24, BLOCK)):
+        prompt = [number + 1, *common]
+        # Its last token is never served from the cache, so its last snapshot is at the border.
+        llm.generate([prompt[: border + 1]], replace(GREEDY, max_tokens=1))
+        (hit,) = llm.generate([prompt], GREEDY)
+        assert hit.num_cached_tokens == border
+        assert hit.token_ids == uncached.generate([prompt], GREEDY)[0].token_ids
+    llm.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("model_type", ["kimi_linear", "nemotron_h", "granitemoehybrid", "lfm2_moe"])
+def test_the_states_of_a_layer_are_the_same_bits_in_any_chunking(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch computes the gates of single heads, the same bits where their number is a multiple of its vectors.
+    monkeypatch.setitem(MORE, "kimi_linear", {**MORE["kimi_linear"], "linear_num_heads": 32})
+    save_tiny(model_type, tmp_path)
+    decoder = load_transformers_decoder(tmp_path, read_transformers_spec(tmp_path))
+    decoder.use(Ways())
+    texts = [list(range(3, 43)), list(range(60, 90))]
+    whole, pieces = Memory(decoder, texts), Memory(decoder, texts)
+    whole.step([(0, 0, 40), (1, 0, 30)])
+    for step in ([(0, 0, 3)], [(1, 0, 29), (0, 3, 4)], [(0, 4, 21), (1, 29, 30)], [(0, 21, 40)]):
+        pieces.step(step)
+    assert_first_layer_is_equal(decoder.spec.state_layers[0], whole.states, pieces.states)
+
+
+def assert_first_layer_is_equal(layer: tuple[object, ...], left: list[Tensor], right: list[Tensor]) -> None:
+    for one, other in list(zip(left, right, strict=True))[: len(layer)]:
+        assert bool(one[:2].any())
+        assert torch.equal(one, other)
