@@ -239,7 +239,7 @@ class WindowBlocks:
                 self.drop((block,))
             elif is_last:
                 ends = (worth for end, worth in lease.ends.items() if end - self.span <= index < end)
-                self._enqueue(block, max(ends, default=gain))
+                self._enqueue(block, max((gain, *ends)))
         lease.first_window = max(lease.first_window, stop)
 
     def _count_out(self, block: int) -> bool:
