@@ -249,13 +249,13 @@ class WindowDemand:
         """
         together = memory // block_bytes
         least = least_window_blocks(self.window, block_size)
+        full_bytes = block_bytes - self.block_bytes
+        if not full_bytes:
+            return (_BLOCKS_PER_WINDOW_BLOCK * together, together) if together >= least else (together, 0)
         step_blocks = -(-self.step_tokens // block_size)
         working = min(self.max_num_seqs * least + step_blocks, together // 2)
-        full_bytes = block_bytes - self.block_bytes
         count = memory // (_BLOCKS_PER_WINDOW_BLOCK * full_bytes + self.block_bytes)
         count = max(count, working, least + step_blocks)
-        if not full_bytes and together >= least:
-            return _BLOCKS_PER_WINDOW_BLOCK * together, together
         asked = -(-(max_model_len or 0) // block_size)
         if (memory - count * self.block_bytes) // full_bytes < asked:
             count = max(least, (memory - asked * full_bytes) // self.block_bytes)
