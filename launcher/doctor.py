@@ -152,13 +152,17 @@ def _model_lines(model: KnownModel) -> Iterator[str]:
     yield f"  checkpoint  {stored}"
     yield ""
     yield _row("numbers of", "weights", "KV of a token", f"KV of {spec.max_position:,} tokens", "state of a request")
-    for sizes in sizes_of(model):
+    found = sizes_of(model)
+    for sizes in found:
         weights, kv_bytes, state = format_bytes(sizes.weights_bytes), sizes.kv_bytes, sizes.state_bytes
         if kv_bytes is None or state is None:
             yield _row(sizes.name, weights, *("not known",) * 3)
             continue
-        of_context = format_bytes(kv_bytes * spec.max_position)
+        of_context = format_bytes(sizes.context_bytes(spec.max_position))
         yield _row(sizes.name, weights, format_bytes(kv_bytes), of_context, format_bytes(state) if state else "none")
+    if found[0].window_kv_bytes:
+        widths = ", ".join(f"{format_bytes(sizes.window_kv_bytes)} in {sizes.name}" for sizes in found)
+        yield f"  and of each of the last {found[0].window:,} tokens, in layers with a window: {widths}"
 
 
 def _row(name: str, weights: str, of_token: str, of_context: str, state: str) -> str:
@@ -193,6 +197,8 @@ def _setup_lines(setup: Setup) -> Iterator[str]:
     yield f"    weights   {format_bytes(setup.weights_bytes)}{few}"
     tokens = f"{setup.kv_tokens:,} tokens, at most {setup.max_model_len:,} per request"
     yield f"    KV        {format_bytes(setup.kv_bytes)} = {tokens}"
+    if setup.num_window_blocks:
+        yield f"    windows   {setup.num_window_blocks:,} blocks of the KV are for layers with a sliding window"
     if setup.state_bytes:
         counts = f"{setup.num_state_slots:,} requests at once, {setup.num_snapshots:,} snapshots"
         yield f"    states    {format_bytes(setup.state_bytes)} = {counts}"

@@ -136,6 +136,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     """The engine takes requests. `model_max_len` is the model's own limit; `max_model_len` may be clamped below it.
 
     Of each rank's recurrent states there are `num_state_slots` for running requests and `num_snapshots` for prefixes.
+    Layers that see the last `window` tokens have `num_window_blocks` blocks of their own, on all ranks; both 0 without.
     `pid`: of the engine's process, where it is a copy of the one that reports (`launcher.copies`).
     `no_compiled_kernels` says in a sentence why torch computes on the CPU in place of compiled kernels, if it does.
     `model` says in a line what the model is.
@@ -153,6 +154,8 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     num_state_slots: int = 0
     num_snapshots: int = 0
     state_row_bytes: int = 0
+    num_window_blocks: int = 0
+    window: int = 0
     model: str | None = None
     pid: int | None = None
 

@@ -36,7 +36,7 @@ from moeserve.model.expert_store import stored_experts
 from moeserve.model.expert_weights import LayerExperts, Rereader
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.grammars import Grammars
-from moeserve.model.kv_pool import KVPool, kv_block_bytes
+from moeserve.model.kv_pool import KVPool, kv_pool_bytes
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import NO_NUMBERS, CheckpointError, DecoderSpec, ModelSpec
 from moeserve.model.state_pool import StatePool, state_row_bytes
@@ -139,7 +139,8 @@ class _CpuBody:
     ) -> Prepared:
         plan, block_size = self._plan, self._config.block_size
         kv, layers = plan.kv, plan.spec.kv_layers
-        pool, states = KVPool(layers, kv.num_blocks, block_size, plan.dtype), plan.spec.state_layers
+        pool = KVPool(layers, kv.num_blocks, block_size, plan.dtype, num_window_blocks=kv.num_window_blocks)
+        states = plan.spec.state_layers
         state_pool = StatePool(states, kv.num_state_rows, plan.dtype) if states else None
         runner = ModelRunner(decoder, pool, tap, grammars, state_pool)
 
@@ -148,7 +149,7 @@ class _CpuBody:
                 group.steps.begin(StepRows.alike(group.collectives.num_ranks, num_rows, 1))
 
         runner.warm_up(step_budget(self._config), begin_step)
-        kv_bytes = kv.num_blocks * kv_block_bytes(layers, block_size, plan.dtype)
+        kv_bytes = kv_pool_bytes(layers, kv.num_blocks, kv.num_window_blocks, block_size, plan.dtype)
         row_bytes = state_row_bytes(states, plan.dtype)
         return Prepared(runner, kv, kv_bytes, plan.weights_bytes, release=_release_nothing, state_row_bytes=row_bytes)
 
@@ -455,6 +456,8 @@ def build_scheduler(
             caching=config.enable_prefix_caching,
             retention_share=config.cache_retention_share,
             snapshot_rows=range(num_slots, kv.num_state_rows) if num_slots else None,
+            num_window_blocks=kv.num_window_blocks,
+            window=kv.window,
         )
         for _ in range(config.expert_parallel_size)
     ]

@@ -82,6 +82,14 @@ class CacheCommands:
             "moeserve_kv_pinned_prefixes": [[pins]],
             "moeserve_kv_retained_evictions": [[lost]],
         }
+        windows = [cache.windows for cache in caches if cache.windows is not None]
+        if windows:
+            samples["moeserve_kv_window_blocks"] = [
+                ["free", sum(blocks.num_free for blocks in windows)],
+                ["cached", sum(blocks.num_cached for blocks in windows)],
+                ["leased", sum(blocks.num_held for blocks in windows)],
+            ]
+            samples["moeserve_kv_window_evictions"] = [[sum(blocks.num_evicted for blocks in windows)]]
         tables = [cache.snapshots for cache in caches if cache.snapshots.num_rows]
         if tables:
             samples |= {

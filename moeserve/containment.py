@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import structlog
 
 from experts.errors import ExpertStoreError
-from moeserve.plan import Chunk, ChunkResult, Computed, SamplingParams, StepPlan, StepResult
+from moeserve.plan import Chunk, ChunkResult, Computed, SamplingParams, StepPlan, StepResult, WindowTable
 from moeserve.steps import Runner
 
 log = structlog.get_logger(__name__)
@@ -72,9 +72,12 @@ class ContainingExecutor:
         The request has ended, so nobody will read the block before it is cleared.
         """
         for chunk in plan.chunks:
-            block = chunk.block_table[(chunk.start + len(chunk.token_ids) - 1) // self._block_size]
+            place = (chunk.start + len(chunk.token_ids) - 1) // self._block_size
+            block = chunk.block_table[place]
             greedy = SamplingParams(max_tokens=1, temperature=0.0)
             harmless = Chunk("", array("i", [0]), 0, array("i", [block]), greedy)
+            if chunk.window is not None:
+                harmless.window = WindowTable(0, array("i", [chunk.window.blocks[place - chunk.window.first]]))
             try:
                 return self._runner.launch(StepPlan(plan.step, [harmless])).result().chunks[0].error is None
             except Exception:
@@ -85,4 +88,10 @@ class ContainingExecutor:
 def part_of(plan: StepPlan, chunks: list[Chunk]) -> StepPlan:
     """Return the plan of some chunks of a plan. It clears their blocks alone: the other ones may be written by now."""
     own = {block for chunk in chunks for block in chunk.block_table}
-    return StepPlan(plan.step, chunks, array("i", (block for block in plan.zeroed_blocks if block in own)))
+    windows = {block for chunk in chunks if chunk.window is not None for block in chunk.window.blocks}
+    return StepPlan(
+        plan.step,
+        chunks,
+        array("i", (block for block in plan.zeroed_blocks if block in own)),
+        array("i", (block for block in plan.zeroed_windows if block in windows)),
+    )

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
+from radix_cache.window_blocks import least_window_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,10 @@ _KV_MAX_BYTES = 4 * 2**30
 # this share of the KV memory.
 _SLOT_SHARE = 0.5
 _SNAPSHOT_SHARE = 0.25
+# Where layers with a sliding window have blocks of their own, there is one for so many KV blocks. Requests as long as
+# 16 windows that keep two windows each, of the prompt and of the answer, then use up both at the same time; longer
+# ones use up the KV blocks first, shorter ones the window blocks.
+_BLOCKS_PER_WINDOW_BLOCK = 8
 # Left free beside weights and KV.
 RESERVE_BYTES = 512 * 2**20
 
@@ -173,13 +178,16 @@ class KvBudget:
     """Number of KV blocks, and the longest context in tokens that model, setting and memory together allow.
 
     num_state_slots, num_snapshots: of recurrent states, so many requests run at once and so many prefixes are resumed;
-    0 for a model without.
+    0 for a model without. num_window_blocks: blocks for the layers with a sliding window alone, which see `window`
+    tokens at most; both 0 where all layers keep their KV in the same blocks.
     """
 
     num_blocks: int
     max_model_len: int
     num_state_slots: int = 0
     num_snapshots: int = 0
+    num_window_blocks: int = 0
+    window: int = 0
 
     @property
     def num_state_rows(self) -> int:
@@ -222,6 +230,45 @@ class StateDemand:
         return self.cache_memory // self.row_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class WindowDemand:
+    """The layers with a sliding window: bytes of a block over these layers, and the tokens that they see at most.
+
+    max_num_seqs, step_tokens: requests at once, and tokens of one step.
+    """
+
+    block_bytes: int
+    window: int
+    max_num_seqs: int
+    step_tokens: int
+
+    def share(self, memory: int, block_bytes: int, block_size: int, max_model_len: int | None) -> tuple[int, int]:
+        """Return how many KV blocks and how many window blocks `memory` bytes hold. 0 window blocks: no blocks apart.
+
+        block_bytes: over all layers. max_model_len: a context that has to fit if it can, None for none.
+        """
+        together = memory // block_bytes
+        least = least_window_blocks(self.window, block_size)
+        full_bytes = block_bytes - self.block_bytes
+        if not full_bytes:
+            return (_BLOCKS_PER_WINDOW_BLOCK * together, together) if together >= least else (together, 0)
+        step_blocks = -(-self.step_tokens // block_size)
+        working = min(self.max_num_seqs * least + step_blocks, together // 2)
+        count = memory // (_BLOCKS_PER_WINDOW_BLOCK * full_bytes + self.block_bytes)
+        count = max(count, working, least + step_blocks)
+        asked = -(-(max_model_len or 0) // block_size)
+        if (memory - count * self.block_bytes) // full_bytes < asked:
+            count = max(least, (memory - asked * full_bytes) // self.block_bytes)
+        if count >= together:
+            return together, 0
+        return (memory - count * self.block_bytes) // full_bytes, count
+
+    def least_bytes(self, num_blocks: int, block_bytes: int, block_size: int) -> int:
+        """Return the memory for so many KV blocks and as few window blocks as can be. block_bytes: over all layers."""
+        least = least_window_blocks(self.window, block_size)
+        return num_blocks * (block_bytes - self.block_bytes) + least * self.block_bytes
+
+
 def plan_kv(
     *,
     block_bytes: int,
@@ -231,9 +278,10 @@ def plan_kv(
     model_max_len: int,
     max_model_len: int | None,
     states: StateDemand | None = None,
+    windows: WindowDemand | None = None,
 ) -> KvBudget:
-    """Size the KV pool, and the pool of recurrent states if there are some. `available_bytes` is the free memory beside
-    the weights.
+    """Size the KV pools, and the pool of recurrent states if there are some. `available_bytes` is the memory that is
+    free beside the weights.
 
     Without a setting the pool takes half of it, at most 4 GiB. Raises ConfigError if `max_model_len` is given and does
     not fit; the model's own context is clamped to the pool instead.
@@ -259,32 +307,45 @@ def plan_kv(
         block_size=block_size,
         model_max_len=model_max_len,
         max_model_len=max_model_len,
+        windows=windows,
     )
     if states is None:
         return kv
-    return replace(
-        kv,
-        num_state_slots=num_slots,
-        num_snapshots=states.num_snapshots(memory, spendable - kv.num_blocks * block_bytes),
-    )
+    taken = memory if kv.num_window_blocks else kv.num_blocks * block_bytes
+    num_snapshots = states.num_snapshots(memory, spendable - taken)
+    return replace(kv, num_state_slots=num_slots, num_snapshots=num_snapshots)
 
 
 def share_kv(
-    memory: int, *, block_bytes: int, block_size: int, model_max_len: int, max_model_len: int | None
+    memory: int,
+    *,
+    block_bytes: int,
+    block_size: int,
+    model_max_len: int,
+    max_model_len: int | None,
+    windows: WindowDemand | None = None,
 ) -> KvBudget:
-    """Return the budget of a pool of `memory` bytes. Raises ConfigError as `plan_kv` does."""
+    """Return the budget of pools of `memory` bytes. Raises ConfigError as `plan_kv` does.
+
+    block_bytes: over all layers. windows: of those with a sliding window, None where all keep their KV together.
+    """
     if max_model_len is not None and max_model_len > model_max_len:
         raise ConfigError(f"--max-model-len {max_model_len} exceeds the model's {model_max_len} tokens.")
-    num_blocks = memory // block_bytes
+    num_blocks, num_window_blocks = memory // block_bytes, 0
+    if windows is not None and windows.window + block_size < (max_model_len or model_max_len):
+        num_blocks, num_window_blocks = windows.share(memory, block_bytes, block_size, max_model_len)
     capacity = num_blocks * block_size
     wanted = max_model_len or model_max_len
     if num_blocks < 2 or (max_model_len is not None and capacity < max_model_len):
         needed = -(-(max_model_len or 2 * block_size) // block_size) * block_bytes
+        if windows is not None:
+            needed = min(needed, windows.least_bytes(needed // block_bytes, block_bytes, block_size))
         raise ConfigError(
             f"{_mib(memory)} of KV memory hold {capacity} tokens; {max_model_len or 2 * block_size} tokens need "
             f"{_mib(needed)} (--kv-cache-memory)."
         )
-    return KvBudget(num_blocks, min(wanted, capacity))
+    window = 0 if windows is None or not num_window_blocks else windows.window
+    return KvBudget(num_blocks, min(wanted, capacity), num_window_blocks=num_window_blocks, window=window)
 
 
 def kv_memory(

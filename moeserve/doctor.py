@@ -16,7 +16,7 @@ import torch
 
 from experts.expert_file import round_to_page
 from moeserve.config import ConfigError, ServeConfig, flag_name
-from moeserve.device import RESERVE_BYTES, kv_memory, refuse_gpu_settings, share_kv
+from moeserve.device import RESERVE_BYTES, kv_memory, refuse_gpu_settings, share_kv, step_budget
 from moeserve.machine import Gpu, Machine
 from moeserve.memory_plan import (
     ModelPlan,
@@ -30,7 +30,7 @@ from moeserve.memory_plan import (
 from moeserve.model.checkpoint import TensorInfo, has_weights, loaded_bytes, plan_weights, read_index
 from moeserve.model.expert_store import common_layout
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
-from moeserve.model.kv_pool import kv_block_bytes
+from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand, windowed
 from moeserve.model.sizes import ParameterCount, count_parameters, expected_index, stored_dtype
 from moeserve.model.spec import CheckpointError, DecoderSpec, MlaSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
@@ -90,12 +90,21 @@ class BorrowedModel(KnownModel):
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Bytes of a model whose numbers all had one width. kv_bytes: per token. state_bytes: of the recurrent layers, per
-    request and per snapshot; at least in part in float32. None: not known."""
+    request and per snapshot; at least in part in float32. None: not known.
+
+    window_kv_bytes: per token in the layers that keep KV of the last `window` tokens alone; not among kv_bytes.
+    """
 
     name: str
     weights_bytes: int
     kv_bytes: int | None
     state_bytes: int | None
+    window_kv_bytes: int = 0
+    window: int = 0
+
+    def context_bytes(self, num_tokens: int) -> int:
+        """Return the KV of a request with so many tokens."""
+        return (self.kv_bytes or 0) * num_tokens + self.window_kv_bytes * min(num_tokens, self.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,7 @@ class Setup:
     """One way to serve a model on a machine.
 
     device: `cpu` or `cuda`. flags: of `moeserve serve`. obstacle: why it does not fit; then the numbers are 0.
+    num_window_blocks: of the layers with a sliding window alone, 0 where all layers keep their KV together.
     resident_experts: how many of each layer are in memory at a time, None where all are. tokens_per_second: the most
     that one request alone can get, because each token reads the active weights; None if it is not known.
     """
@@ -117,6 +127,7 @@ class Setup:
     state_bytes: int = 0
     num_state_slots: int = 0
     num_snapshots: int = 0
+    num_window_blocks: int = 0
     resident_experts: int | None = None
     tokens_per_second: float | None = None
 
@@ -218,7 +229,9 @@ def sizes_of(model: KnownModel) -> list[Sizes]:
     Keys and values have 8 bits at least, states 16.
     """
     spec, total = model.spec, parameters_of(model.spec).total
-    numbers = kv_block_bytes(spec.kv_layers, 1, torch.uint8)
+    layers = windowed(spec.kv_layers)
+    of_windows, window = kv_block_bytes(layers, 1, torch.uint8), max((layer.window or 0 for layer in layers), default=0)
+    numbers = kv_block_bytes(spec.kv_layers, 1, torch.uint8) - of_windows
     sizes = []
     for name, bits in WIDTHS.items():
         weights = total * bits // 8
@@ -226,7 +239,8 @@ def sizes_of(model: KnownModel) -> list[Sizes]:
             sizes.append(Sizes(name, weights, None, None))
             continue
         states = state_row_bytes(spec.state_layers, torch.float32 if bits == 32 else torch.bfloat16)
-        sizes.append(Sizes(name, weights, numbers * max(bits, 8) // 8, states))
+        width = max(bits, 8) // 8
+        sizes.append(Sizes(name, weights, numbers * width, states, of_windows * width, window))
     return sizes
 
 
@@ -293,12 +307,15 @@ def _fitting(
         flags,
         None,
         plan.weights_bytes,
-        plan.kv.num_blocks * kv_block_bytes(plan.spec.kv_layers, config.block_size, plan.dtype),
+        kv_pool_bytes(
+            plan.spec.kv_layers, plan.kv.num_blocks, plan.kv.num_window_blocks, config.block_size, plan.dtype
+        ),
         plan.kv.num_blocks * config.block_size,
         plan.kv.max_model_len,
         plan.kv.num_state_rows * state_row_bytes(plan.spec.state_layers, plan.dtype),
         plan.kv.num_state_slots,
         plan.kv.num_snapshots,
+        plan.kv.num_window_blocks,
         resident,
         speed,
     )
@@ -385,6 +402,9 @@ def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig) -> Setup:
             block_size=config.block_size,
             model_max_len=spec.max_position,
             max_model_len=config.max_model_len,
+            windows=window_demand(
+                spec.kv_layers, config.block_size, kv_dtype, config.max_num_seqs, step_budget(config, "cuda")
+            ),
         )
     except ConfigError as error:
         return Setup("cuda", flags, str(error))
@@ -392,7 +412,7 @@ def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig) -> Setup:
     if resident is None and gpu.bandwidth is not None and config.expert_parallel_size == 1:
         speed = gpu.bandwidth / _read_per_token(model, experts, others, dtype, narrow=False)
     num_tokens = kv.num_blocks * config.block_size
-    kv_bytes = kv.num_blocks * block_bytes
+    kv_bytes = kv_pool_bytes(spec.kv_layers, kv.num_blocks, kv.num_window_blocks, config.block_size, kv_dtype)
     return Setup(
         "cuda",
         flags,
@@ -401,6 +421,7 @@ def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig) -> Setup:
         kv_bytes,
         num_tokens,
         kv.max_model_len,
+        num_window_blocks=kv.num_window_blocks,
         resident_experts=resident,
         tokens_per_second=speed,
     )

@@ -11,13 +11,21 @@ import torch
 from experts.placement import Placement
 from kernels.cpu.library import native_kernels
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
-from moeserve.device import KvBudget, StateDemand, available_bytes, choose_device, cuda_absence, plan_kv
+from moeserve.device import (
+    KvBudget,
+    StateDemand,
+    available_bytes,
+    choose_device,
+    cuda_absence,
+    plan_kv,
+    step_budget,
+)
 from moeserve.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, TensorInfo, plan_weights, read_index
 from moeserve.model.expert_store import common_layout, layout_of
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
-from moeserve.model.kv_pool import kv_block_bytes
+from moeserve.model.kv_pool import kv_block_bytes, window_demand
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
 
@@ -141,6 +149,7 @@ def _share_memory(
         model_max_len=spec.max_position,
         max_model_len=config.max_model_len,
         states=state_demand(spec, dtype, config),
+        windows=window_demand(spec.kv_layers, config.block_size, dtype, config.max_num_seqs, step_budget(config)),
     )
     return ModelPlan(spec, dtype, kv, num_bytes, placement, residency)
 

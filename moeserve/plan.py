@@ -223,6 +223,18 @@ class StateUse:
     save: int | None = None
 
 
+@dataclass(slots=True)
+class WindowTable:
+    """The block table of a chunk for layers with window blocks.
+
+    Position p lies in window block ``blocks[p // block_size - first]``; the chunk's tokens see none before block number
+    `first`.
+    """
+
+    first: int
+    blocks: array[int]
+
+
 # Begins the error of a request whose grammar cannot be enforced any further; its text may be shown to the client.
 GRAMMAR_FAILED = "The grammar failed: "
 # Of the annotation that a chunk carries.
@@ -245,7 +257,8 @@ class Chunk:
     `first_angle`: the row of position 0 in the table of rotary angles; not 0 for a request that has outgrown the
     context up to which its model rotates otherwise (`moeserve.model.rope`).
 
-    `state` is None for models without recurrent states.
+    `state` is None for models without recurrent states. `window` is None where layers with a sliding window use the
+    block table as the others do.
     """
 
     request_id: str
@@ -258,6 +271,7 @@ class Chunk:
     annotation: bytes | None = None
     state: StateUse | None = None
     first_angle: int = 0
+    window: WindowTable | None = None
 
     @property
     def num_logit_rows(self) -> int:
@@ -287,11 +301,15 @@ class ChunkExtras:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The chunks of one forward, in row order. `zeroed_blocks` have a new owner and are cleared before any write."""
+    """The chunks of one forward, in row order.
+
+    `zeroed_blocks`, and `zeroed_windows` among the window blocks, have a new owner and are cleared before any write.
+    """
 
     step: int
     chunks: list[Chunk]
     zeroed_blocks: array[int] = field(default_factory=lambda: array("i"))
+    zeroed_windows: array[int] = field(default_factory=lambda: array("i"))
 
     @property
     def num_tokens(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 
-from moeserve.plan import Chunk, ChunkExtras, ChunkResult, Request, StateUse, StepPlan, StepResult
+from moeserve.plan import Chunk, ChunkExtras, ChunkResult, Request, StateUse, StepPlan, StepResult, WindowTable
 
 
 class PlanDraft:
@@ -34,7 +34,12 @@ class PlanDraft:
     def prompts(self) -> list[Request]:
         return self.requests[self.num_decodes :]
 
-    def add(self, request: Request, count: int, state: StateUse | None) -> None:
+    def zero(self, rank: int, blocks: Sequence[int], windows: Sequence[int]) -> None:
+        """Have blocks, and window blocks, cleared that requests of a rank have leased anew."""
+        self.plans[rank].zeroed_blocks.extend(blocks)
+        self.plans[rank].zeroed_windows.extend(windows)
+
+    def add(self, request: Request, count: int, state: StateUse | None, window: WindowTable | None) -> None:
         """Plan the next `count` known tokens of a request that has leased blocks for them."""
         start = request.num_planned_tokens
         end = start + count
@@ -46,7 +51,7 @@ class PlanDraft:
         extras = None if request.is_plain else _chunk_extras(request, start, end)
         chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
         chunk.annotation, request.annotation = request.annotation, None
-        chunk.state = state
+        chunk.state, chunk.window = state, window
         chunk.first_angle = request.first_angle
         self.plans[request.rank].chunks.append(chunk)
         self.requests.append(request)
@@ -67,14 +72,16 @@ class PlanDraft:
         self.num_decodes = len(self.requests)
         self.budgets = [prompt_tokens(self.requests, budget) for budget in self.budgets]
 
-    def add_unsampled(self, request: Request, drawn_by: int, state: StateUse | None) -> None:
+    def add_unsampled(
+        self, request: Request, drawn_by: int, state: StateUse | None, window: WindowTable | None
+    ) -> None:
         """Plan the token that sampled chunk number `drawn_by` of the plan before will give to a plain request."""
         lease = request.lease
         assert lease is not None
         start = request.num_planned_tokens
         request.num_scheduled_tokens += 1
         chunk = Chunk(request.request_id, array("i", [0]), start, lease.block_ids, request.sampling, None, drawn_by)
-        chunk.state = state
+        chunk.state, chunk.window = state, window
         chunk.first_angle = request.first_angle
         self.plans[request.rank].chunks.append(chunk)
         self.requests.append(request)

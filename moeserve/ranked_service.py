@@ -133,6 +133,8 @@ def _setup_of(plan: ModelPlan, context: RunContext) -> Setup:
         plan.kv.max_model_len,
         plan.kv.num_state_slots,
         plan.kv.num_snapshots,
+        plan.kv.num_window_blocks,
+        plan.kv.window,
         plan.placement.ranks,
         None if plan.residency is None else plan.residency.slots.num_slots,
     )
@@ -233,7 +235,14 @@ def _check_device(rank: int, own: str, first: str) -> None:
 
 def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
     placement = Placement(context.config.expert_parallel_size, setup.placement)
-    kv = KvBudget(setup.num_blocks, setup.max_model_len, setup.num_state_slots, setup.num_snapshots)
+    kv = KvBudget(
+        setup.num_blocks,
+        setup.max_model_len,
+        setup.num_state_slots,
+        setup.num_snapshots,
+        setup.num_window_blocks,
+        setup.window,
+    )
     return plan_as_told(Path(context.model_dir), context.config, placement, kv, setup.expert_slots)
 
 

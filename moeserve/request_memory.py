@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
 
-from moeserve.plan import MAX_ANNOTATION_BYTES, CacheWish, Chunk, Request, StateUse
-from moeserve.request_states import RequestStates
+from moeserve.plan import MAX_ANNOTATION_BYTES, CacheWish, Chunk, Request, StateUse, WindowTable
+from moeserve.request_states import PROMPT_INTERVAL_TOKENS, RequestStates
 from radix_cache import PUBLIC, Miss, PrefixCache
 
 # Merges the annotations along a prefix, (number of tokens, annotation) in order, into one.
@@ -32,6 +32,7 @@ class RequestMemory:
         self._states = states
         self._merge_annotations = merge_annotations
         self._block_size = cache.block_size
+        self._windows = cache.windows
 
     def num_available_blocks(self, request: Request, *, sparing: bool) -> int:
         """Count the blocks that the request could get now. See `grow` for `sparing`."""
@@ -51,6 +52,19 @@ class RequestMemory:
         assert lease is not None
         return -(-len(request.token_ids) // self._block_size) - len(lease.block_ids)
 
+    def num_missing_windows(self, request: Request) -> int:
+        """Count the window blocks that the request lacks to be computed step by step."""
+        if self._windows is None:
+            return 0
+        lease = request.lease
+        assert lease is not None
+        wanted = min(self._windows.num_needed, -(-len(request.token_ids) // self._block_size))
+        return max(0, wanted - (len(lease.block_ids) - lease.first_window))
+
+    def has_windows(self, count: int) -> bool:
+        """Return whether so many window blocks could be had now."""
+        return self._windows is None or count <= self._windows.num_available
+
     def num_empty_slots(self, request: Request) -> int:
         """Count the slots that the request holds and no plan fills yet."""
         lease = request.lease
@@ -66,6 +80,23 @@ class RequestMemory:
         request.lease, request.num_computed_tokens = lease, lease.num_published_tokens
         if self._states is not None:
             self._states.enter(request)
+        if self._windows is not None:
+            self._expect_ends(request)
+
+    def _expect_ends(self, request: Request) -> None:
+        """Have the window kept where other prompts are likely to leave that of a request which has a new lease.
+
+        These are the end of its prompt, the place where it leaves what is cached, the borders that the frontend or the
+        client marks, and some places in a very long prompt.
+        """
+        lease = request.lease
+        assert lease is not None
+        last = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
+        positions = [last, lease.num_known_tokens, *range(PROMPT_INTERVAL_TOKENS, last, PROMPT_INTERVAL_TOKENS)]
+        if request.cache is not None:
+            positions += [*request.cache.borders, *(num_tokens for num_tokens, _ in request.cache.retentions)]
+        for position in positions:
+            self._cache.expect(lease, position)
 
     def has_slot(self, request: Request) -> bool:
         """Return whether a request with a lease has a state slot, or needs none."""
@@ -128,11 +159,17 @@ class RequestMemory:
         return gained
 
     def foresee(self, request: Request, waiting: Iterable[Request]) -> None:
-        """Let an admitted request save its state where the prompts of waiting requests will leave its own."""
-        if self._states is not None:
-            for other in waiting:
-                if other is not request:
-                    self._states.want(request, self.num_coming(other, request))
+        """Let an admitted request keep its state and window where the prompts of waiting ones will leave its own."""
+        if self._states is None and self._windows is None:
+            return
+        for other in waiting:
+            if other is request:
+                continue
+            position = self.num_coming(other, request)
+            if self._states is not None:
+                self._states.want(request, position)
+            if request.lease is not None:
+                self._cache.expect(request.lease, position)
 
     def cut_chunk(self, request: Request, count: int) -> int:
         """Return how many of the next `count` tokens a chunk may have to end where a snapshot is wanted."""
@@ -159,9 +196,22 @@ class RequestMemory:
             return ()
         return self._cache.extend(lease, missing, sparing=sparing)
 
+    def windows_of(self, blocks: Sequence[int]) -> Sequence[int]:
+        """Return the window blocks of new blocks, none for models without."""
+        return () if self._windows is None else self._windows.of(blocks)
+
+    def window_table(self, request: Request) -> WindowTable | None:
+        """Return the table of window blocks for the request's next chunk, None for models without."""
+        if self._windows is None:
+            return None
+        assert request.lease is not None
+        return WindowTable(*self._windows.table(request.lease, request.num_planned_tokens))
+
     def num_tokens_that_fit(self, request: Request, *, sparing: bool) -> int:
         """Count how many more tokens of the request could get a slot now. See `grow` for `sparing`."""
         num_blocks = self.num_available_blocks(request, sparing=sparing)
+        if self._windows is not None:
+            num_blocks = min(num_blocks, self._windows.num_available)
         return self.num_empty_slots(request) + num_blocks * self._block_size
 
     def publish(self, request: Request, annotation: bytes | None = None) -> list[int] | None:
@@ -272,7 +322,15 @@ class RankLoads:
     It places a request where its prompt is cached or being computed, unless that rank has much more to do.
     """
 
-    __slots__ = ("_memories", "_num_of_tenant", "_num_promised_blocks", "_priorities", "_prompts", "_work")
+    __slots__ = (
+        "_memories",
+        "_num_of_tenant",
+        "_num_promised_blocks",
+        "_num_promised_windows",
+        "_priorities",
+        "_prompts",
+        "_work",
+    )
 
     def __init__(self, memories: Sequence[RequestMemory], running: Iterable[Request]) -> None:
         self._memories = memories
@@ -281,6 +339,7 @@ class RankLoads:
         self._num_of_tenant: Counter[tuple[int, str]] = Counter()
         # Running prompts will need memory for their next chunks.
         self._num_promised_blocks = [0] * len(memories)
+        self._num_promised_windows = [0] * len(memories)
         self._prompts: list[list[Request]] = [[] for _ in memories]
         for request in running:
             self.add(request)
@@ -295,6 +354,7 @@ class RankLoads:
         self._priorities[rank].append(request.priority)
         self._num_of_tenant[rank, request.terms.tenant] += 1
         self._num_promised_blocks[rank] += self._memories[rank].num_missing_blocks(request)
+        self._num_promised_windows[rank] += self._memories[rank].num_missing_windows(request)
 
     def place(self, request: Request, prompts: Sequence[Request]) -> AdmissionOutcome:
         """Give a waiting request its rank and the lease on its cached prefix there, if it may run now.
@@ -338,6 +398,8 @@ class RankLoads:
         rank = request.rank
         memory = self._memories[rank]
         if not memory.has_slot(request):
+            return False
+        if not memory.has_windows(self._num_promised_windows[rank] + memory.num_missing_windows(request)):
             return False
         # And a block for each of them to grow that would take it from the newcomer: its prompt computed in vain.
         headroom = sum(priority <= request.priority for priority in self._priorities[rank])

@@ -398,8 +398,8 @@ class Scheduler:
             else:
                 return
             count = wanted
-        draft.plans[rank].zeroed_blocks.extend(new)
-        draft.add(request, count, memory.use_state(request, count))
+        draft.zero(rank, new, memory.windows_of(new))
+        draft.add(request, count, memory.use_state(request, count), memory.window_table(request))
         self._tenants.charge(request, count)
 
     def _has_others(self, request: Request) -> bool:
@@ -433,8 +433,8 @@ class Scheduler:
         memory = self._memories[request.rank]
         new = memory.grow(request, 1, sparing=True)
         if new is not None:
-            draft.plans[request.rank].zeroed_blocks.extend(new)
-            draft.add_unsampled(request, drawn_by, memory.use_state(request, 1))
+            draft.zero(request.rank, new, memory.windows_of(new))
+            draft.add_unsampled(request, drawn_by, memory.use_state(request, 1), memory.window_table(request))
             self._tenants.charge(request, 1)
 
     def _outgrows(self, request: Request) -> bool:

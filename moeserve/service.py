@@ -186,6 +186,8 @@ def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
         "num_state_slots": model.kv.num_state_slots,
         "num_snapshots": model.kv.num_snapshots,
         "state_row_bytes": model.state_row_bytes,
+        "num_window_blocks": ready.num_blocks // model.kv.num_blocks * model.kv.num_window_blocks,
+        "window": model.kv.window,
         "max_model_len": ready.max_model_len,
         "model_max_len": model.spec.max_position,
         "model": summary(model.spec),

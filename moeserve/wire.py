@@ -32,6 +32,7 @@ from moeserve.plan import (
     StepResult,
     Terms,
     TokenLogprobs,
+    WindowTable,
 )
 from radix_cache import Miss
 
@@ -317,25 +318,36 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
 _WireState = tuple[int, int | None, int | None]
 
 
+# The fields of a chunk's `WindowTable`.
+_WireWindow = tuple[int, bytes]
+
+
 class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
-    """`states` and `first_angles`: one per chunk. A plan without any ends before them."""
+    """`states`, `first_angles` and `windows`: one per chunk. A plan without any ends before them."""
 
     step: int
     chunks: list[_WireChunk]
     zeroed_blocks: bytes
     states: list[_WireState | None] = []
     first_angles: list[int] = []
+    windows: list[_WireWindow | None] = []
+    zeroed_windows: bytes = b""
 
 
 def encode_plan(plan: StepPlan) -> bytes:
     """Return the bytes of a plan, which do not follow later changes of its block tables."""
     fields: list[Any] = [plan.step, [_pack_chunk(chunk) for chunk in plan.chunks], plan.zeroed_blocks.tobytes()]
-    turned = any(chunk.first_angle for chunk in plan.chunks)
+    windowed = bool(plan.zeroed_windows) or any(chunk.window is not None for chunk in plan.chunks)
+    turned = windowed or any(chunk.first_angle for chunk in plan.chunks)
     if turned or any(chunk.state is not None for chunk in plan.chunks):
         uses = [chunk.state for chunk in plan.chunks]
         fields.append([None if use is None else (use.slot, use.load, use.save) for use in uses])
     if turned:
         fields.append([chunk.first_angle for chunk in plan.chunks])
+    if windowed:
+        tables = [chunk.window for chunk in plan.chunks]
+        fields.append([None if table is None else (table.first, table.blocks.tobytes()) for table in tables])
+        fields.append(plan.zeroed_windows.tobytes())
     return pack(fields)
 
 
@@ -343,14 +355,16 @@ def decode_plan(data: bytes) -> StepPlan:
     """Return the plan in the bytes of `encode_plan`. Raises DecodeError for other bytes."""
     wire = unpack(data, _WirePlan)
     chunks = [_unpack_chunk(chunk) for chunk in wire.chunks]
-    for of_chunks in (wire.states, wire.first_angles):
+    for of_chunks in (wire.states, wire.first_angles, wire.windows):
         if of_chunks and len(of_chunks) != len(chunks):
             raise DecodeError(f"{len(of_chunks)} entries for {len(chunks)} chunks")
     for chunk, state in zip(chunks, wire.states, strict=False):
         chunk.state = None if state is None else StateUse(*state)
     for chunk, first_angle in zip(chunks, wire.first_angles, strict=False):
         chunk.first_angle = first_angle
-    return StepPlan(wire.step, chunks, unpack_token_ids(wire.zeroed_blocks))
+    for chunk, window in zip(chunks, wire.windows, strict=False):
+        chunk.window = None if window is None else WindowTable(window[0], unpack_token_ids(window[1]))
+    return StepPlan(wire.step, chunks, unpack_token_ids(wire.zeroed_blocks), unpack_token_ids(wire.zeroed_windows))
 
 
 def _pack_chunk(chunk: Chunk) -> _WireChunk:

@@ -35,6 +35,7 @@ class MissReason(StrEnum):
     LAST_TOKEN = "last_token"  # all but the last token, whose logits are needed, and the block that it ends
     BLOCK_BOUNDARY = "block_boundary"  # the rest is less than a block
     NO_STATE = "no_state"  # its KV goes on, but no snapshot of the recurrent state that the model also needs
+    NO_WINDOW = "no_window"  # the KV of layers that see all goes on, but not that of layers with a sliding window
     EVICTED = "evicted"
     OTHER_SALT = "other_salt"
     VOLATILE_HEAD = "volatile_head"  # diverged, and behind a short difference the prompts are the same again
@@ -49,8 +50,8 @@ class Miss:
 
     `position` is the first token that is not in the nearest prefix (diverged, volatile head), else the first that did
     not match. `nearest` are tokens of the nearest prefix, those from `nearest_start` on, with `position` among them.
-    `num_known_tokens`: of a prefix that was evicted, is cached under another salt, or lacks a state, as far as it
-    equals the prompt.
+    `num_known_tokens`: of a prefix that was evicted, is cached under another salt, or lacks a state or a window, as far
+    as it equals the prompt.
     `num_volatile_tokens` of the prompt differ in the head, as in `num_witnesses` other cached prompts.
     """
 
@@ -64,13 +65,18 @@ class Miss:
     num_witnesses: int = 0
 
 
-def explain_miss(tree: RadixTree, lease: Lease, tokens: array[int], block_size: int) -> Miss:
-    """Return why the lease, which covers what is cached of `tokens` in whole blocks, covers no more of them."""
+def explain_miss(
+    tree: RadixTree, lease: Lease, tokens: array[int], block_size: int, lacking: MissReason = MissReason.NO_STATE
+) -> Miss:
+    """Return why the lease, which covers what is cached of `tokens` in whole blocks, covers no more of them.
+
+    lacking: the reason where its KV goes on and something else is gone.
+    """
     matched = lease.num_published_tokens
     if not lease.use_cache:
         return Miss(MissReason.BYPASSED, 0, 0)
     if lease.num_known_tokens > matched:
-        return Miss(MissReason.NO_STATE, matched, matched, lease.num_known_tokens)
+        return Miss(lacking, matched, matched, lease.num_known_tokens)
     reusable = (len(tokens) - 1) // block_size * block_size
     if matched >= reusable:
         rest = len(tokens) - matched

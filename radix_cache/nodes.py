@@ -122,10 +122,15 @@ class Lease:
     Where prefixes need states, the cached tokens end at a snapshot: `snapshot`, pinned until `PrefixCache.end_load`,
     None if the lease starts with nothing. `num_known_tokens` are the tokens whose KV the cache had at the last match,
     which may be more: prompts branch there.
+
+    Where layers have window blocks, the lease needs those of its blocks from number `first_window` on. `ends` are
+    boundaries, in blocks, where other prompts are likely to leave its own, and what window blocks before them gain.
     """
 
     __slots__ = (
         "block_ids",
+        "ends",
+        "first_window",
         "namespace",
         "node",
         "num_cached_tokens",
@@ -148,3 +153,5 @@ class Lease:
         self.num_cached_tokens = 0
         self.num_known_tokens = 0
         self.snapshot: Snapshot | None = None
+        self.first_window = 0
+        self.ends: dict[int, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from math import inf
 
@@ -11,11 +12,12 @@ from radix_cache.errors import BudgetError, LeaseError, require
 from radix_cache.evictions import MAX_RECORDED_BLOCKS
 from radix_cache.invariants import check_snapshots, check_tree
 from radix_cache.listing import CachedPrefix, list_prefixes
-from radix_cache.misses import Miss, explain_miss
+from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.nodes import Lease, Node, Snapshot
 from radix_cache.retention import account_of
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot
 from radix_cache.tree import RadixTree
+from radix_cache.window_blocks import AT_END, RETAINED, WindowBlocks
 
 # Of all blocks: what `extend` with `sparing` leaves to accounts that hold less.
 _SPARED_SHARE = 0.25
@@ -37,6 +39,10 @@ class PrefixCache:
     (`take_snapshot`) when it plans a chunk that saves the state at a block boundary, and hands it over with that
     chunk's commit, after `publish`.
 
+    Models with sliding windows give `num_window_blocks` and `window`, in tokens: layers with a window keep their KV in
+    window blocks, which a lease has for its new blocks and for the last ones before them. Then a prefix serves only up
+    to a boundary behind which the window is complete (`radix_cache.window_blocks`).
+
     The caller's part: it returns blocks (`release`, `free`) only when no plan in flight names them, and calls `publish`
     only for tokens whose forward has completed. Every method that takes a lease raises LeaseError for one that was
     released or belongs to another cache. All decisions are deterministic: the same calls yield the same ids.
@@ -52,6 +58,7 @@ class PrefixCache:
         "_retention_share",
         "_stateful",
         "_tree",
+        "_windows",
         "block_size",
         "num_blocks",
     )
@@ -65,8 +72,11 @@ class PrefixCache:
         retention_share: float = 0.5,
         max_recorded_evictions: int = MAX_RECORDED_BLOCKS,
         snapshot_rows: range | None = None,
+        num_window_blocks: int = 0,
+        window: int = 0,
     ) -> None:
-        """snapshot_rows: None for models without recurrent states."""
+        """snapshot_rows: None for models without recurrent states. num_window_blocks: 0 where all layers keep their KV
+        in the same blocks. window: the tokens that layers with window blocks see, the new one included."""
         if block_size <= 0:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.num_blocks = num_blocks
@@ -77,6 +87,7 @@ class PrefixCache:
         self._stateful = snapshot_rows is not None
         rows = snapshot_rows if snapshot_rows is not None and caching else range(0)
         self._tree = RadixTree(block_size, max_recorded_evictions, rows)
+        self._windows = WindowBlocks(num_blocks, num_window_blocks, block_size, window) if num_window_blocks else None
         self._leases: dict[int, Lease] = {}
         self._next_number = 0
         self._num_private_blocks = 0
@@ -104,6 +115,11 @@ class PrefixCache:
         if num_evictable and num_spared:
             num_evictable -= min(num_spared, self._tree.num_to_spare(account_of(namespace)))
         return self._allocator.num_free + num_evictable
+
+    @property
+    def windows(self) -> WindowBlocks | None:
+        """The window blocks, to read; None where all layers keep their KV in the same blocks."""
+        return self._windows
 
     @property
     def num_leased(self) -> int:
@@ -138,7 +154,8 @@ class PrefixCache:
     def match(self, tokens: array[int], namespace: str = "", *, use_cache: bool = True) -> Lease:
         """Lease the longest cached prefix of `tokens` in whole blocks, but never the last token: its logits are needed.
 
-        Where prefixes need states it ends at a snapshot, which is pinned (`Lease.snapshot`).
+        Where prefixes need states it ends at a snapshot, which is pinned (`Lease.snapshot`), and where they need
+        windows behind a complete one.
 
         With ``use_cache=False`` the lease starts empty and `advance` adopts nothing, but its blocks may be published.
         Raises ValueError if `tokens` are not ``array('i')``.
@@ -153,11 +170,13 @@ class PrefixCache:
         if use_cache and node.children:
             node = self._tree.descend(node, data, lease.block_ids, namespace)
             lease.num_known_tokens = len(lease.block_ids) * self.block_size
-            if self._stateful:
-                node, depth = self._resume(lease, node, len(lease.block_ids))
+            if self._ends_at_borders:
+                node, depth = self._resume(lease, node, lease.block_ids)
                 del lease.block_ids[depth:]
             lease.node = node
             lease.num_published_tokens = lease.num_cached_tokens = len(lease.block_ids) * self.block_size
+            if self._windows is not None:
+                self._windows.adopt(lease, 0)
         self._tree.acquire(node)
         self._leases[number] = lease
         self._next_number = number + 1
@@ -174,27 +193,31 @@ class PrefixCache:
         if lease.owner is not self:
             raise _not_leased()
         num_published = lease.num_published_tokens
-        if self._stateful and not num_published:
+        if self._ends_at_borders and not num_published:
             self._choose_root(lease, tokens)
         if not lease.node.children or not lease.use_cache:
             return num_published
         adopted: array[int] = array("i")
         node = self._tree.descend(lease.node, self._reusable(tokens, num_published), adopted, lease.namespace)
         first = num_published // self.block_size
-        if adopted and self._stateful:
+        if adopted and self._ends_at_borders:
             lease.num_known_tokens = num_published + len(adopted) * self.block_size
-            node, depth = self._resume(lease, node, first + len(adopted))
+            node, depth = self._resume(lease, node, lease.block_ids[:first] + adopted)
             del adopted[depth - first :]
         if not adopted:
             return num_published
         replaced = lease.block_ids[first : first + len(adopted)]
+        if self._windows is not None:
+            self._windows.give_up(replaced)
+        self._free(replaced)
         lease.block_ids[first : first + len(adopted)] = adopted
-        self._allocator.free(replaced)
         self._count_private(lease, -len(replaced))
         self._tree.move(lease.node, node)
         lease.node = node
         lease.num_cached_tokens += len(adopted) * self.block_size
         lease.num_published_tokens = num_published + len(adopted) * self.block_size
+        if self._windows is not None:
+            self._windows.adopt(lease, first)
         return lease.num_published_tokens
 
     def extend(self, lease: Lease, count: int, *, sparing: bool = False) -> list[int] | None:
@@ -204,21 +227,26 @@ class PrefixCache:
         sparing: leave a quarter of all blocks to cached prefixes of accounts that hold less than the lease's, as far as
         they have as many.
 
-        Return the new ids, or None with nothing changed if fewer than `count` are available. Raises ValueError if
-        `count` is negative.
+        Return the new ids, or None with nothing changed if fewer than `count` blocks, or window blocks where there are
+        some, are available. Raises ValueError if `count` is negative.
         """
         if lease.owner is not self:
             raise _not_leased()
-        allocator = self._allocator
+        allocator, windows = self._allocator, self._windows
+        if windows is not None and count > windows.num_available:
+            return None
         num_missing = count - allocator.num_free
         if num_missing > 0:
             available = self.num_available_to(lease.namespace) if sparing else self.num_available
             if count > available:
                 return None
-            allocator.free(self._tree.evict(num_missing, account_of(lease.namespace)))
+            self._free(self._tree.evict(num_missing, account_of(lease.namespace)))
         block_ids = lease.block_ids
-        new = allocator.allocate(count, block_ids[-1] if block_ids else None)
+        after = block_ids[-1] if block_ids else None
+        new = allocator.allocate(count, after)
         if new is not None:
+            if windows is not None:
+                windows.grow(new, after)
             block_ids.extend(new)
             self._count_private(lease, count)
         return new
@@ -230,18 +258,22 @@ class PrefixCache:
         caller passes them to `free` once no plan in flight names them. Tokens that must not be cached (those after a
         stop string, say) are excluded by a smaller `num_computed_tokens`. Raises ValueError if `tokens` or the leased
         blocks are fewer than that.
+
+        Window blocks that have left the window are no longer the lease's.
         """
         if lease.owner is not self:
             raise _not_leased()
         size = self.block_size
         first, stop = lease.num_published_tokens // size, num_computed_tokens // size
         if stop <= first or not self._caching:
+            if self._windows is not None:
+                self._windows.slide(lease, num_computed_tokens)
             return []
         if num_computed_tokens > len(tokens) or stop > len(lease.block_ids):
             raise ValueError(
                 f"{num_computed_tokens} computed tokens, but {len(tokens)} tokens and {len(lease.block_ids)} blocks"
             )
-        if self._stateful and not first:
+        if self._ends_at_borders and not first:
             self._choose_root(lease, tokens)
         own = lease.block_ids[first:stop]
         data = tokens[first * size : stop * size].tobytes()
@@ -250,11 +282,14 @@ class PrefixCache:
         lease.node = node
         lease.num_published_tokens = stop * size
         self._count_private(lease, -len(own))
-        if not canonical:
-            return []
-        lease.block_ids[first : first + len(canonical)] = canonical
         duplicates = own[: len(canonical)].tolist()
-        self._duplicates.update(duplicates)
+        if canonical:
+            lease.block_ids[first : first + len(canonical)] = canonical
+            self._duplicates.update(duplicates)
+        if self._windows is not None:
+            for block, other in zip(duplicates, canonical, strict=True):
+                self._windows.exchange(block, other)
+            self._windows.slide(lease, num_computed_tokens)
         return duplicates
 
     def free(self, ids: Sequence[int]) -> None:
@@ -263,7 +298,7 @@ class PrefixCache:
         if len(unique) != len(ids) or not unique <= self._duplicates:
             raise ValueError(f"not all of {list(ids)} are duplicates that wait for their release")
         self._duplicates -= unique
-        self._allocator.free(ids)
+        self._free(ids)
 
     def release(self, lease: Lease, keep_tokens: int | None = None) -> None:
         """End the lease: free its unpublished blocks; the published ones stay cached and become evictable.
@@ -279,12 +314,22 @@ class PrefixCache:
         num_published = lease.num_published_tokens // self.block_size
         private = lease.block_ids[num_published:]
         self._count_private(lease, -len(private))
+        if self._windows is not None:
+            self._windows.release(lease)
         self._tree.release(lease.node, lease.namespace)
         if keep_tokens is not None:
             num_dropped = num_published - max(0, keep_tokens) // self.block_size
             if num_dropped > 0:
                 private.extend(self._tree.trim(lease.node, num_dropped, lease.namespace))
-        self._allocator.free(private)
+        self._free(private)
+
+    def expect(self, lease: Lease, num_tokens: int) -> None:
+        """Note that other prompts are likely to leave that of the lease behind its first `num_tokens`.
+
+        Window blocks are kept there as at the end of a prompt. Does nothing without window blocks.
+        """
+        if self._windows is not None:
+            lease.ends.setdefault(num_tokens // self.block_size, AT_END)
 
     def begin_load(self, lease: Lease) -> int | None:
         """Return the row of the lease's snapshot, which the next plan loads; None without one. It stays pinned."""
@@ -367,8 +412,7 @@ class PrefixCache:
 
     def peek(self, tokens: array[int], namespace: str = "") -> int:
         """Count the tokens that `match` would find in the cache now. Changes nothing, not even their recency."""
-        find = self._tree.resumable_depth if self._stateful else self._tree.depth
-        return find(namespace, self._reusable(tokens, 0)) * self.block_size
+        return self._serving_depth(namespace, self._reusable(tokens, 0)) * self.block_size
 
     def share(self, namespace: str, weight: float, most: float) -> None:
         """Set what the account of a namespace is worth among all when blocks are evicted; until then it is (1, 1).
@@ -402,6 +446,9 @@ class PrefixCache:
             node = self._tree.node_at(lease.node, num_published, wanted)
             if node.namespace == lease.namespace:
                 self._tree.retain(node, ttl, self._budget(share))
+                if self._windows is not None and node.keeps:
+                    lease.ends[wanted] = RETAINED
+                    self._windows.retain(lease.block_ids[:wanted])
 
     def pin(self, tokens: array[int], namespace: str = "", share: float | None = None) -> int:
         """Pin the whole blocks of `tokens`, if all of them are cached, until `unpin`.
@@ -413,7 +460,7 @@ class PrefixCache:
         tree, size = self._tree, self.block_size
         wanted = len(tokens) // size
         data = tokens[: wanted * size].tobytes()
-        depth = tree.depth(namespace, data)
+        depth = tree.depth(namespace, data) if self._windows is None else self._serving_depth(namespace, data)
         account, budget = tree.ledger.account(account_of(namespace)), self._budget(share)
         num_left = max(0, budget - account.num_pinned_blocks)
         # Blocks that are not cached are not pinned yet.
@@ -431,6 +478,8 @@ class PrefixCache:
             raise BudgetError(num_new, num_left)
         tree.pin(node)
         tree.make_room(node, budget)
+        if self._windows is not None:
+            self._windows.retain(tree.path(node))
         return wanted * size
 
     def unpin(self, tokens: array[int], namespace: str = "") -> bool:
@@ -447,7 +496,7 @@ class PrefixCache:
     def drop(self, account: str) -> int:
         """Evict all prefixes of an account that no lease protects, retained ones too. Return the number of blocks."""
         evicted = self._tree.drop(account)
-        self._allocator.free(evicted)
+        self._free(evicted)
         return len(evicted)
 
     def budget(self, account: str, share: float | None = None) -> tuple[int, int, int]:
@@ -466,7 +515,8 @@ class PrefixCache:
         if lease.owner is not self:
             raise _not_leased()
         self._tree.evictions.begin(account_of(lease.namespace))
-        return explain_miss(self._tree, lease, tokens, self.block_size)
+        lacking = MissReason.NO_STATE if self._stateful else MissReason.NO_WINDOW
+        return explain_miss(self._tree, lease, tokens, self.block_size, lacking)
 
     def _count_private(self, lease: Lease, change: int) -> None:
         """Count blocks of a lease that are not in the tree."""
@@ -492,7 +542,7 @@ class PrefixCache:
     def reset(self) -> int:
         """Evict all blocks that no lease protects. Return their number."""
         evicted = self._tree.evict(self._tree.num_evictable_blocks)
-        self._allocator.free(evicted)
+        self._free(evicted)
         return len(evicted)
 
     def check_counts(self) -> None:
@@ -502,6 +552,10 @@ class PrefixCache:
         rows = self._tree.snapshots
         total = rows.num_free + rows.num_cached + rows.num_written
         require(total == rows.num_rows, f"{total} of {rows.num_rows} rows for snapshots accounted for")
+        if self._windows is not None:
+            windows = self._windows
+            total = windows.num_free + windows.num_cached + windows.num_held + sum(map(windows.has, self._duplicates))
+            require(total == windows.num_blocks, f"{total} of {windows.num_blocks} window blocks accounted for")
 
     def check_invariants(self) -> None:
         """Raise InvariantError unless every block is in exactly one place and all counters agree. O(blocks)."""
@@ -528,21 +582,60 @@ class PrefixCache:
         require(num_private == self._tree.victims.num_private(), "an account's unpublished blocks are miscounted")
         require(all(places), "a block is lost")
         check_snapshots(self._tree, self._leases.values(), self._tree.snapshots.rows)
+        if self._windows is not None:
+            held = Counter(block for lease in self._leases.values() for block in lease.block_ids[lease.first_window :])
+            self._windows.check(dict(held), self._duplicates)
 
-    def _resume(self, lease: Lease, node: Node, depth: int) -> tuple[Node, int]:
-        """Return the node that ends at the last snapshot of the prefix that ends with `node`, and its depth in blocks.
+    @property
+    def _ends_at_borders(self) -> bool:
+        """Whether a prefix serves only up to some of the boundaries of its blocks."""
+        return self._stateful or self._windows is not None
 
-        Pin the snapshot for the lease. If it is not behind the lease's published tokens, return where these end.
-        depth: of the end of `node`. A run that reaches beyond the snapshot is split there.
+    def _last_border(self, node: Node | None, depth: int, limit: int, path: array[int]) -> tuple[Snapshot | None, int]:
+        """Return the last boundary within the first `limit` blocks of a prefix up to which it serves, and its snapshot.
+
+        node, depth: the prefix ends within the run of `node`, whose end is that deep. path: its blocks.
         """
-        first = lease.num_published_tokens // self.block_size
-        snapshot, at = deepest_snapshot(node, depth, depth)
-        if snapshot is None or at <= first:
+        snapshot, at = None, limit
+        while True:
+            if self._windows is not None:
+                at = self._windows.last_border(path, at)
+            if not self._stateful:
+                return None, at
+            snapshot, found = deepest_snapshot(node, depth, at)
+            if found == at:
+                return snapshot, at
+            at = found
+
+    def _serving_depth(self, namespace: str, data: bytes) -> int:
+        """Count the leading blocks of `data` (int32 ids) that would serve a request. Changes nothing."""
+        if not self._ends_at_borders:
+            return self._tree.depth(namespace, data)
+        node, depth, num_cached = self._tree.locate(namespace, data)
+        path = array("i") if self._windows is None else self._tree.path(node)
+        return self._last_border(node, depth, num_cached, path)[1]
+
+    def _resume(self, lease: Lease, node: Node, path: array[int]) -> tuple[Node, int]:
+        """Return the node that ends where the prefix that ends with `node` serves last, and its depth in blocks.
+
+        Pin the snapshot for the lease, if it needs one. If that place is not behind the lease's published tokens,
+        return where these end. path: the blocks of the prefix. A run that reaches beyond the place is split there.
+        """
+        first, depth = lease.num_published_tokens // self.block_size, len(path)
+        snapshot, at = self._last_border(node, depth, depth, path)
+        if at <= first:
             return (lease.node, first) if first else (self._tree.root(lease.namespace), 0)
-        self.end_load(lease)
-        self._tree.snapshots.pin(snapshot)
-        lease.snapshot = snapshot
+        if snapshot is not None:
+            self.end_load(lease)
+            self._tree.snapshots.pin(snapshot)
+            lease.snapshot = snapshot
         return self._tree.node_at(node, depth, at), at
+
+    def _free(self, blocks: Sequence[int]) -> None:
+        """Free KV blocks, and their window blocks."""
+        if self._windows is not None:
+            self._windows.drop(blocks)
+        self._allocator.free(blocks)
 
     def _choose_root(self, lease: Lease, tokens: array[int]) -> None:
         """Let a lease without published tokens begin where its first block is now: it may have become public, or not.

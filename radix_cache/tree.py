@@ -13,7 +13,7 @@ from array import array
 from radix_cache.evictions import MAX_RECORDED_BLOCKS, EvictionRecord
 from radix_cache.nodes import APART, NOT_QUEUED, PUBLIC, Node
 from radix_cache.retention import RetentionLedger, account_of
-from radix_cache.snapshots import SnapshotTable, deepest_snapshot, split_snapshots
+from radix_cache.snapshots import SnapshotTable, split_snapshots
 from radix_cache.victims import Victims
 
 
@@ -86,14 +86,13 @@ class RadixTree:
 
     def depth(self, namespace: str, data: bytes) -> int:
         """Count the leading blocks of `data` (int32 ids, whole blocks) that are cached. Changes nothing."""
-        return self._locate(namespace, data)[2]
+        return self.locate(namespace, data)[2]
 
-    def resumable_depth(self, namespace: str, data: bytes) -> int:
-        """Count the leading blocks of `data` up to its last snapshot in the tree. Changes nothing."""
-        return deepest_snapshot(*self._locate(namespace, data))[1]
+    def locate(self, namespace: str, data: bytes) -> tuple[Node | None, int, int]:
+        """Return the last node that `data` reaches, the depth of its end, and how many blocks of `data` are cached.
 
-    def _locate(self, namespace: str, data: bytes) -> tuple[Node | None, int, int]:
-        """Return the last node that `data` reaches, the depth of its end, and how many blocks of `data` are cached."""
+        Changes nothing.
+        """
         node = last = self.start(namespace, data)
         size, position, end = self._block_bytes, 0, len(data)
         while node is not None and position < end:
@@ -221,6 +220,17 @@ class RadixTree:
             removed.extend(self._cut_tail(current, min(count - len(removed), len(current.blocks)), lost=False))
             current = parent
         return removed
+
+    def path(self, node: Node | None) -> array[int]:
+        """Return the blocks of the prefix that ends with `node`."""
+        runs = []
+        while node is not None:
+            runs.append(node.blocks)
+            node = node.parent
+        blocks: array[int] = array("i")
+        for run in reversed(runs):
+            blocks.extend(run)
+        return blocks
 
     def node_at(self, node: Node, depth: int, wanted: int) -> Node:
         """Return the node that ends with the first `wanted` blocks of the prefix that ends with `node`.

@@ -21,6 +21,10 @@ _EXPLANATIONS = {
     MissReason.NO_STATE: (
         "Keys and values are cached up to token {known}, but no snapshot of the model's recurrent state is kept there."
     ),
+    MissReason.NO_WINDOW: (
+        "The prefix was cached up to token {known}, but what layers with a sliding window would see of it there was "
+        "evicted to make room for others."
+    ),
     MissReason.EVICTED: "The prefix was cached up to token {known} and was evicted to make room for others.",
     MissReason.OTHER_SALT: "Another cache_salt of this key has the prefix cached, up to token {known}.",
     MissReason.VOLATILE_HEAD: (

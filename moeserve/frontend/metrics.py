@@ -197,6 +197,12 @@ _FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily
         "Retained KV blocks that were evicted because no other block was left",
         (),
     ),
+    "moeserve_kv_window_blocks": (
+        GaugeMetricFamily,
+        "Blocks of layers with a sliding window by state, where they have some of their own",
+        ("state",),
+    ),
+    "moeserve_kv_window_evictions": (CounterMetricFamily, "Cached window blocks that gave way to others", ()),
     "moeserve_state_snapshots": (GaugeMetricFamily, "Snapshots of recurrent states that are cached", ()),
     "moeserve_state_snapshots_max": (GaugeMetricFamily, "Snapshots of recurrent states that memory has room for", ()),
     "moeserve_state_snapshots_saved": (CounterMetricFamily, "Snapshots of recurrent states that were saved", ()),

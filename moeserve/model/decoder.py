@@ -170,9 +170,9 @@ class ForwardBatch:
     """The rows of one step, one request's chunk after another.
 
     token_ids, positions: [T] int64; positions are rows of `RopeTable`. attention: for the operations of the decoder's
-    device. logit_rows: [S] int64, the
-    rows whose logits are wanted; None for all. num_valid: int32 scalar on the device, from which row on the batch is
-    padding; None for none. states: of the recurrent layers, None for a model without any.
+    device. window_attention: the same for layers with window blocks, None where these keep their KV as the others do.
+    logit_rows: [S] int64, the rows whose logits are wanted; None for all. num_valid: int32 scalar on the device, from
+    which row on the batch is padding; None for none. states: of the recurrent layers, None for a model without any.
     """
 
     token_ids: Tensor
@@ -181,6 +181,7 @@ class ForwardBatch:
     logit_rows: Tensor | None = None
     num_valid: Tensor | None = None
     states: StateRows | None = None
+    window_attention: AttentionContext | None = None
 
 
 class StepDecoder(Protocol):
@@ -352,13 +353,15 @@ class Decoder:
         residual = F.embedding(batch.token_ids, self._embedding).to(self.dtype)
         if spec.embedding_multiplier != 1.0:
             residual.mul_(spec.embedding_multiplier)
-        step = StepInputs(*self._rope(batch.positions), batch.attention, batch.states)
+        step = windowed = StepInputs(*self._rope(batch.positions), batch.attention, batch.states)
+        if batch.window_attention is not None:
+            windowed = StepInputs(step.cos, step.sin, batch.window_attention, batch.states)
         normed = ops.norm(residual, self._layers[0].input_norm)
         last, multiplier = len(self._layers) - 1, spec.residual_multiplier
         for number, (layer, (keys, values), next_norm) in enumerate(
             zip(self._layers, kv_pools, self._next_norms, strict=True)
         ):
-            out = layer.mixer(normed, step, keys, values)
+            out = layer.mixer(normed, step if spec.windows[number] is None else windowed, keys, values)
             if number == last and rows is not None:
                 # From here on a row meets no other row.
                 out, residual, num_valid = out.index_select(0, rows), residual.index_select(0, rows), None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class AttentionLimits:
     """The sizes for attention's scratch and work lists.
 
     dtype: of the activations. tuned: measured configurations, None for the table's. kv_dtype: of the KV pools, None for
-    `dtype`.
+    `dtype`. windows_apart: whether layers with a window have blocks of their own.
     """
 
     spec: DecoderSpec
@@ -50,6 +50,7 @@ class AttentionLimits:
     device: torch.device
     tuned: AttentionConfigs | None = None
     kv_dtype: torch.dtype | None = None
+    windows_apart: bool = False
 
     @property
     def shape(self) -> AttentionShape:
@@ -143,7 +144,14 @@ class StepBatches:
             sequences,
             None if every else to_device(array("q", logit_rows), device),
             states=self._states(arrays, sequences) if self._limits.spec.state_layers else None,
+            window_attention=self._windows(arrays, sequences) if arrays.window_tables else None,
         )
+
+    def _windows(self, arrays: StepArrays, sequences: Sequences) -> Sequences:
+        """Return the same sequences over window blocks."""
+        device = self._limits.device
+        table = block_table(arrays.window_tables, sequences.block_table.shape[1], device)
+        return replace(sequences, slots=to_device(arrays.window_slots, device), block_table=table)
 
     def _states(self, arrays: StepArrays, sequences: Sequences) -> StateRows:
         """Return the slots of the sequences' states. Sequences without any, as when starting up, advance none."""
@@ -189,6 +197,10 @@ class DecodeTensors:
         self.positions = ints(max_seqs)
         self.slots = ints(max_seqs) - 1
         self.block_table = ints(max_seqs, limits.table_width, dtype=torch.int32)
+        # Of layers with window blocks. Without any the tensors of the others stand in.
+        apart = limits.windows_apart
+        self.window_slots = ints(max_seqs) - 1 if apart else self.slots
+        self.window_table = torch.zeros_like(self.block_table) if apart else self.block_table
         self.seq_lens = ints(max_seqs, dtype=torch.int32)
         self.state_slots = ints(max_seqs) - 1
         self.query_starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=limits.device)
@@ -213,6 +225,10 @@ class DecodeBatch:
             self._works,
             tensors.partials,
         )
+        self._windows: Sequences | None = None
+        if limits.windows_apart:
+            slots, table = tensors.window_slots[:size], tensors.window_table[:size]
+            self._windows = replace(self._sequences, slots=slots, block_table=table)
         self._state_slots = tensors.state_slots[:size]
         self.batch = ForwardBatch(
             tensors.token_ids[:size],
@@ -220,6 +236,7 @@ class DecodeBatch:
             self._sequences,
             num_valid=self._num_valid,
             states=StateRows(self._sequences.query_starts, self._state_slots, 1) if limits.spec.state_layers else None,
+            window_attention=self._windows,
         )
 
     def load(self, arrays: StepArrays, drawn: Tensor | None) -> None:
@@ -230,6 +247,8 @@ class DecodeBatch:
         batch.positions[count:].zero_()
         self._state_slots[len(arrays.state_slots) :].fill_(-1)
         sequences.slots[count:].fill_(-1)
+        if self._windows is not None:
+            self._windows.slots[count:].fill_(-1)
         sequences.seq_lens[count:].zero_()
         self._num_valid.fill_(count)
 
@@ -244,6 +263,11 @@ class DecodeBatch:
             self._state_slots[:count].copy_(to_device(arrays.state_slots, device))
         width = max(len(table) for table in arrays.block_tables)
         sequences.block_table[:count, :width].copy_(block_table(arrays.block_tables, width, device))
+        if self._windows is not None:
+            # A step without window tables, as at the start, uses the same numbers for both kinds of blocks.
+            slots, tables = arrays.window_slots or arrays.slots, arrays.window_tables or arrays.block_tables
+            self._windows.slots[:count].copy_(to_device(slots, device))
+            self._windows.block_table[:count, :width].copy_(block_table(tables, width, device))
 
     def update_works(self) -> None:
         """Fill the work lists for the loaded sequences. A graph records this too."""

@@ -24,7 +24,7 @@ from moeserve.model.gpu_setup import (
     launch_blank_step,
     launch_variants,
 )
-from moeserve.model.kv_pool import KVPool, kv_block_bytes
+from moeserve.model.kv_pool import KVPool, kv_block_bytes, kv_pool_bytes, window_demand
 from moeserve.model.sampler import SCORED_AT_ONCE
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.state_pool import StatePool, pools_by_layer
@@ -63,16 +63,17 @@ def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memo
         memory -= num_slots * states.row_bytes
         num_snapshots = states.num_snapshots(memory, memory)
         memory -= num_snapshots * states.row_bytes
-    block_bytes = kv_block_bytes(spec.kv_layers, settings.block_size, settings.kv_dtype or dtype)
+    size, kv_dtype = settings.block_size, settings.kv_dtype or dtype
     kv = share_kv(
         memory,
-        block_bytes=block_bytes,
-        block_size=settings.block_size,
+        block_bytes=kv_block_bytes(spec.kv_layers, size, kv_dtype),
+        block_size=size,
         model_max_len=spec.max_position,
         max_model_len=settings.max_model_len,
+        windows=window_demand(spec.kv_layers, size, kv_dtype, settings.max_num_seqs, settings.max_num_batched_tokens),
     )
     kv = replace(kv, num_state_slots=num_slots, num_snapshots=num_snapshots)
-    return kv, kv.num_blocks * block_bytes
+    return kv, kv_pool_bytes(spec.kv_layers, kv.num_blocks, kv.num_window_blocks, size, kv_dtype)
 
 
 def make_runner(
@@ -92,11 +93,12 @@ def make_runner(
     """
     spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
     kv_dtype = settings.kv_dtype or dtype
-    pool = KVPool(spec.kv_layers, kv.num_blocks, size, kv_dtype, device)
+    pool = KVPool(spec.kv_layers, kv.num_blocks, size, kv_dtype, device, kv.num_window_blocks)
     state_pool = _state_pool(decoder, kv.num_state_rows)
     pools = pools_by_layer(spec, pool.layers, state_pool)
     tuned = tuned_attention(attention_shape(spec, size, dtype, kv_dtype), device)
-    limits = AttentionLimits(spec, size, kv.max_model_len, dtype, device, tuned, kv_dtype)
+    apart = kv.num_window_blocks > 0
+    limits = AttentionLimits(spec, size, kv.max_model_len, dtype, device, tuned, kv_dtype, apart)
     batches = StepBatches(limits, settings.max_num_seqs)
     if decoder.device.type == "cuda":
         steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, kv.max_model_len)

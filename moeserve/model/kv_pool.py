@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from moeserve.device import WindowDemand
 from moeserve.model.spec import KvLayerSpec
 
 
@@ -19,6 +20,8 @@ class KVPool:
     Heads lie outside slots, so that blocks in a row are one matrix per head, which attention reads without a copy.
     Where a layer's values are a prefix of its keys (`value_dim` 0) there is None in their place. On a CPU the memory is
     taken when it is first written.
+
+    With `num_window_blocks` layers with a window have that many blocks of their own, which window tables name.
     """
 
     def __init__(
@@ -28,25 +31,59 @@ class KVPool:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        num_window_blocks: int = 0,
     ) -> None:
+        """num_window_blocks: 0 where all layers keep their KV in the same blocks."""
         self.num_blocks = num_blocks
+        self.num_window_blocks = num_window_blocks
         self.block_size = block_size
         self.layers: list[tuple[Tensor, Tensor | None]] = []
-        for layer in layers:
-            heads, slots = layer.num_heads, num_blocks * block_size
+        self._has_windows = [num_window_blocks > 0 and layer.window is not None for layer in layers]
+        for layer, has_window in zip(layers, self._has_windows, strict=True):
+            heads, slots = layer.num_heads, (num_window_blocks if has_window else num_blocks) * block_size
             keys = zeros_on_demand((heads, slots, layer.key_dim), dtype, device)
             values = zeros_on_demand((heads, slots, layer.value_dim), dtype, device) if layer.value_dim else None
             self.layers.append((keys, values))
 
-    def zero_blocks(self, block_ids: array[int]) -> None:
-        """Clears blocks that changed hands, so that nothing of a former owner, not even a NaN, is ever read."""
-        ids = torch.tensor(block_ids, dtype=torch.int64, device=self.layers[0][0].device)
-        for pools in self.layers:
+    def zero_blocks(self, block_ids: array[int], window_ids: Sequence[int] = ()) -> None:
+        """Clears blocks that changed hands, so that nothing of a former owner, not even a NaN, is ever read.
+
+        window_ids: of the window blocks among them.
+        """
+        device = self.layers[0][0].device
+        ids, own = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (block_ids, window_ids))
+        for pools, has_window in zip(self.layers, self._has_windows, strict=True):
             for pool in pools:
                 if pool is not None:
                     # torch fills no fp8 by index.
                     numbers = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
-                    numbers.view(pool.shape[0], self.num_blocks, -1).index_fill_(1, ids, 0)
+                    blocks = numbers.view(pool.shape[0], pool.shape[1] // self.block_size, -1)
+                    blocks.index_fill_(1, own if has_window else ids, 0)
+
+
+def kv_pool_bytes(
+    layers: Sequence[KvLayerSpec], num_blocks: int, num_window_blocks: int, block_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes of a pool of so many blocks. num_window_blocks: of the layers with a window, 0 where they have none."""
+    with_window = windowed(layers) if num_window_blocks else ()
+    of_windows = kv_block_bytes(with_window, block_size, dtype)
+    return num_blocks * (kv_block_bytes(layers, block_size, dtype) - of_windows) + num_window_blocks * of_windows
+
+
+def window_demand(
+    layers: Sequence[KvLayerSpec], block_size: int, dtype: torch.dtype, max_num_seqs: int, step_tokens: int
+) -> WindowDemand | None:
+    """Return what the layers with a window ask of memory, None without such layers."""
+    with_window = windowed(layers)
+    if not with_window:
+        return None
+    window = max(layer.window or 0 for layer in with_window)
+    return WindowDemand(kv_block_bytes(with_window, block_size, dtype), window, max_num_seqs, step_tokens)
+
+
+def windowed(layers: Sequence[KvLayerSpec]) -> list[KvLayerSpec]:
+    """Return the layers with a window."""
+    return [layer for layer in layers if layer.window is not None]
 
 
 def kv_block_bytes(layers: Sequence[KvLayerSpec], block_size: int, dtype: torch.dtype) -> int:

@@ -53,7 +53,7 @@ class ModelRunner:
 
     def _compute(self, plan: StepPlan) -> list[ChunkResult]:
         if plan.zeroed_blocks:
-            self._kv_pool.zero_blocks(plan.zeroed_blocks)
+            self._kv_pool.zero_blocks(plan.zeroed_blocks, plan.zeroed_windows)
         if not plan.chunks:
             self._decoder.serve_others()
             return []
@@ -86,9 +86,11 @@ class ModelRunner:
         """
         self._decoder.settle(begin_step)
         finite = True
-        capacity = self._kv_pool.num_blocks * self._kv_pool.block_size
+        pool = self._kv_pool
+        num_blocks = min(pool.num_blocks, pool.num_window_blocks or pool.num_blocks)
+        capacity = num_blocks * pool.block_size
         largest = min(max_num_tokens, capacity, self._decoder.max_model_len)
-        block_table = array("i", range(self._kv_pool.num_blocks))
+        block_table = array("i", range(num_blocks))
         for count in sorted({min(size, largest) for size in (*_WARM_UP_SIZES, largest)}):
             # Spread over the vocabulary, so that the gate spreads them over the experts.
             vocab_size = self._decoder.spec.vocab_size
@@ -103,16 +105,19 @@ class ModelRunner:
 
     def _make_batch(self, chunks: list[Chunk], logit_rows: list[int]) -> ForwardBatch:
         arrays = step_arrays(chunks, self._kv_pool.block_size)
-        spans = [
-            ChunkSpan(len(chunk.token_ids), chunk.start, table)
-            for chunk, table in zip(chunks, arrays.block_tables, strict=True)
-        ]
+        windows = arrays.window_tables
         return ForwardBatch(
             token_ids=torch.frombuffer(arrays.token_ids, dtype=torch.int64),
             positions=torch.frombuffer(arrays.positions, dtype=torch.int64),
-            attention=PagedRows(
-                torch.frombuffer(arrays.slots, dtype=torch.int64), AttentionPlan(spans, self._kv_pool.block_size)
-            ),
+            attention=self._paged_rows(chunks, arrays.slots, arrays.block_tables),
             logit_rows=None if len(logit_rows) == arrays.num_rows else torch.tensor(logit_rows, dtype=torch.int64),
             states=None if self._state_pool is None else state_rows(chunks),
+            window_attention=self._paged_rows(chunks, arrays.window_slots, windows) if windows else None,
         )
+
+    def _paged_rows(self, chunks: list[Chunk], slots: array[int], tables: list[array[int]]) -> PagedRows:
+        spans = [
+            ChunkSpan(len(chunk.token_ids), chunk.start, table) for chunk, table in zip(chunks, tables, strict=True)
+        ]
+        plan = AttentionPlan(spans, self._kv_pool.block_size)
+        return PagedRows(torch.frombuffer(slots, dtype=torch.int64), plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from kernels.specs import Activation, GateSpec
@@ -70,7 +70,8 @@ class DecoderSpec:
             layer = KvLayerSpec(1, attention.kv_lora_rank + attention.rope_dim, 0)
         else:
             layer = KvLayerSpec(attention.num_kv_heads, attention.head_dim, attention.head_dim)
-        return (layer,) * (self.num_layers - sum(self.recurrent_layers))
+        with_attention = (number for number in range(self.num_layers) if not self.is_recurrent(number))
+        return tuple(replace(layer, window=self.windows[number]) for number in with_attention)
 
     @property
     def keeps_snapshots(self) -> bool:
@@ -194,12 +195,14 @@ class KvLayerSpec:
     """The KV cache of one layer.
 
     Per token it holds ``num_heads * key_dim`` numbers and ``num_heads * value_dim`` more. value_dim is 0 where the
-    values are a prefix of the keys.
+    values are a prefix of the keys. window: how many tokens a token sees, its own included; None where it sees all, or
+    where what it does not see cannot be left out.
     """
 
     num_heads: int
     key_dim: int
     value_dim: int
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,9 @@ class StepArrays:
     Per row: token_ids, positions (rows of the table of rotary angles), slots. sources: the place among the previous
     step's drawn tokens that holds the row's token, -1 where `token_ids` does; empty if no row has one. Per chunk:
     seq_lens (with the new tokens), query_starts (one more), block_tables; state_slots, empty for a model without
-    recurrent states. The first `num_decodes` chunks have one token each.
+    recurrent states. The first `num_decodes` chunks have one token each. window_slots and window_tables are slots and
+    block_tables for layers with window blocks, empty for a model without; entries of blocks that no row sees repeat the
+    first one that some row does.
     """
 
     token_ids: array[int] = field(default_factory=_int64)
@@ -88,6 +90,8 @@ class StepArrays:
     state_slots: array[int] = field(default_factory=_int64)
     query_starts: array[int] = field(default_factory=lambda: array("i", [0]))
     block_tables: list[array[int]] = field(default_factory=list)
+    window_slots: array[int] = field(default_factory=_int64)
+    window_tables: list[array[int]] = field(default_factory=list)
     num_decodes: int = 0
     max_query_len: int = 0
 
@@ -112,11 +116,11 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
         arrays.token_ids.extend(iter(chunk.token_ids))
         arrays.positions.extend(range(chunk.first_angle + first, chunk.first_angle + last))
         table = chunk.block_table
-        for block in range(first // block_size, (last - 1) // block_size + 1):
-            base = (table[block] - block) * block_size
-            arrays.slots.extend(
-                range(base + max(first, block * block_size), base + min(last, (block + 1) * block_size))
-            )
+        _add_slots(arrays.slots, table, first, last, block_size)
+        if chunk.window is not None:
+            window = array("i", chunk.window.blocks[:1]) * chunk.window.first + chunk.window.blocks
+            _add_slots(arrays.window_slots, window, first, last, block_size)
+            arrays.window_tables.append(window)
         arrays.seq_lens.append(last)
         if chunk.state is not None:
             arrays.state_slots.append(chunk.state.slot)
@@ -130,6 +134,13 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
             source = -1 if chunk.drawn_by is None else chunk.drawn_by
             arrays.sources.extend([source] * len(chunk.token_ids))
     return arrays
+
+
+def _add_slots(slots: array[int], table: array[int], first: int, last: int, block_size: int) -> None:
+    """Append the slots of the positions first ... last - 1."""
+    for block in range(first // block_size, (last - 1) // block_size + 1):
+        base = (table[block] - block) * block_size
+        slots.extend(range(base + max(first, block * block_size), base + min(last, (block + 1) * block_size)))
 
 
 def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:

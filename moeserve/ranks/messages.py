@@ -40,9 +40,9 @@ class Setup(Message):
     """The decisions of rank 0 that hold for all ranks.
 
     settings: the settings of rank 0, JSON of a `ServeConfig` without API keys. pid: the process of rank 0. num_blocks:
-    the KV blocks of each rank, num_state_slots and num_snapshots likewise. placement[layer][expert]: the ranks that
-    hold the expert (`experts.placement`). expert_slots: the number of slots of each layer on each rank, None where a
-    rank keeps all its experts in memory.
+    the KV blocks of each rank, like the other numbers of `moeserve.device.KvBudget`. placement[layer][expert]: the
+    ranks that hold the expert (`experts.placement`). expert_slots: the number of slots of each layer on each rank, None
+    where a rank keeps all its experts in memory.
     """
 
     settings: bytes
@@ -51,6 +51,8 @@ class Setup(Message):
     max_model_len: int
     num_state_slots: int
     num_snapshots: int
+    num_window_blocks: int
+    window: int
     placement: tuple[tuple[tuple[int, ...], ...], ...]
     expert_slots: tuple[int, ...] | None = None
 

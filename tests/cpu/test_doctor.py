@@ -126,6 +126,8 @@ def test_json_says_the_same_in_bytes(qwen3: Path, machine: None) -> None:
         "weights_bytes": 2 * 30532122624,
         "kv_bytes": kv_bytes,
         "state_bytes": 0,
+        "window_kv_bytes": 0,
+        "window": 0,
     }
     assert sizes["4 bits"]["kv_bytes"] == sizes["8 bits"]["kv_bytes"]
     assert found["machine"]["free_bytes"] == 32 * GIB
@@ -143,6 +145,26 @@ def test_recurrent_layers_are_counted_with_the_states_of_requests_and_snapshots(
     one = state_row_bytes(spec_of(tmp_path).state_layers, torch.float32)
     assert setup.state_bytes == one * plan.kv.num_state_rows > 0
     assert "a gated delta net" in {kind for _, kind in kinds_of_layers(spec_of(tmp_path))}
+
+
+def test_layers_with_a_window_count_for_the_last_tokens_of_a_context(tmp_path: Path) -> None:
+    config_of("gpt_oss", max_position_embeddings=4096).save_pretrained(tmp_path)
+    model = examine(tmp_path)
+    assert isinstance(model, NativeModel)
+    sizes = sizes_of(model)[0]
+    # Two of three layers have a window of 4 tokens; a token has 2 heads of 16 keys and values in each.
+    layer = 2 * 2 * 16 * 4
+    assert (sizes.kv_bytes, sizes.window_kv_bytes, sizes.window) == (layer, 2 * layer, 4)
+    assert sizes.context_bytes(1000) == 1000 * layer + 4 * 2 * layer
+    config = ServeConfig(kv_cache_memory=2**20, max_num_seqs=4, max_num_batched_tokens=64)
+    (setup,) = setups_of(model, MACHINE, config)
+    plan = plan_on_cpu(model.spec, torch.float32, model.index, config, 32 * GIB)
+    assert setup.num_window_blocks == plan.kv.num_window_blocks > 0
+    assert setup.kv_tokens == plan.kv.num_blocks * 16 > 2**20 // (3 * layer)
+    assert 2**20 - 2 * 16 * layer < setup.kv_bytes <= 2**20
+    said = ask(tmp_path, "--kv-cache-memory", "1MiB").stdout
+    assert "of each of the last 4 tokens, in layers with a window: 1.0 KiB in float32" in said
+    assert "blocks of the KV are for layers with a sliding window" in said
 
 
 def test_what_does_not_fit_gets_an_expert_memory_that_does(qwen3: Path) -> None:

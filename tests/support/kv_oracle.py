@@ -4,6 +4,8 @@ Instead of keys and values a slot stores (token, position, namespace) of what wa
 only if its block table reads back exactly the prefix of its own request, so a block that was freed, shared, rewritten
 or published wrongly is seen in the step that would have read it. The drawn token is a function of the whole prefix.
 
+Window blocks hold the same cells. Of these a chunk reads back the tokens that its first one still sees.
+
 A row of the pool of states holds the tokens that it has taken in. So a chunk that goes on from a wrong slot or from a
 snapshot that was overwritten is seen in its step.
 """
@@ -87,6 +89,8 @@ class KvOracle:
         self._size = cache.block_size
         self._vocab_size = vocab_size
         self._kv: list[list[Cell | None]] = [[None] * self._size for _ in range(cache.num_blocks)]
+        num_windows = 0 if cache.windows is None else cache.windows.num_blocks
+        self._window_kv: list[list[Cell | None]] = [[None] * self._size for _ in range(num_windows)]
         self._in_flight: deque[_Submitted] = deque()
         self.fails: Callable[[Chunk], bool] = lambda chunk: False
         self.num_computed_tokens = 0
@@ -96,13 +100,18 @@ class KvOracle:
         copy = decode_plan(encode_plan(plan))
         assert copy == plan
         assert len({id(record) for record in records}) == len(records)
-        zeroed = copy.zeroed_blocks.tolist()
+        zeroed, zeroed_windows = copy.zeroed_blocks.tolist(), copy.zeroed_windows.tolist()
         assert len(set(zeroed)) == len(zeroed)
+        assert len(set(zeroed_windows)) == len(zeroed_windows)
+        assert len(zeroed_windows) == (len(zeroed) if self._window_kv else 0)
         for earlier in self._in_flight:
             if not self._run_ahead:
                 assert not {id(r) for r in earlier.records} & {id(r) for r in records}, "a request in two plans"
             for chunk in earlier.plan.chunks:
                 assert not set(zeroed) & set(chunk.block_table), "a block of a plan in flight changed hands"
+                if chunk.window is not None:
+                    named = set(chunk.window.blocks)
+                    assert not set(zeroed_windows) & named, "a window block of a plan in flight changed hands"
         for chunk, record in zip(copy.chunks, records, strict=True):
             self._check_chunk(chunk, record)
         self._check_rows(copy)
@@ -118,6 +127,8 @@ class KvOracle:
                 num_holders[block] = num_holders.get(block, 0) + 1
         for block in plan.zeroed_blocks:
             self._kv[block] = [None] * self._size
+        for block in plan.zeroed_windows:
+            self._window_kv[block] = [None] * self._size
         for chunk in plan.chunks:
             if chunk.drawn_by is not None:
                 chunk.token_ids[0] = self._last_drawn[chunk.drawn_by]
@@ -148,6 +159,9 @@ class KvOracle:
                 first = index * self._size
                 want = [(tokens[first + i], start + first + i, node.namespace) for i in range(self._size)]
                 assert self._kv[block] == want, f"block {block} was published with wrong contents"
+                if self._cache.windows is not None and self._cache.windows.has(block):
+                    (window_block,) = self._cache.windows.of([block])
+                    assert self._window_kv[window_block] == want, f"window block {window_block} has wrong contents"
             nodes += [(child, start + len(tokens)) for child in node.children.values()]
             prefix = array("i", tree.prefix(node))
             for snapshot in node.snapshots:
@@ -172,6 +186,11 @@ class KvOracle:
             assert (chunk.sampling is not None) == (end == len(history))
         assert len(chunk.block_table) == -(-end // self._size), "blocks that nothing needs, or too few"
         assert len(set(chunk.block_table)) == len(chunk.block_table)
+        if self._cache.windows is not None:
+            assert chunk.window is not None
+            assert chunk.window.first == max(0, chunk.start // self._size - self._cache.windows.span)
+            assert chunk.window.first + len(chunk.window.blocks) == len(chunk.block_table)
+            assert len(set(chunk.window.blocks)) == len(chunk.window.blocks)
         num_output = len(history) - len(record.prompt)
         banned = record.sampling.stop_token_ids if num_output < record.sampling.min_tokens else ()
         if chunk.sampling is None:
@@ -246,7 +265,12 @@ class KvOracle:
             offset = position % self._size
             assert num_holders[block] == 1, "a slot that another request reads would be written"
             assert self._kv[block][offset] is None, "a slot is written twice, or was not cleared"
-            self._kv[block][offset] = POISON if is_faulty else (token, position, namespace)
+            cell = POISON if is_faulty else (token, position, namespace)
+            self._kv[block][offset] = cell
+            if chunk.window is not None:
+                window = self._window_kv[chunk.window.blocks[position // self._size - chunk.window.first]]
+                assert window[offset] is None, "a slot of a window block is written twice, or was not cleared"
+                window[offset] = cell
 
     def _check_prefix(self, chunk: Chunk, record: Record) -> None:
         end = chunk.start + len(chunk.token_ids)
@@ -260,6 +284,10 @@ class KvOracle:
             tokens = tokens[: chunk.start] + chunk.token_ids
         want = [(token, position, namespace) for position, token in enumerate(tokens)]
         assert held == want, "the block table does not read back the prefix of its request"
+        if chunk.window is not None:
+            seen = [cell for block in chunk.window.blocks for cell in self._window_kv[block]]
+            first = chunk.window.first * self._size
+            assert seen[: end - first] == want[first:], "the window does not read back the tokens before the chunk"
 
     def _compute(self, chunk: Chunk) -> ChunkResult:
         result = ChunkResult()

@@ -40,11 +40,21 @@ class Simulation:
         num_snapshots: int = 0,
         rope_switch: int | None = None,
         slo: Slo | None = None,
+        num_window_blocks: int = 0,
+        window: int = 0,
     ) -> None:
         num_slots = 0 if states is None else states.num_slots
         rows = None if states is None else range(num_slots, num_slots + num_snapshots)
         self.caches = [
-            PrefixCache(num_blocks, block_size, caching=caching, snapshot_rows=rows) for _ in range(num_ranks)
+            PrefixCache(
+                num_blocks,
+                block_size,
+                caching=caching,
+                snapshot_rows=rows,
+                num_window_blocks=num_window_blocks,
+                window=window,
+            )
+            for _ in range(num_ranks)
         ]
         self.oracles = [KvOracle(cache, VOCAB_SIZE, run_ahead=run_ahead, num_slots=num_slots) for cache in self.caches]
         self.cache, self.oracle = self.caches[0], self.oracles[0]
@@ -153,7 +163,10 @@ class Simulation:
         assert len(planned) == len(chunks)
         for request, lease in ready:
             if request.request_id not in planned and request.lease is lease:
-                num_available = self.caches[request.rank].num_available_to(request.namespace)
+                cache = self.caches[request.rank]
+                num_available = cache.num_available_to(request.namespace)
+                if cache.windows is not None:
+                    num_available = min(num_available, cache.windows.num_available)
                 assert num_available == 0, "a decode was left out"
         self.plans += plans
         for rank, plan in enumerate(plans):

@@ -61,6 +61,20 @@ def test_a_public_prefix_is_pinned_on_every_rank() -> None:
     assert [cache.num_pins for cache in caches] == [1, 1]
 
 
+def test_window_blocks_are_counted_where_a_model_has_some() -> None:
+    assert not any("window" in name for name in CacheCommands([PrefixCache(32, SIZE)]).samples())
+    caches = [PrefixCache(32, SIZE, num_window_blocks=5, window=SIZE + 1) for _ in range(2)]
+    for tokens in ([1] * 12, [2] * 12):
+        lease = caches[0].match(array("i", tokens))
+        caches[0].extend(lease, 3)
+        caches[0].publish(lease, array("i", tokens), 12)
+        if tokens[0] == 1:
+            caches[0].release(lease)
+    samples = CacheCommands(caches).samples()
+    assert samples["moeserve_kv_window_blocks"] == [["free", 5], ["cached", 4], ["leased", 1]]
+    assert samples["moeserve_kv_window_evictions"] == [[1]]
+
+
 def test_snapshots_are_counted_where_a_model_has_states() -> None:
     assert not any("state" in name for name in CacheCommands([PrefixCache(32, SIZE)]).samples())
     caches = [PrefixCache(32, SIZE, snapshot_rows=range(4, 6)) for _ in range(2)]

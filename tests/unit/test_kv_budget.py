@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moeserve.config import ConfigError
-from moeserve.device import KvBudget, StateDemand, available_bytes, plan_kv
+from moeserve.device import KvBudget, StateDemand, WindowDemand, available_bytes, plan_kv
 
 GIB = 2**30
 MIB = 2**20
@@ -123,6 +123,46 @@ def test_no_limit_leaves_what_the_machine_has(machine: Path) -> None:
 def test_more_used_than_the_limit_leaves_nothing(machine: Path) -> None:
     write_group(machine / "cgroup/a", memory__max=100, memory__current=200)
     assert room(machine, "0::/a\n") == 0
+
+
+def with_windows(memory: int, *, of_windows: int, **changes: Any) -> KvBudget:
+    """One MiB per block over all layers, `of_windows` of it in layers that see 128 tokens; 8 requests at once."""
+    demand = WindowDemand(of_windows, 128, max_num_seqs=8, step_tokens=256)
+    return plan(kv_cache_memory=memory, windows=demand, available_bytes=20 * GIB, **changes)
+
+
+def test_layers_with_a_window_get_one_block_for_eight_blocks_of_the_others() -> None:
+    budget = with_windows(9216 * MIB, of_windows=MIB // 2)
+    assert budget == KvBudget(16384, 8192, num_window_blocks=2048, window=128)
+
+
+def test_window_blocks_for_all_that_may_run_at_once_come_first_up_to_half_of_one_pool() -> None:
+    # 8 requests of 8 + 2 blocks and a step of 16 tokens' blocks.
+    assert with_windows(400 * MIB, of_windows=MIB // 2).num_window_blocks == 96
+    assert with_windows(160 * MIB, of_windows=MIB // 2).num_window_blocks == 80
+    assert with_windows(160 * MIB, of_windows=MIB // 2).num_blocks == 240
+
+
+def test_a_context_that_is_asked_for_comes_before_window_blocks() -> None:
+    budget = with_windows(64 * MIB, of_windows=MIB // 2, max_model_len=1824)
+    assert budget == KvBudget(114, 1824, num_window_blocks=14, window=128)
+    with pytest.raises(ConfigError, match=r"64 MiB of KV memory hold 1.* tokens; 1920 tokens need 65 MiB"):
+        with_windows(64 * MIB, of_windows=MIB // 2, max_model_len=1920)
+
+
+def test_where_all_layers_have_a_window_all_memory_is_window_blocks() -> None:
+    assert with_windows(512 * MIB, of_windows=MIB) == KvBudget(4096, 8192, num_window_blocks=512, window=128)
+
+
+def test_too_little_memory_or_a_context_within_the_window_leaves_all_layers_together() -> None:
+    assert with_windows(24 * MIB, of_windows=MIB // 2) == KvBudget(24, 384)
+    assert with_windows(512 * MIB, of_windows=MIB // 2, max_model_len=144) == KvBudget(512, 144)
+    assert with_windows(8 * MIB, of_windows=MIB) == KvBudget(8, 128)
+
+
+def test_snapshots_take_what_both_pools_leave() -> None:
+    budget = with_windows(400 * MIB, of_windows=MIB // 2, states=StateDemand(64 * MIB, 8, None))
+    assert (budget.num_state_slots, budget.num_snapshots, budget.num_window_blocks) == (8, 1, 96)
 
 
 def test_without_recurrent_layers_no_memory_is_for_states() -> None:

@@ -62,6 +62,14 @@ def test_the_banner_tells_of_recurrent_states_where_there_are_some():
         assert (line in text) == said
 
 
+def test_the_banner_tells_of_window_blocks_where_there_are_some():
+    with_windows = msgspec.structs.replace(READY, num_window_blocks=1200, window=128)
+    line = "windows  1,200 blocks of the KV for layers that see the last 128 tokens"
+    for ready, said in ((READY, False), (with_windows, True)):
+        text = ready_banner(ready, url="http://x", model="demo", needs_key=False, gpus=[])
+        assert (line in text) == said
+
+
 def test_the_banner_asks_for_the_key_without_showing_one():
     text = ready_banner(READY, url="http://x", model="demo", needs_key=True, gpus=[])
     assert "Bearer $MOESERVE_API_KEY" in text

@@ -21,6 +21,7 @@ from moeserve.plan import (
     StateUse,
     StepPlan,
     TokenLogprobs,
+    WindowTable,
 )
 from moeserve.wire import (
     Abort,
@@ -182,8 +183,15 @@ CHUNKS = st.builds(
     annotation=st.none() | st.binary(max_size=9),
     state=st.none() | st.builds(StateUse, ROWS, st.none() | ROWS, st.none() | ROWS),
     first_angle=st.sampled_from([0, 4096]),
+    window=st.none() | st.builds(WindowTable, ROWS, ARRAYS),
 )
-PLANS = st.builds(StepPlan, step=st.integers(0, 2**62), chunks=st.lists(CHUNKS, max_size=4), zeroed_blocks=ARRAYS)
+PLANS = st.builds(
+    StepPlan,
+    step=st.integers(0, 2**62),
+    chunks=st.lists(CHUNKS, max_size=4),
+    zeroed_blocks=ARRAYS,
+    zeroed_windows=st.just(array("i")) | ARRAYS,
+)
 
 
 @examples(0.6)

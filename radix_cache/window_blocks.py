@@ -1,0 +1,275 @@
+"""Window blocks: the KV of layers that see only the last tokens, and which KV blocks have one.
+
+Behind a block boundary a layer with a sliding window needs the KV of the `span` blocks before it and no more. So the KV
+of such layers lies in blocks of its own, fewer than the KV blocks of the other layers, and this map says which KV block
+has one. A lease needs those of its last blocks alone. A KV block whose window block went to somebody else stays cached
+for the other layers; a prefix serves up to a boundary behind `span` blocks that have theirs (compare the tombstones of
+SGLang's cache for sliding windows, and vLLM's hybrid KV cache manager).
+
+Of window blocks that no lease needs, those inside a run of tokens go first, the oldest first: a match ends there only
+if a prompt leaves the run at that place. Window blocks before the end of a run go by GreedyDual, as snapshots do
+(`radix_cache.snapshots`): the least worth first, and one that a client retains stays about eight times as long.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+
+from radix_cache.block_allocator import BlockAllocator
+from radix_cache.errors import require
+from radix_cache.nodes import NOT_QUEUED, Lease
+
+# What a window block gains that no lease needs any more: inside a run, at its end, at the end of a retained prefix.
+INSIDE, AT_END, RETAINED = 0, 1, 8
+
+_NONE = -1
+_HEAP_SLACK = 64
+
+
+def blocks_before(window: int, block_size: int) -> int:
+    """Return how many blocks before a boundary a token behind it sees. window: in tokens, its own included."""
+    return -(-(window - 1) // block_size)
+
+
+def least_window_blocks(window: int, block_size: int) -> int:
+    """Return the window blocks of a request alone: those before its token, that of the token, and the next one."""
+    return blocks_before(window, block_size) + 2
+
+
+class WindowBlocks:
+    """The window block of each KV block, how many leases need it, and the queue of those that may go.
+
+    A window block is free, held (leases need it), cached (none does), or waits with a duplicate for its `free`. A lease
+    holds those of its blocks from number `Lease.first_window` on; all of them have one. `span`: the blocks before a
+    boundary that are within the window there. `num_needed`: what a request needs to be computed step by step.
+    """
+
+    __slots__ = (
+        "_age",
+        "_allocator",
+        "_block_size",
+        "_entry",
+        "_holds",
+        "_next_entry",
+        "_of",
+        "_queue",
+        "num_cached",
+        "num_evicted",
+        "num_held",
+        "num_needed",
+        "span",
+    )
+
+    def __init__(self, num_blocks: int, num_window_blocks: int, block_size: int, window: int) -> None:
+        """num_blocks: of the KV blocks. window: in tokens, the new one included.
+
+        Raises ValueError if one request alone would not find enough window blocks.
+        """
+        self.span = blocks_before(window, block_size)
+        self.num_needed = least_window_blocks(window, block_size)
+        if num_window_blocks < self.num_needed:
+            raise ValueError(f"{num_window_blocks} window blocks are too few for a window of {window} tokens")
+        self._block_size = block_size
+        self._allocator = BlockAllocator(num_window_blocks)
+        self._of = array("i", [_NONE]) * num_blocks
+        self._holds = array("i", [0]) * num_blocks
+        # (worth, entry, KV block) of the cached ones. An entry whose number is not the block's is dead.
+        self._queue: list[tuple[int, int, int]] = []
+        self._entry = array("q", [NOT_QUEUED]) * num_blocks
+        self._next_entry = 0
+        self._age = 0
+        self.num_cached = 0
+        self.num_held = 0
+        self.num_evicted = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self._allocator.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._allocator.num_free
+
+    @property
+    def num_available(self) -> int:
+        """Window blocks that `grow` could give now."""
+        return self._allocator.num_free + self.num_cached
+
+    def of(self, blocks: Iterable[int]) -> array[int]:
+        """Return the window blocks of KV blocks that have one."""
+        return array("i", map(self._of.__getitem__, blocks))
+
+    def has(self, block: int) -> bool:
+        """Return whether a KV block has a window block."""
+        return self._of[block] != _NONE
+
+    def last_border(self, blocks: Sequence[int], limit: int) -> int:
+        """Return the last boundary within the first `limit` blocks of a prefix behind which windows are complete.
+
+        blocks: the KV blocks of the prefix. 0 is always such a boundary.
+        """
+        border, index = limit, limit - 1
+        while index >= max(0, border - self.span):
+            if self._of[blocks[index]] == _NONE:
+                border = index
+            index -= 1
+        return border
+
+    def table(self, lease: Lease, num_tokens: int) -> tuple[int, array[int]]:
+        """Return what layers with windows need to compute the lease's tokens from number `num_tokens` on.
+
+        These are the number of leading blocks that such a token does not see, and the window blocks of those behind
+        them.
+        """
+        first = max(0, num_tokens // self._block_size - self.span)
+        return first, self.of(lease.block_ids[first:])
+
+    def grow(self, blocks: Sequence[int], after: int | None) -> None:
+        """Give new KV blocks window blocks, which one lease needs. As many have to be available.
+
+        after: the KV block before them, None for none.
+        """
+        missing = len(blocks) - self._allocator.num_free
+        if missing > 0:
+            self._evict(missing)
+        place = None if after is None or not self.has(after) else self._of[after]
+        new = self._allocator.allocate(len(blocks), place)
+        assert new is not None
+        for block, window_block in zip(blocks, new, strict=True):
+            self._of[block] = window_block
+            self._holds[block] = 1
+        self.num_held += len(blocks)
+
+    def adopt(self, lease: Lease, first: int) -> None:
+        """Hold the window before the end of a lease's published blocks; those from number `first` on are new."""
+        stop = lease.num_published_tokens // self._block_size
+        first_window = max(lease.first_window, stop - self.span)
+        self._hold(lease.block_ids[max(first, first_window) : stop])
+        self._let_go(lease, min(first, first_window), INSIDE)
+        lease.first_window = first_window
+
+    def give_up(self, blocks: Iterable[int]) -> None:
+        """Let go the window blocks of blocks that a lease has not published and is about to free."""
+        for block in blocks:
+            self._count_out(block)
+
+    def exchange(self, duplicate: int, canonical: int) -> None:
+        """Let a lease that needs the window block of its own block need that of the one in the tree instead.
+
+        If that has none, it gets the one of the duplicate, whose content is the same.
+        """
+        self._count_out(duplicate)
+        if not self.has(canonical):
+            self._of[canonical], self._of[duplicate] = self._of[duplicate], _NONE
+        self._hold((canonical,))
+
+    def slide(self, lease: Lease, num_tokens: int) -> None:
+        """Let go the window blocks that the lease's tokens from number `num_tokens` on do not see."""
+        self._let_go(lease, num_tokens // self._block_size - self.span, INSIDE)
+
+    def release(self, lease: Lease) -> None:
+        """Let go all window blocks of a lease that ends."""
+        self._let_go(lease, len(lease.block_ids), RETAINED if lease.node.keeps else AT_END)
+
+    def retain(self, path: Sequence[int]) -> None:
+        """Keep the cached window blocks before the end of a prefix longer. path: its blocks."""
+        for block in path[max(0, len(path) - self.span) :]:
+            if self._entry[block] != NOT_QUEUED:
+                self.num_cached -= 1
+                self._enqueue(block, RETAINED)
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """Free the window blocks of KV blocks that are freed."""
+        freed = []
+        for block in blocks:
+            if not self.has(block):
+                continue
+            require(not self._holds[block], f"the window block of block {block} is freed while a lease needs it")
+            if self._entry[block] != NOT_QUEUED:
+                self._entry[block] = NOT_QUEUED
+                self.num_cached -= 1
+            freed.append(self._of[block])
+            self._of[block] = _NONE
+        self._allocator.free(freed)
+        self._bound_queue()
+
+    def check(self, num_holds: dict[int, int], waiting: set[int]) -> None:
+        """Raise InvariantError unless every window block is in one place. O(blocks).
+
+        num_holds: the leases that need the window block of each KV block. waiting: duplicates, which are to be freed.
+        """
+        self._allocator.check_invariants()
+        having = [block for block, window_block in enumerate(self._of) if window_block != _NONE]
+        own = self.of(having)
+        require(len(set(own)) == len(own), "two blocks have the same window block")
+        require(all(map(self._allocator.is_allocated, own)), "a window block is free and in use")
+        require(len(own) + self.num_free == self.num_blocks, "a window block is lost")
+        held = {block: holds for block, holds in enumerate(self._holds) if holds}
+        require(held == num_holds, "the leases need other window blocks than are held")
+        require(held.keys() <= set(having), "a lease needs a window block that is gone")
+        require(len(held) == self.num_held, "the number of held window blocks is wrong")
+        queued = sorted(block for _, entry, block in self._queue if self._entry[block] == entry)
+        expected = [block for block in having if block not in held and block not in waiting]
+        require(queued == expected, "the queue differs from the window blocks that may go")
+        require(len(queued) == self.num_cached, "the number of cached window blocks is wrong")
+        require(len(self._queue) <= 2 * self.num_cached + _HEAP_SLACK, "the queue of window blocks outgrew them")
+
+    def _hold(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if self._entry[block] != NOT_QUEUED:
+                self._entry[block] = NOT_QUEUED
+                self.num_cached -= 1
+            self.num_held += not self._holds[block]
+            self._holds[block] += 1
+        self._bound_queue()
+
+    def _let_go(self, lease: Lease, stop: int, gain: int) -> None:
+        """Let go the window blocks of the lease's blocks before number `stop`.
+
+        Those of blocks in the tree may go from now on, others go at once. gain: of those that lie before no expected
+        end.
+        """
+        num_published = lease.num_published_tokens // self._block_size
+        for index in range(lease.first_window, stop):
+            block = lease.block_ids[index]
+            is_last = self._count_out(block)
+            if index >= num_published:
+                self.drop((block,))
+            elif is_last:
+                ends = (worth for end, worth in lease.ends.items() if end - self.span <= index < end)
+                self._enqueue(block, max((gain, *ends)))
+        lease.first_window = max(lease.first_window, stop)
+
+    def _count_out(self, block: int) -> bool:
+        """Count one lease less that needs the window block of a KV block. Return whether it was the last one."""
+        self._holds[block] -= 1
+        is_last = not self._holds[block]
+        self.num_held -= is_last
+        return is_last
+
+    def _evict(self, count: int) -> None:
+        """Free cached window blocks, the least worth first."""
+        victims: list[int] = []
+        while len(victims) < count:
+            worth, entry, block = heappop(self._queue)
+            if self._entry[block] == entry:
+                self._age = max(self._age, worth)
+                victims.append(block)
+                self._entry[block] = NOT_QUEUED
+        self.num_cached -= count
+        self.num_evicted += count
+        self.drop(victims)
+
+    def _enqueue(self, block: int, gain: int) -> None:
+        self.num_cached += 1
+        self._next_entry += 1
+        self._entry[block] = self._next_entry
+        heappush(self._queue, (self._age + gain if gain else _NONE, self._next_entry, block))
+        self._bound_queue()
+
+    def _bound_queue(self) -> None:
+        if len(self._queue) > 2 * self.num_cached + _HEAP_SLACK:
+            self._queue = [entry for entry in self._queue if self._entry[entry[2]] == entry[1]]
+            heapify(self._queue)
