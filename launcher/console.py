@@ -88,8 +88,8 @@ def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: l
         f"  context  {_context(ready)}",
     ]
     if ready.num_window_blocks:
-        text = f"  windows  {ready.num_window_blocks:,} blocks of the KV for layers that see the last {ready.window:,} tokens"
-        lines.insert(-1, text)
+        blocks = f"{ready.num_window_blocks:,} blocks"
+        lines.insert(-1, f"  windows  {blocks} of the KV for layers that see the last {ready.window:,} tokens")
     if ready.state_row_bytes:
         rows = ready.num_state_slots + ready.num_snapshots
         lines.insert(
