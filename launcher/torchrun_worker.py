@@ -9,7 +9,6 @@ import faulthandler
 import os
 import signal
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,5 +102,5 @@ def _run(config: ServeConfig, errors: Console) -> int:
     # Imports torch, which takes seconds.
     from moeserve.ranked_service import run_rank
 
-    run_rank(context, rank, lambda _: None, threading.Event())
+    run_rank(context, rank, lambda _: None)
     return 0

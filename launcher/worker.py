@@ -47,9 +47,6 @@ def main() -> int:
         faulthandler.enable()
     else:
         os.set_inheritable(arguments.status_fd, False)
-    stop = threading.Event()
-    if rank == 0:
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     context = load_run_context(arguments.context)
     logs = configure_logs(context.config.log_level, context.config.log_format)
@@ -57,21 +54,23 @@ def main() -> int:
     with open(status, "w", encoding="utf-8") as pipe:
         report = reporter(pipe)
         if context.config.expert_parallel_size > 1:
-            return _served(lambda: _run_rank(context, rank, report, stop), report, f"Rank {rank}")
+            return _served(lambda: _run_rank(context, rank, report), report, f"Rank {rank}")
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
         return _served(lambda: _run_alone(context, arguments.orders_fd, report, stop, logs), report, _ALONE)
 
 
-def _run_rank(context: RunContext, rank: int, report: Report, stop: threading.Event) -> int:
-    # Imports torch, which takes seconds: the signals must already be in place.
+def _run_rank(context: RunContext, rank: int, report: Report) -> int:
     from moeserve.ranked_service import run_rank
 
-    run_rank(context, rank, report, stop)
+    run_rank(context, rank, report)
     return 0
 
 
 def _run_alone(
     context: RunContext, orders_fd: int | None, report: Report, stop: threading.Event, logs: LogStream
 ) -> int:
+    # Imports torch, which takes seconds: the signals must already be in place.
     from moeserve.service import load_alone, serve_alone
 
     loaded = load_alone(context, report, to_copy=orders_fd is not None)

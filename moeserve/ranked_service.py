@@ -43,9 +43,10 @@ _LOADING_PATIENCE = 3
 log = structlog.get_logger(__name__)
 
 
-def run_rank(context: RunContext, rank: int, report: Report, stop: threading.Event) -> None:
-    """Serve as rank 0 with the engine until `stop` is set, or follow rank 0 as another rank until it ends.
+def run_rank(context: RunContext, rank: int, report: Report) -> None:
+    """Serve as rank 0 with the engine until SIGTERM, or follow rank 0 as another rank until it ends.
 
+    Until all ranks have loaded SIGTERM ends each at once: one that waits for another that is lost would wait for long.
     Raise ModelError, ConfigError or RankError, one sentence each, if the service cannot start or go on.
     """
     _bind_rank(context.config, rank)
@@ -54,16 +55,14 @@ def run_rank(context: RunContext, rank: int, report: Report, stop: threading.Eve
     try:
         with zmq.Context() as sockets:
             if rank == 0:
-                _run_first(context, sockets, report, stop)
+                _run_first(context, sockets, report)
             else:
                 _run_other(context, sockets, rank, report)
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
 
 
-def _run_first(
-    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], report: Report, stop: threading.Event
-) -> None:
+def _run_first(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], report: Report) -> None:
     """Run rank 0: plan for all ranks, wait until all have loaded, and serve with the engine."""
     directory = Path(context.model_dir)
     plan = plan_model(directory, context.config)
@@ -71,10 +70,11 @@ def _run_first(
     meeting = meet_as_first(context)
     hub = RankHub(sockets, meeting)
     try:
-        rank = _load_together(context, plan, meeting, hub, report, stop)
-        if rank is not None:
-            _serve_with_others(context, rank, hub, recording, report, stop)
-            rank.close()
+        rank = _load_together(context, plan, meeting, hub, report)
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        _serve_with_others(context, rank, hub, recording, report, stop)
+        rank.close()
     except CollectiveError as error:
         hub.check_for(0.5)
         raise RankError(f"The ranks cannot reach each other: {error}.") from error
@@ -82,21 +82,16 @@ def _run_first(
         hub.close()
 
 
-def _load_together(
-    context: RunContext, plan: ModelPlan, meeting: Meeting, hub: RankHub, report: Report, stop: threading.Event
-) -> Rank | None:
-    """Return rank 0 once all ranks have loaded and warmed up; None if `stop` is set before."""
+def _load_together(context: RunContext, plan: ModelPlan, meeting: Meeting, hub: RankHub, report: Report) -> Rank:
+    """Return rank 0 once all ranks have loaded and warmed up."""
     if context.meets_in_store:
         meeting.announce(*hub.addresses)
-    joined = hub.gather(Joined, stop)
-    if joined is None:
-        return None
+    joined = hub.gather(Joined)
     dismiss_strangers(hub, joined, introduction(context, 0))
     hub.watch(machine_id())
     hub.send_all(_setup_of(plan, context))
     loaded = _load_member(context, meeting, 0, plan, report)
-    if hub.gather(Loaded, stop, patience=_LOADING_PATIENCE * context.config.engine_timeout) is None:
-        return None
+    hub.gather(Loaded, patience=_LOADING_PATIENCE * context.config.engine_timeout)
     hub.send_all(Start())
     try:
         return loaded.start()
@@ -203,8 +198,6 @@ def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], ran
             raise RankError(setup.reason)
         if not isinstance(setup, Setup):
             return
-        # From here on only rank 0 ends this process, after the steps in flight.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         beats.busy.set()
         if context.config.nnodes == 1:
             link.watch(setup.pid)
@@ -213,6 +206,8 @@ def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], ran
         loaded = _load_member(context, meeting, rank, _plan_of(setup, context), lambda _: None)
         link.send(Loaded(rank))
         if isinstance(link.receive(), Start):
+            # From here on only rank 0 ends this process, after the steps in flight.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             started = loaded.start()
             report({"event": "computing"})
             assert started.migrator is not None

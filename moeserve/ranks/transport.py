@@ -110,10 +110,8 @@ class RankHub:
             self.check()
         return None
 
-    def gather(
-        self, kind: type[Any], stop: threading.Event, *, patience: float = float("inf")
-    ) -> dict[int, Any] | None:
-        """Return one message of a `kind` from every rank, by rank; None if `stop` is set before.
+    def gather(self, kind: type[Any], *, patience: float = float("inf")) -> dict[int, Any]:
+        """Return one message of a `kind` from every rank, by rank.
 
         Raise RankError if a rank does not join in time, dies, or has joined and then sends nothing for `patience`
         seconds.
@@ -121,8 +119,6 @@ class RankHub:
         gathered: dict[int, Any] = {}
         deadline = time.monotonic() + _SECONDS_TO_JOIN
         while len(gathered) < len(self.others):
-            if stop.is_set():
-                return None
             if len(self._joined) < len(self.others) and time.monotonic() > deadline:
                 missing = next(rank for rank in self.others if rank not in self._joined)
                 raise RankError(f"Rank {missing} did not come within {_SECONDS_TO_JOIN:.0f} s.")

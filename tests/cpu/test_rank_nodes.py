@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +56,7 @@ def test_a_rank_with_the_key_gets_in_and_sees_the_end_of_rank_0(context: zmq.Con
     hub = RankHub(context, first_of(keys))
     link = RankLink(context, other_of(hub, keys), 1)
     link.send(JOINED)
-    assert hub.gather(Joined, threading.Event()) == {1: JOINED}
+    assert hub.gather(Joined) == {1: JOINED}
     assert hub.name(1) == f"Rank 1 (process {os.getpid()} on other)"
     hub.send(1, Start())
     assert isinstance(link.receive(), Start)

@@ -111,7 +111,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
     hub, link = RankHub(context, meeting), RankLink(context, meeting, 1)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     link.send(Joined(1, process.pid, "name", "here", "software", "model"))
-    assert hub.gather(Joined, threading.Event())
+    assert hub.gather(Joined)
     hub.watch("here")
     first, received = FirstRank(), list[object]()
     executor = RankedExecutor(
