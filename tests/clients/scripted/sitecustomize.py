@@ -16,12 +16,12 @@ if "launcher.frontend_main" in sys.orig_argv:
 
     _constrain = GenerateRoute._constrain
 
-    async def _constrain_scripted(self, request, prompts, facts):
-        constrained = await _constrain(self, request, prompts, facts)
+    async def _constrain_scripted(self, request, *others):
+        constrained = await _constrain(self, request, *others)
         form = scripted_form(request)
         if form is None:
             return constrained
         decided = replace(request, tool_choice=ToolChoice("none"), output_format=form)
-        return replace(request, sampling=(await _constrain(self, decided, prompts, facts)).sampling)
+        return replace(request, sampling=(await _constrain(self, decided, *others)).sampling)
 
     GenerateRoute._constrain = _constrain_scripted
