@@ -100,7 +100,7 @@ class TransformersDecoder:
         num_kv = len(self.spec.kv_layers)
         rows = [] if batch.states is None else batch.states.slots.tolist()
         states = self.spec.geometry.name_states(pools[num_kv:])
-        self._step.begin(batch.attention.slots, batch.attention.plan, pools[:num_kv], states, rows)
+        self._step.begin(batch.attention, batch.window_attention, pools[:num_kv], states, rows)
         self._code.config._attn_implementation_internal = PAGED
         try:
             out = self._code.body(
