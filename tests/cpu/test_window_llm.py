@@ -23,6 +23,7 @@ from radix_cache import PrefixCache
 from radix_cache.window_blocks import least_window_blocks
 from tests.support.llm_prompts import complete_alone, prompts_with_a_common_beginning
 from tests.support.tiny_models import save
+from tests.support.tiny_transformers import save_tiny
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2)
 RANDOM = SamplingParams(max_tokens=12, temperature=1.3, top_p=0.95, seed=5, presence_penalty=0.3, logprobs=2)
@@ -156,3 +157,17 @@ def test_a_context_that_all_kv_together_does_not_hold_fits_with_window_blocks(
     assert 20 * BLOCK < 92
     assert least_window_blocks(WINDOW, BLOCK) <= cache.windows.num_blocks < cache.num_blocks
     assert_same(llm.generate(prompts, samplings), alone)
+
+
+def test_layers_that_keep_a_window_in_transformers_code_have_window_blocks(
+    prompts: list[list[int]], tmp_path: Path
+) -> None:
+    save_tiny("gemma4", tmp_path)
+    llm = start(tmp_path, max_num_seqs=4, max_num_batched_tokens=16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moeserve.memory_plan.window_demand", lambda *_: None)
+        alone = complete_alone(tmp_path, BASE, prompts, [GREEDY] * len(prompts))
+    # Transformers' code does not give every batch the same bits.
+    for _ in range(2):
+        assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == [c.token_ids for c in alone]
+    assert llm.scheduler.counters.prefix_hit_tokens > 100

@@ -30,6 +30,7 @@ from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.hf.spec import TransformersSpec, read_transformers_spec
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.spec import ModelError
+from radix_cache.window_blocks import blocks_before
 from tests.support.tiny_transformers import VOCAB, moe_types, save_tiny
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -177,7 +178,10 @@ class Memory:
         free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self._free, self._decoder, self._texts = free, decoder, [list(text) for text in texts]
         self._tables = [array("i", [free.pop() for _ in range(count)]) for count in counts]
-        self._kv = KVPool(decoder.spec.kv_layers, num_blocks, _BLOCK, decoder.dtype)
+        # Layers with a window have the same blocks in another order.
+        self._layers, self._window_of = decoder.spec.kv_layers, list(reversed(range(num_blocks)))
+        self._window = max((layer.window or 0 for layer in self._layers), default=0)
+        self._kv = KVPool(self._layers, num_blocks, _BLOCK, decoder.dtype, num_window_blocks=num_blocks)
         states = (state for layer in decoder.spec.geometry.layers for state in layer.states)
         self.states = [torch.zeros((len(texts) + 1, *state.shape), dtype=decoder.dtype) for state in states]
 
@@ -192,13 +196,14 @@ class Memory:
     @torch.inference_mode()
     def step(self, chunks: Sequence[tuple[int, int, int]]) -> Tensor:
         """Logits of each chunk's last row."""
-        ids, positions, slots, spans, bounds = [], [], [], [], [0]
+        ids, positions, bounds = [], [], [0]
+        paged, windows = _Places(), _Places()
         for request, start, end in chunks:
             table = self._tables[request]
             ids += self._texts[request][start:end]
             positions += range(start, end)
-            slots += [table[p // _BLOCK] * _BLOCK + p % _BLOCK for p in range(start, end)]
-            spans.append(ChunkSpan(end - start, start, table[: -(-end // _BLOCK)]))
+            paged.add(table, start, end)
+            windows.add(self._window_table(table, start), start, end)
             bounds.append(bounds[-1] + end - start)
             if start == 0:
                 for state in self.states:
@@ -206,15 +211,52 @@ class Memory:
         batch = ForwardBatch(
             torch.tensor(ids),
             torch.tensor(positions),
-            PagedRows(torch.tensor(slots), AttentionPlan(spans, _BLOCK)),
+            paged.rows(),
             torch.tensor([bound - 1 for bound in bounds[1:]]),
             states=StateRows(
                 torch.tensor(bounds),
                 torch.tensor([request for request, _, _ in chunks]),
                 max(end - start for _, start, end in chunks),
             ),
+            window_attention=windows.rows() if self._window else None,
         )
-        return self._decoder.forward(batch, [*self._kv.layers, *((state, None) for state in self.states)])
+        logits = self._decoder.forward(batch, [*self._kv.layers, *((state, None) for state in self.states)])
+        for request, _, end in chunks:
+            self._spoil(request, end)
+        return logits
+
+    def _first_seen(self, position: int) -> int:
+        """Return the first block that a token at a position sees in layers with a window."""
+        return max(0, position // _BLOCK - blocks_before(self._window, _BLOCK))
+
+    def _window_table(self, table: array[int], start: int) -> array[int]:
+        first = self._first_seen(start)
+        seen = array("i", [self._window_of[block] for block in table[first:]])
+        return seen[:1] * first + seen
+
+    def _spoil(self, request: int, end: int) -> None:
+        """Overwrite what has left the window of a request, and of those that go on from its shared tokens."""
+        left = set(range(self._first_seen(end))) - set(range(self._first_seen(_SHARED), _SHARED // _BLOCK))
+        for block in sorted(left):
+            first = self._window_of[self._tables[request][block]] * _BLOCK
+            for layer, (keys, _) in zip(self._layers, self._kv.layers, strict=True):
+                if layer.window is not None:
+                    keys[:, first : first + _BLOCK] = 1e4
+
+
+class _Places:
+    """The rows of a step in one kind of blocks."""
+
+    def __init__(self) -> None:
+        self._slots: list[int] = []
+        self._spans: list[ChunkSpan] = []
+
+    def add(self, table: array[int], start: int, end: int) -> None:
+        self._slots += [table[p // _BLOCK] * _BLOCK + p % _BLOCK for p in range(start, end)]
+        self._spans.append(ChunkSpan(end - start, start, table[: -(-end // _BLOCK)]))
+
+    def rows(self) -> PagedRows:
+        return PagedRows(torch.tensor(self._slots), AttentionPlan(self._spans, _BLOCK))
 
 
 def _first_sentence(error: Exception) -> str:

@@ -46,14 +46,15 @@ class PagedAttention:
         _, memory = step.written.get(id(key), (key, self._memory))
         keys, values = step.pools[memory.pools["keys"]], memory.pools.get("values")
         if not (self._takes_kernel and kind.causal and values is not None and options.get("position_bias") is None):
-            return self._lane_by_lane(query, mask, scale, options, keys, None if values is None else step.pools[values])
+            values_pool = None if values is None else step.pools[values]
+            return self._lane_by_lane(query, mask, scale, options, memory, keys, values_pool)
         q = query[0].transpose(0, 1).contiguous()
         sinks: Any = self._module.sinks if self._has_sinks else None
         out = paged_attention(
             q,
             keys,
             step.pools[values],
-            step.plan,
+            step.paged(memory).plan,
             scale=scale,
             window=kind.window,
             sinks=None if sinks is None else sinks.to(q.dtype),
@@ -66,18 +67,20 @@ class PagedAttention:
         mask: RowMask,
         scale: float,
         options: dict[str, Any],
+        memory: LayerMemory,
         keys_pool: Tensor,
         values_pool: Tensor | None,
     ) -> Tensor:
-        """The module's own function over each request's gathered keys and values."""
+        """The module's own function over each request's gathered keys and values, which are in `memory`."""
         eager = _eager_of(type(self._module).__module__)
         parts = []
         for lane in self._step.lanes:
-            keys = keys_pool.index_select(1, lane.slots)[None]
+            slots = lane.slots_in(memory)
+            keys = keys_pool.index_select(1, slots)[None]
             if values_pool is None:
                 values = keys.new_empty((*keys.shape[:-1], 0))
             else:
-                values = values_pool.index_select(1, lane.slots)[None]
+                values = values_pool.index_select(1, slots)[None]
             if hasattr(self._module, "expand_kv"):
                 keys, values = self._module.expand_kv(keys, values)
             own = query[:, :, lane.first : lane.last]

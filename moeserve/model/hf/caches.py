@@ -24,9 +24,10 @@ class _StepLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store keys [1, KV, T, Dk] and values [1, KV, T, Dv]."""
         step, pools = self._step, self._memory.pools
-        step.pools[pools["keys"]].index_copy_(1, step.slots, key_states[0])
+        slots = step.paged(self._memory).slots
+        step.pools[pools["keys"]].index_copy_(1, slots, key_states[0])
         if "values" in pools:
-            step.pools[pools["values"]].index_copy_(1, step.slots, value_states[0])
+            step.pools[pools["values"]].index_copy_(1, slots, value_states[0])
         step.written[id(key_states)] = key_states, self._memory
         return key_states, value_states
 
@@ -70,8 +71,9 @@ class LaneLayer(DynamicLayer):
     def _store(self, name: str, rows: Tensor) -> Tensor:
         """rows [heads, t, D] -> all rows of the request [heads, L, D]."""
         pool = self._step.pools[self._memory.pools[name]]
-        pool.index_copy_(1, self._lane.slots[self._lane.start :], rows)
-        return pool.index_select(1, self._lane.slots)
+        slots = self._lane.slots_in(self._memory)
+        pool.index_copy_(1, slots[self._lane.start :], rows)
+        return pool.index_select(1, slots)
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self._seen = self._lane.end

@@ -99,7 +99,7 @@ class TransformersDecoder:
         pools = [keys for keys, _ in kv_pools]
         num_kv = len(self.spec.kv_layers)
         states = self.spec.geometry.name_states(pools[num_kv:])
-        self._step.begin(batch.attention.slots, batch.attention.plan, pools[:num_kv], states, batch.states)
+        self._step.begin(batch.attention, batch.window_attention, pools[:num_kv], states, batch.states)
         self._code.config._attn_implementation_internal = PAGED
         try:
             out = self._code.body(

@@ -32,14 +32,24 @@ from moeserve.model.hf.step import RowMask, Step
 class FusedAttention:
     """Stands in for the forward of an attention module; what is not of the common form is left to the module."""
 
-    __slots__ = ("_eps", "_forward", "_head_dim", "_norms", "_out", "_pools", "_project", "_scale", "_step")
+    __slots__ = (
+        "_eps",
+        "_forward",
+        "_head_dim",
+        "_memory",
+        "_norms",
+        "_out",
+        "_project",
+        "_scale",
+        "_step",
+    )
 
     def __init__(self, module: Any, memory: LayerMemory, step: Step, norms: tuple[Norm, Norm] | None) -> None:
         """norms: of the heads of queries and keys."""
         self._forward, self._step = module.forward, step
         self._project = _together([_product(module, name) for name in ("q_proj", "k_proj", "v_proj")])
         self._out = _product(module, "o_proj")
-        self._pools = memory.pools["keys"], memory.pools["values"]
+        self._memory = memory
         self._head_dim, self._scale = module.head_dim, module.scaling
         self._norms = None if norms is None else (norms[0].multiplier, norms[1].multiplier)
         self._eps = 0.0 if norms is None else norms[0].eps
@@ -67,12 +77,13 @@ class FusedAttention:
 
     def _attend(self, rows: Tensor, angles: tuple[Tensor, Tensor], window: int | None) -> Tensor:
         """rows [T, hidden] -> [T, hidden]."""
-        step, (keys, values) = self._step, (self._step.pools[number] for number in self._pools)
+        step, pools, paged = self._step, self._memory.pools, self._step.paged(self._memory)
+        keys, values = step.pools[pools["keys"]], step.pools[pools["values"]]
         qkv = self._project(rows).view(len(rows), -1, self._head_dim)
         q = rotate_and_store(
-            qkv, *angles, step.slots, keys, values, interleaved=False, head_norms=self._norms, eps=self._eps
+            qkv, *angles, paged.slots, keys, values, interleaved=False, head_norms=self._norms, eps=self._eps
         )
-        out = paged_attention(q, keys, values, step.plan, scale=self._scale, window=window)
+        out = paged_attention(q, keys, values, paged.plan, scale=self._scale, window=window)
         return self._out(out.view(len(rows), -1))
 
 

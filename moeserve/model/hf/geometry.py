@@ -52,12 +52,14 @@ class LayerMemory:
 
     pools: for each kind of row per token its place in the KV memory. states: of fixed size. plain: the layer keeps keys
     and values that attention alone reads. opaque: transformers keeps it in a form of its own, which cannot be paged.
+    windowed: transformers itself keeps the rows of the last tokens alone.
     """
 
     pools: Mapping[str, int] = field(default_factory=dict)
     states: tuple[NamedState, ...] = ()
     plain: bool = False
     opaque: bool = False
+    windowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +192,16 @@ def _memory_of(layer: Any, kv_layers: list[KvLayerSpec]) -> LayerMemory:
     if type(layer).__module__ != "transformers.cache_utils" and not hasattr(layer, "idx_keys"):
         return LayerMemory(opaque=True)
     pools = {}
+    # Of a layer that keeps more than keys and values nothing is known but that it keeps it.
+    window = layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
     for name, token_dim in _TOKEN_ROWS.items():
         rows = getattr(layer, name, None)
         if isinstance(rows, Tensor) and rows.dim() > 1 and rows.numel():
             num_heads = rows.shape[1] if token_dim == 2 else 1
             pools[name] = len(kv_layers)
-            kv_layers.append(KvLayerSpec(num_heads, rows.shape[-1], 0))
+            kv_layers.append(KvLayerSpec(num_heads, rows.shape[-1], 0, window))
     plain = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-    return LayerMemory(pools, tuple(_states_of(layer)), plain)
+    return LayerMemory(pools, tuple(_states_of(layer)), plain, windowed=window is not None)
 
 
 def _states_of(layer: Any) -> Iterator[NamedState]:

@@ -198,7 +198,7 @@ class _Apart:
         if self._ways.singly and continues and (self._memory.states or self._memory.opaque):
             rows = range(lane.first, lane.last)
             singles = (replace(lane, first=row, last=row + 1, start=lane.start + row - lane.first) for row in rows)
-            return _join([self._one(arguments, place, self._cut(single)) for single in singles])
+            return _join([self._one(arguments, place, single.cut()) for single in singles])
         opaque = self._opaque_of(lane) if self._memory.opaque else None
         cache = self._cache_of(lane) if opaque is None else opaque.cache
         own = {name: self._part(value, place, lane, cache) for name, value in arguments.items()}
@@ -210,10 +210,6 @@ class _Apart:
         if opaque is not None:
             opaque.num_tokens = lane.end
         return answer
-
-    @staticmethod
-    def _cut(lane: Lane) -> Lane:
-        return replace(lane, slots=lane.slots[: lane.end])
 
     def _cache_of(self, lane: Lane) -> Cache:
         """What the mixer sees of one request."""

@@ -6,14 +6,15 @@ A lane is one request's chunk. Modelling code sees all lanes as one text of T to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface
 
-from kernels.attention_plan import AttentionPlan
+from kernels.attention_plan import AttentionPlan, ChunkSpan
+from kernels.ops import PagedRows
 from kernels.state_rows import StateRows
 from moeserve.model.hf.geometry import LayerMemory
 
@@ -29,7 +30,8 @@ class Lane:
     """Rows first..last - 1 of a step, which are its request's tokens from position `start` on.
 
     slots: [start + count] int64, of all its tokens so far, those of this step included. state: its state slot. shared:
-    what layers of this request tell each other during the step.
+    what layers of this request tell each other during the step. window_slots: as slots, of layers with window blocks,
+    None without any; tokens that no row of the lane sees have those of others.
     """
 
     first: int
@@ -38,6 +40,16 @@ class Lane:
     slots: Tensor
     state: int
     shared: dict[str, Any] = field(default_factory=dict)
+    window_slots: Tensor | None = None
+
+    def slots_in(self, memory: LayerMemory) -> Tensor:
+        """Return the slots of the request's tokens in the memory of a layer."""
+        return self.window_slots if memory.windowed and self.window_slots is not None else self.slots
+
+    def cut(self) -> Lane:
+        """Return this lane without the slots behind its end."""
+        windows = None if self.window_slots is None else self.window_slots[: self.end]
+        return replace(self, slots=self.slots[: self.end], window_slots=windows)
 
     @property
     def count(self) -> int:
@@ -52,15 +64,17 @@ class Lane:
 class Step:
     """The step that a decoder computes now; its decoder fills it in and all parts of the model look here.
 
-    slots: [T] int64, where the rows' tokens are kept. pools: the KV memory [heads, num_slots, dim], as
-    `LayerMemory.pools` numbers it. state_pools: of each layer its states [num_rows, ...] by name. state_rows: which
-    rows of the step belong to which of these, None without states. written: the layer that stored keys, by their
-    identity. angles: those of rotary embeddings as our kernels take them, by the identity of theirs. kinds: what is
-    known of masks.
+    attention: the rows' places in the KV memory. windows: those of layers with window blocks, None without. pools: the
+    KV memory [heads, num_slots, dim], as `LayerMemory.pools` numbers it. state_pools: of each layer its states
+    [num_rows, ...] by name. state_rows: which rows of the step belong to which of these, None without states. written:
+    the layer that stored keys, by their identity. angles: those of rotary embeddings as our kernels take them, by the
+    identity of theirs. kinds: what is known of masks.
     """
 
-    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    plan: AttentionPlan = field(default_factory=lambda: AttentionPlan((), 1))
+    attention: PagedRows = field(
+        default_factory=lambda: PagedRows(torch.empty(0, dtype=torch.int64), AttentionPlan((), 1))
+    )
+    windows: PagedRows | None = None
     pools: Sequence[Tensor] = ()
     state_pools: Sequence[Mapping[str, Tensor]] = ()
     state_rows: StateRows | None = None
@@ -72,14 +86,14 @@ class Step:
 
     def begin(
         self,
-        slots: Tensor,
-        plan: AttentionPlan,
+        attention: PagedRows,
+        windows: PagedRows | None,
         pools: Sequence[Tensor],
         state_pools: Sequence[Mapping[str, Tensor]] = (),
         state_rows: StateRows | None = None,
     ) -> None:
-        self.slots, self.plan, self.pools = slots, plan, pools
-        self.state_pools, self.state_rows = state_pools, state_rows
+        self.attention, self.windows = attention, windows
+        self.pools, self.state_pools, self.state_rows = pools, state_pools, state_rows
         self._lanes, self.running = None, True
 
     def end(self) -> None:
@@ -90,19 +104,24 @@ class Step:
 
     @property
     def num_rows(self) -> int:
-        return len(self.slots)
+        return len(self.attention.slots)
+
+    def paged(self, memory: LayerMemory) -> PagedRows:
+        """Return the rows' places in the memory of a layer."""
+        return self.windows if memory.windowed and self.windows is not None else self.attention
 
     @property
     def lanes(self) -> list[Lane]:
         if self._lanes is None:
-            self._lanes, first, size = [], 0, self.plan.block_size
-            offsets = torch.arange(size)
+            self._lanes, first, plan = [], 0, self.attention.plan
             states = [] if self.state_rows is None else self.state_rows.slots.tolist()
-            for number, chunk in enumerate(self.plan.chunks):
-                blocks = torch.frombuffer(chunk.block_ids, dtype=torch.int32).long()
-                slots = (blocks[:, None] * size + offsets).flatten()[: chunk.start + chunk.num_tokens]
+            for number, chunk in enumerate(plan.chunks):
+                slots, windows = _all_slots(chunk, plan.block_size), None
+                if self.windows is not None:
+                    windows = _all_slots(self.windows.plan.chunks[number], plan.block_size)
                 state = states[number] if states else -1
-                self._lanes.append(Lane(first, first + chunk.num_tokens, chunk.start, slots, state))
+                lane = Lane(first, first + chunk.num_tokens, chunk.start, slots, state, window_slots=windows)
+                self._lanes.append(lane)
                 first += chunk.num_tokens
         return self._lanes
 
@@ -120,6 +139,12 @@ class Step:
             # The embeddings are kept, so that no other ones get their identity.
             known = self.angles[id(embeddings[0])] = embeddings[0], _halves(embeddings)
         return known[1]
+
+
+def _all_slots(chunk: ChunkSpan, block_size: int) -> Tensor:
+    """Return the slots [L] of all tokens of a request up to the end of its chunk."""
+    blocks = torch.frombuffer(chunk.block_ids, dtype=torch.int32).long()
+    return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[: chunk.start + chunk.num_tokens]
 
 
 @dataclass(frozen=True, slots=True)
