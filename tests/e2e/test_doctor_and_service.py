@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
-from click.testing import CliRunner
-
-from launcher.cli import main
 from launcher.console import format_bytes
+from tests.support.forking import ROOT, popen
 from tests.support.service import Service, service
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -20,8 +21,7 @@ def test_a_service_takes_what_the_doctor_says(tmp_path: Path) -> None:
     shutil.copy(model / "config.json", tmp_path / "bare")
     options = ("--kv-cache-memory", "3MiB", "--json")
     folders = (model, tmp_path / "bare")
-    answers = [json.loads(CliRunner().invoke(main, ["doctor", str(folder), *options]).stdout) for folder in folders]
-    (setup,), (without_weights,) = (answer["setups"] for answer in answers)
+    (setup,), (without_weights,) = (doctor(folder, *options)["setups"] for folder in folders)
     for found in (setup, without_weights):
         assert found.pop("tokens_per_second") > 0
     assert setup == without_weights
@@ -31,6 +31,15 @@ def test_a_service_takes_what_the_doctor_says(tmp_path: Path) -> None:
     assert said["KV"].startswith(f"{format_bytes(setup['kv_bytes'])} = {setup['kv_tokens']:,} tokens in ")
     assert said["context"].startswith(f"{setup['max_model_len']:,} tokens")
     assert said["model"].startswith("mixtral (native), ")
+
+
+def doctor(*arguments: object) -> Any:
+    """What `moeserve doctor --json` says."""
+    command = [sys.executable, "-m", "launcher.cli", "doctor", *map(str, arguments)]
+    with popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
+        said, _ = program.communicate()
+    assert program.returncode == 0
+    return json.loads(said)
 
 
 def banner(running: Service) -> dict[str, str]:

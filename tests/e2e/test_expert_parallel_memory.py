@@ -1,9 +1,11 @@
-"""Ranks with less memory than experts: the tokens of ranks that hold all of theirs, whatever is evicted."""
+"""Ranks with less memory than experts: the tokens of a rank that holds all of them, whatever is evicted."""
 
 from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Callable
+from functools import cache
 
 import pytest
 
@@ -19,6 +21,21 @@ def of_ranks(running: Service, name: str, before: str = "", after: str = "") -> 
     pattern = rf'moeserve_expert_{name}{{{before}rank="(\d)"{after}}} (\S+)'
     found = re.findall(pattern, running.http.get("/metrics").text)
     return [float(dict(found).get(rank, 0)) for rank in "01"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """What a rank says that holds all experts; it is what several say that do (`test_expert_parallel.py`)."""
+
+    @cache
+    def texts(case: str) -> list[str]:
+        model = tmp_path_factory.mktemp(case)
+        write_model_dir(model)
+        saved_model(case, model)
+        with service(model, tmp_path_factory.mktemp("all")) as everything:
+            return [text for text, _ in complete_all(everything)]
+
+    return texts
 
 
 @pytest.mark.parametrize(
@@ -47,6 +64,7 @@ def of_ranks(running: Service, name: str, before: str = "", after: str = "") -> 
 )
 def test_bounded_memory_on_two_ranks_changes_no_token(
     tmp_path_factory: pytest.TempPathFactory,
+    whole: Callable[[str], list[str]],
     case: str,
     num_slots: int,
     prefetch: str,
@@ -56,8 +74,7 @@ def test_bounded_memory_on_two_ranks_changes_no_token(
     model = tmp_path_factory.mktemp(case)
     write_model_dir(model)
     saved_model(case, model)
-    with service(model, tmp_path_factory.mktemp("all"), *TWO) as everything:
-        expected = [text for text, _ in complete_all(everything)]
+    expected = whole(case)
     store = tmp_path_factory.mktemp("store")
     bounded = ["--expert-memory", str(slots_on_cpu(model, num_slots)), "--expert-store-dir", str(store), *settings]
     bounded += ["--expert-prefetch", prefetch]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from tests.support.saved_models import generated, saved_model
 from tests.support.service import Service, service
 from tests.support.tiny_model import SPECIALS, TEMPLATE, write_model_dir
 
@@ -21,31 +22,20 @@ PROMPTS = [SHARED, [*SHARED[:64], 5, 6, 7], [*SHARED[:33], 9], [8] * 3]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
+    folder = write_model_dir(tmp_path_factory.mktemp("model"), TEMPLATE, SPECIALS)
+    saved_model("qwen3_5_moe_text", folder, vocab_size=256 + len(SPECIALS))
+    return folder
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[str]:
-    """What transformers generates. Write the model to `folder`."""
-    import torch
-
-    from tests.support.tiny_models import build
-
-    model = build("qwen3_5_moe_text", vocab_size=256 + len(SPECIALS))
-    write_model_dir(folder, TEMPLATE, SPECIALS)
-    model.save_pretrained(folder)
+    """What transformers generates."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = []
-    for prompt in PROMPTS:
-        found = model.generate(
-            torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        texts.append(tokenizer.decode(found[0, len(prompt) :].tolist()))
-    return texts
+    return [tokenizer.decode(tokens) for tokens in generated(folder, PROMPTS, MAX_TOKENS)]
 
 
 @pytest.fixture(scope="module")
-def running(folder: Path, expected: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def running(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(folder, tmp_path_factory.mktemp("service"), "--max-num-batched-tokens", "64") as started:
         yield started
 

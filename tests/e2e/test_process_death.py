@@ -35,19 +35,19 @@ def executed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield started
 
 
-def test_sigterm_lets_streams_finish_and_refuses_new_requests(executed: Service) -> None:
+def test_sigterm_lets_streams_finish_and_refuses_new_requests(running: Service) -> None:
     # Of so many tokens that they outlast a test that is held up.
-    events = executed.stream(max_tokens=1500)
+    events = running.stream(max_tokens=1500)
     next(events)
-    executed.process.send_signal(signal.SIGTERM)
-    with httpx2.Client(base_url=executed.http.base_url, timeout=10) as other:
+    running.process.send_signal(signal.SIGTERM)
+    with httpx2.Client(base_url=running.http.base_url, timeout=10) as other:
         wait_until(lambda: other.get("/ready").status_code == 503)
         refused = other.post("/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": 1})
         assert refused.status_code == 503
     last = [event for event in events if event["choices"]][-1]
     assert last["choices"][0]["finish_reason"] == "length"
-    assert executed.end() == 0
-    assert executed.leaves_nothing()
+    assert running.end() == 0
+    assert running.leaves_nothing()
 
 
 def test_a_second_sigterm_ends_streams_with_an_error_event(running: Service) -> None:

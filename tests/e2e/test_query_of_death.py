@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.crash_traffic import KINDS, Traffic, errors_in
 from tests.support.kills import assert_whole, processes_of
+from tests.support.saved_models import saved_model
 from tests.support.service import ROOT, Service, service
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import SPECIALS, TEMPLATE, write_model_dir
@@ -44,12 +45,8 @@ def running(
         write_tiny_checkpoint(model)
         settings = ["--expert-parallel-size", "2", "--engine-timeout", "6"]
     else:
-        # Collecting the tests of one process must not take the seconds that torch takes to load.
-        from tests.support.tiny_models import build
-
         write_model_dir(model, TEMPLATE, SPECIALS)
-        vocabulary = 256 + len(SPECIALS)
-        build("qwen3_5_moe_text", vocab_size=vocabulary, max_position_embeddings=2048).save_pretrained(model)
+        saved_model("qwen3_5_moe_text", model, vocab_size=256 + len(SPECIALS), max_position_embeddings=2048)
         settings = []
     with service(model, tmp_path_factory.mktemp("s"), *settings) as started:
         yield started

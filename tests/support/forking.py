@@ -29,6 +29,7 @@ import sys
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable
 from hashlib import sha256
 from itertools import pairwise
@@ -399,6 +400,9 @@ def main() -> None:
     has_device = "TRITON_INTERPRET" in os.environ
     assert has_device or not any(name.startswith("kernels.gpu") for name in sys.modules), "they are made for a device"
     assert len(os.listdir("/proc/self/task")) == 1, "threads would be missing in what is forked"
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        # The server's own objects, libraries of torch for one, are not each program's to take apart at its end.
+        finalizer.atexit = False
     gc.collect()
     gc.freeze()
     _Server(listener, first).serve()

@@ -18,7 +18,7 @@ from moeserve.config import ServeConfig
 from moeserve.wire import RunContext
 from tests.support.fake_engine import FakeEngine
 from tests.support.forking import popen
-from tests.support.tiny_model import write_model_dir
+from tests.support.tiny_model import TEMPLATE, write_model_dir
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,12 +49,12 @@ class Frontend:
             time.sleep(0.01)  # another process's state can only be polled
 
 
-def run_context(folder: Path, **settings: Any) -> RunContext:
+def run_context(folder: Path, *, template: str | None = TEMPLATE, **settings: Any) -> RunContext:
     run_dir = folder / "run"
     run_dir.mkdir(mode=0o700, exist_ok=True)
     return RunContext(
         config=replace(ServeConfig(log_level="debug"), **settings),
-        model_dir=str(write_model_dir(folder / "model")),
+        model_dir=str(write_model_dir(folder / "model", template)),
         model_hash="0123456789abcdef",
         run_dir=str(run_dir),
         incarnation=7,

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from starlette.applications import Starlette
 
@@ -70,9 +71,11 @@ class Exchange:
 
 @asynccontextmanager
 async def application(folder: Path, **settings: Any) -> AsyncIterator[tuple[Starlette, Services, FakeEngine]]:
-    """A ready application over a scripted engine."""
-    run = run_context(folder, **settings)
-    services = Services.load(run)
+    """A ready application over a scripted engine, without chats: their template is rendered in other processes, which
+    take longer to start than all the rest. The tokenizer is read in this one at once."""
+    run = run_context(folder, template=None, **settings)
+    with patch("moeserve.frontend.services.check_model_texts"):
+        services = Services.load(run)
     app = create_app(services)
     with FakeEngine(run) as engine:
         async with app.router.lifespan_context(app):

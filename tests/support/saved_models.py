@@ -1,15 +1,19 @@
-"""Tiny models of transformers as folders, for tests that need them saved and not in this process: torch, transformers
-and their modelling code stay out of it.
+"""Tiny models of transformers as folders, and what transformers generates with them, for tests that need torch,
+transformers and its modelling code elsewhere than in their own process.
 
-`saved_model` copies a model out of the cache, where a program puts it first: `python -m tests.support.saved_models CASE
-FOLDER`.
+Both are kept in the cache, under a digest of what decides on them, where a forked program puts them first:
+`python -m tests.support.saved_models save CASE FOLDER [FIELD=NUMBER ...]` and
+`python -m tests.support.saved_models generate MODEL FILE < QUESTION`.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
@@ -22,33 +26,77 @@ from tests.support.forking import popen
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def saved_model(case: str, folder: Path) -> None:
-    """Save a case of `tiny_models.py` in `folder`, as `tiny_models.save` does."""
-    shutil.copytree(_cached(case), folder, dirs_exist_ok=True)
+def saved_model(case: str, folder: Path, **fields: int) -> None:
+    """Save a case of `tiny_models.py` in `folder`. fields: of its configuration, which differ."""
+    differing = sorted(f"{name}={number}" for name, number in fields.items())
+    shutil.copytree(_cached(case, *differing), folder, dirs_exist_ok=True)
+
+
+def generated(model: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Return the greedy tokens that transformers generates after each prompt with the model in that folder, in float32
+    and whatever their end."""
+    question = json.dumps({"prompts": prompts, "max_tokens": max_tokens})
+    files = [model / "config.json", *sorted(model.glob("*.safetensors"))]
+    asked = sha256(b"".join([question.encode(), *map(Path.read_bytes, files)])).hexdigest()[:16]
+    file = _kept(f"generated-{asked}", lambda file: _run("generate", str(model), str(file), question=question))
+    tokens: list[list[int]] = json.loads(file.read_text())
+    return tokens
 
 
 @cache
-def _cached(case: str) -> Path:
-    """The case's folder under a digest of what decides on its contents."""
-    made_from = (
-        ROOT / "tests/support/tiny_models.py"
-    ).read_bytes() + f"{version('torch')} {version('transformers')}".encode()
-    models = cache_root() / "tests" / sha256(made_from).hexdigest()[:16]
-    if not (models / case).exists():
-        models.mkdir(parents=True, exist_ok=True)
-        made = Path(mkdtemp(dir=models))
-        command = [sys.executable, "-m", "tests.support.saved_models", case, str(made)]
-        with popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as program:
-            assert program.wait() == 0
-        try:
-            made.rename(models / case)
-        except OSError:
-            # Another process was faster.
-            shutil.rmtree(made)
-    return models / case
+def _cached(case: str, *fields: str) -> Path:
+    return _kept("-".join([case, *fields]), lambda folder: _run("save", case, str(folder), *fields))
+
+
+def _kept(name: str, make: Callable[[Path], None]) -> Path:
+    """Return a file or folder of the cache, made first where it is not there."""
+    made_from = [Path(__file__).read_bytes(), (ROOT / "tests/support/tiny_models.py").read_bytes()]
+    made_from += [version(package).encode() for package in ("torch", "transformers")]
+    kept = cache_root() / "tests" / sha256(b"".join(made_from)).hexdigest()[:16] / name
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        making = Path(mkdtemp(dir=kept.parent))
+        make(making / name)
+        # Another process may have been faster.
+        with suppress(OSError):
+            (making / name).rename(kept)
+        shutil.rmtree(making)
+    return kept
+
+
+def _run(*arguments: str, question: str = "") -> None:
+    command = [sys.executable, "-m", "tests.support.saved_models", *arguments]
+    pipe = subprocess.PIPE
+    with popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True) as program:
+        said, _ = program.communicate(question)
+    assert program.returncode == 0, said
+
+
+def _save(case: str, folder: str, *fields: str) -> None:
+    from tests.support.tiny_models import build
+
+    differing = {name: int(number) for name, _, number in (field.partition("=") for field in fields)}
+    build(case, **differing).save_pretrained(folder)
+
+
+def _generate(model: str, file: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    question = json.load(sys.stdin)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokens = []
+    for prompt in question["prompts"]:
+        found = reference.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=question["max_tokens"],
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        tokens.append(found[0, len(prompt) :].tolist())
+    Path(file).write_text(json.dumps(tokens))
 
 
 if __name__ == "__main__":
-    from tests.support.tiny_models import save
-
-    save(sys.argv[1], Path(sys.argv[2]))
+    {"save": _save, "generate": _generate}[sys.argv[1]](*sys.argv[2:])

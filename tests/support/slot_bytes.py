@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+_PAGE = 4096
 
 
 def slots_on_cpu(model: Path, num_slots: int) -> int:
-    """The bytes of so many slots in each layer of a saved model."""
-    # With torch, which a process of pytest loads where a test needs it.
-    from experts.expert_file import round_to_page
-    from moeserve.config import ServeConfig
-    from moeserve.memory_plan import read_spec
-    from moeserve.model.expert_store import layout_in_store
-
-    spec, dtype = read_spec(model, ServeConfig())
-    return num_slots * len(spec.moe_layers) * round_to_page(layout_in_store(model, spec, dtype).num_bytes)
+    """The bytes of so many slots in each layer of a saved model whose experts are three matrices in float32. Torch
+    stays out of it."""
+    config = json.loads((model / "config.json").read_text())
+    of_expert = 3 * config["hidden_size"] * config.get("moe_intermediate_size", config["intermediate_size"]) * 4
+    num_layers = config["num_hidden_layers"] - len(config.get("mlp_only_layers") or ())
+    return int(num_slots * num_layers * -(-of_expert // _PAGE) * _PAGE)
 
 
 def slots_on_gpu(model: Path, num_slots: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -33,10 +34,13 @@ def byte_tokenizer(specials: Sequence[str] = SPECIALS) -> Tokenizer:
     return tokenizer
 
 
-def write_model_dir(folder: Path, template: str = TEMPLATE, specials: Sequence[str] = SPECIALS) -> Path:
-    """Writes what a frontend reads of a checkpoint. The first special token is BOS, the fourth EOS."""
+def write_model_dir(folder: Path, template: str | None = TEMPLATE, specials: Sequence[str] = SPECIALS) -> Path:
+    """Writes what a frontend reads of a checkpoint. The first special token is BOS, the fourth EOS. template: of chats,
+    None for a model without."""
     folder.mkdir(parents=True, exist_ok=True)
     byte_tokenizer(specials).save(str(folder / "tokenizer.json"))
-    config = {"bos_token": specials[0], "eos_token": {"content": specials[3]}, "chat_template": template}
+    config: dict[str, Any] = {"bos_token": specials[0], "eos_token": {"content": specials[3]}}
+    if template is not None:
+        config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
