@@ -140,7 +140,6 @@ class Load:
         waiting = mine.waiting + num_new
         tokens = mine.tokens + num_new * mine.request_tokens
         all_waiting, all_tokens, weights = float(waiting), float(tokens), weight
-        num_running = mine.running
         for name, other in self.tenants.items():
             if name == tenant:
                 continue
@@ -148,11 +147,14 @@ class Load:
             all_waiting += min(other.waiting, waiting * ratio)
             all_tokens += min(other.tokens, tokens * ratio)
             weights += other.weight
-            num_running += other.running
-        for_prompts = self.step_s * all_tokens / max(1, self.step_tokens)
         has_own_place = mine.running + waiting < self.places * weight / weights
-        missing = 0.0 if has_own_place else all_waiting + 1 - max(0, self.places - num_running)
-        return max(for_prompts, self.place_s * missing, 0.0)
+        return self.wait_behind_s(-1 if has_own_place else all_waiting, all_tokens)
+
+    def wait_behind_s(self, num_requests: float, num_tokens: float) -> float:
+        """Return how long a request will wait that comes after so many others, which have so many tokens."""
+        num_free = max(0, self.places - sum(backlog.running for backlog in self.tenants.values()))
+        for_prompts = self.step_s * num_tokens / max(1, self.step_tokens)
+        return max(for_prompts, self.place_s * (num_requests + 1 - num_free), 0.0)
 
 
 class Pace:

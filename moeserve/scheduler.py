@@ -30,6 +30,7 @@ from radix_cache import APART, Miss, PrefixCache
 
 _MAX_FOLLOWERS_TRIED = 16
 _BENEFIT_OF_DOUBT = 1.5
+_CLEARLY_LATE = 1.2
 
 
 class Scheduler:
@@ -136,12 +137,24 @@ class Scheduler:
         self._waiting.add(request)
 
     def drop_late(self) -> list[RequestOutput]:
-        """End the requests that have waited as long as they may and were never begun.
+        """End the requests that were never begun and have waited as long as they may, or would before they are begun,
+        behind those that go before them.
 
         Each has had its chance in one step at least, however long the step before it took.
         """
-        pace = self._pace
-        late = [r for r in self._waiting if r.arrival < self._num_tried and pace.now - r.arrived_at > pace.limit(r)]
+        if not len(self._waiting):
+            return []
+        load, late = self.load(), []
+        num_ahead = num_tokens = 0
+        for request in self._waiting.candidates():
+            waited_s, limit_s = self._pace.now - request.arrived_at, self._pace.limit(request)
+            until_begun_s = waited_s + load.wait_behind_s(num_ahead, num_tokens)
+            is_late = waited_s > limit_s or until_begun_s > _CLEARLY_LATE * limit_s
+            if is_late and request.arrival < self._num_tried:
+                late.append(request)
+            else:
+                num_ahead += 1
+                num_tokens += request.num_uncached_tokens
         return [self._end(request, FinishReason.LATE) for request in late]
 
     def abort(self, request_id: str) -> RequestOutput | None:
