@@ -22,7 +22,7 @@ from transformers.models.nemotron_h.configuration_nemotron_h import NemotronHCon
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 from kernels.attention_plan import AttentionPlan
-from kernels.ops import CpuOps
+from kernels.ops import CpuOps, PagedRows
 from kernels.state_rows import StateRows
 from moeserve.model.hf.caches import StateLayer, cache_of, step_cache
 from moeserve.model.hf.geometry import Geometry, LayerMemory, NamedState
@@ -93,9 +93,8 @@ def ours(mixer: nn.Module, memory: LayerMemory, x: Tensor) -> Callable[[], objec
     batch, count = x.shape[:2]
     bounds = torch.arange(0, batch * count + 1, count)
     rows, cache = x.reshape(1, batch * count, -1), step_cache(Geometry((memory,), (), Cache), step)
-    step.begin(
-        torch.arange(batch * count), AttentionPlan((), 1), (), [pools], StateRows(bounds, torch.arange(batch), count)
-    )
+    nowhere = PagedRows(torch.arange(batch * count), AttentionPlan((), 1))
+    step.begin(nowhere, None, (), [pools], StateRows(bounds, torch.arange(batch), count))
     return lambda: scanned(rows, cache_params=cache)
 
 

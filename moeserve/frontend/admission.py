@@ -148,6 +148,9 @@ class Admission:
                 del self._held[key], self._weights[key]
             if self.in_flight == 0:
                 self.idle.set()
+                if self._num_frontends == 1:
+                    # All whom the engine has counted are gone; it tells its load anew after the step under way.
+                    self._load = None
 
     def late(self, terms: Terms, wait_s: float | None = None) -> ApiError:
         """503 for a request that would wait too long, or did. wait_s: what the engine predicts, if it was asked."""

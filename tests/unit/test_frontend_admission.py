@@ -113,6 +113,15 @@ def test_who_would_wait_too_long_is_refused_at_once_and_told_how_long() -> None:
         pass
 
 
+def test_nobody_waits_for_requests_that_have_all_left() -> None:
+    taken, _ = admission()
+    with taken.hold(1, 64, A):
+        taken.on_load(load(limit_s=5.0, a=Backlog(1.0, 8, 6, 96, 16)))
+        assert refused(taken, 1, 64, A).code == "overloaded"
+    with taken.hold(1, 64, A):
+        assert taken.in_flight == 1
+
+
 def test_what_will_have_been_done_since_the_engine_told_its_load_is_not_waited_for() -> None:
     clock = Clock()
     taken, _ = admission(clock)
