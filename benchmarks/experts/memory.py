@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 
 from benchmarks.experts.figures import Amount, Figure, Progress, Unavailable, at_least, at_most, in_turn
 from benchmarks.experts.traces import BUILDS, documents, folder_of
+from benchmarks.token_engine import Completion, TokenEngine
 from experts.expert_file import round_to_page
 from moeserve.config import ServeConfig
 from moeserve.experts.fit import TextReader, fit_gates, half_of_topics, pieces
 from moeserve.experts.prefetch import find_fitted_gates, keep_fitted_gates
-from moeserve.llm import LLM, Completion
 from moeserve.memory_plan import read_spec
 from moeserve.model.expert_store import layout_in_store
 from moeserve.model.spec import DecoderSpec, ModelError
@@ -80,7 +80,7 @@ class Contestant:
             threads=1,
         )
         try:
-            self._llm = LLM(setting.folder, config)
+            self._llm = TokenEngine(setting.folder, config)
         except ModelError as error:
             raise Unavailable(str(error)) from error
         tokenizer = Tokenizer.from_file(str(setting.folder / "tokenizer.json"))

@@ -1,10 +1,10 @@
 """Behaviour that stays while the code moves: tokens, bits of log probabilities and plans, recorded once and checked.
 
-`python -m tests.behaviour.freeze record|check [--only PART ...]` goes through the outermost faces alone: `LLM` in a
-process of its own, `moeserve serve` over HTTP, and the plans of the simulator's script. A part is `plans`, `cpu`,
-`ranks`, `gpu` (Triton's interpreter) or `demo`, or one of a model, as `cpu/gpt_oss`. Every process has one thread: with
-more, sums are in another order. Bits also depend on the machine. Where its arithmetic or the weights that transformers
-draws are not those of the record, tokens alone are compared, and the check says so.
+`python -m tests.behaviour.freeze record|check [--only PART ...]` goes through the outermost faces alone:
+`TokenEngine` in a process of its own, `moeserve serve` over HTTP, and the plans of the simulator's script. A part is
+`plans`, `cpu`, `ranks`, `gpu` (Triton's interpreter) or `demo`, or one of a model, as `cpu/gpt_oss`. Every process
+has one thread: with more, sums are in another order. Bits also depend on the machine. Where its arithmetic or the
+weights that transformers draws are not those of the record, tokens alone are compared, and the check says so.
 """
 
 from __future__ import annotations

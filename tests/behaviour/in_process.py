@@ -19,9 +19,10 @@ import tokenizers
 import torch
 import transformers
 
+from benchmarks.token_engine import Completion, TokenEngine
+
 # All that this folder takes from the product, and the only lines to follow it when it moves.
 from moeserve.config import ServeConfig
-from moeserve.llm import LLM, Completion
 from moeserve.model.demo import ensure_demo
 from moeserve.plan import SamplingParams
 from tests.behaviour.cases import (
@@ -113,7 +114,7 @@ def in_process(
     greedy: SamplingParams,
 ) -> dict[str, Record]:
     """Greedy tokens of a cold and of a warm cache, of few expert slots and in bfloat16, and tokens drawn by a seed."""
-    llm = LLM(model, config)
+    llm = TokenEngine(model, config)
     records = {"cold": record_of(llm.generate(prompts, greedy)), "hit": record_of(llm.generate(prompts, greedy))}
     drawn = SamplingParams(**SAMPLING, max_tokens=greedy.max_tokens, logprobs=greedy.logprobs)
     records["sampled"] = record_of(llm.generate(prompts, drawn))
@@ -124,7 +125,7 @@ def in_process(
         expert_prefetch="gate",
         expert_store_dir=None if store is None else str(store),
     )
-    llm = LLM(model, few)
+    llm = TokenEngine(model, few)
     records["few-slots"] = record_of(llm.generate(prompts, greedy))
     llm.close()
     return records
@@ -134,7 +135,7 @@ def tiny(folder: Path, name: str) -> dict[str, Record]:
     greedy = SamplingParams(max_tokens=_TOKENS, temperature=0.0, logprobs=VOCAB_SIZE)
     memory = MODELS[name].expert_memory
     records = in_process(folder / name, _TINY, memory, folder / "stores" / name, PROMPTS, greedy)
-    rounded = LLM(folder / name, replace(_TINY, dtype="bfloat16"))
+    rounded = TokenEngine(folder / name, replace(_TINY, dtype="bfloat16"))
     records["bfloat16"] = record_of(rounded.generate(PROMPTS, greedy))
     return records
 

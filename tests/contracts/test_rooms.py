@@ -78,7 +78,6 @@ ROOMS = {
         "engine",
         "service",
         "ranked_service",
-        "llm",
         "tune",
         "bench",
         "frontend",

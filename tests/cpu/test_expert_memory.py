@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import moeserve.experts.memory
+from benchmarks.token_engine import Completion, TokenEngine
 from experts.errors import ExpertStoreError
 from experts.expert_file import PAGE_BYTES, round_to_page
 from experts.moe_layer import MoeLayer
@@ -21,7 +22,6 @@ from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_files import save_statistics
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.experts.settings import statistics_key
-from moeserve.llm import LLM, Completion
 from moeserve.memory_plan import read_spec
 from moeserve.model.expert_store import layout_in_store
 from moeserve.model.spec import ModelError
@@ -58,13 +58,13 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(1, 128) for _ in range(count)] for count in (40, 5, 90)]
 
 
-def generate(llm: LLM) -> list[Completion]:
+def generate(llm: TokenEngine) -> list[Completion]:
     """One after the other and then all at once, so that events are small and large."""
     alone = [llm.generate([prompt], GREEDY)[0] for prompt in prompts()]
     return alone + llm.generate(prompts(), RANDOM)
 
 
-def wait_for_prefetches(llm: LLM) -> None:
+def wait_for_prefetches(llm: TokenEngine) -> None:
     """Generates until a prefetch has begun before its demand load came, which is up to the thread that copies."""
     assert llm.experts is not None
     for _ in range(20):
@@ -100,8 +100,8 @@ def test_random_eviction_and_prefetches_change_no_bit(
     save(case, model_dir)
     monkeypatch.setitem(POLICIES, "lfru", RandomEviction)
     monkeypatch.setattr(RecallSample, "is_counting", True)
-    llm = LLM(model_dir, config_for(model_dir, num_slots, tmp_path / "store", expert_prefetch=prefetch))
-    for found, expected in zip(generate(llm), generate(LLM(model_dir, BASE)), strict=True):
+    llm = TokenEngine(model_dir, config_for(model_dir, num_slots, tmp_path / "store", expert_prefetch=prefetch))
+    for found, expected in zip(generate(llm), generate(TokenEngine(model_dir, BASE)), strict=True):
         assert found.token_ids == expected.token_ids
         assert found.logprobs == expected.logprobs
     assert llm.experts is not None
@@ -125,8 +125,10 @@ def test_a_model_with_one_layer_of_experts_serves_from_slots(
 ) -> None:
     monkeypatch.setitem(CASES, "one layer", ("Mixtral", {"num_local_experts": 8, "num_hidden_layers": 1}))
     save("one layer", tmp_path / "model")
-    llm = LLM(tmp_path / "model", config_for(tmp_path / "model", 2, tmp_path / "store", expert_prefetch=prefetch))
-    for found, expected in zip(generate(llm), generate(LLM(tmp_path / "model", BASE)), strict=True):
+    llm = TokenEngine(
+        tmp_path / "model", config_for(tmp_path / "model", 2, tmp_path / "store", expert_prefetch=prefetch)
+    )
+    for found, expected in zip(generate(llm), generate(TokenEngine(tmp_path / "model", BASE)), strict=True):
         assert found.token_ids == expected.token_ids
         assert found.logprobs == expected.logprobs
     llm.close()
@@ -148,29 +150,29 @@ def test_nothing_of_it_is_built_where_all_experts_fit(
         "__init__",
         lambda *args, **options: (dispatches.append(options["dispatch"]), init(*args, **options))[1],
     )
-    llm = LLM(small_model, BASE if given == "nothing" else config_for(small_model, 8, tmp_path))
+    llm = TokenEngine(small_model, BASE if given == "nothing" else config_for(small_model, 8, tmp_path))
     assert llm.experts is None
     assert dispatches == [None] * 3
     with pytest.raises(AssertionError, match="built"):
-        LLM(small_model, config_for(small_model, 7, tmp_path))
+        TokenEngine(small_model, config_for(small_model, 7, tmp_path))
 
 
 def test_too_little_memory_for_the_experts_of_a_token_is_refused_with_the_numbers(
     small_model: Path, tmp_path: Path
 ) -> None:
     least = 3 * 2 * slot_bytes(small_model)
-    LLM(small_model, replace(BASE, expert_memory=least, expert_store_dir=str(tmp_path))).close()
+    TokenEngine(small_model, replace(BASE, expert_memory=least, expert_store_dir=str(tmp_path))).close()
     with pytest.raises(
         ConfigError, match=r"holds 5 experts of 0\.1 MiB, but 3 layers need 2 each: give at least 0\.4 MiB"
     ):
-        LLM(small_model, replace(BASE, expert_memory=least - 1, expert_store_dir=str(tmp_path)))
+        TokenEngine(small_model, replace(BASE, expert_memory=least - 1, expert_store_dir=str(tmp_path)))
 
 
 def test_a_store_is_kept_and_one_of_other_weights_gets_its_own(small_model: Path, tmp_path: Path) -> None:
     config = config_for(small_model, 3, tmp_path)
 
     def files() -> dict[str, int]:
-        LLM(small_model, config).close()
+        TokenEngine(small_model, config).close()
         return {str(path.parent.name): path.stat().st_ino for path in tmp_path.glob("*/experts.bin")}
 
     first = files()
@@ -212,7 +214,7 @@ def test_a_damaged_store_is_refused_until_it_is_deleted(
     small_model: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
 ) -> None:
     config = config_for(small_model, 3, tmp_path)
-    LLM(small_model, config).close()
+    TokenEngine(small_model, config).close()
     (path,) = tmp_path.glob("*/experts.bin")
     whole = path.read_bytes()
     damage(path)
@@ -220,23 +222,23 @@ def test_a_damaged_store_is_refused_until_it_is_deleted(
         with pytest.raises(
             ModelError, match=words + r".*: delete .*experts\.bin, and the next start builds it anew\.$"
         ):
-            LLM(small_model, config)
+            TokenEngine(small_model, config)
     path.unlink()
-    LLM(small_model, config).close()
+    TokenEngine(small_model, config).close()
     assert path.read_bytes() == whole
 
 
 def test_a_store_that_cannot_be_written_is_one_sentence(small_model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match=r"cannot be written \(.*\): name a folder that can be in --expert-store-dir"):
-        LLM(small_model, config_for(small_model, 3, tmp_path / "file"))
+        TokenEngine(small_model, config_for(small_model, 3, tmp_path / "file"))
 
 
 def test_an_expert_that_lost_its_checksum_fails_the_step_and_all_later_ones(small_model: Path, tmp_path: Path) -> None:
     config = config_for(small_model, 3, tmp_path)
-    LLM(small_model, config).close()
+    TokenEngine(small_model, config).close()
     (path,) = tmp_path.glob("*/experts.bin")
-    memory = LLM(small_model, config)
+    memory = TokenEngine(small_model, config)
     assert memory.experts is not None
     content = bytearray(path.read_bytes())
     content[4096:] = bytes(len(content) - 4096)
@@ -264,8 +266,8 @@ def test_every_policy_gives_the_same_answers(small_model: Path, tmp_path: Path, 
     save_statistics(file, statistics, statistics_key(small_model))
     prefetch = "affinity" if policy == "affinity" else "off"
     config = config_for(small_model, 3, tmp_path / "store", expert_policy=policy, expert_prefetch=prefetch)
-    llm = LLM(small_model, replace(config, expert_statistics=str(file)))
-    for found, expected in zip(generate(llm), generate(LLM(small_model, BASE)), strict=True):
+    llm = TokenEngine(small_model, replace(config, expert_statistics=str(file)))
+    for found, expected in zip(generate(llm), generate(TokenEngine(small_model, BASE)), strict=True):
         assert found.token_ids == expected.token_ids
         assert found.logprobs == expected.logprobs
     assert llm.experts is not None
@@ -278,4 +280,4 @@ def test_a_static_policy_refuses_the_statistics_of_another_model(small_model: Pa
     save_statistics(file, RoutingStatistics(StatisticsSpec(2, 4, 2)), "another")
     config = config_for(small_model, 3, tmp_path / "store", expert_policy="static", expert_statistics=str(file))
     with pytest.raises(ConfigError, match=r"statistics\.safetensors"):
-        LLM(small_model, config)
+        TokenEngine(small_model, config)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.token_engine import TokenEngine
 from experts.gates import FittedGates, FittedGatesError, load_fitted_gates, save_fitted_gates
 from experts.routing_files import Tap
 from launcher.cli import main
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.experts.fit import GateFit, TextReader, fit_gates, pieces
-from moeserve.llm import LLM
 from moeserve.plan import SamplingParams
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -79,7 +79,7 @@ def test_fitted_gates_are_found_and_change_no_answer(
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
     config = ServeConfig(kv_cache_memory=2**24, max_model_len=64, threads=1)
     sampling = SamplingParams(max_tokens=8, temperature=0.0, logprobs=3)
-    expected = LLM(model, config)
+    expected = TokenEngine(model, config)
     prompts = [[5, 6, 7], [8, 9]]
     slots = _slots(model, 3)
     bounded = ServeConfig(
@@ -87,12 +87,12 @@ def test_fitted_gates_are_found_and_change_no_answer(
     )
     if choice == "fitted":
         with pytest.raises(ConfigError, match="moeserve experts fit"):
-            LLM(model, bounded)
+            TokenEngine(model, bounded)
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     result = CliRunner().invoke(main, ["experts", "fit", str(model), "--text", str(text), "--max-tokens", "300"])
     assert result.exit_code == 0, result.output
-    llm = LLM(model, bounded)
+    llm = TokenEngine(model, bounded)
     try:
         assert llm.generate(prompts, sampling) == expected.generate(prompts, sampling)
         assert llm.experts is not None

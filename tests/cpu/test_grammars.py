@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.config import ServeConfig
 from moeserve.frontend.constraints import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
-from moeserve.llm import LLM, Completion
 from moeserve.model import grammars
 from moeserve.model.grammars import Grammars
 from moeserve.model.sampler import adjusted_logits
@@ -77,8 +77,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoint: Path) -> Iterator[LLM]:
-    llm = LLM(checkpoint, ServeConfig(kv_cache_memory=64 << 20, max_model_len=2048))
+def llm(checkpoint: Path) -> Iterator[TokenEngine]:
+    llm = TokenEngine(checkpoint, ServeConfig(kv_cache_memory=64 << 20, max_model_len=2048))
     yield llm
     llm.close()
 
@@ -90,7 +90,7 @@ def text_of(completion: Completion) -> str:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_every_answer_validates(llm: LLM, name: str) -> None:
+def test_every_answer_validates(llm: TokenEngine, name: str) -> None:
     wild = [replace(WILD, seed=seed, grammar=schema_grammar(name)) for seed in range(12)]
     for completion in llm.generate([PROMPT] * len(wild), wild):
         answer = json.loads(text_of(completion))
@@ -105,13 +105,13 @@ def test_every_answer_validates(llm: LLM, name: str) -> None:
         ("grammar", 'start: "<" n ("," n)* ">"\nn: /[0-9]{1,2}/', r"<\d{1,2}(,\d{1,2})*>"),
     ],
 )
-def test_patterns_choices_and_grammars_hold(llm: LLM, kind: Any, value: Any, pattern: str) -> None:
+def test_patterns_choices_and_grammars_hold(llm: TokenEngine, kind: Any, value: Any, pattern: str) -> None:
     wild = [replace(WILD, seed=seed, grammar=grammar_of(kind, value)) for seed in range(8)]
     for completion in llm.generate([PROMPT] * len(wild), wild):
         assert re.fullmatch(pattern, text_of(completion))
 
 
-def test_what_else_a_request_asks_does_not_break_its_grammar(llm: LLM) -> None:
+def test_what_else_a_request_asks_does_not_break_its_grammar(llm: TokenEngine) -> None:
     grammar = schema_grammar("person")
     asked: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -126,14 +126,14 @@ def test_what_else_a_request_asks_does_not_break_its_grammar(llm: LLM) -> None:
         jsonschema.validate(json.loads(text_of(completion)), SCHEMAS["person"])
 
 
-def test_log_probabilities_are_those_of_the_model_for_every_token(llm: LLM) -> None:
+def test_log_probabilities_are_those_of_the_model_for_every_token(llm: TokenEngine) -> None:
     (completion,) = llm.generate([PROMPT], replace(WILD, grammar=grammar_of("choice", ["yes"]), logprobs=2))
     assert text_of(completion) == "yes"
     assert len(completion.logprobs) == 4
     assert all(-20 < entry.logprob < 0 and len(entry.top) == 2 for entry in completion.logprobs)
 
 
-def test_eos_waits_for_the_end_of_the_grammar_and_min_tokens_for_no_longer(llm: LLM) -> None:
+def test_eos_waits_for_the_end_of_the_grammar_and_min_tokens_for_no_longer(llm: TokenEngine) -> None:
     eager = {"temperature": 0.0, "logit_bias": {EOS: 100.0}}
     short, long, forced = llm.generate(
         [PROMPT] * 3,
@@ -146,7 +146,7 @@ def test_eos_waits_for_the_end_of_the_grammar_and_min_tokens_for_no_longer(llm: 
     assert (text_of(short), text_of(long), text_of(forced)) == ("a" * 3, "a" * 10, "a" * 20)
 
 
-def test_an_answer_that_is_cut_says_so(llm: LLM) -> None:
+def test_an_answer_that_is_cut_says_so(llm: TokenEngine) -> None:
     (cut,) = llm.generate([PROMPT], replace(WILD, grammar=schema_grammar("person"), max_tokens=5))
     assert cut.finish_reason is FinishReason.LENGTH
     assert bytes(cut.token_ids).startswith(b"{")
@@ -160,19 +160,19 @@ def mixed() -> list[SamplingParams]:
     ]
 
 
-def test_tokens_depend_neither_on_the_batch_nor_on_preemptions(checkpoint: Path, llm: LLM) -> None:
+def test_tokens_depend_neither_on_the_batch_nor_on_preemptions(checkpoint: Path, llm: TokenEngine) -> None:
     alone = [llm.generate([PROMPT], sampling)[0].token_ids for sampling in mixed()]
     together = llm.generate([PROMPT] * len(alone), mixed())
     assert [completion.token_ids for completion in together] == alone
     few_blocks = ServeConfig(kv_cache_memory=24 << 10, block_size=4, max_model_len=70, enable_prefix_caching=False)
-    preempted = LLM(checkpoint, few_blocks)
+    preempted = TokenEngine(checkpoint, few_blocks)
     crowded = preempted.generate([PROMPT] * len(alone), mixed())
     assert preempted.scheduler.counters.preemptions > 0
     assert [completion.token_ids for completion in crowded] == alone
     preempted.close()
 
 
-def test_matchers_that_are_lost_are_made_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matchers_that_are_lost_are_made_again(llm: TokenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = [completion.token_ids for completion in llm.generate([PROMPT] * len(mixed()), mixed())]
     real = Grammars._masks
 
@@ -184,7 +184,7 @@ def test_matchers_that_are_lost_are_made_again(llm: LLM, monkeypatch: pytest.Mon
     assert [completion.token_ids for completion in llm.generate([PROMPT] * len(mixed()), mixed())] == kept
 
 
-def test_a_grammar_that_cannot_be_enforced_ends_its_request_alone(llm: LLM) -> None:
+def test_a_grammar_that_cannot_be_enforced_ends_its_request_alone(llm: TokenEngine) -> None:
     with pytest.raises(RuntimeError, match=GRAMMAR_FAILED):
         llm.generate([PROMPT], replace(WILD, grammar="start: nothing"))
     ambiguous = 'start: e\ne: e e | e e e | /[a-z]/ | ""'

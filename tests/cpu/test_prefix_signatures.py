@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import moeserve.assemble
+from benchmarks.token_engine import TokenEngine
 from experts.expert_file import round_to_page
 from experts.lookahead import GateLookahead
 from experts.prefetcher import PrefixWarmer
 from experts.prefix_warmth import PrefixWarmth
 from moeserve.config import ServeConfig
-from moeserve.llm import LLM
 from moeserve.memory_plan import read_spec
 from moeserve.model.expert_store import layout_in_store
 from moeserve.plan import SamplingParams
@@ -59,7 +59,7 @@ def test_a_prefix_hit_asks_for_the_experts_of_the_prefix_and_changes_no_bit(
     )
     prefix = prompt(1, 40)
     prompts = [prefix + prompt(2, 9), prompt(3, 50), prefix + prompt(4, 1), prefix + prompt(5, 20)]
-    llm = LLM(model, bounded(model, tmp_path, expert_prefetch="gate"))
+    llm = TokenEngine(model, bounded(model, tmp_path, expert_prefetch="gate"))
     found = [llm.generate([one], GREEDY)[0] for one in prompts]
     assert llm.experts is not None
     counters = llm.experts.stats().counters
@@ -68,7 +68,7 @@ def test_a_prefix_hit_asks_for_the_experts_of_the_prefix_and_changes_no_bit(
     assert len(remembered) == 2
     assert all(rates.sum(axis=1)[:-1] == pytest.approx(llm.spec.moe.gate.top_k, rel=0.1) for rates in remembered)
     assert counters.prefetch_bytes > 0
-    whole = LLM(model, BASE)
+    whole = TokenEngine(model, BASE)
     for one, expected in zip(prompts, found, strict=True):
         assert whole.generate([one], GREEDY)[0].token_ids == expected.token_ids
 
@@ -77,7 +77,7 @@ def test_a_second_request_finds_the_experts_of_its_prefix_loaded(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GateLookahead, "arrived", lambda *_: None)  # so that only signatures load ahead
-    llm = LLM(model, bounded(model, tmp_path, expert_prefetch="gate"))
+    llm = TokenEngine(model, bounded(model, tmp_path, expert_prefetch="gate"))
     memory = llm.experts
     assert memory is not None
     begin = PrefixWarmer.begin
@@ -118,7 +118,7 @@ def test_where_nothing_is_loaded_ahead_nothing_is_described_kept_or_carried(
         "no prefetch": bounded(model, tmp_path, expert_prefetch="off"),
         "no prefix cache": bounded(model, tmp_path, expert_prefetch="gate", enable_prefix_caching=False),
     }[absent]
-    llm = LLM(model, config)
+    llm = TokenEngine(model, config)
     for _ in range(2):
         llm.generate([prompt(1, 20)], GREEDY)
     llm.close()

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.config import ServeConfig
-from moeserve.llm import LLM, Completion
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.plan import SamplingParams
@@ -84,7 +84,7 @@ def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
     alone: list[Completion],
     changes: dict[str, object],
 ) -> None:
-    llm = LLM(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
+    llm = TokenEngine(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
     for _ in range(2):
         assert_same(llm.generate(prompts, samplings), alone)
     assert llm.scheduler.counters.prefix_hit_tokens > 100
@@ -96,7 +96,7 @@ def test_a_hit_at_every_block_border_gives_the_same_bits(
 ) -> None:
     # As the policy stands, a snapshot is saved only where it spares many tokens.
     monkeypatch.setattr("moeserve.assemble.StatePolicy", partial(StatePolicy, min_gain=1))
-    llm, uncached = LLM(model_dir, BASE), LLM(model_dir, replace(BASE, enable_prefix_caching=False))
+    llm, uncached = TokenEngine(model_dir, BASE), TokenEngine(model_dir, replace(BASE, enable_prefix_caching=False))
     for number, border in enumerate(range(BLOCK, 24, BLOCK)):
         prompt = [number + 1, *prompts[3][:24]]
         # Its last token is never served from the cache, so its last snapshot is at the border.
@@ -112,7 +112,7 @@ def test_preempted_requests_end_with_the_same_bits(
 ) -> None:
     layers = build_spec(load_config(model_dir)).kv_layers
     memory = 24 * kv_block_bytes(layers, BLOCK, torch.float32)
-    small = LLM(
+    small = TokenEngine(
         model_dir,
         replace(BASE, max_model_len=92, kv_cache_memory=memory, max_num_seqs=8, max_num_batched_tokens=16),
     )

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.token_engine import TokenEngine
 from experts.routing import RoutingShape, unpack
 from experts.routing_tap import RoutingTap
 from kernels.moe_gate import GateSpec, select_experts
 from moeserve.assemble import load_rank
 from moeserve.config import ServeConfig
 from moeserve.experts.observe import ExpertRecording, plan_recording
-from moeserve.llm import LLM
 from moeserve.memory_plan import plan_model
 from moeserve.plan import SamplingParams
 from moeserve.steps import LocalExecutor, Steps
@@ -53,14 +53,14 @@ def test_an_engine_that_records_gives_the_same_tokens_and_counts_every_row(tmp_p
     save("mixtral", tmp_path)
     prompts = [[5 * n + i for i in range(9 + n)] for n in range(4)]
     sampling = SamplingParams(max_tokens=6, temperature=0.0)
-    expected = [completion.token_ids for completion in LLM(tmp_path, CONFIG).generate(prompts, sampling)]
+    expected = [completion.token_ids for completion in TokenEngine(tmp_path, CONFIG).generate(prompts, sampling)]
 
     plan = plan_model(tmp_path, CONFIG)
     planned = plan_recording(CONFIG, tmp_path, plan.spec)
     assert planned is not None
     rank = load_rank(tmp_path, plan, CONFIG, lambda _: None).start()
     recording = ExpertRecording(planned)
-    heard = LLM(tmp_path, CONFIG)
+    heard = TokenEngine(tmp_path, CONFIG)
     heard.steps = Steps(heard.scheduler, LocalExecutor(rank.runner), depth=0, observers=[recording])
     assert [completion.token_ids for completion in heard.generate(prompts, sampling)] == expected
     num_rows = sum(map(len, prompts)) + 4 * 5

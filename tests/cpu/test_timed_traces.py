@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.token_engine import TokenEngine
 from moeserve.config import ServeConfig
-from moeserve.llm import LLM
 from tests.support.timed_traces import LONGEST, Asked, Played, known_requests, play_traces
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def play(model: Path, requests: list[Asked], name: str, count: int) -> Played:
-    llm = LLM(model, replace(BASE, **{"kv_cache_memory": MEMORY, **SETTINGS[name]}))
+    llm = TokenEngine(model, replace(BASE, **{"kv_cache_memory": MEMORY, **SETTINGS[name]}))
     try:
         return play_traces(llm, requests, count, seed=len(name))
     finally:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.token_engine import TokenEngine
 from kernels.specs import Activation
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.llm import LLM
 from moeserve.memory_plan import plan_model
 from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.fused import FusedAttention
@@ -41,8 +41,8 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("case", ["mixtral-window", "gpt_oss", "deepseek_v3-yarn"])
 def test_tokens_equal_those_of_our_own_code(case: str, prompts: list[list[int]], tmp_path: Path) -> None:
     save(case, tmp_path)
-    native = LLM(tmp_path, replace(BASE, model_impl="native")).generate(prompts, GREEDY)
-    llm = LLM(tmp_path, replace(BASE, max_num_batched_tokens=24, max_num_seqs=4))
+    native = TokenEngine(tmp_path, replace(BASE, model_impl="native")).generate(prompts, GREEDY)
+    llm = TokenEngine(tmp_path, replace(BASE, max_num_batched_tokens=24, max_num_seqs=4))
     for _ in range(2):  # The second time from the prefix cache.
         found = llm.generate(prompts, GREEDY)
         assert [c.token_ids for c in found] == [c.token_ids for c in native]

@@ -20,10 +20,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from benchmarks.token_engine import TokenEngine
 from experts.expert_file import round_to_page
 from experts.observer import AnyObserver
 from moeserve.config import ServeConfig
-from moeserve.llm import LLM
 from moeserve.memory_plan import plan_model, read_any_spec
 from moeserve.model.expert_store import layout_in_store
 from moeserve.model.hf.gates import _projections
@@ -70,10 +70,10 @@ def test_few_slots_change_no_bit(model_type: str, tmp_path: Path) -> None:
     save_tiny(model_type, tmp_path)
     draw = random.Random(3)
     prompts = [[draw.randrange(3, 128) for _ in range(count)] for count in (40, 5, 9)]
-    expected = LLM(tmp_path, BASE).generate(prompts, GREEDY)
+    expected = TokenEngine(tmp_path, BASE).generate(prompts, GREEDY)
     prefetch = "affinity" if model_type == "aria" else "gate"
     memory, store = few_slots(tmp_path), str(tmp_path / "store")
-    llm = LLM(tmp_path, replace(BASE, expert_memory=memory, expert_store_dir=store, expert_prefetch=prefetch))
+    llm = TokenEngine(tmp_path, replace(BASE, expert_memory=memory, expert_store_dir=store, expert_prefetch=prefetch))
     assert llm.experts is not None
     assert llm.generate(prompts, GREEDY) == expected
     stats = llm.experts.stats()
@@ -135,7 +135,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, list[list[S
 @pytest.mark.parametrize("number", range(len(_ON_RANKS)), ids=[name for name, _ in _ON_RANKS])
 def test_two_ranks_give_the_tokens_of_one(number: int, of_ranks: tuple[Job, list[list[Said]]]) -> None:
     job, said = of_ranks
-    llm = LLM(job.folders[number], CONFIG)
+    llm = TokenEngine(job.folders[number], CONFIG)
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
     for rank, prompts in enumerate(PROMPTS):
         assert said[number][rank].tokens == [llm.generate([prompt], sampling)[0].token_ids for prompt in prompts]
@@ -194,10 +194,10 @@ def test_compressed_weights_compute_as_their_values_and_take_sixteen_bits(
     assert any("expert" in name for name in values)
     assert plan_model(small, BASE).weights_bytes == plan_model(plain, BASE).weights_bytes
     prompts = [[5 + n % 90 for n in range(count)] for count in (30, 4)]
-    expected = LLM(plain, BASE).generate(prompts, GREEDY)
-    assert LLM(small, BASE).generate(prompts, GREEDY) == expected
+    expected = TokenEngine(plain, BASE).generate(prompts, GREEDY)
+    assert TokenEngine(small, BASE).generate(prompts, GREEDY) == expected
     bounded = replace(BASE, expert_memory=few_slots(small), expert_store_dir=str(tmp_path / "store"))
-    llm = LLM(small, bounded)
+    llm = TokenEngine(small, bounded)
     assert llm.generate(prompts, GREEDY) == expected
     llm.close()
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.token_engine import TokenEngine
 from moeserve.config import ServeConfig
-from moeserve.llm import LLM
 from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.mixers import Ways
 from moeserve.model.hf.spec import read_transformers_spec
@@ -40,7 +40,7 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_any_batch_and_chunking_cold_and_cached_gives_the_same_tokens(model_dir: Path, changes: dict[str, int]) -> None:
     prompts = prompts_with_a_common_beginning()
     alone = complete_alone(model_dir, BASE, prompts, [GREEDY] * len(prompts))
-    llm = LLM(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
+    llm = TokenEngine(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
     for _ in range(2):
         found = llm.generate(prompts, GREEDY)
         assert [c.token_ids for c in found] == [c.token_ids for c in alone]
@@ -51,7 +51,7 @@ def test_any_batch_and_chunking_cold_and_cached_gives_the_same_tokens(model_dir:
 def test_a_hit_at_every_block_border_gives_the_same_tokens(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As the policy stands, a snapshot is saved only where it spares many tokens.
     monkeypatch.setattr("moeserve.assemble.StatePolicy", partial(StatePolicy, min_gain=1))
-    llm, uncached = LLM(model_dir, BASE), LLM(model_dir, replace(BASE, enable_prefix_caching=False))
+    llm, uncached = TokenEngine(model_dir, BASE), TokenEngine(model_dir, replace(BASE, enable_prefix_caching=False))
     common = prompts_with_a_common_beginning()[3][:24]
     for number, border in enumerate(range(BLOCK, 24, BLOCK)):
         prompt = [number + 1, *common]

@@ -14,8 +14,8 @@ from random import Random
 import pytest
 import torch
 
+from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.config import ServeConfig
-from moeserve.llm import LLM, Completion
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.plan import SamplingParams
@@ -58,13 +58,13 @@ def alone(model_dir: Path, prompts: list[list[int]], samplings: list[SamplingPar
         return complete_alone(model_dir, BASE, prompts, samplings)
 
 
-def start(model_dir: Path, **changes: object) -> LLM:
-    llm = LLM(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
+def start(model_dir: Path, **changes: object) -> TokenEngine:
+    llm = TokenEngine(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
     assert cache_of(llm).windows is not None
     return llm
 
 
-def cache_of(llm: LLM) -> PrefixCache:
+def cache_of(llm: TokenEngine) -> PrefixCache:
     return llm.scheduler._memories[0]._cache
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.config import ServeConfig
-from moeserve.llm import LLM, Completion
 from moeserve.plan import SamplingParams
 
 
@@ -24,5 +24,5 @@ def complete_alone(
     model_dir: Path, config: ServeConfig, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]
 ) -> list[Completion]:
     """Compute every prompt by itself in one chunk, without a cache."""
-    llm = LLM(model_dir, replace(config, enable_prefix_caching=False))
+    llm = TokenEngine(model_dir, replace(config, enable_prefix_caching=False))
     return [llm.generate([prompt], sampling)[0] for prompt, sampling in zip(prompts, samplings, strict=True)]

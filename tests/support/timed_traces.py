@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+from benchmarks.token_engine import TokenEngine
 from moeserve.config import ServeConfig
 from moeserve.frontend.constraints import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
-from moeserve.llm import LLM
 from moeserve.plan import FinishReason, Request, SamplingParams, Terms, TokenLogprobs
 from tests.support.tiny_model import EOS
 
@@ -89,7 +89,7 @@ def known_requests(model: Path, config: ServeConfig, count: int, seed: int) -> l
         prompt = [*random.choice([[], *prefixes]), *(random.randrange(256) for _ in range(random.randrange(1, 20)))]
         sampling = _sampling(random, random.randrange(3, LONGEST - len(prompt)))
         requests.append(Asked(prompt, sampling, random.choice("ab")))
-    llm = LLM(model, replace(config, enable_prefix_caching=False, kv_cache_memory=64 << 20))
+    llm = TokenEngine(model, replace(config, enable_prefix_caching=False, kv_cache_memory=64 << 20))
     for asked in requests:
         alone = _Open(asked, _request("alone", asked), None, None)
         _play(llm, {"alone": (0, alone)})
@@ -106,7 +106,7 @@ def _request(request_id: str, asked: Asked, tenant: str = "", priority: int = 0)
     return request
 
 
-def play_traces(llm: LLM, requests: Sequence[Asked], count: int, seed: int) -> Played:
+def play_traces(llm: TokenEngine, requests: Sequence[Asked], count: int, seed: int) -> Played:
     """Play so many traces, one after another, over one cache. Blocks that are lost raise AssertionError."""
     played = Played()
     for number in range(count):
@@ -125,7 +125,7 @@ def play_traces(llm: LLM, requests: Sequence[Asked], count: int, seed: int) -> P
     return played
 
 
-def _play(llm: LLM, arriving: dict[str, tuple[int, _Open]]) -> None:
+def _play(llm: TokenEngine, arriving: dict[str, tuple[int, _Open]]) -> None:
     """Play one trace to its end."""
     waiting = sorted(arriving.values(), key=lambda entry: entry[0])
     requests = {name: entry for name, (_, entry) in arriving.items()}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget
-from moeserve.llm import LLM, Completion
 from moeserve.model.families import GenerationDefaults, build_spec, load_config
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.plan import FinishReason, SamplingParams
@@ -58,14 +58,14 @@ def alone(model_dir: Path, prompts: list[list[int]], samplings: list[SamplingPar
 )
 def test_what_only_a_gpu_honours_is_refused(settings: dict[str, str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        LLM("unread", replace(BASE, **settings))  # type: ignore[arg-type]
+        TokenEngine("unread", replace(BASE, **settings))  # type: ignore[arg-type]
 
 
 def test_greedy_tokens_equal_those_of_transformers(model_dir: Path, prompts: list[list[int]]) -> None:
     import transformers
 
     reference = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    completions = LLM(model_dir, BASE).generate(prompts, GREEDY)
+    completions = TokenEngine(model_dir, BASE).generate(prompts, GREEDY)
     for prompt, completion in zip(prompts, completions, strict=True):
         expected = reference.generate(
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -91,7 +91,7 @@ def test_tokens_and_logprobs_have_the_same_bits_in_any_batch_and_chunking(
     alone: list[Completion],
     changes: dict[str, object],
 ) -> None:
-    llm = LLM(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
+    llm = TokenEngine(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
     for _ in range(2):
         completions = llm.generate(prompts, samplings)
         assert [c.token_ids for c in completions] == [c.token_ids for c in alone]
@@ -103,7 +103,7 @@ def test_preempted_requests_end_with_the_same_tokens(
     model_dir: Path, prompts: list[list[int]], samplings: list[SamplingParams], alone: list[Completion]
 ) -> None:
     block_bytes = kv_block_bytes(build_spec(load_config(model_dir)).kv_layers, 4, torch.float32)
-    small = LLM(
+    small = TokenEngine(
         model_dir,
         replace(BASE, max_model_len=92, kv_cache_memory=24 * block_bytes, max_num_seqs=8, max_num_batched_tokens=16),
     )
@@ -113,7 +113,7 @@ def test_preempted_requests_end_with_the_same_tokens(
 
 
 def test_a_cached_prefix_is_reported(model_dir: Path, prompts: list[list[int]]) -> None:
-    llm = LLM(model_dir, BASE)
+    llm = TokenEngine(model_dir, BASE)
     assert llm.generate(prompts[:1], GREEDY)[0].num_cached_tokens == 0
     assert llm.generate(prompts[1:2], GREEDY)[0].num_cached_tokens == 36
 

@@ -26,7 +26,7 @@ class Completion:
     num_cached_tokens: int = 0
 
 
-class LLM:
+class TokenEngine:
     """A model in this process, with the service's scheduler and prefix cache."""
 
     def __init__(self, model_dir: str | Path, config: ServeConfig | None = None) -> None:
@@ -36,11 +36,11 @@ class LLM:
         """
         config = config or ServeConfig()
         if config.expert_parallel_size > 1:
-            raise ConfigError("LLM runs one rank: expert_parallel_size is for a service.")
+            raise ConfigError("TokenEngine runs one rank: expert_parallel_size is for a service.")
         if config.device == "cuda":
-            raise ConfigError("LLM runs on a CPU: device cuda is for a service.")
-        refuse_gpu_settings(config, "a service on a GPU: LLM runs on a CPU")
-        refuse_changed(config, ("expert_trace",), "a service: LLM records nothing")
+            raise ConfigError("TokenEngine runs on a CPU: device cuda is for a service.")
+        refuse_gpu_settings(config, "a service on a GPU: TokenEngine runs on a CPU")
+        refuse_changed(config, ("expert_trace",), "a service: TokenEngine records nothing")
         config = replace(config, record_experts=False)
         directory = Path(model_dir)
         rank = load_rank(directory, plan_model(directory, config), config, lambda _: None).start()
