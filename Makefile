@@ -64,7 +64,7 @@ quick: lint
 	  $(RUN) -m pytest -m 'not slow and not long' tests/cpu/test_rank*.py $(GENERATION) & \
 	  $(RUN) -m pytest $(UNIT) -m 'not slow and not long' tests/unit tests/contracts; unit=$$?; wait $$! && exit $$unit )
 
-test: lint unit cpu kernels behaviour e2e
+test: lint unit cpu kernels e2e
 	@$(RUN) -m tests.support.checked_kernels --record
 
 lint: venv
@@ -89,23 +89,24 @@ kernels: venv
 	@echo "-- Triton kernels, in the interpreter where there is no GPU$(if $(KERNELS_ARE_DUE),: all of them$(comma) the code of the GPU path has changed)"
 	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -m "$(MARKS)" $(KERNEL_TESTS)
 
-# It pins its own threads, and runs two things at once.
+# It pins its own threads, and runs two things at once. `e2e` runs it too.
 behaviour: venv
 	@echo "-- tokens, bits and plans are those recorded"
 	@$(TIMED) $(RUN) -m pytest -m "$(MARKS)" tests/behaviour
 
-# Tests wait for their services half of the time.
+# Tests wait for their services half of the time. The recorded behaviour takes longest, and comes first; its services are
+# forked from the process that has imported what all of them need.
 FEW := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
-E2E_TESTS := -n $(FEW) --dist worksteal tests/e2e
+E2E_TESTS := tests/behaviour tests/e2e
 e2e: venv
-	@echo "-- end-to-end tests over HTTP"
-	@$(TIMED) { $(RUN) -m pytest -m "$(MARKS)" $(E2E_TESTS) || { \
+	@echo "-- tokens, bits and plans as recorded; end-to-end tests over HTTP"
+	@$(TIMED) { $(RUN) -m pytest -m "$(MARKS)" -n $(FEW) --dist worksteal $(E2E_TESTS) || { \
 	  echo "-- once more, one at a time: what fails beside others may have been held up by them"; \
-	  $(RUN) -m pytest -m "$(MARKS)" --last-failed --last-failed-no-failures none tests/e2e; }; }
+	  $(RUN) -m pytest -m "$(MARKS)" --last-failed --last-failed-no-failures none $(E2E_TESTS); }; }
 
 kernels-long: venv
 	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -m 'not long and not gpu' $(KERNEL_TESTS)
-	@$(TIMED) $(RUN) -m pytest -m 'kernel_change' $(E2E_TESTS) tests/behaviour
+	@$(TIMED) $(RUN) -m pytest -m 'kernel_change' -n $(FEW) --dist worksteal $(E2E_TESTS)
 	@$(RUN) -m tests.support.checked_kernels --record
 
 # Installs real clients and runs them against the demo; docs/clients.md says what CLIENTS may be.

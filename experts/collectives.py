@@ -68,8 +68,9 @@ class Collectives:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         # Registering the buffers of a captured collective is an exchange among the hosts without a time limit.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-        # The shared-memory operations are compiled at the first use, which takes a minute, and none is called here.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # The shared-memory operations are compiled at the first use, which takes a minute, and none is called here. A
+        # look at the table of what can be compiled would fill it, by trying compilers for half a second.
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         before = _threads()
         try:

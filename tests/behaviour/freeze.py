@@ -23,6 +23,7 @@ from typing import Any
 
 from tests.behaviour.cases import MODELS, Record
 from tests.behaviour.services import ROOT, demo_on_two_ranks, interpreted_gpu, two_ranks
+from tests.support.forking import popen
 
 FROZEN = Path(__file__).with_name("frozen.json")
 PARTS = (
@@ -76,11 +77,8 @@ def measure(parts: Sequence[str]) -> dict[str, Any]:
 
 def _engine_process(folder: Path, models: Sequence[str], parts: Sequence[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.behaviour.in_process", str(folder), "--models", *models, "--parts", *parts]
-    return subprocess.Popen(command, cwd=ROOT, env=_environment(folder), stdout=subprocess.PIPE, text=True)
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def _next_line(engine: subprocess.Popen[str]) -> str:

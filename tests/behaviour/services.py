@@ -30,10 +30,13 @@ _SECONDS = 240
 
 
 @contextmanager
-def service(folder: Path, model: Sequence[str], *arguments: str, python_path: str = str(ROOT)) -> Iterator[str]:
-    """The address of a service that is ready. Raises RuntimeError with what it said if it ends before that."""
+def service(folder: Path, model: Sequence[str], *arguments: str, **environment: str) -> Iterator[str]:
+    """The address of a service that is ready. Raises RuntimeError with what it said if it ends before that.
+
+    environment: variables that differ from those of this process.
+    """
     folder.mkdir(parents=True)
-    own = {"XDG_RUNTIME_DIR": str(folder), "PYTHONPATH": python_path}
+    own = {"XDG_RUNTIME_DIR": str(folder), **environment}
     command = [sys.executable, "-m", "launcher.cli", "serve", *model, *_ALWAYS, *arguments]
     with (folder / "stderr").open("w") as errors:
         process = popen(command, cwd=ROOT, env=os.environ | own, stdout=subprocess.PIPE, stderr=errors, text=True)
@@ -109,7 +112,7 @@ def interpreted_gpu(folder: Path, name: str, work: Path) -> dict[str, Record]:
     model = MODELS[name]
     few = ("--expert-memory", str(model.expert_memory), "--expert-prefetch", "gate", "--expert-store-dir", str(work))
     arguments = [*_SMALL, *_GPU, *(few if model.few_slots_on_gpu else ())]
-    with service(work, [str(folder / name)], *arguments, python_path=f"{INTERPRETED_GPU}:{ROOT}") as address:
+    with service(work, [str(folder / name)], *arguments, PYTHONPATH=f"{INTERPRETED_GPU}:{ROOT}") as address:
         return {
             "prompt": answers(address, SHORT_PROMPTS[:1], 2, **_GREEDY, echo=True),
             "hit": answers(address, SHORT_PROMPTS[1:], 2, **_GREEDY),

@@ -25,12 +25,12 @@ _LETTERS = {str(token): 100.0 for token in b"abcdefgh "}
 
 
 def _completion(**fields: Any) -> tuple[str, dict[str, Any]]:
-    body = {"prompt": _LONG, "max_tokens": 150, "ignore_eos": True, "temperature": 0, **fields}
+    body = {"prompt": _LONG, "max_tokens": 80, "ignore_eos": True, "temperature": 0, **fields}
     return "/v1/completions", body
 
 
 def _chat(**fields: Any) -> tuple[str, dict[str, Any]]:
-    return "/v1/chat/completions", {"messages": _CHAT, "max_tokens": 150, "temperature": 1.2, "seed": 11, **fields}
+    return "/v1/chat/completions", {"messages": _CHAT, "max_tokens": 80, "temperature": 1.2, "seed": 11, **fields}
 
 
 # By what they are about: path and body of one request each.
@@ -43,8 +43,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "log probabilities": _completion(temperature=1.0, seed=7, logprobs=4, stream=True),
     "log probabilities of the prompt": _completion(temperature=1.0, seed=8, logprobs=2, echo=True, max_tokens=60),
-    "stop string": _completion(temperature=1.0, seed=9, stop=["abcd"], logit_bias=_LETTERS, max_tokens=1500),
-    "bias and least tokens": _completion(temperature=1.0, seed=9, min_tokens=100, ignore_eos=False, stream=True),
+    "stop string": _completion(temperature=1.0, seed=9, stop=["abcd"], logit_bias=_LETTERS, max_tokens=300),
+    "bias and least tokens": _completion(temperature=1.0, seed=9, min_tokens=60, ignore_eos=False, stream=True),
     "several choices": _completion(temperature=1.0, seed=10, n=3, stream=True),
     "several prompts": _completion(prompt=["one", "two two"], temperature=1.0, seed=12, n=2),
     "chat": _chat(stream=True, logprobs=True, top_logprobs=2, stream_options={"include_usage": True}),
@@ -54,12 +54,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         max_tokens=400,
     ),
     "tool call": _chat(tools=[_TOOL], tool_choice="required", stream=True, max_tokens=400),
-    "pattern": _completion(temperature=1.0, seed=13, guided_regex=r"[a-f ]{90,140}", stream=True),
+    "pattern": _completion(temperature=1.0, seed=13, guided_regex=r"[a-f ]{50,79}", stream=True),
     "message": (
         "/v1/messages",
-        {"messages": _CHAT, "max_tokens": 120, "temperature": 1.0, "stream": True},
+        {"messages": _CHAT, "max_tokens": 80, "temperature": 1.0, "stream": True},
     ),
-    "response": ("/v1/responses", {"input": "Describe a pet.", "max_output_tokens": 100, "temperature": 0.0}),
+    "response": ("/v1/responses", {"input": "Describe a pet.", "max_output_tokens": 80, "temperature": 0.0}),
 }
 # Their dialect takes no seed.
 UNSEEDED = {"message"}

@@ -355,6 +355,7 @@ def _start_server(
 
 def _import_the_service() -> list[Callable[..., Any]]:
     """Imports what a service would, and returns something of each part."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.run import run
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -368,6 +369,8 @@ def _import_the_service() -> list[Callable[..., Any]]:
     from moeserve.ranked_service import run_rank
     from moeserve.service import serve_alone
 
+    # It names its caller in events that nobody reads, and looks through all modules for that: a second for each group.
+    dynamic_rendezvous.get_method_name = lambda *_: "rendezvous"
     # Imported once a model's configuration is asked for.
     mixtral = CONFIG_MAPPING["mixtral"]
     service = [run_ranks, serve.main, work, serve_http, resolve_model, run_rank, serve_alone]
