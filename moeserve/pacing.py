@@ -241,13 +241,13 @@ class Pace:
         prefill_s = self._prefill_s(request.num_uncached_tokens)
         if request.terms.ttft_s is not None or self._patience is None:
             return allowance(request.terms.ttft_s or inf, prefill_s)
-        return min(self._patience.limit(prefill_s), self._spare_s)
+        return min(self._patience.limit(prefill_s), self._longest_for_whole_s)
 
     def is_late(self, request: Request) -> bool:
         """Return whether a waiting request can no longer have its first token in time, or its answer before its client
         leaves."""
         ttft_s = request.terms.ttft_s or (self._slo.ttft_s if self._slo is not None else inf)
-        longest_s = min(allowance(ttft_s, self._prefill_s(request.num_uncached_tokens)), self._spare_s)
+        longest_s = min(allowance(ttft_s, self._prefill_s(request.num_uncached_tokens)), self._longest_for_whole_s)
         return self.now - request.arrived_at > longest_s
 
     def prompt_tokens(self, decodes: Sequence[Request], left: int) -> int:
@@ -317,6 +317,12 @@ class Pace:
         """Return how long most typical answers take while so many run (Little's law)."""
         rows = self._request_tokens.value + max(1.0, self._output_tokens.mean())
         return _SPREAD * num_running * rows / self._num_ranks / max(self._throughput(num_running), 1e-9)
+
+    @property
+    def _longest_for_whole_s(self) -> float:
+        """How long a request may wait that is to be whole by the deadline: a step longer than newcomers may expect to,
+        since a prediction is not exact."""
+        return self._spare_s + self._full_step_s
 
     @property
     def _full_step_s(self) -> float:
