@@ -148,13 +148,17 @@ class Load:
             all_tokens += min(other.tokens, tokens * ratio)
             weights += other.weight
         has_own_place = mine.running + waiting < self.places * weight / weights
-        return self.wait_behind_s(-1 if has_own_place else all_waiting, all_tokens)
+        return self.wait_behind_s(0 if has_own_place else all_waiting + 1 - self.num_free_places, all_tokens)
 
-    def wait_behind_s(self, num_requests: float, num_tokens: float) -> float:
-        """Return how long a request will wait that comes after so many others, which have so many tokens."""
-        num_free = max(0, self.places - sum(backlog.running for backlog in self.tenants.values()))
-        for_prompts = self.step_s * num_tokens / max(1, self.step_tokens)
-        return max(for_prompts, self.place_s * (num_requests + 1 - num_free), 0.0)
+    @property
+    def num_free_places(self) -> int:
+        """How many requests could be begun at once, if there were nothing but places to be had."""
+        return max(0, self.places - sum(backlog.running for backlog in self.tenants.values()))
+
+    def wait_behind_s(self, num_places: float, num_tokens: float) -> float:
+        """Return how long a request waits until so many running requests have ended, and so many tokens of prompts
+        before its own are computed."""
+        return max(self.step_s * num_tokens / max(1, self.step_tokens), self.place_s * num_places, 0.0)
 
 
 class Pace:
@@ -175,6 +179,8 @@ class Pace:
         self._num_waiting = 0
         self._attended = 0.0
         self._step_s = 0.0
+        # What a step takes that computes as many tokens as it may.
+        self._full_step_s = 0.0
         self._request_tokens = _Average()
         num_remembered = _REMEMBERED * max_num_seqs
         self._output_tokens = Survival(1, 1.1, num_remembered)
@@ -196,6 +202,7 @@ class Pace:
         self._cost.observe(rows, attended, seconds)
         self._attended += _SMOOTHING * (attended - self._attended)
         self._step_s += _SMOOTHING * (self._cost.seconds(rows, attended) - self._step_s)
+        self._full_step_s = self._cost.seconds(self._max_num_batched_tokens, self._attended)
 
     def count_start(self, request: Request) -> None:
         """Learn from a request that left the queue."""
@@ -241,13 +248,13 @@ class Pace:
         prefill_s = self._prefill_s(request.num_uncached_tokens)
         if request.terms.ttft_s is not None or self._patience is None:
             return allowance(request.terms.ttft_s or inf, prefill_s)
-        return min(self._patience.limit(prefill_s), self._spare_s)
+        return min(self._patience.limit(prefill_s), self._longest_for_whole_s)
 
     def is_late(self, request: Request) -> bool:
         """Return whether a waiting request can no longer have its first token in time, or its answer before its client
         leaves."""
         ttft_s = request.terms.ttft_s or (self._slo.ttft_s if self._slo is not None else inf)
-        longest_s = min(allowance(ttft_s, self._prefill_s(request.num_uncached_tokens)), self._spare_s)
+        longest_s = min(allowance(ttft_s, self._prefill_s(request.num_uncached_tokens)), self._longest_for_whole_s)
         return self.now - request.arrived_at > longest_s
 
     def prompt_tokens(self, decodes: Sequence[Request], left: int) -> int:
@@ -319,8 +326,10 @@ class Pace:
         return _SPREAD * num_running * rows / self._num_ranks / max(self._throughput(num_running), 1e-9)
 
     @property
-    def _full_step_s(self) -> float:
-        return self._cost.seconds(self._max_num_batched_tokens, self._attended)
+    def _longest_for_whole_s(self) -> float:
+        """How long a request may wait that is to be whole by the deadline: a step longer than newcomers may expect to,
+        since a prediction is not exact."""
+        return self._spare_s + self._full_step_s
 
     def _prefill_s(self, num_tokens: int) -> float:
         """Return the least seconds of the steps that compute a prompt in a busy engine: whole ones."""

@@ -145,15 +145,15 @@ class Scheduler:
         if not len(self._waiting):
             return []
         load, late = self.load(), []
-        num_ahead = num_tokens = 0
+        num_places, num_tokens = 1 - load.num_free_places, 0
         for request in self._waiting.candidates():
             waited_s, limit_s = self._pace.now - request.arrived_at, self._pace.limit(request)
-            until_begun_s = waited_s + load.wait_behind_s(num_ahead, num_tokens)
+            until_begun_s = waited_s + load.wait_behind_s(num_places, num_tokens)
             is_late = waited_s > limit_s or until_begun_s > _CLEARLY_LATE * limit_s
             if is_late and request.arrival < self._num_tried:
                 late.append(request)
             else:
-                num_ahead += 1
+                num_places += 1
                 num_tokens += request.num_uncached_tokens
         return [self._end(request, FinishReason.LATE) for request in late]
 

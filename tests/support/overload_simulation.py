@@ -29,7 +29,11 @@ _COSTS = ((0, 0), (1, 43), (4, 81), (16, 97), (64, 158), (512, 716))
 
 
 def step_seconds(plan: StepPlan) -> float:
-    rows = plan.num_tokens
+    return seconds_of(plan.num_tokens)
+
+
+def seconds_of(rows: float) -> float:
+    """Return what a step of so many rows takes."""
     place = max(1, bisect_left([knot for knot, _ in _COSTS], rows))
     (low, from_ms), (high, to_ms) = _COSTS[place - 1], _COSTS[min(place, len(_COSTS) - 1)]
     return (from_ms + (to_ms - from_ms) * (rows - low) / max(1, high - low)) / 1000
