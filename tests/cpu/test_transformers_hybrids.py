@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.ops import CpuOps
 from moeserve.config import ServeConfig
 from moeserve.llm import LLM
+from moeserve.model.hf.check import choose_ways
 from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.mixers import Ways
 from moeserve.model.hf.spec import read_transformers_spec
@@ -19,7 +21,7 @@ from moeserve.plan import SamplingParams
 from moeserve.request_states import StatePolicy
 from tests.support.llm_prompts import complete_alone, prompts_with_a_common_beginning
 from tests.support.tiny_transformers import MORE, save_tiny
-from tests.support.transformers_parity import Memory
+from tests.support.transformers_parity import TOLERANCE, Memory, worst_difference
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 BLOCK = 4
@@ -82,6 +84,23 @@ def test_the_states_of_a_layer_are_the_same_bits_in_any_chunking(
     for step in ([(0, 0, 3)], [(1, 0, 29), (0, 3, 4)], [(0, 4, 21), (1, 29, 30)], [(0, 21, 40)]):
         pieces.step(step)
     assert_first_layer_is_equal(decoder.spec.state_layers[0], whole.states, pieces.states)
+
+
+@pytest.mark.parametrize("answer", [NotImplementedError("another form"), None])
+def test_states_go_back_to_transformers_where_our_kernels_refuse_them_or_are_wrong(
+    answer: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scan(self: CpuOps, xbc: Tensor, *_: object) -> Tensor:
+        if answer is not None:
+            raise answer
+        return xbc.new_zeros((len(xbc), 8, 16))
+
+    monkeypatch.setattr(CpuOps, "mamba2_scan", scan)
+    own = save_tiny("nemotron_h", tmp_path)
+    decoder = load_transformers_decoder(tmp_path, read_transformers_spec(tmp_path))
+    assert not choose_ways(decoder).scans
+    assert decoder.num_mixers == (1, 2)
+    assert worst_difference(own, decoder) < TOLERANCE
 
 
 def assert_first_layer_is_equal(layer: tuple[object, ...], left: list[Tensor], right: list[Tensor]) -> None:
