@@ -18,7 +18,7 @@ from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan
 from kernels.gated_delta_rule import DeltaHeads, gated_delta_rule
 from kernels.linear import Linear, pack_linear
-from kernels.mamba2 import MambaHeads, mamba2_scan
+from kernels.mamba import MambaHeads, mamba1_scan, mamba2_scan
 from kernels.moe import expert_layout, moe_experts, pack_experts
 from kernels.moe_gate import select_experts
 from kernels.norm import gated_norm, layer_norm, rms_norm
@@ -188,7 +188,12 @@ class Ops(Protocol):
         """See `kernels.gated_delta_rule.gated_delta_rule`. Mutates `states`."""
 
     def mamba2_scan(self, xbc: Tensor, steps: Tensor, heads: MambaHeads, states: Tensor, rows: StateRows) -> Tensor:
-        """See `kernels.mamba2.mamba2_scan`. Mutates `states`."""
+        """See `kernels.mamba.mamba2_scan`. Mutates `states`."""
+
+    def mamba1_scan(
+        self, x: Tensor, sizes: Tensor, bc: Tensor, rate: Tensor, skip: Tensor, states: Tensor, rows: StateRows
+    ) -> Tensor:
+        """See `kernels.mamba.mamba1_scan`. Mutates `states`."""
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: NormWeights) -> Tensor:
         """See `kernels.norm.gated_norm`."""
@@ -216,6 +221,7 @@ class CpuOps:
     sigmoid = staticmethod(sigmoid)
     short_conv = staticmethod(short_conv)
     gated_delta_rule = staticmethod(gated_delta_rule)
+    mamba1_scan = staticmethod(mamba1_scan)
     mamba2_scan = staticmethod(mamba2_scan)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:

@@ -1,5 +1,4 @@
-"""Causal depthwise convolution over the last few tokens, as in front of the gated delta rule and Mamba 2: CPU
-body and reference.
+"""Causal depthwise convolution over the last few tokens, as in front of delta rules and Mamba: CPU body, reference.
 
 On a CPU a token's result is the same bits in any batch and any chunking.
 """

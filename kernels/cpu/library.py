@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "attention": (_P, _N, _N, _N, _N, _N, _P, _P, _N, _N, _N, _P, _P, _P, _P, _R, _N, _P, _P),
     "short_conv": (_P, _N, _P, _P, _N, _N, _N, _P, _N, _P, _P, _N, _P),
     "gated_delta_rule": (_P, _N, _P, _N, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
+    "mamba1_scan": (_P, _N, _P, _N, _P, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _P),
     "mamba2_scan": (_P, _N, _P, _N, _P, _P, _P, _R, _R, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
     "gated_norm": (_P, _P, _N, _N, _N, _N, _P, _R, _P),
 }
@@ -47,6 +48,7 @@ class NativeKernels:
         "gated_delta_rule",
         "gated_norm",
         "linear",
+        "mamba1_scan",
         "mamba2_scan",
         "rms_norm",
         "rotate_and_store",
@@ -61,6 +63,7 @@ class NativeKernels:
     attention: Callable[..., None]
     short_conv: Callable[..., None]
     gated_delta_rule: Callable[..., None]
+    mamba1_scan: Callable[..., None]
     mamba2_scan: Callable[..., None]
     gated_norm: Callable[..., None]
 

@@ -1,6 +1,5 @@
-// Layers that carry a state from token to token: the short convolution, the gated delta rule and Mamba 2. A chunk is a
-// run of rows of one request; its state lies in a slot. A row's result does not depend on how its request was cut into
-// chunks.
+// Layers that carry a state from token to token: the short convolution, delta rules and Mamba. A chunk is a run of
+// rows of one request; its state lies in a slot. A row's result does not depend on how its request was cut into chunks.
 #include <algorithm>
 #include <type_traits>
 
@@ -220,6 +219,37 @@ extern "C" void moeserve_mamba2_scan(const float* xbc, int64_t stride, const flo
           absorb<columns, true>(state + i, num_keys, num_values, &decay, key, delta, query, result);
           for (int v = 0; v < columns; ++v) store(target + i + v * kLanes, result[v]);
         });
+      }
+    }
+}
+
+// Mamba 1, token by token. Per channel, with its states s [num_states]:
+//   s <- exp(rate * d) s + B d x;  out = s . C + skip x
+// x, d (`sizes`) and out [T, num_channels], bc [T, 2 * num_states]: B, then C of all channels; rows of the first three
+// `..._stride` floats apart; rate [num_states, num_channels]; skip [num_channels]; states [num_slots, num_states,
+// num_channels], slots `slot_stride` floats apart. Chunks as above. num_channels is a multiple of 16.
+extern "C" void moeserve_mamba1_scan(const float* x, int64_t stride, const float* sizes, int64_t size_stride,
+                                     const float* bc, int64_t bc_stride, const float* rate, const float* skip,
+                                     float* states, int64_t slot_stride, const int64_t* first_rows,
+                                     const int64_t* slots, int64_t num_chunks, int64_t num_states,
+                                     int64_t num_channels, float* out) {
+  using namespace moeserve;
+#pragma omp parallel for schedule(static) collapse(2)
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
+    for (int64_t channel = 0; channel < num_channels; channel += kLanes) {
+      float* state = states + slots[chunk] * slot_stride + channel;
+      for (int64_t row = first_rows[chunk]; row < first_rows[chunk + 1]; ++row) {
+        const Floats value = load(x + row * stride + channel), size = load(sizes + row * size_stride + channel);
+        const Floats part = value * size;
+        const float* key = bc + row * bc_stride;
+        Floats result = value * load(skip + channel);
+        for (int64_t i = 0; i < num_states; ++i) {
+          const Floats decay = exp(load(rate + i * num_channels + channel) * size);
+          const Floats next = load(state + i * num_channels) * decay + part * key[i];
+          store(state + i * num_channels, next);
+          result += next * key[num_states + i];
+        }
+        store(out + row * num_channels + channel, result);
       }
     }
 }

@@ -65,6 +65,7 @@ class GpuOps:
     wide_angles = True
     short_conv = staticmethod(recurrent.short_conv)
     gated_delta_rule = staticmethod(recurrent.gated_delta_rule)
+    mamba1_scan = staticmethod(recurrent.mamba1_scan)
     mamba2_scan = staticmethod(recurrent.mamba2_scan)
 
     def __init__(self, device: torch.device, storage: WeightStorage, moe: TritonMoe | None = None) -> None:

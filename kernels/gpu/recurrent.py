@@ -1,4 +1,4 @@
-"""Triton bodies of recurrent layers: short convolution, gated delta rule, Mamba 2 and gated norm.
+"""Triton bodies of recurrent layers: short convolution, delta rules, Mamba and gated norm.
 
 A chunk whose slot is -1 pads a batch: it starts from zeros and leaves no state. Tokens are computed one by one on a
 state in fp32, so that a request has the same bits in any chunking and any batch.
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gated_delta_rule import UNIT_EPS, DeltaHeads, num_decays
-from kernels.mamba2 import MambaHeads
+from kernels.mamba import MambaHeads
 from kernels.state_rows import StateRows
 
 _CHANNELS = 64
@@ -90,7 +90,7 @@ def gated_delta_rule(qkv: Tensor, gates: Tensor, heads: DeltaHeads, states: Tens
 
 
 def mamba2_scan(xbc: Tensor, steps: Tensor, heads: MambaHeads, states: Tensor, rows: StateRows) -> Tensor:
-    """See `kernels.mamba2.mamba2_scan`."""
+    """See `kernels.mamba.mamba2_scan`."""
     out = torch.empty((len(xbc), heads.num_heads, heads.head_dim), dtype=xbc.dtype, device=xbc.device)
     if not len(xbc):
         return out
@@ -115,6 +115,37 @@ def mamba2_scan(xbc: Tensor, steps: Tensor, heads: MambaHeads, states: Tensor, r
         VALUE_DIM=heads.head_dim,
         KEYS=triton.next_power_of_2(heads.state_dim),
         VALUES=values,
+        num_warps=4,
+    )
+    return out
+
+
+def mamba1_scan(
+    x: Tensor, sizes: Tensor, bc: Tensor, rate: Tensor, skip: Tensor, states: Tensor, rows: StateRows
+) -> Tensor:
+    """See `kernels.mamba.mamba1_scan`."""
+    num_states, num_channels = rate.shape
+    out = torch.empty((len(x), num_channels), dtype=x.dtype, device=x.device)
+    if not len(x):
+        return out
+    _mamba1_kernel[(len(rows.slots), triton.cdiv(num_channels, _CHANNELS))](
+        x,
+        sizes,
+        bc,
+        rate,
+        skip,
+        states,
+        rows.first_rows,
+        rows.slots,
+        out,
+        x.stride(0),
+        sizes.stride(0),
+        bc.stride(0),
+        states.stride(0),
+        NUM_CHANNELS=num_channels,
+        NUM_STATES=num_states,
+        STATES=triton.next_power_of_2(num_states),
+        CHANNELS=_CHANNELS,
         num_warps=4,
     )
     return out
@@ -326,6 +357,49 @@ def _mamba2_kernel(
         result = tl.sum(state * query[:, None], 0) + skip * x
         target = out + (row * HEADS + head) * VALUE_DIM + values
         tl.store(target, result.to(out.dtype.element_ty), mask=of_value)
+    tl.store(place, state, mask=mask & (slot >= 0))
+
+
+@triton.jit
+def _mamba1_kernel(
+    x,
+    sizes,
+    bc,
+    rates,
+    skips,
+    states,
+    first_rows,
+    slots,
+    out,
+    row_stride: tl.int64,
+    size_stride: tl.int64,
+    bc_stride: tl.int64,
+    state_stride: tl.int64,
+    NUM_CHANNELS: tl.constexpr,
+    NUM_STATES: tl.constexpr,
+    STATES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    slot = tl.load(slots + chunk)
+    first, end = tl.load(first_rows + chunk), tl.load(first_rows + chunk + 1)
+    numbers = tl.arange(0, STATES)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    of_state, of_channel = numbers < NUM_STATES, channels < NUM_CHANNELS
+    mask = of_state[:, None] & of_channel[None, :]
+    offsets = numbers[:, None] * NUM_CHANNELS + channels[None, :]
+    place = states + slot * state_stride + offsets
+    state = tl.load(place, mask=mask & (slot >= 0), other=0.0)
+    rate = tl.load(rates + offsets, mask=mask, other=0.0)
+    skip = tl.load(skips + channels, mask=of_channel, other=0.0)
+    for row in range(first, end):
+        value = tl.load(x + row * row_stride + channels, mask=of_channel, other=0.0).to(tl.float32)
+        size = tl.load(sizes + row * size_stride + channels, mask=of_channel, other=0.0).to(tl.float32)
+        key = tl.load(bc + row * bc_stride + numbers, mask=of_state, other=0.0).to(tl.float32)
+        query = tl.load(bc + row * bc_stride + NUM_STATES + numbers, mask=of_state, other=0.0).to(tl.float32)
+        state = state * tl.exp(rate * size[None, :]) + key[:, None] * (value * size)[None, :]
+        result = tl.sum(state * query[:, None], 0) + skip * value
+        tl.store(out + row * NUM_CHANNELS + channels, result.to(out.dtype.element_ty), mask=of_channel)
     tl.store(place, state, mask=mask & (slot >= 0))
 
 

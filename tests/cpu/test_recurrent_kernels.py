@@ -1,4 +1,4 @@
-"""Short convolution, delta rules, Mamba 2 and gated norm: transformers' numbers, the same bits in any chunking."""
+"""Short convolution, delta rules, Mamba and gated norm: transformers' numbers, and the same bits in any chunking."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import accumulate
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.jamba.modeling_jamba import mamba_selective_scan
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import (
@@ -17,7 +18,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from kernels.gated_delta_rule import DeltaHeads, gated_delta_rule, gated_delta_rule_reference
-from kernels.mamba2 import MambaHeads, mamba2_scan, mamba2_scan_reference
+from kernels.mamba import MambaHeads, mamba1_scan, mamba1_scan_reference, mamba2_scan, mamba2_scan_reference
 from kernels.norm import gated_norm, gated_norm_reference
 from kernels.short_conv import short_conv, short_conv_reference
 from kernels.state_rows import StateRows
@@ -256,6 +257,44 @@ def test_mamba_2_is_that_of_transformers(scan: Callable[..., Tensor], shape: tup
         )
         torch.testing.assert_close(out, expected[0], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(states[slot], state[0].mT, atol=1e-5, rtol=1e-4)
+
+
+def mamba_1_body(scan: Callable[..., Tensor], rate: Tensor, skip: Tensor) -> tuple[Body, int]:
+    """Mamba 1 over rows that hold x, d, and B and C; and the width of such rows."""
+    num_states, num_channels = rate.shape
+    widths = [num_channels, num_channels, 2 * num_states]
+
+    def body(rows: Tensor, states: Tensor, places: StateRows) -> Tensor:
+        x, sizes, bc = rows.split(widths, 1)
+        return scan(x, sizes.abs(), bc, rate, skip, states, places)
+
+    return body, sum(widths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scan", [mamba1_scan, mamba1_scan_reference])
+@pytest.mark.parametrize("shape", [(5, 48), (16, 20)], ids=str)
+def test_mamba_1_has_the_same_bits_in_any_chunking(
+    scan: Callable[..., Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    body, width = mamba_1_body(scan, -torch.rand(shape) * 3, torch.randn(shape[1]))
+    inputs = [torch.randn(length, width).to(dtype) for length in LENGTHS]
+    states, other = torch.zeros(2, NUM_SLOTS, *shape)
+    for left, right in zip(whole(body, inputs, states), pieces(body, inputs, other), strict=True):
+        assert torch.equal(left, right)
+    assert torch.equal(states, other)
+
+
+@pytest.mark.parametrize("scan", [mamba1_scan, mamba1_scan_reference])
+def test_mamba_1_is_that_of_transformers(scan: Callable[..., Tensor]) -> None:
+    rate, skip = -torch.rand(16, 48) * 3, torch.randn(48)
+    body, width = mamba_1_body(scan, rate, skip)
+    inputs, states = [torch.randn(length, width) for length in LENGTHS], torch.zeros(NUM_SLOTS, 16, 48)
+    for row, out, slot in zip(inputs, whole(body, inputs, states), SLOTS, strict=True):
+        x, sizes, b, c = row.T[None].split([48, 48, 16, 16], 1)
+        expected, state = mamba_selective_scan(x, sizes.abs(), rate.T, b, c, skip, return_last_state=True)
+        torch.testing.assert_close(out, expected[0].T, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(states[slot], state[0].T, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("norm", [gated_norm, gated_norm_reference])

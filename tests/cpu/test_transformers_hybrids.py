@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.token_engine import TokenEngine
+from kernels.ops import CpuOps
 from moeserve.config import ServeConfig
+from moeserve.model.hf.check import choose_ways
 from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.mixers import Ways
 from moeserve.model.hf.spec import read_transformers_spec
@@ -19,7 +21,7 @@ from moeserve.plan import SamplingParams
 from moeserve.request_states import StatePolicy
 from tests.support.llm_prompts import complete_alone, prompts_with_a_common_beginning
 from tests.support.tiny_transformers import MORE, save_tiny
-from tests.support.transformers_parity import Memory
+from tests.support.transformers_parity import TOLERANCE, Memory, worst_difference
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 BLOCK = 4
@@ -28,7 +30,11 @@ BASE = ServeConfig(kv_cache_memory=2**21, block_size=BLOCK, max_model_len=160)
 
 @pytest.fixture(
     scope="module",
-    params=["kimi_linear", "nemotron_h", "lfm2_moe", pytest.param("jamba", marks=pytest.mark.long)],
+    params=[
+        "kimi_linear",
+        "nemotron_h",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("lfm2_moe", "jamba")),
+    ],
 )
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp(request.param)
@@ -63,7 +69,7 @@ def test_a_hit_at_every_block_border_gives_the_same_tokens(model_dir: Path, monk
     llm.scheduler.check_idle()
 
 
-@pytest.mark.parametrize("model_type", ["kimi_linear", "nemotron_h", "granitemoehybrid", "lfm2_moe"])
+@pytest.mark.parametrize("model_type", ["kimi_linear", "nemotron_h", "lfm2_moe", "jamba"])
 def test_the_states_of_a_layer_are_the_same_bits_in_any_chunking(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +84,23 @@ def test_the_states_of_a_layer_are_the_same_bits_in_any_chunking(
     for step in ([(0, 0, 3)], [(1, 0, 29), (0, 3, 4)], [(0, 4, 21), (1, 29, 30)], [(0, 21, 40)]):
         pieces.step(step)
     assert_first_layer_is_equal(decoder.spec.state_layers[0], whole.states, pieces.states)
+
+
+@pytest.mark.parametrize("answer", [NotImplementedError("another form"), None])
+def test_states_go_back_to_transformers_where_our_kernels_refuse_them_or_are_wrong(
+    answer: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scan(self: CpuOps, xbc: Tensor, *_: object) -> Tensor:
+        if answer is not None:
+            raise answer
+        return xbc.new_zeros((len(xbc), 8, 16))
+
+    monkeypatch.setattr(CpuOps, "mamba2_scan", scan)
+    own = save_tiny("nemotron_h", tmp_path)
+    decoder = load_transformers_decoder(tmp_path, read_transformers_spec(tmp_path))
+    assert not choose_ways(decoder).scans
+    assert decoder.num_mixers == (1, 2)
+    assert worst_difference(own, decoder) < TOLERANCE
 
 
 def assert_first_layer_is_equal(layer: tuple[object, ...], left: list[Tensor], right: list[Tensor]) -> None:

@@ -21,10 +21,10 @@ from kernels.gpu.moe_config import Device, MoeShape, heuristic_config
 from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.gpu.norm import add_rms_norm, layer_norm, rms_norm
-from kernels.gpu.recurrent import gated_delta_rule, gated_norm, mamba2_scan, short_conv
+from kernels.gpu.recurrent import gated_delta_rule, gated_norm, mamba1_scan, mamba2_scan, short_conv
 from kernels.gpu.rope_kv import norm_rope_write_kv
 from kernels.gpu.sampling import greedy, sample
-from kernels.mamba2 import MambaHeads
+from kernels.mamba import MambaHeads
 from kernels.specs import Activation, GateSpec
 from kernels.state_rows import StateRows
 
@@ -128,7 +128,7 @@ def others() -> Cases:
 
 
 def recurrent() -> Cases:
-    """The recurrent layers of Qwen3-Next-80B-A3B, which cover Qwen3.5, Kimi-Linear-48B-A3B and Nemotron 3 Nano."""
+    """The recurrent layers of Qwen3-Next-80B-A3B (Qwen3.5's too), Kimi-Linear-48B-A3B, Nemotron 3 Nano and Jamba."""
     heads = DeltaHeads(16, 32, 128, 128, torch.empty(32), torch.empty(32))
     rows = StateRows(torch.tensor([0, 1, 9]), torch.tensor([0, 1]), 8)
     projected = torch.empty(9, 8192 + 4096 + 64, dtype=BF16)
@@ -144,6 +144,9 @@ def recurrent() -> Cases:
     mamba = MambaHeads(64, 8, 64, 128, each, each, each)
     xbc, mamba_states = torch.empty(9, sum(mamba.widths), dtype=BF16), torch.empty(2, 64, 128, 64)
     yield "Mamba 2", lambda: mamba2_scan(xbc, torch.empty(9, 64, dtype=BF16), mamba, mamba_states, rows)
+    jamba, wide = (torch.empty(9, width, dtype=BF16) for width in (32, 8192))
+    rate, jamba_states = torch.empty(16, 8192), torch.empty(2, 16, 8192)
+    yield "Mamba 1", lambda: mamba1_scan(wide, wide.float(), jamba, rate, rate[0], jamba_states, rows)
     norm = torch.empty(128, dtype=BF16)
     yield "gated norm", lambda: gated_norm(torch.empty(9, 32, 128, dtype=BF16), gate, norm, 1e-6)
 

@@ -275,7 +275,7 @@ hit, and compares with the model's own forward (largest difference of logits: {t
 - **Mixers**, on transformers' code: `together` is one call for all requests of a step. `apart` is one call per request
   (single tokens of layers that keep nothing but states share one); projections are read once per request there.
   Attention modules whose code says what llama's or qwen3's says are computed by our kernels from the projections on,
-  and where layers with states are called together, so are their convolutions, delta rules and Mamba 2 scans.
+  and where layers with states are called together, so are their convolutions, delta rules and Mamba scans.
 - **Experts**: by our kernels, or by transformers' own code where our kernels do not know their form or activation.
 - Models on transformers' code run on a CPU.
 

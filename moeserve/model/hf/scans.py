@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kernels.gated_delta_rule import DeltaHeads
-from kernels.mamba2 import MambaHeads
+from kernels.mamba import MambaHeads
 from kernels.ops import Ops
 from kernels.state_rows import StateRows
 from moeserve.model.hf.geometry import LayerMemory
@@ -50,6 +51,7 @@ def scan(module: nn.Module, number: int, memory: LayerMemory, step: Step, ops: O
             "chunk_gated_delta_rule": ours.delta_rule,
             "chunk_kda": ours.delta_rule,
             "mamba_chunk_scan_combined": ours.mamba2,
+            "selective_scan_fn": ours.mamba1,
         },
     }
     found: dict[str, Callable[..., Any]] = {}
@@ -96,12 +98,13 @@ class _Functions:
     NotImplementedError.
     """
 
-    __slots__ = ("_number", "_ops", "_step", "_weight")
+    __slots__ = ("_number", "_ops", "_rate", "_step", "_weight")
 
     def __init__(self, number: int, step: Step, ops: Ops) -> None:
         self._number, self._step, self._ops = number, step, ops
-        # Of the convolution, as our kernel takes it.
+        # The weight of the convolution and the rates of Mamba 1, as our kernels take them.
         self._weight: Tensor | None = None
+        self._rate: Tensor | None = None
 
     @property
     def _rows(self) -> StateRows:
@@ -178,6 +181,37 @@ class _Functions:
         xbc = _side_by_side(hidden_states, B, C)
         out = self._ops.mamba2_scan(xbc, _strided_rows(dt[0]), heads, states, self._rows)
         return (out[None], states) if return_final_states else out[None]
+
+    def mamba1(
+        self,
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        **_: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the outputs [1, C, T], and the states if they are asked for.
+
+        hidden_states, dt, z [1, C, T], A [C, N], B, C [1, N, T], D, delta_bias [C].
+        """
+        if D is None or delta_bias is None or B.dim() != 3 or not delta_softplus:
+            raise NotImplementedError("this form of Mamba 1")
+        if self._rate is None:
+            self._rate = A.float().T.contiguous()
+        states = self._states(_STATE, *self._rate.shape)
+        sizes = functional.softplus(dt[0].T.float().contiguous() + delta_bias)
+        x, bc = _strided_rows(hidden_states[0].T), torch.cat([B[0].T, C[0].T], 1)
+        out = self._ops.mamba1_scan(x, sizes, bc, self._rate, D.float(), states, self._rows).T[None]
+        if z is not None:
+            out = out * functional.silu(z)
+        return (out, states) if return_last_state else out
 
 
 def _side_by_side(*parts: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
-"""The state space layer of Mamba 2 (https://arxiv.org/abs/2405.21060), token by token: CPU body and reference.
+"""The state space layers of Mamba, token by token as the gated delta rule is: CPU bodies and references.
 
-Of a head with the state S [N, P], an input x [P], and B and C [N] of its group:
+Mamba 2 (https://arxiv.org/abs/2405.21060), of a head with the state S [N, P], an input x [P], and B and C [N] of its
+group:
 
     d = softplus(step + bias);   S <- exp(rate d) S + B (d x)^T;   out = S^T C + skip x
 
-Token by token for the reason given in `kernels.gated_delta_rule`.
+Mamba 1 (https://arxiv.org/abs/2312.00752) does so for each channel alone (P = 1), with a rate for each of its N states
+and the same B and C for all.
 """
 
 from __future__ import annotations
@@ -100,5 +102,57 @@ def mamba2_scan_reference(xbc: Tensor, steps: Tensor, heads: MambaHeads, states:
             key, query = (part.view(heads.num_groups, -1, 1).repeat_interleave(group, 0) for part in (b, c))
             state = state * decays[row, :, None, None] + key * (x * sizes[row, :, None, None])
             out[row] = (state * query).sum(1) + heads.skip[:, None] * x[:, 0]
+        states[slot] = state
+    return out
+
+
+def mamba1_scan(
+    x: Tensor, sizes: Tensor, bc: Tensor, rate: Tensor, skip: Tensor, states: Tensor, rows: StateRows
+) -> Tensor:
+    """Return the outputs [T, C] of the tokens. Mutates the chunks' states.
+
+    x [T, C]. sizes [T, C]: d. bc [T, 2 N]: B, then C. rate [N, C], below 0, and skip [C], fp32. states
+    [num_slots, N, C] fp32.
+    """
+    kernels = native_kernels()
+    if kernels is None or x.device.type != "cpu" or x.dtype == torch.float64 or x.shape[1] % LANES:
+        return mamba1_scan_reference(x, sizes, bc, rate, skip, states, rows)
+    wide, wide_sizes, wide_bc = x.float(), sizes.float(), bc.float()
+    out = wide.new_empty(x.shape)
+    kernels.mamba1_scan(
+        wide.data_ptr(),
+        wide.stride(0),
+        wide_sizes.data_ptr(),
+        wide_sizes.stride(0),
+        wide_bc.data_ptr(),
+        wide_bc.stride(0),
+        rate.data_ptr(),
+        skip.data_ptr(),
+        states.data_ptr(),
+        states.stride(0),
+        rows.first_rows.data_ptr(),
+        rows.slots.data_ptr(),
+        len(rows.slots),
+        *rate.shape,
+        out.data_ptr(),
+    )
+    return out.to(x.dtype)
+
+
+def mamba1_scan_reference(
+    x: Tensor, sizes: Tensor, bc: Tensor, rate: Tensor, skip: Tensor, states: Tensor, rows: StateRows
+) -> Tensor:
+    """`mamba1_scan` by plain torch, one token at a time, in fp32 (fp64 for fp64 input)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = torch.empty_like(x)
+    for chunk, slot in rows:
+        state = states[slot].to(wide)
+        for row in range(chunk.start, chunk.stop):
+            value, size = x[row].to(wide), sizes[row].to(wide)
+            key, query = bc[row].to(wide).unsqueeze(1).chunk(2)
+            # Through fp64: rounded from there, bits do not depend on a channel's place.
+            decay = (rate.double() * size.double()).exp().to(wide)
+            state = state * decay + key * (size * value)
+            out[row] = (state * query).sum(0) + skip * value
         states[slot] = state
     return out
