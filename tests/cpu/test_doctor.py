@@ -163,7 +163,7 @@ def test_layers_with_a_window_count_for_the_last_tokens_of_a_context(tmp_path: P
     assert setup.kv_tokens == plan.kv.num_blocks * 16 > 2**20 // (3 * layer)
     assert 2**20 - 2 * 16 * layer < setup.kv_bytes <= 2**20
     said = ask(tmp_path, "--kv-cache-memory", "1MiB").stdout
-    assert "of each of the last 4 tokens, in layers with a window: 1.0 KiB in float32" in said
+    assert "of each of the last 4 tokens, in layers with a window: 512 B in float32" in said
     assert "blocks of the KV are for layers with a sliding window" in said
 
 

@@ -12,7 +12,7 @@ from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget
 from moeserve.model.families import GenerationDefaults, build_spec, load_config
-from moeserve.model.kv_pool import kv_block_bytes
+from moeserve.model.kv_pool import kv_pool_bytes
 from moeserve.plan import FinishReason, SamplingParams
 from moeserve.rank import ServedModel
 from tests.support.llm_prompts import complete_alone, prompts_with_a_common_beginning
@@ -102,10 +102,11 @@ def test_tokens_and_logprobs_have_the_same_bits_in_any_batch_and_chunking(
 def test_preempted_requests_end_with_the_same_tokens(
     model_dir: Path, prompts: list[list[int]], samplings: list[SamplingParams], alone: list[Completion]
 ) -> None:
-    block_bytes = kv_block_bytes(build_spec(load_config(model_dir)).kv_layers, 4, torch.float32)
+    # Layers with a window take less, so that memory is short for them, too.
+    memory = kv_pool_bytes(build_spec(load_config(model_dir)).kv_layers, 24, 6, 4, torch.float32)
     small = TokenEngine(
         model_dir,
-        replace(BASE, max_model_len=92, kv_cache_memory=24 * block_bytes, max_num_seqs=8, max_num_batched_tokens=16),
+        replace(BASE, max_model_len=92, kv_cache_memory=memory, max_num_seqs=8, max_num_batched_tokens=16),
     )
     completions = small.generate(prompts, samplings)
     assert [c.token_ids for c in completions] == [c.token_ids for c in alone]

@@ -90,7 +90,10 @@ def serve(case: RankCase, kv: KvBudget, num_ranks: int, executor: Executor, dept
     """What the requests are told by ranks with this much memory each. depth: as the case says if None."""
     depth = int(case.ahead) if depth is None else depth
     scheduler = Scheduler(
-        [PrefixCache(kv.num_blocks, BLOCK_SIZE) for _ in range(num_ranks)],
+        [
+            PrefixCache(kv.num_blocks, BLOCK_SIZE, num_window_blocks=kv.num_window_blocks, window=kv.window)
+            for _ in range(num_ranks)
+        ],
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=MAX_TOKENS,
         max_num_queued_reqs=9,
