@@ -21,6 +21,7 @@ from tests.clients.environments import (
 from tests.clients.runner import ScriptsRunner
 from tests.clients.service import ROOT, lengthen, serve_demo
 from tests.clients.table import Row, merge, render
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 PAGE = ROOT / "docs" / "clients.md"
 
@@ -60,11 +61,13 @@ def _options(names: list[str], arguments: list[str] | None) -> argparse.Namespac
 
 
 def _run(environments: list[Environment], folder: Path, jobs: int) -> Iterator[Row]:
-    """Yield what the scripts report, with one service after the other for the lengths of context that they need."""
-    for context in sorted({environment.client.context for environment in environments}):
-        model = lengthen(ensure_demo(), folder / f"model-{context}", context) if context else None
-        with serve_demo(cache_folder() / f"service-{context}.log", model) as service:
-            served = [environment for environment in environments if environment.client.context == context]
+    """Yield what the scripts report, with one service after the other for the models that they need."""
+    needs = {(environment.client.tiny, environment.client.context) for environment in environments}
+    for tiny, context in sorted(needs):
+        own = folder / f"model-{context}"
+        model = write_tiny_checkpoint(own) if tiny else lengthen(ensure_demo(), own, context) if context else None
+        with serve_demo(cache_folder() / f"service-{'tiny' if tiny else context}.log", model) as service:
+            served = [one for one in environments if (one.client.tiny, one.client.context) == (tiny, context)]
             yield from ScriptsRunner(service, folder).run_all(served, jobs)
 
 

@@ -25,7 +25,8 @@ class Client:
     """One client of `clients.toml`: `requirements` as pip or npm takes them, `seconds` its script may take.
 
     no_deps: what pip installs without the packages that it depends on. without: what it uninstalls then. context: the
-    tokens of context that the client needs, 0 where those of the demo are enough.
+    tokens of context that the client needs, 0 where those of the demo are enough. tiny: it asks so much that it is
+    served a tiny model of random weights.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Client:
     no_deps: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     context: int = 0
+    tiny: bool = False
 
     @property
     def pins(self) -> list[str]:
