@@ -257,6 +257,7 @@ def test_clients_that_are_impatient_hang_up(server, tmp_path):
     assert point["refused"] == 0
 
 
+@pytest.mark.slow
 def test_the_best_rate_is_found_where_none_is_given(server, tmp_path):
     curve = goodput(tmp_path, server.url, "--output-tokens", "400")
     assert [round(point["rate"] / curve[0]["rate"]) for point in curve] == [1, 2, 4, 8, 10]

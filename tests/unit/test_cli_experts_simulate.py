@@ -46,6 +46,7 @@ def test_json_has_every_figure(trace):
     assert (silent["stall_saved"], silent["num_misses"]) == (0.0, on_demand["num_misses"])
 
 
+@pytest.mark.slow
 def test_a_control_takes_the_structure_out(tmp_path):
     trace = tmp_path / "longer"
     save_trace(trace, synthetic_trace(SyntheticSpec(4, 8, 2, coupling=3.0, edge=1.0), 8, 40, 0))

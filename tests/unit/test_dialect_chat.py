@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from moeserve.frontend.dialects import chat
 from moeserve.frontend.dialects.internal import (
@@ -19,6 +18,7 @@ from moeserve.frontend.dialects.internal import (
 from moeserve.frontend.http import DONE, ApiError
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
+from tests.support.openai_types import openai_type
 from tests.support.tiny_model import byte_tokenizer
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
@@ -53,7 +53,7 @@ def event(data: bytes) -> dict[str, Any]:
     assert data.endswith(b"}\n\n")
     assert data.count(b"\n") == 2
     chunk: dict[str, Any] = json.loads(data[6:])
-    ChatCompletionChunk.model_validate(chunk)
+    openai_type("chat.ChatCompletionChunk").validate_python(chunk)
     return chunk
 
 
@@ -182,7 +182,7 @@ def test_the_generation_prompt_can_be_left_out() -> None:
 
 def test_a_whole_answer_has_the_fields_of_openais() -> None:
     body = json.loads(formatter(logprobs=True).complete([Delta(0, 'é"', [TOKEN], "stop")], USAGE))
-    ChatCompletion.model_validate(body)
+    openai_type("chat.ChatCompletion").validate_python(body)
     assert body["object"] == "chat.completion"
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": 'é"', "refusal": None, "annotations": []}

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import chat
@@ -24,6 +23,7 @@ from moeserve.frontend.dialects.internal import (
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
+from tests.support.openai_types import openai_type
 from tests.support.tiny_model import byte_tokenizer
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
@@ -247,7 +247,7 @@ def formatter(**changes: Any) -> chat.ChatFormatter:
 
 def event(data: bytes) -> dict[str, Any]:
     chunk: dict[str, Any] = json.loads(data.removeprefix(b"data: "))
-    ChatCompletionChunk.model_validate(chunk)
+    openai_type("chat.ChatCompletionChunk").validate_python(chunk)
     choice: dict[str, Any] = chunk["choices"][0]
     return choice
 
@@ -257,7 +257,7 @@ CALLED = Delta(0, "", [], "tool_calls", "hm", [ToolCallPart(0, "{}", "call_1", "
 
 def test_a_whole_answer_with_a_call() -> None:
     body = json.loads(formatter(tools=[CLOCK]).complete([CALLED], USAGE))
-    ChatCompletion.model_validate(body)
+    openai_type("chat.ChatCompletion").validate_python(body)
     (choice,) = body["choices"]
     assert choice["finish_reason"] == "tool_calls"
     message = choice["message"]

@@ -4,13 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from openai.types import Completion
 
 from moeserve.frontend.dialects import completions
 from moeserve.frontend.dialects.internal import Delta, GenerateRequest, ModelFacts, TokenText, Usage
 from moeserve.frontend.http import DONE, ApiError
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
+from tests.support.openai_types import openai_type
 from tests.support.tiny_model import byte_tokenizer
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
@@ -90,14 +90,14 @@ def test_a_whole_answer_has_the_fields_of_openais() -> None:
 
 def test_the_openai_package_takes_an_answer() -> None:
     token = TokenText(ord("i"), 0, TokenLogprobs(-0.5, ((ord("a"), -0.25),)))
-    Completion.model_validate_json(formatter(logprobs=1).complete([Delta(0, "i", [token], "stop")], USAGE))
+    openai_type("Completion").validate_json(formatter(logprobs=1).complete([Delta(0, "i", [token], "stop")], USAGE))
 
 
 def test_a_stream_has_an_event_per_delta_and_one_for_usage() -> None:
     writer = formatter(stream=True, stream_options={"include_usage": True})
     assert writer.start(0, USAGE) == b""
     chunk = json.loads(writer.delta(Delta(2, "é", [], "stop"), USAGE).removeprefix(b"data: "))
-    Completion.model_validate({**chunk, "usage": None})
+    openai_type("Completion").validate_python({**chunk, "usage": None})
     assert chunk["choices"] == [{"index": 2, "text": "é", "logprobs": None, "finish_reason": "stop"}]
     assert chunk["usage"] is None
     last = json.loads(writer.end(USAGE).removesuffix(DONE).removeprefix(b"data: "))
@@ -129,4 +129,4 @@ def test_prompt_log_probabilities_belong_to_their_choice() -> None:
     body = json.loads(formatter(prompt_logprobs=1).complete([Delta(0, "a", [], "stop", prompt=prompt)], USAGE))
     (choice,) = body["choices"]
     assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -1.5, "rank": 1, "decoded_token": "b"}}]
-    Completion.model_validate(body)
+    openai_type("Completion").validate_python(body)

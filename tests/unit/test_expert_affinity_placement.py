@@ -72,6 +72,7 @@ def most_staying(transitions, num_ranks):
     return best.max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(8, 2), (6, 3)])
 @pytest.mark.parametrize("seed", first(1, range(3)))
 def test_alternating_assignment_comes_within_two_percent_of_the_optimum(num_experts, num_ranks, seed):
@@ -140,6 +141,7 @@ def milp_staying(transitions, num_ranks):
     return -result.fun
 
 
+@pytest.mark.slow
 def test_integer_programming_finds_the_same_optimum():
     transitions = synthetic_trace(replace(MIXTRAL_LIKE, num_experts=6), 10, 100, 0).transitions()[9:11]
     most = milp_staying(transitions, 2)

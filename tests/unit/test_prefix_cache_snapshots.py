@@ -528,6 +528,7 @@ def drive(seed: int, steps: int) -> World:
     return world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_a_seeded_run_agrees_with_brute_force(seed: int) -> None:
     world = drive(seed, 1500)

@@ -598,11 +598,13 @@ def drive(seed: int, steps: int, check_every: int, caching: bool = True, retaini
     return world.log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_seeded_run_agrees_with_model(seed: int) -> None:
     drive(seed, steps=6000, check_every=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(50, 53))
 def test_seeded_run_with_retention_agrees_with_model(seed: int) -> None:
     drive(seed, steps=4000, check_every=10, retaining=True)

@@ -91,6 +91,7 @@ def test_public_blocks_are_charged_to_nobody_elses_budget() -> None:
     cache.check_invariants()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", first(4, range(12)))
 def test_no_block_serves_a_namespace_that_did_not_write_it_but_public_ones(seed: int) -> None:
     """A shadow of the KV memory says who wrote which prefix into a block; every lease is read against it."""

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
 
 from moeserve.frontend.dialects import responses
 from moeserve.frontend.dialects.internal import Delta, ModelFacts, TokenText, ToolCallPart, Usage
@@ -15,12 +13,12 @@ from moeserve.frontend.http import internal_error
 from moeserve.frontend.response_store import Item, Shelf
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
+from tests.support.openai_types import openai_type
 from tests.support.tiny_model import byte_tokenizer
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
 TOKENIZER = TextTokenizer(byte_tokenizer())
 USAGE = Usage(prompt_tokens=5, completion_tokens=7, cached_tokens=4, reasoning_tokens=2)
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TOOLS = [
     {"type": "function", "name": "f"},
     {"type": "namespace", "name": "ns", "description": "", "tools": [{"type": "function", "name": "g"}]},
@@ -54,7 +52,7 @@ def events_of(data: bytes) -> list[dict[str, Any]]:
         name, payload = block.split("\n")
         event = json.loads(payload.removeprefix("data: "))
         assert name == f"event: {event['type']}"
-        EVENT.validate_python(event)
+        openai_type("responses.ResponseStreamEvent").validate_python(event)
         events.append(event)
     return events
 
@@ -72,7 +70,7 @@ def whole(deltas: Sequence[Delta], **changes: Any) -> dict[str, Any]:
     for delta in deltas:
         choice.append(delta)
     response: dict[str, Any] = json.loads(formatter(**changes).complete([choice], USAGE))
-    Response.model_validate(response)
+    openai_type("responses.Response").validate_python(response)
     return response
 
 

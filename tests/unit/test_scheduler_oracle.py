@@ -81,6 +81,7 @@ def converse(simulation: Simulation, conversations: list[Conversation], random: 
     simulation.check_all_done()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block_size", "policy", "depth"), pairs([1, 3, 4, 16], ["fcfs", "lpm"], [0, 1, 2]))
 def test_conversations_get_the_tokens_of_an_undisturbed_run(block_size: int, policy: str, depth: int) -> None:
     longest = 30 + 6 + 12 + 3 + 12

@@ -18,6 +18,7 @@ A, B = Terms("a"), Terms("b")
 BACKGROUND = Terms("b", patient=True, background=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("depth", "run_ahead"), [(0, False), (1, False), (1, True), (2, True)])
 @pytest.mark.parametrize("seed", first(2, range(5)))
 def test_random_tenants_get_the_tokens_of_an_undisturbed_run(seed: int, depth: int, run_ahead: bool) -> None:
@@ -181,6 +182,7 @@ def test_prompts_leave_running_streams_the_pace_that_they_were_promised() -> Non
     simulation.check_all_done()
 
 
+@pytest.mark.slow
 # Many running requests that fill the memory, and such as grow until it is full.
 @pytest.mark.parametrize(("num_prompt_tokens", "num_output_tokens"), [(200, 10), (8, 120)])
 @pytest.mark.parametrize(("flooder", "is_kept"), [("a", True), ("b/other", False)])
