@@ -107,22 +107,15 @@ class Bench:
         # What steps take, learnt in all runs.
         self.cost = CostModel()
 
-    def warm_up(self) -> None:
-        """Run a part of the load, so that what the first steps compile is not measured."""
-        self._run(Load(self._load.requests[:2], self._load.seats), self._load.room)
-        self.cost = CostModel()
-
     def run(self, pool: int) -> Run:
         """Run the load in the first `pool` blocks."""
-        return self._run(self._load, pool)
-
-    def _run(self, load: Load, pool: int) -> Run:
+        load = self._load
         scheduler = Scheduler(
             [PrefixCache(pool, BLOCK_SIZE)],
             max_num_seqs=load.seats,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
             max_num_queued_reqs=len(load.requests),
-            max_model_len=BLOCK_SIZE * self._load.room // load.seats,
+            max_model_len=BLOCK_SIZE * load.room // load.seats,
             run_ahead=self._depth > 0,
         )
         run = Run({f"{number}": [] for number in range(len(load.requests))})
@@ -141,6 +134,7 @@ class Bench:
             began = now
         run.seconds = time.perf_counter() - begin
         run.num_preemptions = scheduler.counters.preemptions
+        click.echo(f"{run.num_steps} steps in {pool} blocks: {run.seconds:.1f} s", err=True)
         return run
 
 
@@ -192,7 +186,9 @@ def command(
     load = random_load(requests, seats, prompt, output)
     bench = Bench(model or ensure_demo(), load)
     pools = [max(round(part * load.need), load.room // load.seats) for part in pool]
-    bench.warm_up()
+    # The first steps of each size take longer than later ones.
+    bench.run(load.room)
+    bench.cost = CostModel()
     roomy = [bench.run(load.room)]
     tight: dict[int, list[Run]] = {blocks: [] for blocks in pools}
     for _ in range(rounds):
@@ -203,7 +199,7 @@ def command(
         roomy.append(bench.run(load.room))
     room_s = mean(run.seconds for run in roomy)
     headings = ["of the need", "blocks", "preemptions", "tokens computed", "steps", "steps at least"]
-    click.echo(f"| {' | '.join([*headings, 'time', 'time at least', 'of that'])} |")
+    click.echo(f"| {' | '.join([*headings, 'time', 'time at least', 'times that'])} |")
     click.echo("|---" * (len(headings) + 3) + "|")
     for blocks, runs in tight.items():
         run = replace(runs[0], seconds=mean(run.seconds for run in runs))

@@ -178,6 +178,7 @@ class Pace:
         self._cost = CostModel()
         self._num_waiting = 0
         self._attended = 0.0
+        self._attended_of_row = 0.0
         self._step_s = 0.0
         # What a step takes that computes as many tokens as it may.
         self._full_step_s = 0.0
@@ -201,6 +202,7 @@ class Pace:
         """Learn from a step that was measured."""
         self._cost.observe(rows, attended, seconds)
         self._attended += _SMOOTHING * (attended - self._attended)
+        self._attended_of_row += _SMOOTHING * (attended / rows - self._attended_of_row)
         self._step_s += _SMOOTHING * (self._cost.seconds(rows, attended) - self._step_s)
         self._full_step_s = self._cost.seconds(self._max_num_batched_tokens, self._attended)
 
@@ -232,7 +234,7 @@ class Pace:
         if self._patience is not None:
             self._patience.note(self.now, self.now - min(bounded) if bounded else None)
         if self._num_new_ends and self._slo is not None:
-            grown_s = self._deadline_s * (1 + _DEADLINE_GROWTH / self._places) ** self._num_new_ends
+            grown_s = self._deadline_s * (1 + _DEADLINE_GROWTH * min(1, self._num_new_ends / self._places))
             self._deadline_s = min(grown_s, self._best_deadline(self._slo))
             self._num_new_ends = 0
             self._keep_deadline(self._slo)
@@ -318,7 +320,7 @@ class Pace:
         """Return the rows per second of steps in which so many typical requests run: for each that ends one begins."""
         rows_of_each = 1 + self._request_tokens.value / max(1.0, self._output_tokens.mean())
         rows = min(round(num_running * rows_of_each / self._num_ranks), self._max_num_batched_tokens)
-        return rows / max(self._cost.seconds(rows, 0), 1e-9)
+        return rows / max(self._cost.seconds(rows, rows * self._attended_of_row), 1e-9)
 
     def _answer_s(self, num_running: int) -> float:
         """Return how long most typical answers take while so many run (Little's law)."""

@@ -134,14 +134,17 @@ def answered() -> Request:
     return answered
 
 
-def measured_pace(step_seconds: Callable[[int], float]) -> Pace:
-    """Return a pace that has learnt steps of all sizes, and requests of 60 prompt tokens and 16 output tokens."""
+def measured_pace(step_seconds: Callable[[int], float], context: int = 0) -> Pace:
+    """Return a pace that has learnt steps of all sizes, and requests of 60 prompt tokens and 16 output tokens.
+
+    context: positions that each row attends to, for 0.1 µs each.
+    """
     pace = Pace(SLO, 256, 64)
     for _ in range(100):
         pace.count_start(answered())
         pace.count_end(answered(), FinishReason.LENGTH)
         for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            pace.count_step(rows, 0.0, step_seconds(rows))
+            pace.count_step(rows, context * rows, step_seconds(rows) + 1e-7 * context * rows)
     return pace
 
 
@@ -167,6 +170,16 @@ def test_so_many_requests_run_at_once_that_answers_are_whole_before_clients_leav
     assert pace.num_places() == 64
     end(pace, 20, 3.5, FinishReason.ABORT)
     assert 2.5 < answer_s(pace.num_places()) < 3.5
+
+
+def test_fewer_requests_run_at_once_where_contexts_are_long() -> None:
+    places = []
+    for context in (0, 10_000):
+        pace = measured_pace(linear, context)
+        end(pace, 20, 3.5, FinishReason.ABORT)
+        places.append(pace.num_places())
+    # A row takes 2 ms in place of 1.
+    assert places[1] < 0.7 * places[0]
 
 
 def test_nothing_is_given_up_for_the_few_who_leave_and_for_those_who_leave_at_once() -> None:
