@@ -37,9 +37,9 @@ from radix_cache import PrefixCache
 
 # The Qwen3.5 and 3.6 models with 35B parameters: 61.9 MiB of states, 20 KiB of KV per token.
 _STATE_TOKENS = 3168
-_NUM_SLOTS = 64
+NUM_SLOTS = 64
 _TRACE_UNIT = 512
-_STEP_TOKENS = 256
+STEP_TOKENS = 256
 # Around the words of a message, and before an answer.
 _MESSAGE_TOKENS = [0, 1, 2, 3]
 
@@ -116,7 +116,7 @@ def policies(load: Load) -> dict[str, StatePolicy | None]:
     interval = DECODE_INTERVAL_TOKENS if load.unit == 1 else 2**30
 
     def keep(choose: ChoosePositions, *, foresees: bool = False, prompt_interval: int = 2**30) -> StatePolicy:
-        return StatePolicy(_NUM_SLOTS, gain, interval, prompt_interval, choose, foresees)
+        return StatePolicy(NUM_SLOTS, gain, interval, prompt_interval, choose, foresees)
 
     return {
         "no states needed": None,
@@ -134,16 +134,14 @@ def policies(load: Load) -> dict[str, StatePolicy | None]:
 class Service:
     """A scheduler whose steps compute nothing."""
 
-    def __init__(self, memory: int, num_snapshots: int, load: Load, policy: StatePolicy | None) -> None:
-        """memory: for KV, in tokens."""
-        rows = None if policy is None else range(_NUM_SLOTS, _NUM_SLOTS + num_snapshots)
-        self.cache = PrefixCache(memory // (load.block_size * load.unit), load.block_size, snapshot_rows=rows)
+    def __init__(self, cache: PrefixCache, policy: StatePolicy | None = None) -> None:
+        self.cache = cache
         self._scheduler = Scheduler(
-            [self.cache],
-            max_num_seqs=_NUM_SLOTS,
-            max_num_batched_tokens=max(_NUM_SLOTS, _STEP_TOKENS),
-            max_num_queued_reqs=_NUM_SLOTS,
-            max_model_len=self.cache.num_blocks * load.block_size,
+            [cache],
+            max_num_seqs=NUM_SLOTS,
+            max_num_batched_tokens=max(NUM_SLOTS, STEP_TOKENS),
+            max_num_queued_reqs=NUM_SLOTS,
+            max_model_len=cache.num_blocks * cache.block_size,
             states=policy,
         )
         self._num_requests = 0
@@ -185,6 +183,12 @@ class Service:
         return ended
 
 
+def with_snapshots(memory: int, num_snapshots: int, load: Load, policy: StatePolicy | None) -> Service:
+    """Return a service with so many tokens of KV, and snapshots if there is a policy for them."""
+    rows = None if policy is None else range(NUM_SLOTS, NUM_SLOTS + num_snapshots)
+    return Service(PrefixCache(memory // (load.block_size * load.unit), load.block_size, snapshot_rows=rows), policy)
+
+
 def _draw(chunk: Chunk) -> int:
     """Return a token that no other request draws at another position."""
     return crc32(f"{chunk.request_id} {chunk.start}".encode()) >> 1
@@ -203,7 +207,8 @@ def report(load: Load, memory: int, state: int, share: float) -> list[str]:
     ]
     best = 0
     for name, policy in policies(load).items():
-        service = Service(int(memory * (1 + share)) if policy is None else memory, num_snapshots, load, policy)
+        own = int(memory * (1 + share)) if policy is None else memory
+        service = with_snapshots(own, num_snapshots, load, policy)
         service.serve(load)
         best = best or service.num_cached
         table, share = service.cache.snapshots, service.num_cached / service.num_prompt

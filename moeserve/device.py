@@ -33,9 +33,9 @@ _KV_MAX_BYTES = 4 * 2**30
 _SLOT_SHARE = 0.5
 _SNAPSHOT_SHARE = 0.25
 # Where layers with a sliding window have blocks of their own, there is one for so many KV blocks. Requests as long as
-# 16 windows that keep two windows each, of the prompt and of the answer, then use up both at the same time; longer
-# ones use up the KV blocks first, shorter ones the window blocks.
-_BLOCKS_PER_WINDOW_BLOCK = 8
+# 8 windows that keep two windows each, of the prompt and of the answer, then use up both at the same time; longer ones
+# use up the KV blocks first, shorter ones the window blocks.
+_BLOCKS_PER_WINDOW_BLOCK = 4
 # Left free beside weights and KV.
 RESERVE_BYTES = 512 * 2**20
 

@@ -92,7 +92,9 @@ class RequestMemory:
         lease = request.lease
         assert lease is not None
         last = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
-        positions = [last, lease.num_known_tokens, *range(PROMPT_INTERVAL_TOKENS, last, PROMPT_INTERVAL_TOKENS)]
+        positions = [last, *range(PROMPT_INTERVAL_TOKENS, last, PROMPT_INTERVAL_TOKENS)]
+        if lease.num_known_tokens > lease.num_published_tokens or lease.node.children:
+            positions += [lease.num_known_tokens, lease.num_published_tokens]
         if request.cache is not None:
             positions += [*request.cache.borders, *(num_tokens for num_tokens, _ in request.cache.retentions)]
         for position in positions:

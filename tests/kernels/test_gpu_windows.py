@@ -87,6 +87,6 @@ def test_window_blocks_come_out_of_the_memory_for_kv(model_dir: Path) -> None:
     memory = 40 * kv_block_bytes(spec.kv_layers, BLOCK_SIZE, torch.float32)
     settings = GpuSettings(BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, None, None, 0.9, True)
     kv, kv_bytes = kv_blocks(replace(spec, max_position=64), torch.float32, settings, memory)
-    # Three requests of four blocks each and a step of four more, and one window block for two KV blocks of a layer.
+    # Three requests of four blocks each and a step of four more.
     assert kv == KvBudget(64, 64, num_window_blocks=16, window=WINDOW)
     assert kv_bytes == memory

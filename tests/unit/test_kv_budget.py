@@ -131,14 +131,14 @@ def with_windows(memory: int, *, of_windows: int, **changes: Any) -> KvBudget:
     return plan(kv_cache_memory=memory, windows=demand, available_bytes=20 * GIB, **changes)
 
 
-def test_layers_with_a_window_get_one_block_for_eight_blocks_of_the_others() -> None:
-    budget = with_windows(9216 * MIB, of_windows=MIB // 2)
-    assert budget == KvBudget(16384, 8192, num_window_blocks=2048, window=128)
+def test_layers_with_a_window_get_one_block_for_four_blocks_of_the_others() -> None:
+    budget = with_windows(5120 * MIB, of_windows=MIB // 2)
+    assert budget == KvBudget(8192, 8192, num_window_blocks=2048, window=128)
 
 
 def test_window_blocks_for_all_that_may_run_at_once_come_first_up_to_half_of_one_pool() -> None:
     # 8 requests of 8 + 2 blocks and a step of 16 tokens' blocks.
-    assert with_windows(400 * MIB, of_windows=MIB // 2).num_window_blocks == 96
+    assert with_windows(220 * MIB, of_windows=MIB // 2).num_window_blocks == 96
     assert with_windows(160 * MIB, of_windows=MIB // 2).num_window_blocks == 80
     assert with_windows(160 * MIB, of_windows=MIB // 2).num_blocks == 240
 
@@ -151,7 +151,7 @@ def test_a_context_that_is_asked_for_comes_before_window_blocks() -> None:
 
 
 def test_where_all_layers_have_a_window_all_memory_is_window_blocks() -> None:
-    assert with_windows(512 * MIB, of_windows=MIB) == KvBudget(4096, 8192, num_window_blocks=512, window=128)
+    assert with_windows(512 * MIB, of_windows=MIB) == KvBudget(2048, 8192, num_window_blocks=512, window=128)
 
 
 def test_too_little_memory_or_a_context_within_the_window_leaves_all_layers_together() -> None:
@@ -161,7 +161,7 @@ def test_too_little_memory_or_a_context_within_the_window_leaves_all_layers_toge
 
 
 def test_snapshots_take_what_both_pools_leave() -> None:
-    budget = with_windows(400 * MIB, of_windows=MIB // 2, states=StateDemand(64 * MIB, 8, None))
+    budget = with_windows(220 * MIB, of_windows=MIB // 2, states=StateDemand(32 * MIB, 8, None))
     assert (budget.num_state_slots, budget.num_snapshots, budget.num_window_blocks) == (8, 1, 96)
 
 

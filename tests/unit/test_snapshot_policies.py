@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.snapshots import Service, agents_load, every, main, only_the_last, policies
+from benchmarks.snapshots import agents_load, every, main, only_the_last, policies, with_snapshots
 from moeserve.bench.workloads import Shape
 
 # 4 GiB of KV and a quarter of that for the states of Qwen3.5-35B-A3B.
@@ -18,7 +18,7 @@ def test_agents_reuse_nearly_all_with_states_in_a_quarter_of_the_memory_for_kv()
     load = agents_load(Shape())
     cached = {}
     for name, policy in policies(load).items():
-        service = Service(MEMORY if policy else MEMORY * 5 // 4, NUM_SNAPSHOTS, load, policy)
+        service = with_snapshots(MEMORY if policy else MEMORY * 5 // 4, NUM_SNAPSHOTS, load, policy)
         service.serve(load)
         assert service.num_prompt > 24_000
         cached[name] = service.num_cached
