@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -96,7 +97,14 @@ def test_leaving_gives_the_places_back(server: Frontend) -> None:
     for _ in range(3):
         server.engine.received.clear()
         server.engine.script = admit_only
-        with connect(server, n=4):
+        with ExitStack() as stack:
+
+            def is_held() -> bool:
+                asked = server.http.stream("POST", "/v1/completions", json={**everything, "stream": True})
+                return stack.enter_context(asked).status_code == 200
+
+            # The answer before may have been read before its places were free.
+            wait_until(is_held)
             server.engine.wait_for(Generate, 4)
         server.engine.script = say("ok")
         # The engine hears of the abort before the place is free.

@@ -23,6 +23,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(model, tmp_path_factory.mktemp("s"), "--max-restarts", "0") as started:
+        yield started
+
+
+@pytest.fixture
+def watched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service that soon takes a process for hung; where none hangs, one that is held up for as long is not to be."""
     with service(model, tmp_path_factory.mktemp("s"), "--engine-timeout", "2", "--max-restarts", "0") as started:
         yield started
 
@@ -30,8 +37,7 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 @pytest.fixture
 def executed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service whose interpreters are started as users start them."""
-    settings = ("--engine-timeout", "2", "--max-restarts", "0")
-    with service(model, tmp_path_factory.mktemp("s"), *settings, forked=False) as started:
+    with service(model, tmp_path_factory.mktemp("s"), "--max-restarts", "0", forked=False) as started:
         yield started
 
 
@@ -81,14 +87,14 @@ def test_a_killed_worker_gives_streams_a_terminal_error(running: Service) -> Non
     assert running.leaves_nothing()
 
 
-def test_a_stopped_worker_is_found_out_and_ends_the_service(running: Service) -> None:
-    events = running.stream(max_tokens=ENDLESS)
+def test_a_stopped_worker_is_found_out_and_ends_the_service(watched: Service) -> None:
+    events = watched.stream(max_tokens=ENDLESS)
     next(events)
-    os.kill(running.pids["worker"], signal.SIGSTOP)
+    os.kill(watched.pids["worker"], signal.SIGSTOP)
     assert "error" in list(events)[-1]
-    assert running.end() == 1
-    assert "The model process hung" in running.errors.read_text()
-    assert running.leaves_nothing()
+    assert watched.end() == 1
+    assert "The model process hung" in watched.errors.read_text()
+    assert watched.leaves_nothing()
 
 
 def test_a_killed_frontend_ends_the_service(running: Service) -> None:
@@ -98,11 +104,11 @@ def test_a_killed_frontend_ends_the_service(running: Service) -> None:
     assert running.leaves_nothing()
 
 
-def test_a_stopped_frontend_is_found_out_and_ends_the_service(running: Service) -> None:
-    os.kill(running.pids["frontend"], signal.SIGSTOP)
-    assert running.end() == 1
-    assert "The HTTP process hung" in running.errors.read_text()
-    assert running.leaves_nothing()
+def test_a_stopped_frontend_is_found_out_and_ends_the_service(watched: Service) -> None:
+    os.kill(watched.pids["frontend"], signal.SIGSTOP)
+    assert watched.end() == 1
+    assert "The HTTP process hung" in watched.errors.read_text()
+    assert watched.leaves_nothing()
 
 
 @pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="nohup: a SIGHUP stays ignored")
