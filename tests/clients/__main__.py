@@ -66,7 +66,9 @@ def _run(environments: list[Environment], folder: Path, jobs: int) -> Iterator[R
     for tiny, context in sorted(needs):
         own = folder / f"model-{context}"
         model = write_tiny_checkpoint(own) if tiny else lengthen(ensure_demo(), own, context) if context else None
-        with serve_demo(cache_folder() / f"service-{'tiny' if tiny else context}.log", model) as service:
+        # Long prompts would hold up the others, which are then refused for the time that they would wait.
+        settings = ("--max-model-len", "512") if tiny else ()
+        with serve_demo(cache_folder() / f"service-{'tiny' if tiny else context}.log", model, *settings) as service:
             served = [one for one in environments if (one.client.tiny, one.client.context) == (tiny, context)]
             yield from ScriptsRunner(service, folder).run_all(served, jobs)
 

@@ -54,7 +54,7 @@ def lengthen(demo: Path, folder: Path, context: int) -> Path:
 
 
 @contextmanager
-def serve_demo(log: Path, model: Path | None = None) -> Iterator[Service]:
+def serve_demo(log: Path, model: Path | None = None, *settings: str) -> Iterator[Service]:
     """Serve a model as long as the context lasts, the demo unless one is given.
 
     log: file for what the service says. Raises RuntimeError with the end of it if the service does not start.
@@ -67,7 +67,15 @@ def serve_demo(log: Path, model: Path | None = None) -> Iterator[Service]:
     keys.touch(0o600)
     keys.write_text(f"{key}\nadmin:{admin_key}\n")
     options = ["--port", "0", "--served-model-name", MODEL, "--api-key-file", str(keys)]
-    command = [sys.executable, "-m", "launcher.cli", "serve", *([] if model is None else [str(model)]), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "launcher.cli",
+        "serve",
+        *([] if model is None else [str(model)]),
+        *options,
+        *settings,
+    ]
     with log.open("w") as errors:
         process = subprocess.Popen(
             command,
