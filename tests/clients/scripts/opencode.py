@@ -7,7 +7,7 @@ from client_checks import KEY, MODEL, SECRET, UNKNOWN, V1, Checks, run_program
 
 check = Checks("chat")
 SHELL = 'bash({"command": "cat note.txt", "description": "Read the note"})'
-LIMIT = {"context": 8192, "output": 256}
+LIMIT = {"context": 16384, "output": 256}
 
 
 def ask(text, model=MODEL):
