@@ -346,6 +346,8 @@ class Scheduler:
         before: only those that go before this running prompt.
         """
         if not len(self._waiting) or draft.is_full or len(self._running) >= self._num_places:
+            # Nobody is tried. Who found no memory in an earlier step may find it free by now.
+            self._lacks_memory = False
             return
         loads = RankLoads(self._memories, self._running)
         num_followers = 0

@@ -67,9 +67,7 @@ class Sharing:
             if is_full and places.may_take(request, 1) and (victim := places.pop_victim()) is not None:
                 yield victim
                 return
-            # What lacked memory in an earlier step may have found it free since, and wait for its turn alone.
-            lacks = lacks_memory and all(cache.num_available < wanted for cache in self._caches)
-            if lacks and blocks.may_take(request, wanted):
+            if lacks_memory and blocks.may_take(request, wanted):
                 yield from self._givers(blocks, wanted)
                 return
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 
 class Handler(BaseHTTPRequestHandler):
-    """`answer` writes a whole response; nothing is logged."""
+    """`answer` writes a whole response, unless its client has left; nothing is logged."""
 
     def answer(self, status: int, content: bytes) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(content)
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(content)
 
     def log_message(self, *_: object) -> None: ...
 

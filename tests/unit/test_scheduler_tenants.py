@@ -260,3 +260,17 @@ def test_further_requests_wait_rather_than_take_what_others_have_cached() -> Non
     simulation.run()
     assert simulation.cache.peek(array("i", [*prefix, 0]), "b") == 36
     simulation.check_all_done()
+
+
+def test_who_waits_for_its_turn_alone_takes_memory_from_nobody() -> None:
+    """Two that do not fit beside each other would otherwise give way for a third, in turn, and never end."""
+    simulation = Simulation(num_blocks=30, block_size=4, budget=7, max_num_seqs=7)
+    lengths = {"a": (40, 33), "b": (60, 20), "c": (20, 20)}
+    for number, (tenant, (num_prompt, num_tokens)) in enumerate(lengths.items()):
+        priority = int(tenant == "c")
+        prompt = [(number + 3 * place) % VOCAB_SIZE for place in range(num_prompt)]
+        sampling = SamplingParams(max_tokens=num_tokens)
+        simulation.add(tenant, prompt, sampling, namespace=tenant, priority=priority, terms=Terms(tenant))
+    simulation.run()
+    simulation.check_all_done()
+    assert simulation.scheduler.counters.preemptions < 20

@@ -107,18 +107,9 @@ def test_memory_is_taken_until_the_waiting_request_fits_and_no_further() -> None
 def test_background_requests_give_all_they_have() -> None:
     shop = Shop()
     background = Terms("a", background=True)
-    theirs = [shop.run(background, 10) for _ in range(2)]
-    shop.run(B, 8, 1)
-    shop.wait(A, 13)
+    theirs = [shop.run(background, 5) for _ in range(4)]
+    shop.wait(A, 20)
     assert shop.victims(lacks_memory=True) == theirs[::-1]
-
-
-def test_nobody_gives_memory_that_is_free() -> None:
-    shop = Shop()
-    shop.run(A, 18)
-    shop.run(A, 8, 1)
-    shop.wait(B, 12)
-    assert shop.victims(lacks_memory=True) == []
 
 
 def test_who_held_more_than_its_share_comes_last_among_equal_priorities() -> None:
