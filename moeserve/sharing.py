@@ -60,7 +60,11 @@ class Sharing:
         if places is None or blocks is None or not len(waiting) or not (is_full or lacks_memory):
             return
         nexts: dict[Tenant, Request] = {}
-        for request in waiting.candidates():
+        candidates = waiting.candidates()
+        for request in candidates:
+            if request.priority > candidates[0].priority:
+                # More urgent ones would have what is given for it.
+                break
             nexts.setdefault(self._tenants.of(request), request)
         for request in nexts.values():
             wanted = -(-len(request.token_ids) // self._caches[0].block_size)
