@@ -187,6 +187,8 @@ class Scheduler:
         prompts: list[Request] = []
         self._num_places = self._pace.num_places()
         self._make_room()
+        # Who found no memory in an earlier step, and is not tried in this one, may find it free by now.
+        self._lacks_memory = False
         # Preemption removes requests from the list during this loop, but only behind the current one.
         for request in self._running:
             if request.yields or (request.num_scheduled_tokens and not self._run_ahead):
@@ -346,8 +348,6 @@ class Scheduler:
         before: only those that go before this running prompt.
         """
         if not len(self._waiting) or draft.is_full or len(self._running) >= self._num_places:
-            # Nobody is tried. Who found no memory in an earlier step may find it free by now.
-            self._lacks_memory = False
             return
         loads = RankLoads(self._memories, self._running)
         num_followers = 0
@@ -381,7 +381,7 @@ class Scheduler:
             loads.add(request)
             if draft.is_full or len(self._running) >= self._num_places:
                 break
-        self._lacks_memory = bool(lacking)
+        self._lacks_memory = self._lacks_memory or bool(lacking)
         self._sharing.sort(self._running)
 
     def _scheduled_prompts(self, draft: PlanDraft) -> list[Request]:

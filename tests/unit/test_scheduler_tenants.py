@@ -274,3 +274,17 @@ def test_who_waits_for_its_turn_alone_takes_memory_from_nobody() -> None:
     simulation.run()
     simulation.check_all_done()
     assert simulation.scheduler.counters.preemptions < 6
+
+
+def test_memory_is_given_for_who_lacks_it_while_prompts_fill_every_step() -> None:
+    simulation = Simulation(num_blocks=40, block_size=4, budget=8)
+    giant = simulation.add("giant", [place % 7 for place in range(140)], SamplingParams(max_tokens=4), terms=A)
+    for _ in range(3):
+        simulation.step()
+    modest = simulation.add("modest", [9] * 40, SamplingParams(max_tokens=4), terms=B)
+    while not modest.output:
+        simulation.step()
+    assert not giant.output
+    assert giant.request.num_preemptions == 1
+    simulation.run()
+    simulation.check_all_done()
