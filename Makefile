@@ -58,12 +58,12 @@ $(STAMP): pyproject.toml constraints.txt requirements-demo.txt
 
 # Torch-free tests but the slow ones; beside them, in a process that imports torch, ranks and one model that generates,
 # which is busy where others wait.
-GENERATION := 'tests/cpu/test_llm.py::test_greedy_tokens_equal_those_of_transformers[mixtral]'
+GENERATION := 'tests/cpu/test_token_engine.py::test_greedy_tokens_equal_those_of_transformers[mixtral]'
 quick: lint
 	@echo "-- unit tests, contracts, ranks and one generation"
 	@export OMP_NUM_THREADS=1; $(TIMED) ( \
 	  $(RUN) -m pytest -m 'not slow and not long' tests/cpu/test_rank*.py $(GENERATION) & \
-	  $(RUN) -m pytest $(SIDE_BY_SIDE) -m 'not slow and not long' tests/unit tests/contracts; unit=$$?; wait $$! && exit $$unit )
+	  $(RUN) -m pytest $(UNIT) -m 'not slow and not long' tests/unit tests/contracts; unit=$$?; wait $$! && exit $$unit )
 
 test: lint unit cpu kernels e2e
 	@$(RUN) -m tests.support.checked_kernels --record

@@ -22,6 +22,12 @@ def test_paths_and_links_in_documents_exist(document):
     assert missing == []
 
 
+def test_tests_that_the_makefile_names_exist():
+    named = re.findall(r"'(tests/\w[\w/]*\.py)::(\w+)", (ROOT / "Makefile").read_text())
+    assert named
+    assert [(path, name) for path, name in named if f"def {name}(" not in (ROOT / path).read_text()] == []
+
+
 def test_the_architecture_document_follows_modules_that_exist():
     document = ROOT / "docs" / "architecture.md"
     if not document.exists():
