@@ -1,4 +1,4 @@
-"""The engine without sockets, for scripts and tests: token ids in, token ids out."""
+"""The engine in this process, without sockets: prompts of token ids in, token ids out."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moeserve.assemble import build_scheduler, load_rank
-from moeserve.config import ConfigError, ServeConfig, refuse_changed
-from moeserve.device import refuse_gpu_settings
+from moeserve.config import ServeConfig
 from moeserve.experts.observe import signature_merger
 from moeserve.memory_plan import plan_model
 from moeserve.plan import FinishReason, Request, SamplingParams, TokenLogprobs
@@ -30,18 +29,11 @@ class TokenEngine:
     """A model in this process, with the service's scheduler and prefix cache."""
 
     def __init__(self, model_dir: str | Path, config: ServeConfig | None = None) -> None:
-        """Loads the model; `experts` is the memory of its experts, None where all are there for good.
+        """Load the model on a CPU, on one rank; `experts` is the memory of its experts, None where all are there.
 
-        Raises ModelError or ConfigError for what cannot be served, several ranks and GPUs included.
+        Raises ModelError or ConfigError for what cannot be served.
         """
-        config = config or ServeConfig()
-        if config.expert_parallel_size > 1:
-            raise ConfigError("TokenEngine runs one rank: expert_parallel_size is for a service.")
-        if config.device == "cuda":
-            raise ConfigError("TokenEngine runs on a CPU: device cuda is for a service.")
-        refuse_gpu_settings(config, "a service on a GPU: TokenEngine runs on a CPU")
-        refuse_changed(config, ("expert_trace",), "a service: TokenEngine records nothing")
-        config = replace(config, record_experts=False)
+        config = replace(config or ServeConfig(), record_experts=False)
         directory = Path(model_dir)
         rank = load_rank(directory, plan_model(directory, config), config, lambda _: None).start()
         self.spec = rank.model.spec
@@ -53,14 +45,14 @@ class TokenEngine:
         self._count = 0
 
     def close(self) -> None:
-        """Ends what runs beside the model. Nothing is generated any more."""
+        """End the threads beside the model. Nothing can be generated after it."""
         if self.experts is not None:
             self.experts.close()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Completions of prompts (token ids), in order, computed together. One `sampling` serves all.
+        """Complete prompts of token ids together and return them in order. One `sampling` serves all.
 
         Raises NeverFitsError or QueueFullError as the scheduler does, and RuntimeError if the model fails.
         """

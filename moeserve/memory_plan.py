@@ -1,4 +1,4 @@
-"""What is loaded, and what fits into memory: decided once, before any rank takes some."""
+"""Decide what every rank loads and how its memory is divided, once, before any of them takes some."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from moeserve.model.state_pool import state_row_bytes
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """What will be loaded, to compute in `dtype` on a device, `cpu` or `cuda`.
+    """A model to be loaded, to compute in `dtype` on a device, `cpu` or `cuda`.
 
     `kv` is the memory of each rank, `weights_bytes` are those of all ranks together; on a GPU both are known when all
     have loaded and are 0 here. placement: which ranks hold which experts, None where one rank holds all. residency:
@@ -49,7 +49,7 @@ class ModelPlan:
 
 
 def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[DecoderSpec, torch.dtype]:
-    """What the configuration of a model on our own code says, and the dtype to compute in."""
+    """Return the architecture of a model on our own code, and the dtype to compute in."""
     return build_spec(load_config(directory)), compute_dtype(config, device)
 
 
@@ -173,7 +173,7 @@ def state_demand(spec: ModelSpec, dtype: torch.dtype, config: ServeConfig) -> St
 def plan_as_told(
     directory: Path, config: ServeConfig, placement: Placement, kv: KvBudget, num_slots: tuple[int, ...] | None
 ) -> ModelPlan:
-    """What rank 0 has planned, for another rank's own copy of the model. num_slots: see `residency_with`."""
+    """Return rank 0's plan for another rank's own copy of the model. num_slots: see `residency_with`."""
     device = choose_device(config, cuda_absence)
     spec, dtype = read_any_spec(directory, config, device)
     residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype)
@@ -181,7 +181,7 @@ def plan_as_told(
 
 
 def owned_experts(spec: ModelSpec, placement: Placement, rank: int) -> OwnedExperts:
-    """The experts that a rank loads, by layer of the decoder."""
+    """Return the experts that a rank loads, by layer of the decoder."""
     placed_layer = {layer: number for number, layer in enumerate(spec.moe_layers)}
     return lambda layer: placement.experts_on(placed_layer[layer], rank)
 
@@ -206,14 +206,14 @@ def weights_bytes(
 
 
 def keeps_narrow(dtype: torch.dtype) -> bool:
-    """Whether a CPU that computes in ``dtype`` reads matrices of 16 bits as they are."""
+    """Return whether a CPU that computes in `dtype` multiplies by matrices of 16 bits without widening them first."""
     return dtype == torch.float32 and native_kernels() is not None
 
 
 def _owned_by(
     spec: ModelSpec, num_ranks: int, placement: Placement | None, residency: ResidencyPlan | None
 ) -> list[OwnedExperts | None]:
-    """What each rank loads with the model."""
+    """Return for each rank the experts that it loads with the model, None for all."""
     if residency is not None:
         return [no_experts] * num_ranks
     if placement is None:

@@ -152,7 +152,7 @@ class Load:
 
     @property
     def num_free_places(self) -> int:
-        """How many requests could be begun at once, if there were nothing but places to be had."""
+        """Running places that nobody has: so many requests could begin at once, memory aside."""
         return max(0, self.places - sum(backlog.running for backlog in self.tenants.values()))
 
     def wait_behind_s(self, num_places: float, num_tokens: float) -> float:
@@ -329,8 +329,10 @@ class Pace:
 
     @property
     def _longest_for_whole_s(self) -> float:
-        """How long a request may wait that is to be whole by the deadline: a step longer than newcomers may expect to,
-        since a prediction is not exact."""
+        """The longest wait of a request that is to be whole by the deadline, in seconds.
+
+        It is a step longer than newcomers may expect, since a prediction is not exact.
+        """
         return self._spare_s + self._full_step_s
 
     def _prefill_s(self, num_tokens: int) -> float:

@@ -588,7 +588,7 @@ class PrefixCache:
 
     @property
     def _ends_at_borders(self) -> bool:
-        """Whether a prefix serves only up to some of the boundaries of its blocks."""
+        """True if a prefix serves only up to some of the boundaries of its blocks."""
         return self._stateful or self._windows is not None
 
     def _last_border(self, node: Node | None, depth: int, limit: int, path: array[int]) -> tuple[Snapshot | None, int]:

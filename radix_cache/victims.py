@@ -33,8 +33,8 @@ _PINNED = 2
 
 
 class Holding:
-    """What an account holds: `num_blocks` in the tree, `num_leased` of them protected by leases, `num_private` that its
-    leases have beside the tree, and in `queue` its leaves that may go, the first victim first.
+    """The blocks of an account: `num_blocks` in the tree, `num_leased` of them protected by leases, `num_private` that
+    its leases have beside the tree, and in `queue` its leaves that may go, the first victim first.
 
     Entries of the queue are (rank of the retention, stamp, serial, entry, node). They have numbers; one whose number is
     not the node's `queued` is dead. `used_at`: when a request of the account began, published or ended last. Beyond

@@ -44,7 +44,7 @@ class Drop(Message):
 
 
 class Answer(Message):
-    """What was asked for; see `Shelf.lend`."""
+    """The turns of a response and of those it follows; see `Shelf.lend`."""
 
     turns: list[LentTurn]
 

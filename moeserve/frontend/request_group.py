@@ -101,12 +101,12 @@ class RequestGroup:
 
     @property
     def in_background(self) -> bool:
-        """Whether the requests give way to all others."""
+        """True if the requests give way to all others."""
         return self._sequences[0].generate.terms.background
 
     @property
     def has_passed(self) -> bool:
-        """Whether each request has ended, or is beyond where it was when the engine before died."""
+        """True if each request has ended, or is beyond where it was when the engine before died."""
         return self._failure is not None or all(
             len(sequence.output_ids) >= sequence.num_handed_over + _TOKENS_TO_PASS
             for request_id, sequence in zip(self._ids, self._sequences, strict=True)

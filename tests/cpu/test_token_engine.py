@@ -1,122 +1,100 @@
-"""The whole engine on tiny models: tokens equal transformers', and nothing but the prompt decides them."""
+"""The whole engine on tiny models: tokens equal transformers', and nothing but the prompt decides them.
+
+Whatever chunks, batch, cache, window blocks, snapshots and preemption do, the tokens of a request and the bits of their
+log probabilities are those of the request computed alone, by an engine in which all layers keep all KV.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.token_engine import Completion, TokenEngine
-from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget
 from moeserve.model.families import GenerationDefaults, build_spec, load_config
-from moeserve.model.kv_pool import kv_pool_bytes
-from moeserve.plan import FinishReason, SamplingParams
 from moeserve.rank import ServedModel
-from tests.support.llm_prompts import complete_alone, prompts_with_a_common_beginning
-from tests.support.tiny_models import save
-
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
-RANDOM = SamplingParams(max_tokens=12, temperature=1.3, top_p=0.95, seed=5, presence_penalty=0.3, logprobs=2)
-BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160)
-
-
-@pytest.fixture(
-    scope="module",
-    params=["mixtral", "gpt_oss", "deepseek_v3-yarn", pytest.param("phimoe-longrope", marks=pytest.mark.long)],
+from moeserve.request_states import StatePolicy
+from tests.support.llm_prompts import (
+    BASE,
+    BLOCK,
+    GREEDY,
+    PROMPTS,
+    SAMPLINGS,
+    assert_same,
+    assert_same_cold_and_cached,
+    assert_transformers_generates,
+    complete_alone,
+    in_any_batch,
+    small_engine,
+    without_window_blocks,
 )
+from tests.support.tiny_models import build, save
+
+# All layers alike; some with a window, all with a window; recurrent layers.
+MODELS = ["mixtral", "deepseek_v3-yarn", "gpt_oss", "mistral-window", "qwen3_next"]
+MORE_MODELS = ["phimoe-longrope", "qwen3_5_moe"]
+# Two blocks and a token.
+WINDOWS = {"gpt_oss": {"sliding_window": 9}, "mistral-window": {"sliding_window": 9}}
+
+
+@pytest.fixture(scope="module", params=[*MODELS, *(pytest.param(name, marks=pytest.mark.long) for name in MORE_MODELS)])
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp(request.param)
-    save(request.param, directory)
+    build(request.param, **WINDOWS.get(request.param, {})).save_pretrained(directory)
     return directory
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    return prompts_with_a_common_beginning()
+def alone(model_dir: Path) -> list[Completion]:
+    with without_window_blocks():
+        return complete_alone(model_dir)
 
 
-@pytest.fixture(scope="module")
-def samplings(prompts: list[list[int]]) -> list[SamplingParams]:
-    return [(GREEDY, RANDOM)[index % 2] for index in range(len(prompts))]
+def test_greedy_tokens_equal_those_of_transformers(model_dir: Path) -> None:
+    prompts = PROMPTS[::2]
+    assert_transformers_generates(model_dir, prompts, TokenEngine(model_dir, BASE).generate(prompts, GREEDY))
 
 
-@pytest.fixture(scope="module")
-def alone(model_dir: Path, prompts: list[list[int]], samplings: list[SamplingParams]) -> list[Completion]:
-    return complete_alone(model_dir, BASE, prompts, samplings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"expert_quantization": "int8"}, "^--expert-quantization int8 needs a service on a GPU"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "^--kv-cache-dtype fp8_e4m3 needs a service on a GPU"),
-        ({"device": "cuda"}, "device cuda is for a service"),
-    ],
-)
-def test_what_only_a_gpu_honours_is_refused(settings: dict[str, str], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        TokenEngine("unread", replace(BASE, **settings))  # type: ignore[arg-type]
-
-
-def test_greedy_tokens_equal_those_of_transformers(model_dir: Path, prompts: list[list[int]]) -> None:
-    import transformers
-
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    completions = TokenEngine(model_dir, BASE).generate(prompts, GREEDY)
-    for prompt, completion in zip(prompts, completions, strict=True):
-        expected = reference.generate(
-            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        assert completion.token_ids == expected[0, len(prompt) :].tolist()
-        assert completion.finish_reason == FinishReason.LENGTH
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"max_num_seqs": 3, "max_num_batched_tokens": 5},
-        {"max_num_batched_tokens": 64, "scheduling_policy": "lpm"},
-        {"max_num_batched_tokens": 256},
-        {"enable_prefix_caching": False, "max_num_batched_tokens": 100},
-    ],
-    ids=["tiny chunks", "middle chunks", "one batch", "no cache"],
-)
-def test_tokens_and_logprobs_have_the_same_bits_in_any_batch_and_chunking(
-    model_dir: Path,
-    prompts: list[list[int]],
-    samplings: list[SamplingParams],
-    alone: list[Completion],
-    changes: dict[str, object],
+@in_any_batch
+def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
+    model_dir: Path, alone: list[Completion], changes: dict[str, object]
 ) -> None:
     llm = TokenEngine(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
-    for _ in range(2):
-        completions = llm.generate(prompts, samplings)
-        assert [c.token_ids for c in completions] == [c.token_ids for c in alone]
-        assert [c.logprobs for c in completions] == [c.logprobs for c in alone]
+    assert_same_cold_and_cached(llm, alone)
+    assert llm.scheduler.counters.prefix_hit_tokens > 100
+
+
+def test_a_batch_without_a_cache_gives_the_same_bits(model_dir: Path, alone: list[Completion]) -> None:
+    llm = TokenEngine(model_dir, replace(BASE, enable_prefix_caching=False, max_num_batched_tokens=100))
+    assert_same_cold_and_cached(llm, alone)
+    assert llm.scheduler.counters.prefix_hit_tokens == 0
+
+
+def test_a_hit_at_every_block_border_gives_the_same_bits(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As the policy stands, a snapshot is saved only where it spares many tokens.
+    monkeypatch.setattr("moeserve.assemble.StatePolicy", partial(StatePolicy, min_gain=1))
+    llm, uncached = TokenEngine(model_dir, BASE), TokenEngine(model_dir, replace(BASE, enable_prefix_caching=False))
+    for number, border in enumerate(range(BLOCK, 24, BLOCK)):
+        prompt = [number + 1, *PROMPTS[3][:24]]
+        # Its last token is never served from the cache, so its last snapshot is at the border.
+        llm.generate([prompt[: border + 1]], replace(GREEDY, max_tokens=1))
+        (hit,) = llm.generate([prompt], GREEDY)
+        assert hit.num_cached_tokens == border
+        assert_same([hit], uncached.generate([prompt], GREEDY))
     llm.scheduler.check_idle()
 
 
-def test_preempted_requests_end_with_the_same_tokens(
-    model_dir: Path, prompts: list[list[int]], samplings: list[SamplingParams], alone: list[Completion]
-) -> None:
-    # Layers with a window take less, so that memory is short for them, too.
-    memory = kv_pool_bytes(build_spec(load_config(model_dir)).kv_layers, 24, 6, 4, torch.float32)
-    small = TokenEngine(
-        model_dir,
-        replace(BASE, max_model_len=92, kv_cache_memory=memory, max_num_seqs=8, max_num_batched_tokens=16),
-    )
-    completions = small.generate(prompts, samplings)
-    assert [c.token_ids for c in completions] == [c.token_ids for c in alone]
-    assert small.scheduler.counters.preemptions > 0
-
-
-def test_a_cached_prefix_is_reported(model_dir: Path, prompts: list[list[int]]) -> None:
-    llm = TokenEngine(model_dir, BASE)
-    assert llm.generate(prompts[:1], GREEDY)[0].num_cached_tokens == 0
-    assert llm.generate(prompts[1:2], GREEDY)[0].num_cached_tokens == 36
+def test_preempted_requests_end_with_the_same_bits(model_dir: Path, alone: list[Completion]) -> None:
+    layers = build_spec(load_config(model_dir)).kv_layers
+    llm = small_engine(model_dir, 24, max_num_seqs=8, max_num_batched_tokens=16)
+    assert_same(llm.generate(PROMPTS, SAMPLINGS), alone)
+    # Where all layers have a window, whoever is admitted has the blocks to go on.
+    assert (llm.scheduler.counters.preemptions > 0) == any(layer.window is None for layer in layers)
+    llm.scheduler.check_idle()
 
 
 def test_end_tokens_beyond_the_vocabulary_are_left_out(tmp_path: Path) -> None:

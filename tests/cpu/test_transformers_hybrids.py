@@ -12,20 +12,14 @@ from torch import Tensor
 
 from benchmarks.token_engine import TokenEngine
 from kernels.ops import CpuOps
-from moeserve.config import ServeConfig
 from moeserve.model.hf.check import choose_ways
 from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.mixers import Ways
 from moeserve.model.hf.spec import read_transformers_spec
-from moeserve.plan import SamplingParams
 from moeserve.request_states import StatePolicy
-from tests.support.llm_prompts import complete_alone, prompts_with_a_common_beginning
+from tests.support.llm_prompts import BASE, BLOCK, GREEDY, PROMPTS, complete_alone
 from tests.support.tiny_transformers import MORE, save_tiny
 from tests.support.transformers_parity import TOLERANCE, Memory, worst_difference
-
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
-BLOCK = 4
-BASE = ServeConfig(kv_cache_memory=2**21, block_size=BLOCK, max_model_len=160)
 
 
 @pytest.fixture(
@@ -44,11 +38,10 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.mark.parametrize("changes", [{"max_num_seqs": 3, "max_num_batched_tokens": 5}, {"max_num_batched_tokens": 256}])
 def test_any_batch_and_chunking_cold_and_cached_gives_the_same_tokens(model_dir: Path, changes: dict[str, int]) -> None:
-    prompts = prompts_with_a_common_beginning()
-    alone = complete_alone(model_dir, BASE, prompts, [GREEDY] * len(prompts))
+    alone = complete_alone(model_dir, samplings=[GREEDY] * len(PROMPTS))
     llm = TokenEngine(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
     for _ in range(2):
-        found = llm.generate(prompts, GREEDY)
+        found = llm.generate(PROMPTS, GREEDY)
         assert [c.token_ids for c in found] == [c.token_ids for c in alone]
     assert llm.scheduler.counters.prefix_hit_tokens > 100
     llm.scheduler.check_idle()
@@ -58,9 +51,8 @@ def test_a_hit_at_every_block_border_gives_the_same_tokens(model_dir: Path, monk
     # As the policy stands, a snapshot is saved only where it spares many tokens.
     monkeypatch.setattr("moeserve.assemble.StatePolicy", partial(StatePolicy, min_gain=1))
     llm, uncached = TokenEngine(model_dir, BASE), TokenEngine(model_dir, replace(BASE, enable_prefix_caching=False))
-    common = prompts_with_a_common_beginning()[3][:24]
     for number, border in enumerate(range(BLOCK, 24, BLOCK)):
-        prompt = [number + 1, *common]
+        prompt = [number + 1, *PROMPTS[3][:24]]
         # Its last token is never served from the cache, so its last snapshot is at the border.
         llm.generate([prompt[: border + 1]], replace(GREEDY, max_tokens=1))
         (hit,) = llm.generate([prompt], GREEDY)

@@ -1,18 +1,40 @@
-"""Prompts for the whole engine: half of them begin alike, and each is also computed by itself, as the oracle."""
+"""Prompts for the whole engine on tiny models, and the answers to compare with: each prompt computed by itself."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
 
 from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.config import ServeConfig
-from moeserve.plan import SamplingParams
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.kv_pool import kv_block_bytes
+from moeserve.plan import FinishReason, SamplingParams
+
+BLOCK = 4
+BASE = ServeConfig(kv_cache_memory=2**21, block_size=BLOCK, max_model_len=160)
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2)
+RANDOM = SamplingParams(max_tokens=12, temperature=1.3, top_p=0.95, seed=5, presence_penalty=0.3, logprobs=2)
+
+in_any_batch = pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_seqs": 3, "max_num_batched_tokens": 5},
+        {"max_num_batched_tokens": 64, "scheduling_policy": "lpm"},
+        {"max_num_batched_tokens": 256},
+    ],
+    ids=["tiny chunks", "middle chunks", "one batch"],
+)
 
 
-def prompts_with_a_common_beginning() -> list[list[int]]:
+def _prompts_with_a_common_beginning() -> list[list[int]]:
     """Return ten prompts; the first five are the other five behind the same 37 tokens."""
     rng = random.Random(3)
     shared = [rng.randrange(1, 128) for _ in range(37)]
@@ -20,9 +42,50 @@ def prompts_with_a_common_beginning() -> list[list[int]]:
     return [shared + tail for tail in tails] + tails
 
 
+PROMPTS = _prompts_with_a_common_beginning()
+SAMPLINGS = [(GREEDY, RANDOM)[index % 2] for index in range(len(PROMPTS))]
+
+
 def complete_alone(
-    model_dir: Path, config: ServeConfig, prompts: Sequence[list[int]], samplings: Sequence[SamplingParams]
+    model_dir: Path, prompts: Sequence[list[int]] = PROMPTS, samplings: Sequence[SamplingParams] = SAMPLINGS
 ) -> list[Completion]:
     """Compute every prompt by itself in one chunk, without a cache."""
-    llm = TokenEngine(model_dir, replace(config, enable_prefix_caching=False))
+    llm = TokenEngine(model_dir, replace(BASE, enable_prefix_caching=False))
     return [llm.generate([prompt], sampling)[0] for prompt, sampling in zip(prompts, samplings, strict=True)]
+
+
+def without_window_blocks() -> AbstractContextManager[object]:
+    """All layers keep all KV meanwhile."""
+    return patch("moeserve.memory_plan.window_demand", lambda *_: None)
+
+
+def small_engine(model_dir: Path, num_blocks: int, **changes: object) -> TokenEngine:
+    """Return an engine with the memory of so many blocks in which all layers keep all KV."""
+    memory = num_blocks * kv_block_bytes(build_spec(load_config(model_dir)).kv_layers, BLOCK, torch.float32)
+    return TokenEngine(model_dir, replace(BASE, max_model_len=92, kv_cache_memory=memory, **changes))  # type: ignore[arg-type]
+
+
+def assert_same(found: Sequence[Completion], expected: Sequence[Completion]) -> None:
+    """The tokens are the same, and the bits of their log probabilities."""
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert [c.logprobs for c in found] == [c.logprobs for c in expected]
+
+
+def assert_same_cold_and_cached(llm: TokenEngine, expected: Sequence[Completion]) -> None:
+    """All prompts together have the answers of each by itself, when they are new and when they are known."""
+    for _ in range(2):
+        assert_same(llm.generate(PROMPTS, SAMPLINGS), expected)
+    llm.scheduler.check_idle()
+
+
+def assert_transformers_generates(model_dir: Path, prompts: Sequence[list[int]], found: Sequence[Completion]) -> None:
+    """The greedy tokens of each prompt are those of transformers' own loop."""
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    for prompt, completion in zip(prompts, found, strict=True):
+        expected = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert completion.token_ids == expected[0, len(prompt) :].tolist()
+        assert completion.finish_reason is FinishReason.LENGTH

@@ -147,7 +147,7 @@ class TransformersDecoder:
 
     @property
     def num_mixers(self) -> tuple[int, int]:
-        """How many mixers are called together, and how many apart."""
+        """The number of mixers called together, and of those called apart."""
         return self._mixers.num_together, self._mixers.num_apart
 
     def serve_others(self) -> Tensor:

@@ -73,7 +73,7 @@ class Geometry:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layer keeps more of a request than rows of tokens."""
+        """True if some layer keeps more of a request than rows of tokens."""
         return any(layer.states or layer.opaque for layer in self.layers)
 
     def name_states(self, pools: Sequence[Tensor]) -> list[dict[str, Tensor]]:

@@ -187,5 +187,5 @@ class _Filler:
         del self._waiting[name]
 
     def _keeps(self, tensor: Tensor) -> bool:
-        """Whether products read this tensor as it is stored."""
+        """Return whether products read this tensor as it is stored."""
         return self._ops.keeps_narrow and self._dtype == torch.float32 and tensor.dtype == torch.bfloat16

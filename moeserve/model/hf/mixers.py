@@ -33,7 +33,7 @@ from moeserve.model.hf.step import PAGED, Lane, RowMask, Step
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """How mixers are called.
+    """A choice of how mixers are called.
 
     together: those that keep keys and values alone, in one call. scans: those that keep states which our kernels know,
     in one call. whole_angles: a mixer apart gets the rotary angles of all tokens of its request, not only of the new
@@ -105,7 +105,7 @@ class Mixers:
 
     @property
     def has_scans(self) -> bool:
-        """Whether our kernels know the states of some mixer."""
+        """True if our kernels know the states of some mixer."""
         return bool(self._scanned)
 
     @property
@@ -212,7 +212,7 @@ class _Apart:
         return answer
 
     def _cache_of(self, lane: Lane) -> Cache:
-        """What the mixer sees of one request."""
+        """Return the cache that the mixer sees of one request."""
         states = {
             shape.name: self._step.state_pools[self._number][shape.name][lane.state : lane.state + 1]
             for shape in self._memory.states
@@ -220,7 +220,7 @@ class _Apart:
         return cache_of(Cache, [None] * self._number + [lane_layer(self._memory, self._step, lane, states)])
 
     def _opaque_of(self, lane: Lane) -> _Opaque:
-        """What transformers keeps of a request; until the lane is computed nothing is known of it.
+        """Return the cache that transformers keeps of a request; until the lane is computed nothing is known of it.
 
         Raises RuntimeError unless it is that of the tokens before the lane. The engine then starts again, and computes
         its open requests anew.

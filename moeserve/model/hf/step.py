@@ -149,7 +149,7 @@ def _all_slots(chunk: ChunkSpan, block_size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class MaskKind:
-    """Whether a mask is causal with or without a window, as a kernel knows it; anything else is no kernel's."""
+    """A mask that a kernel knows: causal or not, with or without a window."""
 
     window: int | None
     causal: bool = True
