@@ -309,6 +309,27 @@ def test_a_long_prompt_is_read(dialect: str) -> None:
     assert parse(dialect, unheard_of=1, **long).ignored == ("unheard_of",)
 
 
+@pytest.mark.parametrize(
+    ("messages", "named"),
+    [
+        ([{"role": "user", "content": "x" * 64}] * (limits.MAX_MESSAGES + 1), "messages"),
+        (
+            [
+                {"role": "user", "content": "x"},
+                {"role": "user", "content": [{"type": "text", "text": "x" * 64}] * 4097},
+            ],
+            "messages[1].content",
+        ),
+    ],
+    ids=["messages", "parts"],
+)
+def test_a_conversation_of_too_many_parts_is_refused_before_they_are_read(
+    messages: list[dict[str, Any]], named: str
+) -> None:
+    error = refuse("chat", messages=messages)
+    assert (error.code, error.param) == ("too_many_values", named)
+
+
 def test_tools_are_bounded_in_bytes() -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "x" * 100_000}}
     assert refuse("chat", tools=11 * [tool]).param == "tools"

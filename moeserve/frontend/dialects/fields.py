@@ -29,6 +29,8 @@ _LEVELS_IN_RESERVE = 700  # of the 1000 that Python has
 # The fields that may be long, in all dialects.
 _PROMPTS = ("messages", "prompt", "input", "system", "instructions", "tokens")
 _TOOLS = ("tools", "functions")
+_CONVERSATIONS = ("messages", "input")
+_NOTHING = msgspec.Raw(b"")
 
 # Fields that would change the answer if they were supported, with the values that ask for nothing. A dialect that has
 # the field reads it; all others refuse it.
@@ -72,6 +74,10 @@ HARMLESS = frozenset(
         "verbosity",
     }
 )
+
+
+class _Content(msgspec.Struct):
+    content: msgspec.Raw = _NOTHING
 
 
 class StreamOptions(msgspec.Struct):
@@ -147,6 +153,8 @@ def _check_sizes(body: bytes, expected: type[msgspec.Struct]) -> None:
     for name in _TOOLS:
         if sizes.get(name, 0) > limits.MAX_TOOLS_BYTES:
             raise invalid(f"`{name}` has more than {limits.MAX_TOOLS_BYTES} bytes", name, "too_many_values")
+    for name in _CONVERSATIONS:
+        _check_counts(name, known.get(name, _NOTHING))
     prompt = sum(sizes.pop(name, 0) for name in (*_PROMPTS, *_TOOLS))
     if len(body) - prompt > limits.MAX_OPTION_BYTES:
         largest = max(sizes, key=sizes.__getitem__)
@@ -154,11 +162,28 @@ def _check_sizes(body: bytes, expected: type[msgspec.Struct]) -> None:
         raise invalid(message, largest if sizes[largest] else None, "too_many_values")
 
 
+def _check_counts(name: str, conversation: msgspec.Raw) -> None:
+    """Raise ApiError for more messages or parts than any dialect takes, before an object is made of each."""
+    messages = _entries(conversation)
+    if len(messages) > limits.MAX_MESSAGES:
+        raise invalid(f"`{name}` takes at most {limits.MAX_MESSAGES} entries", name, "too_many_values")
+    for number, message in enumerate(messages):
+        if memoryview(message)[:1] == b"{" and len(memoryview(message)) > limits.MAX_CONTENT_PARTS:
+            where = f"{name}[{number}].content"
+            if len(_entries(msgspec.json.decode(message, type=_Content).content)) > limits.MAX_CONTENT_PARTS:
+                raise invalid(f"`{where}` takes at most {limits.MAX_CONTENT_PARTS} parts", where, "too_many_values")
+
+
+def _entries(value: msgspec.Raw) -> list[msgspec.Raw]:
+    """Return the entries of a list as they are written; none of any other value."""
+    return msgspec.json.decode(value, type=list[msgspec.Raw]) if memoryview(value)[:1] == b"[" else []
+
+
 @cache
 def _raw_fields(expected: type[msgspec.Struct]) -> type[msgspec.Struct]:
     """Return a type of the same fields, none of which is read or required."""
     names = expected.__struct_encode_fields__
-    return msgspec.defstruct(expected.__name__, [(name, msgspec.Raw, msgspec.Raw(b"")) for name in names])
+    return msgspec.defstruct(expected.__name__, [(name, msgspec.Raw, _NOTHING) for name in names])
 
 
 def check_depth(value: Any) -> None:
