@@ -168,7 +168,7 @@ def _check_counts(name: str, conversation: msgspec.Raw) -> None:
     if len(messages) > limits.MAX_MESSAGES:
         raise invalid(f"`{name}` takes at most {limits.MAX_MESSAGES} entries", name, "too_many_values")
     for number, message in enumerate(messages):
-        if memoryview(message)[:1] == b"{" and len(memoryview(message)) > limits.MAX_CONTENT_PARTS:
+        if len(memoryview(message)) > limits.MAX_CONTENT_PARTS and _begins(message, "{"):
             where = f"{name}[{number}].content"
             if len(_entries(msgspec.json.decode(message, type=_Content).content)) > limits.MAX_CONTENT_PARTS:
                 raise invalid(f"`{where}` takes at most {limits.MAX_CONTENT_PARTS} parts", where, "too_many_values")
@@ -176,7 +176,11 @@ def _check_counts(name: str, conversation: msgspec.Raw) -> None:
 
 def _entries(value: msgspec.Raw) -> list[msgspec.Raw]:
     """Return the entries of a list as they are written; none of any other value."""
-    return msgspec.json.decode(value, type=list[msgspec.Raw]) if memoryview(value)[:1] == b"[" else []
+    return msgspec.json.decode(value, type=list[msgspec.Raw]) if _begins(value, "[") else []
+
+
+def _begins(value: msgspec.Raw, bracket: str) -> bool:
+    return memoryview(value)[:1].tobytes() == bracket.encode()
 
 
 @cache
