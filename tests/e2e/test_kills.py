@@ -89,7 +89,10 @@ def cells(
 def hit_amid(killing: Kill) -> Traffic:
     """Bring the service into the phase, send the signal, and return the requests that were open or came next."""
     running = killing.running
-    traffic = Traffic(str(running.http.base_url), TRAFFIC | PROMPTS if killing.phase == "prefill" else TRAFFIC)
+    # Prompts that no earlier cell has left in the cache.
+    salt = {"cache_salt": f"{killing.target} {killing.number.name}"}
+    prompts = {name: (path, body | salt) for name, (path, body) in PROMPTS.items()}
+    traffic = Traffic(str(running.http.base_url), TRAFFIC | prompts if killing.phase == "prefill" else TRAFFIC)
     if killing.phase == "idle":
         killing.hit()
         return traffic.start()

@@ -19,7 +19,8 @@ PLACES = SEATS + 8
 ENDLESS = 30_000
 
 
-@pytest.fixture(scope="module")
+# Each test has a service of its own: one whose clients have left early runs fewer requests at once.
+@pytest.fixture
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder: Path = tmp_path_factory.mktemp("keys")
     (folder / "keys").write_text("user:alice\nuser:bob weight=2\nadmin:root\n")
@@ -52,7 +53,7 @@ def hold_seats(running: Service, stack: ExitStack, key: str, count: int) -> None
     for _ in range(count):
         client = stack.enter_context(httpx2.Client(base_url=running.http.base_url, timeout=60))
         response = stack.enter_context(client.stream("POST", "/v1/completions", json=body, headers=headers(key)))
-        assert response.status_code == 200
+        assert response.status_code == 200, response.read()
 
 
 def wait_until_idle(running: Service) -> None:
