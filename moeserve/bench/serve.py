@@ -28,6 +28,7 @@ from moeserve.bench.workloads import WORKLOADS, Shape, Workload, run_workload, s
 from moeserve.config import VERSION
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
+_TABLE_WIDTH = 160
 _USUAL_WORKLOADS = ("agents", "stream", "streams", "prefix-ttft")
 _NAMED_URL = re.compile(r"([\w.-]+)=(https?://.+)")
 _COUNT = click.IntRange(min=1)
@@ -164,7 +165,7 @@ def command(**options: Any) -> None:
         ready, findings = asyncio.run(_measure(targets, settings))
     except KeyboardInterrupt:
         raise click.Abort from None
-    print_report(Console(), environment, ready, settings, findings)
+    print_report(_wide_console(), environment, ready, settings, findings)
     json_file: Path | None = options["json_file"]
     if json_file is not None:
         json_file.write_bytes(to_json(environment, ready, settings, findings))
@@ -203,7 +204,7 @@ def _draw_goodput(targets: list[Target], settings: Settings, environment: Enviro
     except KeyboardInterrupt:
         raise click.Abort from None
     for name, points in curves.items():
-        print_curve(Console(), name, crowd, points)
+        print_curve(_wide_console(), name, crowd, points)
     if options["json_file"] is not None:
         document = {"environment": environment, "crowd": crowd, "slo": slo, "curves": curves}
         options["json_file"].write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
@@ -219,6 +220,12 @@ async def _measure_curves(targets: list[Target], settings: Settings, crowd: Crow
             except RequestFailed as error:
                 raise click.ClickException(f"{target.url}: {error}") from error
     return curves
+
+
+def _wide_console() -> Console:
+    """Return a console for tables, which a file has room for whatever the terminal has."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_TABLE_WIDTH)
 
 
 def _settings(options: dict[str, Any]) -> Settings:
