@@ -32,7 +32,7 @@ FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 export PYTHONDONTWRITEBYTECODE :=
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv quick test lint unit cpu kernels behaviour e2e test-clients openapi-long test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
+.PHONY: serve venv quick test lint unit cpu kernels behaviour e2e test-clients openapi openapi-long test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(MODEL) $(ARGS)
@@ -114,7 +114,10 @@ kernels-long: venv
 test-clients: venv
 	@$(TIMED) $(RUN) -m tests.clients $(if $(filter --%,$(CLIENTS)),$(CLIENTS),$(if $(CLIENTS),--only $(CLIENTS)))
 
-# A thousand requests to each operation of /openapi.json.
+# A hundred requests to each operation of /openapi.json, or a thousand.
+openapi: venv
+	@export EXAMPLES=100; $(TIMED) $(RUN) -m tests.clients --only schemathesis
+
 openapi-long: venv
 	@export EXAMPLES=1000; $(TIMED) $(RUN) -m tests.clients --only schemathesis
 

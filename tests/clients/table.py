@@ -1,4 +1,4 @@
-"""The works-with tables: outcomes of scripts as rows, written into docs/clients.md."""
+"""The works-with tables: outcomes of scripts as rows, written into docs/clients.md, and in short into the README."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ CHECKS = ("plain", "streaming", "tool", "parallel", "streamed_tool", "required",
 _HEADS = {
     "client": ("client", "version", "API", *(check.replace("_", " ") for check in CHECKS)),
     "conformance": ("suite", "version", "API", "passed", "failed", "not applicable"),
+    "summary": ("client", "version", "APIs", "checks passed"),
     "benchmark": ("tool", "version", "API", "passed", "failed", "not applicable"),
 }
 _SIGNS = {True: "yes", False: "**no**", None: "-"}
@@ -52,15 +53,41 @@ def merge(page: str, group: str, rows: Sequence[Row], order: Sequence[str]) -> s
 
     order: titles of clients; rows of others are left out. Raises ValueError if the page has no such table.
     """
+    by_title: dict[str, list[Cells]] = {}
+    for cells in _rows_of(page, group):
+        by_title.setdefault(cells[0], []).append(cells)
+    by_title |= {title: [row.cells(group) for row in rows if row.title == title] for title in {r.title for r in rows}}
+    return _with_table(page, group, [cells for title in order for cells in by_title.get(title, [])])
+
+
+def summarize(page: str, readme: str) -> str:
+    """Return the README with the clients of the page: their APIs, and how many of the checks that apply they passed."""
+    by_client: dict[tuple[str, str], list[Cells]] = {}
+    for title, version, api, *marks in _rows_of(page, "client"):
+        by_client.setdefault((title, version), []).append((api, *marks))
+    rows = []
+    for client, found in by_client.items():
+        marks = [mark for _, *marks in found for mark in marks if mark != _SIGNS[None]]
+        apis = ", ".join(api for api, *_ in found)
+        rows.append((*client, apis, f"{marks.count(_SIGNS[True])} of {len(marks)}"))
+    return _with_table(readme, "summary", rows)
+
+
+def _rows_of(page: str, group: str) -> list[Cells]:
+    table = _parts(page, group)[1]
+    return [tuple(cell.strip() for cell in line.strip("| ").split("|")) for line in table.strip().splitlines()[2:]]
+
+
+def _with_table(page: str, group: str, rows: Iterable[Cells]) -> str:
+    before, _, after = _parts(page, group)
+    return f"{before}\n{render(group, rows)}\n{after}"
+
+
+def _parts(page: str, group: str) -> tuple[str, str, str]:
+    """Return the page up to a group's table, the table, and the rest. Raises ValueError if it has none."""
     begin, end = f"<!-- table: {group} -->", f"<!-- end: {group} -->"
     before, found, rest = page.partition(begin)
     table, closed, after = rest.partition(end)
     if not found or not closed:
         raise ValueError(f"the page lacks {begin} and {end}")
-    by_title: dict[str, list[Cells]] = {}
-    for line in table.strip().splitlines()[2:]:
-        cells = tuple(cell.strip() for cell in line.strip("| ").split("|"))
-        by_title.setdefault(cells[0], []).append(cells)
-    by_title |= {title: [row.cells(group) for row in rows if row.title == title] for title in {r.title for r in rows}}
-    merged = [cells for title in order for cells in by_title.get(title, [])]
-    return f"{before}{begin}\n{render(group, merged)}\n{end}{after}"
+    return before + begin, table, end + after
