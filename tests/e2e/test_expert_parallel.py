@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -126,6 +127,26 @@ def executed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """Ranks whose interpreters are started as users start them."""
     with service(model, tmp_path_factory.mktemp("s"), *WATCHED, forked=False) as started:
         yield started
+
+
+def test_public_prefixes_are_kept_on_every_rank(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("admin:root\n" + "".join(f"user:key-{number}\n" for number in range(8)))
+    prompt = "A rule for all who ask. " * 12
+    (tmp_path / "public.json").write_text(json.dumps([{"prompt": prompt}]))
+    settings = ("--api-key-file", str(tmp_path / "keys"), "--public-prefixes", str(tmp_path / "public.json"))
+
+    def ask(number: int) -> int:
+        body = {"model": "m", "prompt": f"{prompt}{number}", "max_tokens": 8}
+        answer = running.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer key-{number}"})
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    with service(model, tmp_path, *TWO, *settings) as running:
+        root = {"authorization": "Bearer root"}
+        # One on each rank.
+        wait_until(lambda: "moeserve_kv_pinned_prefixes 2.0" in running.http.get("/metrics", headers=root).text)
+        # More at once than one rank would be given.
+        with ThreadPoolExecutor(8) as pool:
+            assert set(pool.map(ask, range(8))) == {len(prompt) // 16 * 16}
 
 
 @pytest.mark.parametrize(
